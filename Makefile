@@ -1,0 +1,79 @@
+# make train      train the example GPT with its layers replayed from graphs       ARGS="--compare" adds options
+# make test       ruff, clang-format, pytest and GoogleTests: everything that needs no GPU
+# make test-gpu   the tests that need a GPU
+# make bench      the benchmark of graphed layers, on a GPU                         ARGS="--json out.json"
+# make build      install te_graph, editable, and compile what changed
+# make format     format the C++ code, mend what ruff can
+# make clean      remove what was built
+
+PYTHON ?= python3
+TORCH_VERSION ?= 2.11.0
+
+# An environment that is active, or a Python that has torch, is used as it is. Otherwise .venv is made.
+CHOOSE := import os, sys; from importlib.metadata import distributions; \
+    torch = next(iter(distributions(name="torch")), None); \
+    own = torch or sys.prefix != sys.base_prefix or os.path.isdir(sys.prefix + "/conda-meta"); \
+    print(sys.executable if own else "$(CURDIR)/.venv/bin/python", torch.version if torch else "$(TORCH_VERSION)")
+CHOICE := $(shell $(PYTHON) -c '$(CHOOSE)')
+PY := $(or $(word 1,$(CHOICE)),$(error $(PYTHON) does not run: name a Python >= 3.10 with make PYTHON=...))
+TORCH := torch==$(word 2,$(CHOICE))
+export PATH := $(dir $(PY)):$(PATH)
+
+# One stamp for each environment and setting: a build for another one is done again.
+KEY := $(shell echo '$(PY) $(TORCH) $(CUDA_HOME) $(TE_GRAPH_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d ' ' -f 1)
+BUILT := build/built-$(KEY)
+CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+JOBS := $(or $(MAX_JOBS),$(shell nproc))
+
+# $(call gtest,LABEL): builds the GoogleTests, runs those with the label.
+define gtest
+	cmake -G Ninja -S . -B build/gtest -DPython_EXECUTABLE=$(PY) $(CMAKE_ARGS)
+	cmake --build build/gtest --parallel $(JOBS)
+	ctest --test-dir build/gtest -L '^$(1)$$' --output-on-failure --no-tests=error
+endef
+
+.PHONY: help build train test test-gpu bench format clean tools lint-tools
+help:
+	@sed -n 's/^# //p;/^$$/q' Makefile
+
+$(CURDIR)/.venv/bin/python:
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+
+$(BUILT): $(PY) pyproject.toml setup.py $(shell find csrc)
+	$(PY) -m pip install '$(TORCH)' 'setuptools>=77' ninja
+	@echo 'Compiling te_graph against $(TORCH): some minutes, seconds when little has changed'
+	$(PY) -m pip install --quiet --no-build-isolation --editable .
+	@$(PY) -m te_graph
+	@rm -f build/built-* && touch $@
+
+build: $(BUILT)
+
+train: $(BUILT)
+	$(PY) examples/train_gpt.py $(ARGS)
+
+test: $(BUILT) tools lint-tools
+	$(PY) -m ruff check .
+	clang-format --dry-run -Werror $(CXX_FILES)
+	$(PY) -m pytest -m 'not gpu' $(ARGS)
+	$(call gtest,host)
+
+test-gpu: $(BUILT) tools
+	$(PY) -m pytest -m gpu $(ARGS)
+	$(call gtest,gpu)
+
+bench: $(BUILT)
+	$(PY) benchmarks/bench_graphed.py $(ARGS)
+
+format: $(BUILT) lint-tools
+	clang-format -i $(CXX_FILES)
+	$(PY) -m ruff check --fix .
+
+# te_graph is installed by now, so pip only adds what these extras name; nothing is fetched when all is there.
+tools: $(BUILT)
+	@$(PY) -m pip install --quiet 'te_graph[test]'
+	@cmake --version >/dev/null 2>&1 || $(PY) -m pip install --quiet cmake
+lint-tools: $(BUILT)
+	@$(PY) -m pip install --quiet 'te_graph[lint]'
+
+clean:
+	rm -rf build dist te_graph.egg-info te_graph/_C.*.so te_graph/_build_config.py

@@ -1,0 +1,136 @@
+#include "graph/bindings.h"
+
+#include <ATen/ops/from_blob.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "graph/callable.h"
+#include "graph/hooks.h"
+
+namespace py = pybind11;
+
+namespace te_graph::graph {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+// A tensor over the same memory that does not keep it alive: a graph's own memory, which its pool holds.
+at::Tensor borrow(const at::Tensor& tensor) {
+    return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options(),
+                         tensor.device());
+}
+
+Tensors borrow_all(const Tensors& tensors) {
+    Tensors borrowed;
+    for (const auto& tensor : tensors) borrowed.push_back(borrow(tensor));
+    return borrowed;
+}
+
+std::vector<at::ScalarType> dtypes_of(const std::vector<py::object>& dtypes) {
+    std::vector<at::ScalarType> result;
+    for (const auto& dtype : dtypes) result.push_back(py::cast<at::ScalarType>(dtype));
+    return result;
+}
+
+std::shared_ptr<GradientTable> make_table(const std::vector<int64_t>& sizes, const std::vector<py::object>& sources,
+                                          const std::vector<py::object>& destinations, at::Device device) {
+    return std::make_shared<GradientTable>(sizes, dtypes_of(sources), dtypes_of(destinations), device);
+}
+
+void add_slot(GraphedCallable& callable, const py::object& forward, const py::object& backward, Tensors inputs,
+              Tensors outputs, Tensors grad_outputs, Tensors grad_inputs, Tensors parameter_grads,
+              std::shared_ptr<GradientTable> table) {
+    const size_t differentiable = grad_outputs.size();
+    callable.add_slot(std::unique_ptr<Slot>(
+        new Slot{.forward = make_graph(forward),
+                 .backward = backward.is_none() ? nullptr : make_graph(backward),
+                 .inputs = std::move(inputs),
+                 .outputs = StaticTensors(std::move(outputs)),
+                 .grad_outputs = std::move(grad_outputs),
+                 .grad_inputs = StaticTensors(std::move(grad_inputs)),
+                 .parameter_grads = std::move(parameter_grads),
+                 .table = std::move(table),
+                 .lent_outputs = {},
+                 .zero_grad_outputs = std::vector<bool>(differentiable, false)}));
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+    m.def("is_capturing", &is_capturing, py::arg("device"));
+    m.def("has_gradient_hooks", &has_gradient_hooks, py::arg("leaf"));
+    m.def("node_count", &node_count, py::arg("cuda_graph"));
+    m.def("borrow", &borrow_all, py::arg("tensors"));
+
+    py::class_<HookSuspension>(m, "HookSuspension")
+        .def(py::init<Tensors>(), py::arg("leaves"))
+        .def("restore", &HookSuspension::restore);
+
+    py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope").def(py::init<at::Device>(), py::arg("device"));
+
+    py::class_<StoreFlag, std::shared_ptr<StoreFlag>>(m, "StoreFlag")
+        .def(py::init<>())
+        .def("set", [](StoreFlag& flag) { flag.overwrite = true; });
+
+    py::enum_<StepKind>(m, "StepKind")
+        .value("INSTANCE_DICT", StepKind::kInstanceDict)
+        .value("ITEM", StepKind::kItem)
+        .value("LENGTH", StepKind::kLength)
+        .value("POSITION", StepKind::kPosition)
+        .value("CELL", StepKind::kCell)
+        .value("ATTRIBUTE", StepKind::kAttribute);
+
+    py::class_<Guard, std::shared_ptr<Guard>>(m, "Guard")
+        .def(py::init<>())
+        .def("add_step", &Guard::add_step, py::arg("kind"), py::arg("parent"), py::arg("key"), py::arg("index"),
+             py::arg("expected"), py::arg("subject"))
+        .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"))
+        .def("check", [](const Guard& guard, const py::object& root) {
+            Tensors found;
+            return guard.check(root.ptr(), found);
+        });
+
+    py::class_<GradientTable, std::shared_ptr<GradientTable>>(m, "GradientTable")
+        .def(py::init(&make_table), py::arg("sizes"), py::arg("source_dtypes"), py::arg("destination_dtypes"),
+             py::arg("device"))
+        .def_property_readonly("entries", &GradientTable::entries)
+        .def_property_readonly("chunks", &GradientTable::chunks)
+        .def_property_readonly("uploads", &GradientTable::uploads)
+        .def("bind", &GradientTable::bind, py::arg("sources"));
+
+    py::class_<InputSpec>(m, "InputSpec")
+        .def(py::init([](std::string name, std::vector<bool> depends_on) {
+                 return InputSpec{std::move(name), std::move(depends_on)};
+             }),
+             py::arg("name"), py::arg("depends_on"));
+
+    py::class_<ParameterSpec>(m, "ParameterSpec")
+        .def(py::init([](int tensor, int main_grad, std::vector<bool> depends_on, bool through_autograd,
+                         std::shared_ptr<StoreFlag> flag) {
+                 return ParameterSpec{tensor, main_grad, std::move(depends_on), through_autograd, std::move(flag)};
+             }),
+             py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"), py::arg("through_autograd"),
+             py::arg("flag"));
+
+    py::class_<ExternalSpec>(m, "ExternalSpec")
+        .def(py::init([](bool saved, bool written) { return ExternalSpec{saved, written}; }), py::arg("saved"),
+             py::arg("written"));
+
+    py::class_<GraphedCallable, std::shared_ptr<GraphedCallable>>(m, "GraphedCallable")
+        .def(py::init<std::string, at::Device, std::shared_ptr<Scope>, std::shared_ptr<Guard>, std::vector<InputSpec>,
+                      std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>, std::vector<bool>>(),
+             py::arg("name"), py::arg("device"), py::arg("scope"), py::arg("guard"), py::arg("inputs"),
+             py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"))
+        .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
+             py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("parameter_grads"), py::arg("table"))
+        .def("forward",
+             [](GraphedCallable& callable, const py::object& root, const Tensors& inputs) {
+                 return callable.forward(root.ptr(), inputs);
+             })
+        .def("route_through_autograd", &GraphedCallable::route_through_autograd, py::arg("parameter"))
+        .def_property_readonly("in_flight", &GraphedCallable::in_flight)
+        .def_property_readonly("forward_replays", &GraphedCallable::forward_replays)
+        .def_property_readonly("backward_replays", &GraphedCallable::backward_replays);
+}
+
+}  // namespace te_graph::graph

@@ -1,0 +1,10 @@
+// What Python sees of graph handles and replay objects, as `te_graph._C`.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace te_graph::graph {
+
+void bind(pybind11::module_& m);
+
+}  // namespace te_graph::graph

@@ -1,0 +1,121 @@
+// One graphed callable: its slots, what it takes for granted, and the forward and backward replay.
+//
+// forward:  settings and guard -> inputs -> a free slot -> protect lent outputs -> copy inputs -> replay -> lend outputs
+//           and tie them to a ReplayNode.
+// backward: (ReplayNode) versions -> copy gradients -> table entries -> protect lent input gradients -> replay -> set .grad.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "graph/gradient_table.h"
+#include "graph/graph.h"
+#include "graph/guard.h"
+#include "graph/handout.h"
+#include "graph/settings.h"
+#include "graph/slot_pool.h"
+#include "graph/stream_order.h"
+
+namespace te_graph::graph {
+
+class ReplayNode;
+
+// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, whoever graphs it.
+struct StoreFlag {
+    std::atomic<bool> overwrite{false};
+};
+
+// A leaf outside the callable that its backward computes a gradient for.
+struct ParameterSpec {
+    int tensor;                      // its number in the guard
+    int main_grad;                   // number of its main_grad in the guard, or -1
+    std::vector<bool> depends_on;    // [differentiable outputs]
+    bool through_autograd;           // always by an autograd edge
+    std::shared_ptr<StoreFlag> flag; // with main_grad only
+};
+
+struct InputSpec {
+    std::string name;
+    std::vector<bool> depends_on;  // [differentiable outputs]; empty when it gets no gradient
+};
+
+// A graph pair and the memory that belongs to it.
+struct Slot {
+    std::shared_ptr<Graph> forward;
+    std::shared_ptr<Graph> backward;  // null when nothing requires a gradient
+    std::vector<at::Tensor> inputs;   // static copies of the arguments' tensors
+    StaticTensors outputs;
+    std::vector<at::Tensor> grad_outputs;     // [differentiable outputs]
+    StaticTensors grad_inputs;                // [inputs], undefined where there is none
+    std::vector<at::Tensor> parameter_grads;  // [parameters], memory owned by the graph
+    std::shared_ptr<GradientTable> table;
+    Handouts lent_outputs;
+    std::vector<bool> zero_grad_outputs;  // which of grad_outputs are known to be zero
+};
+
+// What the guard's tensors mean to autograd.
+struct ExternalSpec {
+    bool saved;    // autograd saved it for backward: it must not be modified in between
+    bool written;  // the forward writes it: its version is bumped as eager execution would
+};
+
+class GraphedCallable : public std::enable_shared_from_this<GraphedCallable> {
+public:
+    GraphedCallable(std::string name, at::Device device, std::shared_ptr<Scope> scope, std::shared_ptr<Guard> guard,
+                    std::vector<InputSpec> inputs, std::vector<ParameterSpec> parameters,
+                    std::vector<ExternalSpec> externals, std::vector<int> differentiable,
+                    std::vector<bool> saved_outputs);
+
+    void add_slot(std::unique_ptr<Slot> slot);
+
+    // Replays the forward. root: the Python callable that the guard starts from. inputs: tensors of the arguments, in
+    // order. Returns one tensor per output, or nothing when the current stream is being captured: then the caller runs
+    // eagerly.
+    std::optional<std::vector<at::Tensor>> forward(PyObject* root, const std::vector<at::Tensor>& inputs);
+
+    // Replays the backward of `node`; returns one gradient per next edge of it.
+    torch::autograd::variable_list backward(ReplayNode& node, torch::autograd::variable_list grads);
+
+    // Lets the gradient of parameter number `parameter` go through autograd from the next forward on.
+    void route_through_autograd(size_t parameter) { parameters_.at(parameter).through_autograd = true; }
+
+    const std::string& name() const { return name_; }
+    int in_flight() const { return pool_->in_flight(); }
+    int64_t forward_replays() const { return forward_replays_; }
+    int64_t backward_replays() const { return backward_replays_; }
+
+private:
+    struct Pending;
+
+    void check_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
+    void attach_node(Slot& slot, SlotLease lease, std::vector<at::Tensor> externals,
+                     const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs);
+    void check_versions(const ReplayNode& node) const;
+    std::vector<bool> load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
+    std::vector<Pending> plan_parameters(Slot& slot, const ReplayNode& node, const std::vector<bool>& got) const;
+    std::string describe(const std::string& change) const;
+
+    const std::string name_;
+    const at::Device device_;
+    const std::shared_ptr<Scope> scope_;
+    const std::shared_ptr<Guard> guard_;
+    const Settings settings_;
+    const std::vector<InputSpec> inputs_;
+    std::vector<ParameterSpec> parameters_;
+    const std::vector<ExternalSpec> externals_;
+    const std::vector<int> differentiable_;   // numbers of the outputs that require a gradient
+    const std::vector<bool> saved_outputs_;   // [differentiable outputs]: backward reads the output itself
+    std::vector<at::Tensor> buffers_;         // [parameters] what .grad becomes when it was None
+    std::vector<std::unique_ptr<Slot>> slots_;
+    const std::shared_ptr<SlotPool> pool_ = std::make_shared<SlotPool>();
+    std::atomic<int64_t> forward_replays_{0};
+    std::atomic<int64_t> backward_replays_{0};
+};
+
+}  // namespace te_graph::graph

@@ -1,0 +1,98 @@
+#include "graph/gradient_table.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+
+#include <cstring>
+
+#ifdef TE_GRAPH_CUDA
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace te_graph::graph {
+
+using multi_tensor::Chunk;
+using multi_tensor::DType;
+using multi_tensor::Entry;
+using multi_tensor::Mode;
+
+ElementType element_type(at::ScalarType dtype) {
+    switch (dtype) {
+        case at::kFloat:
+            return {DType::kFloat32, 1};
+        case at::kDouble:
+            return {DType::kFloat64, 1};
+        case at::kHalf:
+            return {DType::kFloat16, 1};
+        case at::kBFloat16:
+            return {DType::kBFloat16, 1};
+        case at::kComplexFloat:
+            return {DType::kFloat32, 2};
+        case at::kComplexDouble:
+            return {DType::kFloat64, 2};
+        default:
+            TORCH_CHECK_TYPE(false, "te_graph: gradients of dtype ", dtype,
+                             " cannot be accumulated in a graph; pass accumulate_grads=False");
+    }
+}
+
+GradientTable::GradientTable(const std::vector<int64_t>& sizes, const std::vector<at::ScalarType>& source_dtypes,
+                             const std::vector<at::ScalarType>& destination_dtypes, at::Device device) {
+    const size_t count = sizes.size();
+    std::vector<int64_t> numels;
+    for (size_t i = 0; i < count; ++i) {
+        const auto [source, elements] = element_type(source_dtypes[i]);
+        const DType destination = element_type(destination_dtypes[i]).dtype;
+        TORCH_CHECK_TYPE(multi_tensor::is_supported(source, destination), "te_graph: gradients of dtype ",
+                         source_dtypes[i], " cannot be accumulated into ", destination_dtypes[i]);
+        numels.push_back(sizes[i] * elements);
+        current_.push_back({nullptr, nullptr, numels.back(), source, destination, Mode::kSkip, {}});
+    }
+    const std::vector<Chunk> chunks = multi_tensor::make_chunks(numels);
+    const auto on_cpu = at::TensorOptions().device(at::kCPU);
+    entries_ = at::zeros({static_cast<int64_t>(count), 4}, at::TensorOptions().device(device).dtype(at::kLong));
+    at::Tensor host_chunks = at::empty({static_cast<int64_t>(chunks.size()), 2}, on_cpu.dtype(at::kInt));
+    if (!chunks.empty()) {
+        std::memcpy(host_chunks.mutable_data_ptr(), chunks.data(), chunks.size() * sizeof(Chunk));
+    }
+    chunks_ = host_chunks.to(device);
+}
+
+void GradientTable::bind(const std::vector<at::Tensor>& sources) {
+    TORCH_CHECK_VALUE(sources.size() == current_.size(), "te_graph: expected ", current_.size(),
+                      " gradients, got ", sources.size());
+    at::Tensor host = at::empty_like(entries_, at::TensorOptions().device(at::kCPU));
+    for (size_t i = 0; i < current_.size(); ++i) current_[i].source = sources[i].const_data_ptr();
+    if (!current_.empty()) std::memcpy(host.mutable_data_ptr(), current_.data(), current_.size() * sizeof(Entry));
+    entries_.copy_(host);
+}
+
+void GradientTable::set(size_t index, Mode mode, void* destination) {
+    Entry& entry = current_[index];
+    // A skipped entry's destination is never read, so it may stay as it is.
+    if (entry.mode == mode && (mode == Mode::kSkip || entry.destination == destination)) return;
+    entry.mode = mode;
+    if (mode != Mode::kSkip) entry.destination = destination;
+    pending_.push_back({entry.destination, static_cast<int32_t>(index), mode});
+}
+
+void GradientTable::upload() {
+    if (pending_.empty()) return;
+    ++uploads_;
+    auto* const table = static_cast<Entry*>(entries_.mutable_data_ptr());
+    const auto count = static_cast<int64_t>(pending_.size());
+    if (entries_.is_cpu()) {
+        multi_tensor::update_entries_cpu(table, pending_.data(), count);
+    } else {
+#ifdef TE_GRAPH_CUDA
+        C10_CUDA_CHECK(multi_tensor::launch_update_entries(table, pending_.data(), count,
+                                                           c10::cuda::getCurrentCUDAStream(entries_.get_device())));
+#endif
+    }
+    pending_.clear();
+}
+
+}  // namespace te_graph::graph

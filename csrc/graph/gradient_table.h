@@ -1,0 +1,50 @@
+// The device table that a captured backward ends with, and the host's copy of what it holds.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "multi_tensor/accumulate.h"
+
+namespace te_graph::graph {
+
+class GradientTable {
+public:
+    // One entry per parameter: `sizes[i]` elements, added as `source_dtypes[i]` into `destination_dtypes[i]`.
+    // Allocates the table on `device`, all entries in mode skip; must not be called during a capture.
+    GradientTable(const std::vector<int64_t>& sizes, const std::vector<at::ScalarType>& source_dtypes,
+                  const std::vector<at::ScalarType>& destination_dtypes, at::Device device);
+
+    size_t size() const { return current_.size(); }
+    const at::Tensor& entries() const { return entries_; }  // [parameters, 4] int64, read by the captured launch
+    const at::Tensor& chunks() const { return chunks_; }    // [chunks, 2] int32
+
+    // Writes the addresses of the captured gradients, once known. Synchronous; called once after capture.
+    // sources: one dense tensor per entry, of that entry's size and dtype.
+    void bind(const std::vector<at::Tensor>& sources);
+
+    // Says what the next replay shall do with entry `index`. Nothing is sent until upload().
+    void set(size_t index, multi_tensor::Mode mode, void* destination);
+    // Sends entries that differ from what the device has, on the current stream.
+    void upload();
+
+    // Bytes of kernel launches that upload() has made so far.
+    int64_t uploads() const { return uploads_; }
+
+private:
+    at::Tensor entries_;
+    at::Tensor chunks_;
+    std::vector<multi_tensor::Entry> current_;  // what the device holds once pending_ has been sent
+    std::vector<multi_tensor::EntryUpdate> pending_;
+    int64_t uploads_ = 0;
+};
+
+// A supported dtype with the number of its elements that make one element of `dtype` (2 for complex).
+struct ElementType {
+    multi_tensor::DType dtype;
+    int64_t count;
+};
+ElementType element_type(at::ScalarType dtype);
+
+}  // namespace te_graph::graph

@@ -1,0 +1,24 @@
+// A captured piece of work that can be run again on the same memory.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+
+namespace te_graph::graph {
+
+class Graph {
+public:
+    virtual ~Graph() = default;
+    // Enqueues the captured work on the current stream (CUDA) or runs it (recorder).
+    virtual void replay() = 0;
+};
+
+// Wraps a `torch.cuda.CUDAGraph` or a `te_graph.recorder.Recorder`. Takes a reference to the Python object.
+std::shared_ptr<Graph> make_graph(const pybind11::object& captured);
+
+// Number of nodes of the cudaGraph_t at `address`.
+int64_t node_count(int64_t address);
+
+}  // namespace te_graph::graph

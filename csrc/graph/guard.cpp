@@ -1,0 +1,110 @@
+#include "graph/guard.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <sstream>
+
+namespace py = pybind11;
+
+namespace te_graph::graph {
+namespace {
+
+// The object that a step leads to, borrowed from its container, or nullptr when it is not there.
+PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t index) {
+    PyObject* found = nullptr;
+    switch (kind) {
+        case StepKind::kInstanceDict:
+            found = PyObject_GenericGetDict(parent, nullptr);
+            Py_XDECREF(found);  // the instance holds it
+            break;
+        case StepKind::kItem:
+            found = PyDict_Check(parent) ? PyDict_GetItemWithError(parent, key) : nullptr;
+            break;
+        case StepKind::kLength:
+            found = PyDict_Check(parent) && PyDict_GET_SIZE(parent) == index ? parent : nullptr;
+            break;
+        case StepKind::kPosition:
+            if (PyList_Check(parent) && index < PyList_GET_SIZE(parent)) found = PyList_GET_ITEM(parent, index);
+            if (PyTuple_Check(parent) && index < PyTuple_GET_SIZE(parent)) found = PyTuple_GET_ITEM(parent, index);
+            break;
+        case StepKind::kCell:
+            found = PyCell_Check(parent) ? PyCell_GET(parent) : nullptr;
+            break;
+        case StepKind::kAttribute:
+            found = PyObject_GetAttr(parent, key);
+            Py_XDECREF(found);  // the parent holds it
+            break;
+    }
+    if (!found) PyErr_Clear();
+    return found;
+}
+
+}  // namespace
+
+int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py::object expected,
+                    std::string subject) {
+    steps_.push_back(
+        {kind, parent, std::move(key), index, expected.is_none() ? nullptr : expected.ptr(), std::move(subject)});
+    return static_cast<int>(steps_.size()) - 1;
+}
+
+int Guard::add_tensor(int step, const at::Tensor& tensor) {
+    steps_[step].tensor = static_cast<int>(tensors_.size());
+    tensors_.push_back({step, tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec(),
+                        tensor.scalar_type(), tensor.requires_grad()});
+    return steps_[step].tensor;
+}
+
+std::string Guard::check(PyObject* root, std::vector<at::Tensor>& found) const {
+    thread_local std::vector<PyObject*> reached;
+    reached.resize(steps_.size());
+    found.resize(tensors_.size());
+    for (size_t i = 0; i < steps_.size(); ++i) {
+        const Step& step = steps_[i];
+        PyObject* const parent = step.parent < 0 ? root : reached[step.parent];
+        PyObject* const object = take_step(step.kind, parent, step.key.ptr(), step.index);
+        reached[i] = object;
+        if (!object) return step.subject + (step.kind == StepKind::kLength ? " changed" : " is gone");
+        if (step.tensor >= 0) {
+            if (!THPVariable_Check(object)) return step.subject + " is no longer a tensor";
+            const at::Tensor& tensor = THPVariable_Unpack(object);
+            if (std::string change = compare(tensors_[step.tensor], tensor, true); !change.empty()) {
+                return step.subject + change;
+            }
+            found[step.tensor] = tensor;
+        }
+        if (step.expected && object != step.expected) {
+            if (PyBool_Check(object)) return step.subject + (object == Py_True ? " is now True" : " is now False");
+            return step.subject + " was replaced by another object";
+        }
+    }
+    return {};
+}
+
+std::string Guard::check_tensors(const std::vector<at::Tensor>& found) const {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+        if (std::string change = compare(tensors_[i], found[i], false); !change.empty()) return tensor_name(i) + change;
+    }
+    return {};
+}
+
+std::string Guard::compare(const TensorFacts& expected, const at::Tensor& tensor, bool compare_requires_grad) {
+    std::ostringstream change;
+    if (tensor.scalar_type() != expected.dtype) {
+        change << " changed dtype from " << expected.dtype << " to " << tensor.scalar_type();
+    } else if (tensor.sizes() != at::IntArrayRef(expected.sizes)) {
+        change << " changed shape from " << at::IntArrayRef(expected.sizes) << " to " << tensor.sizes();
+    } else if (tensor.const_data_ptr() != expected.data) {
+        change << " moved to other memory";
+    } else if (tensor.strides() != at::IntArrayRef(expected.strides)) {
+        change << " changed strides from " << at::IntArrayRef(expected.strides) << " to " << tensor.strides();
+    } else if (compare_requires_grad && tensor.requires_grad() != expected.requires_grad) {
+        change << " changed requires_grad from " << (expected.requires_grad ? "True" : "False");
+    } else {
+        return {};
+    }
+    return change.str();
+}
+
+}  // namespace te_graph::graph

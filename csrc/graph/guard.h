@@ -1,0 +1,69 @@
+// What a graph takes for granted about Python objects and tensors that it does not own, checked before every replay.
+//
+// A guard is a small program: steps that walk from the callable through dictionaries, lists and closure cells, each to
+// an object that must still be the one seen at capture, and tensors met on the way, whose address, shape, strides, dtype
+// and requires_grad must be what they were. Nothing is owned: each step starts from its live parent, so the pointers
+// compared are never stale and no reference cycle through the callable arises.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
+
+#include <string>
+#include <vector>
+
+namespace te_graph::graph {
+
+enum class StepKind : uint8_t {
+    kInstanceDict,  // the __dict__ of the parent
+    kItem,          // parent[key] of a dict
+    kLength,        // len(parent) of a dict must be `index`
+    kPosition,      // parent[index] of a list or tuple
+    kCell,          // contents of a closure cell
+    kAttribute,     // getattr(parent, key), for objects without a dict such as functools.partial
+};
+
+class Guard {
+public:
+    // Adds a step from the object that step `parent` reached (-1: the callable itself); returns its number.
+    // expected: the object that must be found, or None for any. subject: what the message calls it.
+    int add_step(StepKind kind, int parent, pybind11::object key, int64_t index, pybind11::object expected,
+                 std::string subject);
+    // The object that `step` reaches is `tensor`; its place in `found` is the number returned.
+    int add_tensor(int step, const at::Tensor& tensor);
+
+    // Walks from `root`. Writes the tensors into `found` and returns an empty string, or returns what has changed.
+    std::string check(PyObject* root, std::vector<at::Tensor>& found) const;
+
+    // Compares tensors found by an earlier check() again: they may have moved since. Their requires_grad no
+    // longer matters, as for a backward in eager execution. Needs no GIL.
+    std::string check_tensors(const std::vector<at::Tensor>& found) const;
+
+    size_t tensors() const { return tensors_.size(); }
+    const std::string& tensor_name(size_t tensor) const { return steps_[tensors_[tensor].step].subject; }
+
+private:
+    struct Step {
+        StepKind kind;
+        int parent;
+        pybind11::object key;  // strings, numbers and the like: they refer to nothing else
+        Py_ssize_t index;
+        PyObject* expected;  // compared, never dereferenced; nullptr: any
+        std::string subject;
+        int tensor = -1;
+    };
+    struct TensorFacts {
+        int step;
+        const void* data;
+        std::vector<int64_t> sizes, strides;
+        at::ScalarType dtype;
+        bool requires_grad;
+    };
+
+    static std::string compare(const TensorFacts& expected, const at::Tensor& tensor, bool compare_requires_grad);
+
+    std::vector<Step> steps_;
+    std::vector<TensorFacts> tensors_;
+};
+
+}  // namespace te_graph::graph

@@ -1,0 +1,46 @@
+// Static memory lent to the user as ordinary tensors.
+//
+// A graph writes its results to the same memory at every replay. What the user gets is a tensor with a StorageImpl of
+// its own over that memory: no copy. Before the memory is overwritten, every such StorageImpl that somebody still holds
+// (directly, through a view, or inside an autograd node) is moved to a copy in ordinary memory, so no value ever
+// changes under its holder.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <mutex>
+#include <vector>
+
+namespace te_graph::graph {
+
+// StorageImpls that have been handed out over memory that will be overwritten.
+class Handouts {
+public:
+    void add(c10::intrusive_ptr<c10::StorageImpl> storage);
+    // To be called before the memory is overwritten, on the stream that will overwrite it.
+    void protect();
+
+private:
+    std::mutex mutex_;
+    std::vector<c10::intrusive_ptr<c10::StorageImpl>> lent_;
+};
+
+// Fixed tensors of a slot that are handed out after each replay.
+class StaticTensors {
+public:
+    // tensors: the memory that the graph writes; undefined ones are handed out as undefined.
+    explicit StaticTensors(std::vector<at::Tensor> tensors);
+
+    // Fresh tensors over the static memory. Those that share memory share a StorageImpl and a version counter, as views
+    // of one tensor do. The memory outlives the slot for as long as one of them is held.
+    std::vector<at::Tensor> hand_out(Handouts& handouts) const;
+
+    const std::vector<at::Tensor>& tensors() const { return tensors_; }
+
+private:
+    std::vector<at::Tensor> tensors_;
+    std::vector<int> first_with_storage_;  // for each tensor, the index of the first one with the same storage
+};
+
+}  // namespace te_graph::graph

@@ -1,0 +1,39 @@
+// The autograd node of one forward replay.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "graph/callable.h"
+
+namespace te_graph::graph {
+
+// Holds the slot until the backward has run without retain_graph, or until nobody can run it any more.
+class ReplayNode final : public torch::autograd::Node {
+public:
+    ReplayNode(std::shared_ptr<GraphedCallable> callable, SlotLease lease) : callable_(std::move(callable)) {
+        lease_.emplace(std::move(lease));
+    }
+
+    torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+    void release_variables() override;
+    std::string name() const override { return "GraphedBackward(" + callable_->name() + ")"; }
+
+    int slot() const { return lease_->slot(); }
+
+    std::vector<at::Tensor> externals;                     // [guard's tensors], as found by the forward
+    std::vector<uint32_t> external_versions;               // [guard's tensors] after the forward
+    std::vector<c10::VariableVersion> output_versions;     // [differentiable outputs]
+    std::vector<bool> through_autograd;                    // [parameters]: has an edge of this node
+    std::vector<int> input_edges;                          // inputs that have an edge, in order of next_edges
+    std::vector<bool> leaf_inputs;                         // [input_edges]: the edge leads to a leaf
+
+private:
+    std::shared_ptr<GraphedCallable> callable_;
+    std::optional<SlotLease> lease_;
+};
+
+}  // namespace te_graph::graph

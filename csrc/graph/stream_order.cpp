@@ -1,0 +1,70 @@
+#include "graph/stream_order.h"
+
+#ifdef TE_GRAPH_CUDA
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/autograd/engine.h>
+#endif
+
+namespace te_graph::graph {
+
+#ifdef TE_GRAPH_CUDA
+
+struct Scope::Order {
+    std::mutex mutex;
+    c10::DeviceIndex device;
+    std::optional<c10::cuda::CUDAStream> last;
+    at::cuda::CUDAEvent event;
+};
+
+Scope::Scope(at::Device device) {
+    if (!device.is_cuda()) return;
+    order_ = std::make_unique<Order>();
+    order_->device = device.index();
+}
+
+void Scope::enter() {
+    if (!order_) return;
+    const std::lock_guard lock(order_->mutex);
+    const auto current = c10::cuda::getCurrentCUDAStream(order_->device);
+    if (order_->last && *order_->last != current) {
+        order_->event.record(*order_->last);
+        order_->event.block(current);
+    }
+    order_->last = current;
+}
+
+bool is_capturing(at::Device device) {
+    if (!device.is_cuda()) return false;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
+    return status != cudaStreamCaptureStatusNone;
+}
+
+void sync_backward_caller(at::Device device) {
+    if (!device.is_cuda()) return;
+    const auto replayed_on = c10::cuda::getCurrentCUDAStream(device.index());
+    // Final callbacks of the engine run on the streams that were current where backward was called.
+    torch::autograd::Engine::get_default_engine().queue_callback([replayed_on] {
+        const auto caller = c10::cuda::getCurrentCUDAStream(replayed_on.device_index());
+        if (caller == replayed_on) return;
+        at::cuda::CUDAEvent event;
+        event.record(replayed_on);
+        event.block(caller);
+    });
+}
+
+#else
+
+struct Scope::Order {};
+Scope::Scope(at::Device) {}
+void Scope::enter() {}
+bool is_capturing(at::Device) { return false; }
+void sync_backward_caller(at::Device) {}
+
+#endif
+
+Scope::~Scope() = default;
+
+}  // namespace te_graph::graph

@@ -1,0 +1,190 @@
+"""One training as an object: options, state, steps, and the checkpoint file that continues it bit for bit."""
+
+import math
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpt import build_model
+from text_data import Corpus, all_batches, draw_batches
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+SIZES = ("layers", "hidden", "heads", "seq_len", "dropout")
+SCHEDULE = ("batch_size", "micro_batches", "steps", "lr", "seed", "dtype", "device")
+KEYS = frozenset({"settings", "losses", "model", "optimizer", "scheduler", "rng"})
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options; `python examples/train_gpt.py --help` explains each."""
+
+    data: Path | None
+    device: str
+    dtype: str
+    layers: int
+    hidden: int
+    heads: int
+    seq_len: int
+    batch_size: int
+    micro_batches: int
+    steps: int
+    lr: float
+    dropout: float
+    seed: int
+    graph: bool
+    compare: bool
+    plot: Path | None
+    checkpoint: Path | None
+    save_every: int | None
+    resume: Path | None
+    stop_after: int | None
+
+    @property
+    def last_step(self) -> int:
+        return self.stop_after or self.steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.micro_batches * self.batch_size * self.seq_len
+
+    def settings(self, corpus: Corpus) -> dict[str, Any]:
+        """What two runs must have in common for one to continue the other bit for bit."""
+        options = {f"--{name.replace('_', '-')}": getattr(self, name) for name in SIZES + SCHEDULE}
+        return options | {"SHA-256 of --data": corpus.digest}
+
+
+class Trainer:
+    """Model, optimizer, schedule, losses and data position of one training: what a checkpoint holds."""
+
+    def __init__(self, config: Config, corpus: Corpus) -> None:
+        self.config = config
+        self.corpus = corpus
+        sizes = {name: getattr(config, name) for name in SIZES}
+        self.model = build_model(config.seed, config.device, getattr(torch, config.dtype), **sizes)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
+        warmup = max(1, config.steps // 10)
+        rise = LinearLR(self.optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
+        fall = CosineAnnealingLR(self.optimizer, T_max=max(1, config.steps - warmup), eta_min=config.lr / 10)
+        self.scheduler = SequentialLR(self.optimizer, [rise, fall], milestones=[warmup])
+        self.data = corpus.training.to(config.device)  # [bytes] uint8
+        self.data_generator = torch.Generator().manual_seed(config.seed)
+        self.losses: list[float] = []
+
+    def graph_layers(self) -> None:
+        """Capture forward and backward of every layer; from here on training replays them."""
+        import te_graph as tg
+
+        config, layers = self.config, tuple(self.model.layers)
+        shape = (config.batch_size, config.seq_len, config.hidden)
+        dtype = getattr(torch, config.dtype)
+        sample = torch.zeros(shape, dtype=dtype, device=config.device, requires_grad=True)
+        tg.make_graphed_callables(layers, tuple((sample,) for _ in layers))
+
+    def step(self) -> float:
+        """One optimizer step over all micro-batches; returns and keeps its loss.
+
+        Raises:
+            FloatingPointError: the loss is infinite or no number.
+        """
+        config = self.config
+        loss = torch.zeros((), device=config.device)
+        micro_batches = draw_batches(
+            self.data, config.micro_batches, config.batch_size, config.seq_len, self.data_generator
+        )
+        for tokens, targets in micro_batches:
+            micro_loss = self.model(tokens, targets) / config.micro_batches
+            micro_loss.backward()
+            loss += micro_loss.detach()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        # Reading the loss waits for the device, once a step: this is what makes the speed of a single step measurable.
+        self.losses.append(loss.item())
+        if not math.isfinite(self.losses[-1]):
+            raise FloatingPointError(f"the loss of step {len(self.losses)} is {self.losses[-1]}; try a lower --lr")
+        return self.losses[-1]
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean loss per byte of the held-out text."""
+        self.model.eval()
+        data = self.corpus.validation.to(self.config.device)  # [bytes] uint8
+        total, count = 0.0, 0
+        for tokens, targets in all_batches(data, self.config.batch_size, self.config.seq_len):
+            total += self.model(tokens, targets).item() * len(tokens)
+            count += len(tokens)
+        self.model.train()
+        return total / count
+
+    def state_dict(self) -> dict[str, Any]:
+        rng = {"cpu": torch.get_rng_state(), "data": self.data_generator.get_state()}
+        if self.config.device == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state()
+        return {
+            "settings": self.config.settings(self.corpus),
+            "losses": self.losses,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "rng": rng,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.losses = list(state["losses"])
+        self.data_generator.set_state(state["rng"]["data"])
+        torch.set_rng_state(state["rng"]["cpu"])
+        if self.config.device == "cuda":
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` (the keys of `KEYS`) to `path`; whatever goes wrong, `path` holds the old file or the new one.
+
+    Args:
+        path: File to write or replace; its folder exists.
+        state: Tensors and plain Python values, as `torch.load(weights_only=True)` reads them.
+    """
+    # In the same folder, since os.replace is atomic within one file system only.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Read what `save_checkpoint` wrote, tensors on the CPU.
+
+    Args:
+        path: File to read.
+        settings: What the checkpoint has to agree with: option name to value.
+
+    Raises:
+        ValueError: there is no such file, it is damaged or no checkpoint of this example, or its settings differ.
+    """
+    if not path.is_file():
+        raise ValueError(f"--resume: expected a checkpoint, got {path}, which is not a file")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"--resume: {path} is cut short or is no checkpoint ({reason})") from error
+    missing = KEYS - state.keys() if isinstance(state, dict) else KEYS
+    if missing:
+        raise ValueError(f"--resume: {path} is no checkpoint of this example: it lacks {', '.join(sorted(missing))}")
+    saved = state["settings"]
+    differing = [name for name in settings if saved.get(name) != settings[name]]
+    if differing:
+        listed = "; ".join(f"{name} is {saved.get(name)} there, {settings[name]} here" for name in differing)
+        raise ValueError(f"--resume: {path} is of another configuration: {listed}")
+    return state

@@ -1,0 +1,138 @@
+"""Builds te_graph._C from csrc/. All metadata is in pyproject.toml.
+
+Environment:
+    TE_GRAPH_CUDA         1: with CUDA or fail; 0: CPU ops only; unset: with CUDA where torch has it and nvcc is found
+    TORCH_CUDA_ARCH_LIST  GPU architectures, as for every torch extension
+    CXX, MAX_JOBS         compiler and number of parallel jobs
+"""
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from setuptools import setup
+
+
+def fail(sentence: str) -> NoReturn:
+    raise SystemExit(f"te_graph: {sentence}")
+
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    fail(
+        f"cannot import the torch to build against ({error}): install torch >= 2.11 in this environment, then run "
+        "pip install --no-build-isolation ."
+    )
+
+ROOT = Path(__file__).resolve().parent
+MINIMUM_TORCH = (2, 11)
+
+
+def first_line(command: list[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[0]
+
+
+def find_cuda() -> tuple[str | None, str]:
+    """Decides whether CUDA code is built.
+
+    Returns:
+        (version of the CUDA toolkit or None for CPU ops only, where the toolkit is or why there is none).
+    """
+    wish = os.environ.get("TE_GRAPH_CUDA", "")
+    if wish not in ("", "0", "1"):
+        fail(f"TE_GRAPH_CUDA must be 0 or 1, got {wish!r}")
+    if wish == "0":
+        return None, "TE_GRAPH_CUDA=0"
+
+    home = cpp_extension.CUDA_HOME
+    if torch.version.cuda is None:
+        missing = f"torch {torch.__version__} is a CPU build"
+    elif not home or not Path(home, "bin", "nvcc").is_file():
+        missing = f"nvcc was not found ({f'no {home}/bin/nvcc' if home else 'neither in CUDA_HOME nor on PATH'})"
+    else:
+        banner = subprocess.run([f"{home}/bin/nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+        return re.search(r"release (\d+\.\d+)", banner).group(1), home
+    if wish == "1":
+        fail(f"TE_GRAPH_CUDA=1 asks for CUDA, but {missing}")
+    return None, missing
+
+
+def sources_of(*suffixes: str) -> list[str]:
+    """Files under csrc/ with one of the suffixes, sorted, relative to the repository."""
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
+
+
+def make_extension():
+    """The extension module; every file under csrc/ belongs to it."""
+    sources = sources_of(".cpp", ".cu") if CUDA_VERSION else sources_of(".cpp")
+    objects = [str(Path(source).with_suffix("")) for source in sources]
+    if twins := sorted({name for name in objects if objects.count(name) > 1}):
+        fail(f"{twins[0]}.cpp and {twins[0]}.cu would share one object file: rename one of them")
+
+    warnings = ["-Wall", "-Wextra", "-Werror=return-type"]
+    # A directory named by -isystem is no longer searched as the -I directory that torch adds, and warns no more.
+    headers = cpp_extension.include_paths("cuda" if CUDA_VERSION else "cpu")
+    stamp = {"TORCH_VERSION": torch.__version__, "CUDA_VERSION": CUDA_VERSION or "", "ARCHS": ARCHS}
+    cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", *warnings]
+    cxx += [flag for path in headers for flag in ("-isystem", path)]
+    cxx += [f'-DTE_GRAPH_{name}="{value}"' for name, value in stamp.items()]
+    nvcc = ["-std=c++20", "-O3", *(f"-Xcompiler={flag}" for flag in ["-fvisibility=hidden", *warnings])]
+
+    make = cpp_extension.CUDAExtension if CUDA_VERSION else cpp_extension.CppExtension
+    return make(
+        "te_graph._C",
+        sources,
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("TE_GRAPH_CUDA", None)] if CUDA_VERSION else [],
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        depends=sources_of(".h", ".cuh"),
+    )
+
+
+class BuildExtension(cpp_extension.BuildExtension):
+    """Builds in build/, so that pip compiles only what changed, and writes te_graph/_build_config.py."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        kind = f"cuda{CUDA_VERSION}" if CUDA_VERSION else "cpu"
+        self.build_temp = str(ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{kind}")
+
+    def run(self) -> None:
+        compiler = first_line([*shlex.split(cpp_extension.get_cxx_compiler()), "--version"])
+        version = self.distribution.get_version()
+        print(f"te_graph {version}, torch {torch.__version__}, Python {platform.python_version()}")
+        print(f"  CUDA           {CUDA_VERSION or 'no'} ({CUDA_REASON})")
+        print(f"  architectures  {ARCHS or 'none: CPU ops only'}")
+        print(f"  compiler       {compiler}", flush=True)
+        super().run()
+        config = {
+            "TORCH_VERSION": str(torch.__version__),
+            "CUDA_VERSION": CUDA_VERSION,
+            "ARCHS": ARCHS or None,
+            "COMPILER": compiler,
+        }
+        lines = ['"""What te_graph._C was built with. Written by setup.py."""', ""]
+        lines += [f"{name} = {value!r}" for name, value in config.items()]
+        folder = Path(self.get_ext_fullpath("te_graph._C")).parent
+        (folder / "_build_config.py").write_text("\n".join(lines) + "\n")
+
+
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
+    fail(f"torch >= 2.11 is needed, and torch {torch.__version__} is installed")
+
+CUDA_VERSION, CUDA_REASON = find_cuda()
+ARCHS = ""
+if CUDA_VERSION:
+    # 10.0 is known to nvcc from CUDA 12.8 on.
+    knows_10 = tuple(int(part) for part in CUDA_VERSION.split(".")) >= (12, 8)
+    ARCHS = os.environ.get("TORCH_CUDA_ARCH_LIST") or ("8.0;9.0;10.0+PTX" if knows_10 else "8.0;9.0+PTX")
+    os.environ["TORCH_CUDA_ARCH_LIST"] = ARCHS
+
+setup(ext_modules=[make_extension()], cmdclass={"build_ext": BuildExtension})

@@ -1,0 +1,137 @@
+"""The two kinds of graph: CUDA graphs on a GPU, recordings on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_graph import _C
+from te_graph.recorder import Recorder, is_recording
+
+ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class RecorderBackend:
+    """Captures on the CPU with ``te_graph.recorder``. ``TE_GRAPH_POISON=1`` fills dead memory with NaN after replays."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self._poison = os.environ.get("TE_GRAPH_POISON", "0") == "1"
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Around all warm-ups and captures: the generator is afterwards where it was."""
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+    def new_pool(self) -> None:
+        """Recordings keep all their memory; there is nothing to share."""
+
+    @contextlib.contextmanager
+    def capture(self, pool: None) -> Iterator[Recorder]:
+        graph = Recorder(poison=self._poison)
+        with graph.capture():
+            yield graph
+
+    def nodes(self, graph: Recorder) -> int:
+        """Calls that a replay makes."""
+        return len(graph.ops())
+
+    def nbytes(self, graphs: list[Recorder]) -> int:
+        """Bytes of memory that belong to the graphs."""
+        return sum(graph.nbytes for graph in graphs)
+
+
+class CudaBackend:
+    """Captures CUDA graphs on the stream that ``torch.cuda.graph`` uses.
+
+    Args:
+        device: the GPU.
+        capture_error_mode: as for ``torch.cuda.graph``.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device, capture_error_mode: str) -> None:
+        self._device = device
+        self._error_mode = capture_error_mode
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Around all warm-ups and captures: side stream, and generators that are afterwards where they were.
+
+        All captures of a process use one stream, because cuBLAS keeps a workspace for each.
+        """
+        host_state, state = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
+        with torch.cuda.device(self._device):
+            if torch.cuda.graph.default_capture_stream is None:
+                torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+            stream = torch.cuda.graph.default_capture_stream
+            if stream.device != self._device:
+                stream = torch.cuda.Stream(self._device)
+            torch.cuda.synchronize()
+            try:
+                with torch.cuda.stream(stream):
+                    yield
+            finally:
+                torch.cuda.synchronize()
+                torch.cuda.set_rng_state(state, self._device)
+                torch.set_rng_state(host_state)
+
+    def new_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def capture(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        torch.cuda.synchronize()
+        graph.capture_begin(pool=pool, capture_error_mode=self._error_mode)
+        try:
+            yield graph
+        except BaseException:
+            self._abandon(graph, pool)
+            raise
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._abandon(graph, pool)
+            raise
+        graph.instantiate()
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture that failed, so that allocator and generators work as before it."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+            return
+        # torch leaves its allocator and generators in capture mode when ending fails.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, pool)
+        probe = torch.cuda.CUDAGraph()
+        scratch = torch.zeros(1, device=self._device)
+        torch.cuda.synchronize()
+        probe.capture_begin(capture_error_mode=self._error_mode)
+        scratch.add_(1)
+        probe.capture_end()
+
+    def nodes(self, graph: torch.cuda.CUDAGraph) -> int:
+        """Nodes of one graph."""
+        return _C.node_count(graph.raw_cuda_graph())
+
+    def nbytes(self, graphs: list[torch.cuda.CUDAGraph]) -> int:
+        """Bytes of the memory pools of the graphs."""
+        pools = {tuple(graph.pool()) for graph in graphs}
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """True while the current stream (CUDA) or this thread (recorder) is being captured."""
+    return is_recording() or _C.is_capturing(device)

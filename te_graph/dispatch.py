@@ -1,0 +1,145 @@
+"""What a dispatch mode asks about one dispatcher call: its tensors, what it writes, whose line it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_ENGINE_ENTRY = "_engine_run_backward"
+_OVERWRITING = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
+_RUNNING_STATS = ("running_mean", "running_var")
+
+
+@contextlib.contextmanager
+def bypass_modes() -> Iterator[None]:
+    """Hide the calls inside from every dispatch and function mode, also from those stacked around this one."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of nested lists, tuples and dicts (the containers a dispatcher call can hold), in order."""
+    if isinstance(tree, list | tuple):
+        for item in tree:
+            yield from leaves(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from leaves(item)
+    else:
+        yield tree
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors among the leaves of ``tree``, in order; one that occurs twice is yielded twice."""
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Return a copy of ``tree`` with ``function`` applied to each tensor; containers are new, other leaves shared."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(function, item) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, item) for key, item in tree.items()}
+    return tree
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the storage of ``tensor`` [...]: equal for views, valid as long as the storage (or a weak reference
+    to it) lives. The tensor must be strided."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """True when ``tensor`` [...] is strided, hence has one storage."""
+    return tensor.layout == torch.strided
+
+
+def is_operator(func: Any) -> bool:
+    """True for an ATen or custom operator with a schema, False for a higher-order operator (``torch.cond``, ...)."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def has_subclass(types: Sequence[type]) -> bool:
+    """True when a mode's ``types`` name a tensor class with a ``__torch_dispatch__`` of its own, such as DTensor."""
+    return any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types)
+
+
+def base_name(func: torch._ops.OpOverload) -> str:
+    """Name without namespace and overload: ``add_`` for ``aten.add_.Tensor``."""
+    return func._schema.name.rpartition("::")[2]
+
+
+def argument_values(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Iterator[tuple[torch.Argument, Any]]:
+    """Yield (schema argument, value given) for the arguments present in the call; defaults are left out."""
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            yield argument, args[position]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def written_tensors(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[tuple[Tensor, bool]]:
+    """Tensors that a call writes in place, each with True when their former value may matter to the call.
+
+    Follows the schema's alias annotations (in-place, ``out=``, foreach lists, custom operators), and knows two families
+    whose schemas keep silent: batch norms that update running statistics, and ``c10d`` collectives (any tensor
+    argument counts as written).
+    """
+    if func.namespace == "c10d":
+        return [(tensor, True) for tensor in tensors_in((args, kwargs))]
+    updates_stats = _updates_running_stats(func, args, kwargs)
+    if not updates_stats and not func._schema.is_mutable:
+        return []
+    overwrites = func._schema.name in _OVERWRITING
+    written = []
+    for argument, value in argument_values(func, args, kwargs):
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or (updates_stats and argument.name in _RUNNING_STATS):
+            keeps = not (overwrites or argument.is_out)
+            written.extend((tensor, keeps) for tensor in tensors_in(value))
+    return written
+
+
+def _updates_running_stats(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
+    name = base_name(func)
+    if "batch_norm" not in name and "instance_norm" not in name:
+        return False
+    if any(part in name for part in ("backward", "functional", "no_training", "no_update")):
+        return False
+    for argument, value in argument_values(func, args, kwargs):
+        if argument.name in ("training", "use_input_stats"):
+            return bool(value)
+    return any(argument.name in _RUNNING_STATS for argument in func._schema.arguments)
+
+
+def user_site() -> str:
+    """``file:line in function`` of the innermost frame outside torch, this package and the standard library.
+
+    A call made by the autograd engine itself has no such frame between itself and the engine: it is
+    ``backward (<node name>)``, or ``backward`` where the engine does not tell the node.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != _ENGINE_ENTRY:
+        if _is_user_file(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    node = torch._C._current_autograd_node()
+    return "backward" if node is None else f"backward ({node.name()})"
+
+
+def _is_user_file(filename: str) -> bool:
+    if filename.startswith((_TORCH, _PACKAGE, "<frozen")):
+        return False
+    return not filename.startswith(_STDLIB) or "-packages" + os.sep in filename

@@ -1,0 +1,184 @@
+"""The table of external tensors: what a region reads or writes and did not make itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, KeysView, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_graph.dispatch import (
+    base_name,
+    bypass_modes,
+    has_subclass,
+    is_dense,
+    is_operator,
+    storage_key,
+    tensors_in,
+    user_site,
+    written_tensors,
+)
+
+
+@dataclass(eq=False)
+class External:
+    """One storage that a region uses and does not own.
+
+    Attributes:
+        tensor: [...] detached alias of the tensor as first seen; keeps the storage alive.
+        op: first operator that touched it, such as ``aten.mul.Tensor``.
+        site: the user's line of that call, or ``backward (...)``.
+        originals: the very objects seen on this storage: the first, if it was a leaf, and every ``nn.Parameter``
+            (several when parameters are views of one flat buffer).
+        read: an operator used its value.
+        written: an operator wrote it in place.
+        saved: autograd saved it for backward while ``TensorWatch.saved_tensors()`` was active.
+    """
+
+    tensor: Tensor
+    op: str
+    site: str
+    originals: list[Tensor] = field(default_factory=list)
+    read: bool = False
+    written: bool = False
+    saved: bool = False
+
+    @property
+    def original(self) -> Tensor | None:
+        """[...] the object first seen on this storage if it was a leaf, else the first parameter seen, else None."""
+        return self.originals[0] if self.originals else None
+
+
+class TensorWatch(TorchDispatchMode):
+    """Dispatch mode that finds the external tensors of a region and can undo the region's writes to them.
+
+    A tensor is external when an operator takes it as an argument and its storage was neither made by an operator of
+    the region nor given in ``owned``. Forward and backward are both seen: the autograd engine hands the mode to its
+    threads. The mode may be entered several times, one after the other; tables and snapshots go on.
+
+    Before the first write to an external tensor its value is cloned, so ``restore()`` can undo every write, also after
+    the region raised. Tensors in ``owned`` are not restored, but writes to them are reported in ``mutated_owned``.
+
+    Not seen: what a higher-order operator does inside (its tensor arguments count as read), and memory that kernels
+    reach without the dispatcher. Subclasses with ``__torch_dispatch__`` (DTensor) are left to themselves: the
+    calls they make on plain tensors are what is watched.
+
+    Args:
+        owned: tensors [...] that belong to the region, such as its static inputs. Not mutated.
+
+    Attributes:
+        externals: storage identity -> External, in order of first use. The storages are kept alive.
+        mutated_owned: storage identity -> (op, site) of the first write to a tensor in ``owned``.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, owned: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.externals: dict[int, External] = {}
+        self.mutated_owned: dict[int, tuple[str, str]] = {}
+        self._owned = {storage_key(tensor): tensor.detach() for tensor in owned}
+        # Weak references pin the identity of a storage (no later storage gets the same one) but not its memory.
+        self._produced: dict[int, StorageWeakRef] = {}
+        self._saved: dict[int, StorageWeakRef] = {}
+        self._snapshots: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def produced_storages(self) -> KeysView[int]:
+        """Identities of the storages made inside the region, alive or not."""
+        return self._produced.keys()
+
+    @property
+    def saved_storages(self) -> KeysView[int]:
+        """Identities of all storages that autograd saved under ``saved_tensors()``: external, owned or produced."""
+        return self._saved.keys()
+
+    @contextlib.contextmanager
+    def saved_tensors(self) -> Iterator[None]:
+        """Note what autograd saves for backward inside this context; what is saved stays the same.
+
+        Hooks that the region itself installs (activation checkpointing, ``save_on_cpu``) come before this one: what
+        they take is not noted.
+        """
+        with torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+            yield
+
+    def restore(self) -> None:
+        """Copy back the value that each external tensor had before the region's first write to it.
+
+        Writes the external storages without touching version counters; modes see nothing. May be called again.
+        """
+        with bypass_modes(), torch.no_grad():
+            # Backwards: where overlapping views were written one after the other, the oldest value wins.
+            for alias, value in reversed(self._snapshots.values()):
+                alias.copy_(value)
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if has_subclass(types):
+            return NotImplemented
+        written = dict[int, bool]()
+        if is_operator(func):
+            written = {id(tensor): keeps for tensor, keeps in written_tensors(func, args, kwargs)}
+            if base_name(func) == "lift_fresh":
+                # The first sight of a tensor just built from Python data.
+                self._add_produced(args)
+        for tensor in tensors_in((args, kwargs)):
+            if is_dense(tensor):
+                self._see(tensor, str(func), written.get(id(tensor)))
+        result = func(*args, **kwargs)
+        self._add_produced(result)
+        return result
+
+    def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
+        """Enter an argument [...] in the tables; ``keeps`` is None unless the call writes it."""
+        key = storage_key(tensor)
+        if key in self._produced:
+            return
+        is_written = keeps is not None
+        if key in self._owned:
+            if is_written:
+                self.mutated_owned.setdefault(key, (op, user_site()))
+            return
+        external = self.externals.get(key)
+        if external is None:
+            with bypass_modes():
+                external = External(tensor.detach(), op, user_site(), saved=key in self._saved)
+            self.externals[key] = external
+            if tensor.is_leaf:
+                external.originals.append(tensor)
+        elif isinstance(tensor, torch.nn.Parameter) and all(seen is not tensor for seen in external.originals):
+            external.originals.append(tensor)
+        external.read |= not is_written or keeps
+        external.written |= is_written
+        if is_written:
+            self._snapshot(tensor, key)
+
+    def _snapshot(self, tensor: Tensor, key: int) -> None:
+        view = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if view not in self._snapshots:
+            with bypass_modes(), torch.no_grad():
+                alias = tensor.detach()
+                self._snapshots[view] = (alias, alias.clone())
+
+    def _add_produced(self, tree: Any) -> None:
+        for tensor in tensors_in(tree):
+            if is_dense(tensor):
+                key = storage_key(tensor)
+                if key not in self._produced and key not in self.externals and key not in self._owned:
+                    self._produced[key] = StorageWeakRef(tensor.untyped_storage())
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        if is_dense(tensor):
+            key = storage_key(tensor)
+            self._saved[key] = StorageWeakRef(tensor.untyped_storage())
+            if key in self.externals:
+                self.externals[key].saved = True
+        # Not the tensor itself: autograd would then hold an output together with its own node, a reference cycle.
+        with bypass_modes():
+            return tensor.detach()

@@ -1,0 +1,248 @@
+"""Where the tensors live that a capture uses and does not own, and the guard that checks that they still do."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.dispatch import has_subclass, is_dense, storage_key
+from te_graph.externals import External
+
+_HOOK_DICTS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+}
+_MAX_DEPTH = 6
+_MAX_OBJECTS = 100_000
+_OPAQUE = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.BuiltinFunctionType, torch.dtype)
+_Kind = _C.StepKind
+
+
+@dataclass(eq=False)
+class Place:
+    """An object and the step that leads to it from its parent's."""
+
+    obj: Any
+    name: str
+    parent: Place | None = None
+    kind: Any = None
+    key: Any = None
+    index: int = 0
+    depth: int = 0
+    step: int = -1  # its number in the guard, once it is there
+    in_guard: bool = False
+
+    def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0) -> Place:
+        return Place(obj, name, self, kind, key, index, self.depth + 1)
+
+    def attributes(self) -> Place | None:
+        """The instance dictionary, or None for objects without one."""
+        members = getattr(self.obj, "__dict__", None)
+        return self.child(members, self.name, _Kind.INSTANCE_DICT) if isinstance(members, dict) else None
+
+    def item(self, key: Any, name: str) -> Place:
+        return self.child(self.obj[key], name, _Kind.ITEM, key)
+
+
+@dataclass
+class Homes:
+    """The guard of one callable, with the external tensors in the order of the guard's numbering.
+
+    Attributes:
+        guard: checks, from the callable, everything that was found.
+        tensors: the guard's tensors [...], each the very object that the callable reaches.
+        names: what messages call them, such as ``weight of layers.3.fc1``.
+    """
+
+    guard: _C.Guard = field(default_factory=lambda: _C.Guard())
+    tensors: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    def index_of(self, tensor: Tensor) -> int:
+        """Number of ``tensor`` [...], by identity; -1 when it has no home."""
+        return next((i for i, known in enumerate(self.tensors) if known is tensor), -1)
+
+    def add(self, place: Place) -> int:
+        """Enter the tensor at ``place`` into the guard and return its number."""
+        tensor = place.obj
+        if has_subclass([type(tensor)]) or not is_dense(tensor):
+            raise TypeError(f"{place.name}: expected a dense torch.Tensor, got {type(tensor).__name__}, {tensor.layout}")
+        if tensor.grad_fn is not None:
+            raise RuntimeError(
+                f"{place.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
+                "pass it as an argument"
+            )
+        self.tensors.append(tensor)
+        self.names.append(place.name)
+        self.places.append(place)
+        return self.guard.add_tensor(self.enter(place), tensor)
+
+    def enter(self, place: Place) -> int:
+        """Enter the steps to ``place`` into the guard."""
+        if place.parent is None or place.in_guard:
+            return place.step
+        parent = self.enter(place.parent)
+        # Containers may be rebuilt as long as they lead to the same objects.
+        expected = None if isinstance(place.obj, dict | list | tuple) else place.obj
+        place.step = self.guard.add_step(place.kind, parent, place.key, place.index, expected, place.name)
+        place.in_guard = True
+        return place.step
+
+    def add_main_grad(self, parameter: int) -> int:
+        """Enter the ``main_grad`` of tensor number ``parameter`` and return its number."""
+        place = self.places[parameter]
+        return self.add(place.attributes().item("main_grad", f"main_grad of {place.name}"))
+
+
+def find_homes(root: Any, externals: dict[int, External]) -> Homes:
+    """Find where the external tensors of a capture are reached from, and build the guard over them.
+
+    Searches the modules, attributes, containers, closure variables, globals, defaults and bound objects that ``root``
+    refers to. Modules are guarded whole: their submodules, training flags and hooks belong to what was captured.
+
+    Raises:
+        RuntimeError: an external tensor cannot be reached from ``root``, so nobody could tell when it moves.
+    """
+    homes = Homes()
+    missing = set(externals)
+    seen: set[int] = set()
+    level = [Place(root, "")]
+    while level and (missing or level[0].depth == 0) and level[0].depth <= _MAX_DEPTH and len(seen) < _MAX_OBJECTS:
+        next_level = []
+        for place in level:
+            if isinstance(place.obj, Tensor):
+                if is_dense(place.obj) and storage_key(place.obj) in externals:
+                    homes.add(place)
+                    missing.discard(storage_key(place.obj))
+                continue
+            if id(place.obj) in seen:
+                continue
+            seen.add(id(place.obj))
+            if isinstance(place.obj, nn.Module):
+                next_level.extend(_search_modules(place, externals, missing, homes, seen))
+            else:
+                next_level.extend(_contents(place))
+        level = next_level
+    if missing:
+        lost = externals[min(missing, key=list(externals).index)]
+        raise RuntimeError(
+            f"{lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an argument nor a parameter, "
+            "buffer, attribute or variable that the callable can be seen to hold, so a replay could not tell when it "
+            f"moves: pass it as an argument or register it as a buffer; at {lost.site}"
+        )
+    return homes
+
+
+def _search_modules(
+    top: Place, externals: dict[int, External], missing: set[int], homes: Homes, seen: set[int]
+) -> list[Place]:
+    """Enter the tree of modules below ``top`` that hold externals; return what else they refer to."""
+    others: list[Place] = []
+    tensors: list[Place] = []
+    stack = [top]
+    modules = []
+    while stack:
+        place = stack.pop()
+        seen.add(id(place.obj))
+        modules.append(place)
+        members = place.attributes()
+        for key, value in members.obj.items():
+            where = members.item(key, _of(key, place.name))
+            if key == "_modules":
+                children = [
+                    where.item(name, f"{place.name}.{name}".lstrip(".")) for name, sub in value.items() if sub is not None
+                ]
+                stack.extend(child for child in reversed(children) if id(child.obj) not in seen)
+            elif key in ("_parameters", "_buffers"):
+                tensors.extend(where.item(name, _of(name, place.name)) for name, t in value.items() if t is not None)
+            elif key not in _HOOK_DICTS and key != "te_graph":
+                others.append(where)
+    used = [place for place in tensors if is_dense(place.obj) and storage_key(place.obj) in externals]
+    if used or top.parent is None:
+        for place in modules:
+            _guard_module(place, homes, is_callable=place.parent is None)
+    for place in used:
+        homes.add(place)
+        missing.discard(storage_key(place.obj))
+    return others
+
+
+def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
+    members = place.attributes()
+    name = place.name or type(place.obj).__name__
+    homes.enter(members.item("training", f"training flag of {name}"))
+    if is_callable:
+        return  # its own hooks run around the replay
+    for key, what in _HOOK_DICTS.items():
+        hooks = members.item(key, f"{what} of {name}")
+        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+
+
+def _of(name: str, owner: str) -> str:
+    return f"{name} of {owner}" if owner else name
+
+
+def _contents(place: Place) -> Iterator[Place]:
+    """What an object that is no module refers to."""
+    obj, name = place.obj, place.name
+    if isinstance(obj, _OPAQUE):
+        return
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            if isinstance(key, str | int | bool | torch.dtype | torch.device):
+                yield place.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
+    elif isinstance(obj, list | tuple):
+        for index, value in enumerate(obj):
+            yield place.child(value, f"{name}[{index}]", _Kind.POSITION, index=index)
+    elif isinstance(obj, types.FunctionType):
+        yield from _function_contents(place)
+    elif isinstance(obj, types.MethodType):
+        yield place.child(obj.__self__, name, _Kind.ATTRIBUTE, "__self__")
+        yield place.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
+    elif isinstance(obj, functools.partial):
+        for key in ("func", "args", "keywords"):
+            yield place.child(getattr(obj, key), f"{name} {key}".lstrip(), _Kind.ATTRIBUTE, key)
+    elif (members := place.attributes()) is not None:
+        for key in list(members.obj):
+            yield members.item(key, f"{name}.{key}".lstrip("."))
+        call = getattr(type(obj), "__call__", None)
+        if place.depth == 0 and isinstance(call, types.FunctionType):
+            # The type is not guarded: a callable object keeps it.
+            kind = place.child(type(obj), name, _Kind.ATTRIBUTE, "__class__")
+            yield kind.child(call, name, _Kind.ATTRIBUTE, "__call__")
+
+
+def _function_contents(place: Place) -> Iterator[Place]:
+    function = place.obj
+    if function.__closure__:
+        cells = place.child(function.__closure__, place.name, _Kind.ATTRIBUTE, "__closure__")
+        for index, (variable, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__, strict=True)):
+            where = cells.child(cell, variable, _Kind.POSITION, index=index)
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            yield where.child(value, f"closure variable {variable}", _Kind.CELL)
+    for key in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, key):
+            yield place.child(getattr(function, key), f"default of {function.__name__}", _Kind.ATTRIBUTE, key)
+    scope = place.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+    for variable in _names_used(function.__code__):
+        if variable in function.__globals__:
+            yield scope.item(variable, f"global variable {variable}")
+
+
+def _names_used(code: types.CodeType) -> set[str]:
+    """Names that a function and the functions written inside it may look up as globals."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*(_names_used(constant) for constant in inner))

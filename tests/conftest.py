@@ -1,0 +1,28 @@
+"""Markers, the device fixture and seeds."""
+
+import zlib
+
+import pytest
+import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """multi_gpu implies gpu, so that -m "not gpu" leaves out both."""
+    for item in items:
+        if item.get_closest_marker("multi_gpu"):
+            item.add_marker("gpu")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Both backends. A machine without CUDA deselects the second with -m "not gpu"; nothing is skipped silently."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seeds torch on all devices with a number of the test's own: inputs differ between tests and repeat in each."""
+    value = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(value)
+    return value
