@@ -234,9 +234,10 @@ class Recorder:
         # Aliases are taken after the call, because an ``out=`` tensor may have been resized by it.
         call = partial(func, *map_tensors(self._alias, args), **map_tensors(self._alias, kwargs))
         targets = [self._alias(leaf) if is_fresh else None for leaf, is_fresh in zip(results, fresh, strict=True)]
-        if func.namespace in _COLLECTIVES or len(targets) > 1:
-            call, targets = _CopyResults(call, targets, func.namespace == "_c10d_functional"), [None]
-        self._program.append((call, targets[0]))
+        if func.namespace in _COLLECTIVES or (any(fresh) and not isinstance(result, Tensor)):
+            self._program.append((_CopyResults(call, targets, func.namespace == "_c10d_functional"), None))
+        else:
+            self._program.append((call, targets[0] if targets else None))
 
     def _freeze(self, tensor: Tensor, name: str) -> None:
         """Let every replay begin with the present value of ``tensor`` [...], which was built from Python data."""

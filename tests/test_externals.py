@@ -108,9 +108,11 @@ def test_flags_tell_what_was_read_written_and_saved() -> None:
         "sink": (True, True, False),
         "total": (False, True, False),
     }
+    late = torch.randn(3)
     with watch, watch.saved_tensors():
-        weight.exp() * bias
+        weight.exp() * bias * late
     assert find(watch, bias).saved
+    assert find(watch, late).saved
     assert not find(watch, weight).saved
 
 
@@ -126,6 +128,19 @@ def test_saved_storages_name_owned_and_produced_tensors_too() -> None:
     assert watch.externals == {}
     (grad,) = torch.autograd.grad(result.sum(), owned)
     assert torch.equal(grad, square.cos() * owned + square.cos() * owned)
+
+
+def test_noting_what_is_saved_leaves_no_reference_cycle() -> None:
+    weight, watch = torch.randn(3, requires_grad=True), TensorWatch()
+    gc.disable()
+    try:
+        with watch, watch.saved_tensors():
+            result = weight.exp()
+        key = result.untyped_storage()._cdata
+        del result
+        assert watch._produced[key].expired()
+    finally:
+        gc.enable()
 
 
 def test_external_names_the_first_operator_and_the_users_line() -> None:

@@ -366,6 +366,22 @@ def test_compare_finds_graphs_equal_to_eager(run, capsys, option):
     assert eager[1:5] == graph[1:5]
 
 
+def test_with_graphs_every_layer_is_replayed_for_every_micro_batch(run, monkeypatch):
+    te_graph = importlib.import_module("te_graph")
+    graphed, make_graphed_callables = [], te_graph.make_graphed_callables
+
+    def watch(callables, sample_args):
+        graphed.extend(callables)
+        return make_graphed_callables(callables, sample_args)
+
+    monkeypatch.setattr(te_graph, "make_graphed_callables", watch)
+    assert run("--graph") == 0
+    replays = [
+        (layer.te_graph.info()["forward_replays"], layer.te_graph.info()["backward_replays"]) for layer in graphed
+    ]
+    assert replays == [(12, 12)] * 2  # 6 steps of 2 micro-batches, 2 layers
+
+
 def test_graphs_resume_an_eager_run_and_eager_one_of_graphs(run, tmp_path):
     whole = tmp_path / "whole.pt"
     assert run("--no-graph", "--dropout", 0.1, "--checkpoint", whole) == 0

@@ -38,16 +38,19 @@ std::shared_ptr<GradientTable> make_table(const std::vector<int64_t>& sizes, con
 }
 
 void add_slot(GraphedCallable& callable, const py::object& forward, const py::object& backward, Tensors inputs,
-              Tensors outputs, Tensors grad_outputs, Tensors grad_inputs, Tensors parameter_grads,
+              Tensors outputs, Tensors grad_outputs, const std::vector<std::optional<at::Tensor>>& grad_inputs,
+              Tensors parameter_grads,
               std::shared_ptr<GradientTable> table) {
     const size_t differentiable = grad_outputs.size();
+    Tensors defined_grad_inputs;
+    for (const auto& grad : grad_inputs) defined_grad_inputs.push_back(grad.value_or(at::Tensor()));
     callable.add_slot(std::unique_ptr<Slot>(
         new Slot{.forward = make_graph(forward),
                  .backward = backward.is_none() ? nullptr : make_graph(backward),
                  .inputs = std::move(inputs),
                  .outputs = StaticTensors(std::move(outputs)),
                  .grad_outputs = std::move(grad_outputs),
-                 .grad_inputs = StaticTensors(std::move(grad_inputs)),
+                 .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
                  .parameter_grads = std::move(parameter_grads),
                  .table = std::move(table),
                  .lent_outputs = {},

@@ -42,6 +42,15 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
 
 }  // namespace
 
+Guard::~Guard() {
+    if (!Py_IsInitialized()) {
+        for (Step& step : steps_) step.key.release();  // the interpreter is gone, and with it the keys
+        return;
+    }
+    const py::gil_scoped_acquire gil;
+    steps_.clear();
+}
+
 int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py::object expected,
                     std::string subject) {
     steps_.push_back(

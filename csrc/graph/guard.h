@@ -25,6 +25,12 @@ enum class StepKind : uint8_t {
 
 class Guard {
 public:
+    Guard() = default;
+    // Autograd may drop the last owner on a thread that does not hold the GIL.
+    ~Guard();
+    Guard(const Guard&) = delete;
+    Guard& operator=(const Guard&) = delete;
+
     // Adds a step from the object that step `parent` reached (-1: the callable itself); returns its number.
     // expected: the object that must be found, or None for any. subject: what the message calls it.
     int add_step(StepKind kind, int parent, pybind11::object key, int64_t index, pybind11::object expected,

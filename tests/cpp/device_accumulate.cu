@@ -1,0 +1,313 @@
+// The accumulate kernel against the CPU loops, bit for bit, in the very same memory layout.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "accumulate_cases.h"
+
+namespace te_graph::multi_tensor {
+namespace {
+
+void check(cudaError_t error) {
+    if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
+
+// Device memory.
+class Buffer {
+public:
+    explicit Buffer(size_t bytes) : bytes_(bytes) {
+        void* memory = nullptr;
+        check(cudaMalloc(&memory, std::max<size_t>(bytes, 1)));
+        memory_.reset(memory);
+    }
+    Buffer(const void* host, size_t bytes) : Buffer(bytes) { write(0, host, bytes); }
+
+    char* at(size_t byte) const { return static_cast<char*>(memory_.get()) + byte; }
+    void write(size_t byte, const void* host, size_t bytes) const {
+        check(cudaMemcpy(at(byte), host, bytes, cudaMemcpyHostToDevice));
+    }
+    void read(size_t byte, void* host, size_t bytes) const {
+        check(cudaMemcpy(host, at(byte), bytes, cudaMemcpyDeviceToHost));
+    }
+    void fill(int value) const { check(cudaMemset(memory_.get(), value, bytes_)); }
+
+private:
+    struct Free {
+        void operator()(void* memory) const { EXPECT_EQ(cudaFree(memory), cudaSuccess); }
+    };
+    size_t bytes_;
+    std::unique_ptr<void, Free> memory_;
+};
+
+template <typename T>
+Buffer upload(const std::vector<T>& values) {
+    return {values.data(), values.size() * sizeof(T)};
+}
+
+// Tensors of the host with copies on the device, poison included: addresses are aligned alike on both.
+class DeviceTensor {
+public:
+    explicit DeviceTensor(const GuardedTensor& host)
+        : buffer_(host.memory(), host.bytes()), first_(host.first_byte()) {}
+    void* data() const { return buffer_.at(first_); }
+    GuardedTensor download(const GuardedTensor& like) const {
+        GuardedTensor host = like;
+        buffer_.read(0, host.memory(), host.bytes());
+        return host;
+    }
+
+private:
+    Buffer buffer_;
+    size_t first_;
+};
+
+// Tensors, the same ones on the device, and a table of each.
+struct Problem {
+    explicit Problem(const std::vector<Case>& cases, std::mt19937_64& generator) {
+        for (const Case& now : cases) {
+            sources.push_back(GuardedTensor::random(now.pair.source, now.numel, now.source_offset, generator));
+            destinations.push_back(
+                GuardedTensor::random(now.pair.destination, now.numel, now.destination_offset, generator));
+            modes.push_back(now.mode);
+        }
+    }
+
+    // Runs the kernel on a copy of the tensors; returns the destinations.
+    std::vector<GuardedTensor> run_on_device() const {
+        std::vector<DeviceTensor> from, to;
+        std::vector<Entry> table;
+        std::vector<int64_t> numels;
+        for (size_t i = 0; i < sources.size(); ++i) {
+            from.emplace_back(sources[i]);
+            to.emplace_back(destinations[i]);
+            numels.push_back(sources[i].numel());
+            table.push_back(
+                {from[i].data(), to[i].data(), numels[i], sources[i].dtype(), destinations[i].dtype(), modes[i], {}});
+        }
+        const std::vector<Chunk> chunks = make_chunks(numels);
+        const Buffer device_table = upload(table), device_chunks = upload(chunks);
+        check(launch_accumulate(reinterpret_cast<const Entry*>(device_table.at(0)),
+                                reinterpret_cast<const Chunk*>(device_chunks.at(0)),
+                                static_cast<int64_t>(chunks.size()), nullptr));
+        check(cudaDeviceSynchronize());
+
+        std::vector<GuardedTensor> results;
+        for (size_t i = 0; i < to.size(); ++i) {
+            EXPECT_TRUE(same_bytes(from[i].download(sources[i]), sources[i]));
+            results.push_back(to[i].download(destinations[i]));
+        }
+        return results;
+    }
+
+    std::vector<GuardedTensor> run_on_cpu() const {
+        std::vector<GuardedTensor> results = destinations;
+        std::vector<Entry> table;
+        for (size_t i = 0; i < sources.size(); ++i) table.push_back(entry_of(sources[i], results[i], modes[i]));
+        accumulate_on_cpu(table);
+        return results;
+    }
+
+    std::vector<GuardedTensor> sources, destinations;
+    std::vector<Mode> modes;
+};
+
+TEST(AccumulateDevice, EveryPairModeSizeAndOffsetGivesTheBitsOfTheCpuLoopsAndWritesNothingElse) {
+    auto generator = seeded_generator();
+    for (const Case& now : all_cases()) {
+        const Problem problem({now}, generator);
+        ASSERT_TRUE(same_bytes(problem.run_on_device()[0], problem.run_on_cpu()[0])) << testing::PrintToString(now);
+    }
+}
+
+TEST(AccumulateDevice, OneLaunchServesEntriesOfAllPairsAndModes) {
+    auto generator = seeded_generator();
+    std::vector<Case> cases = all_cases();
+    std::shuffle(cases.begin(), cases.end(), generator);
+    const Problem problem(cases, generator);
+    const auto actual = problem.run_on_device(), expected = problem.run_on_cpu();
+    for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(same_bytes(actual[i], expected[i])) << cases[i];
+}
+
+TEST(AccumulateDevice, ResultsRepeatBitForBit) {
+    auto generator = seeded_generator();
+    const Problem problem(all_cases(), generator);
+    const auto first = problem.run_on_device();
+    for (int run = 0; run < 3; ++run) {
+        const auto again = problem.run_on_device();
+        for (size_t i = 0; i < first.size(); ++i) ASSERT_TRUE(same_bytes(again[i], first[i]));
+    }
+}
+
+// GPU and CPU write different NaNs, so any NaN stands for any other, except where bits are stored unchanged.
+TEST(AccumulateDevice, EveryBitPatternGivesWhatTheCpuLoopsGive) {
+    auto generator = seeded_generator();
+    for (const Pair pair : kPairs) {
+        for (const Mode mode : {Mode::kStore, Mode::kAdd}) {
+            Problem problem({{pair, mode, 1 << 16, 0, 0}}, generator);
+            const Format from = format_of(pair.source), to = format_of(pair.destination);
+            for (int64_t i = 0; i < 1 << 16; ++i) {
+                problem.sources[0].set(i, from.bytes == 2 ? i : generator() >> (64 - 8 * from.bytes));
+                problem.destinations[0].set(i, generator() >> (64 - 8 * to.bytes));
+            }
+            problem.sources[0].set(0, from.infinity() | 1);
+            problem.sources[0].set(1, from.infinity() | from.sign());
+            problem.destinations[0].set(1, to.infinity());
+            problem.sources[0].set(2, from.sign());
+            problem.destinations[0].set(2, to.sign());
+
+            const GuardedTensor actual = problem.run_on_device()[0], expected = problem.run_on_cpu()[0];
+            const bool unchanged = mode == Mode::kStore && pair.source == pair.destination;
+            for (int64_t i = 0; i < 1 << 16; ++i) {
+                if (!unchanged && to.is_nan(expected.get(i))) {
+                    ASSERT_TRUE(to.is_nan(actual.get(i))) << to.name << ' ' << i;
+                } else {
+                    ASSERT_EQ(actual.get(i), expected.get(i)) << from.name << " into " << to.name << ' ' << i;
+                }
+            }
+        }
+    }
+}
+
+TEST(AccumulateDevice, NoChunksMeansNoLaunch) {
+    check(launch_accumulate(nullptr, nullptr, 0, nullptr));
+    check(cudaDeviceSynchronize());
+}
+
+// One bf16 tensor of more than 2^31 elements: constant, but for windows around the places where 32 bits run out.
+TEST(AccumulateDevice, TensorsOfMoreThanTwoToThe31ElementsAreAddedWholly) {
+    constexpr int64_t kNumel = (int64_t{1} << 31) + 3 * kChunkElements + 5;
+    constexpr size_t kElement = 2, kPiece = size_t{1} << 26;
+    constexpr size_t kBytes = kNumel * kElement, kAllocated = (kBytes / kPiece + 1) * kPiece;
+    size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total));
+    if (free < 2 * kAllocated + (size_t{1} << 28)) {
+        GTEST_SKIP() << "needs " << 2 * kAllocated << " bytes of GPU memory, " << free << " are free";
+    }
+    constexpr int kConstant = 0x3E;  // every element is 0x3E3E: 0.186
+    const Buffer source(kAllocated), destination(kAllocated);
+    source.fill(kConstant);
+    destination.fill(kConstant);
+
+    auto generator = seeded_generator();
+    struct Window {
+        int64_t begin;
+        GuardedTensor source, destination;
+    };
+    std::vector<Window> windows;
+    const auto bf16 = DType::kBFloat16;
+    for (const int64_t begin : {int64_t{0}, (int64_t{1} << 30) - 16, (int64_t{1} << 31) - 16, kNumel - 32}) {
+        windows.push_back(
+            {begin, GuardedTensor::random(bf16, 32, 0, generator), GuardedTensor::random(bf16, 32, 0, generator)});
+        source.write(begin * kElement, windows.back().source.data(), 32 * kElement);
+        destination.write(begin * kElement, windows.back().destination.data(), 32 * kElement);
+    }
+
+    const std::vector<Entry> table{{source.at(0), destination.at(0), kNumel, bf16, bf16, Mode::kAdd, {}}};
+    const std::vector<Chunk> chunks = make_chunks({kNumel});
+    const Buffer device_table = upload(table), device_chunks = upload(chunks);
+    check(launch_accumulate(reinterpret_cast<const Entry*>(device_table.at(0)),
+                            reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size()),
+                            nullptr));
+    check(cudaDeviceSynchronize());
+
+    // All of it: added exactly once up to the last element, and untouched behind it.
+    constexpr uint16_t kUnchanged = 0x3E3E, kAdded = 0x3EBE;
+    for (Window& window : windows) accumulate_on_cpu({entry_of(window.source, window.destination, Mode::kAdd)});
+    std::vector<uint16_t> piece(kPiece / kElement);
+    for (size_t byte = 0; byte < kAllocated; byte += kPiece) {
+        destination.read(byte, piece.data(), kPiece);
+        const auto first = static_cast<int64_t>(byte / kElement);
+        const auto count = static_cast<int64_t>(piece.size());
+        for (const Window& window : windows) {
+            for (int64_t i = 0; i < 32; ++i) {
+                const int64_t place = window.begin + i - first;
+                if (place < 0 || place >= count) continue;
+                ASSERT_EQ(piece[place], window.destination.get(i)) << "element " << first + place;
+                piece[place] = kAdded;
+            }
+        }
+        const int64_t inside = std::clamp<int64_t>(kNumel - first, 0, count);
+        ASSERT_EQ(std::count(piece.begin(), piece.begin() + inside, kAdded), inside) << "from element " << first;
+        ASSERT_EQ(std::count(piece.begin() + inside, piece.end(), kUnchanged), count - inside);
+    }
+}
+
+TEST(UpdateEntriesDevice, GivesTheTableOfTheCpuLoopsForAnyNumberOfUpdates) {
+    auto generator = seeded_generator();
+    std::vector<Entry> table(1500);
+    for (Entry& entry : table) {
+        entry = {reinterpret_cast<const void*>(generator()),
+                 reinterpret_cast<void*>(generator()),
+                 static_cast<int64_t>(generator()),
+                 DType::kFloat16,
+                 DType::kFloat32,
+                 Mode::kStore,
+                 {1, 2, 3, 4, 5}};
+    }
+    std::vector<int32_t> order(table.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+    for (const int64_t count : {0, 1, 127, 128, 129, 256, 1000}) {
+        std::shuffle(order.begin(), order.end(), generator);
+        std::vector<EntryUpdate> updates;
+        for (int64_t i = 0; i < count; ++i) {
+            updates.push_back({reinterpret_cast<void*>(generator()), order[i], static_cast<Mode>(generator() % 3)});
+        }
+        const Buffer device_table = upload(table);
+        std::vector<Entry> actual(table.size()), expected = table;
+        update_entries_cpu(expected.data(), updates.data(), count);
+        check(launch_update_entries(reinterpret_cast<Entry*>(device_table.at(0)), updates.data(), count, nullptr));
+        // The updates were read before the call returned.
+        std::fill(updates.begin(), updates.end(), EntryUpdate{nullptr, 0, Mode::kSkip});
+        device_table.read(0, actual.data(), actual.size() * sizeof(Entry));
+        EXPECT_EQ(std::memcmp(actual.data(), expected.data(), actual.size() * sizeof(Entry)), 0) << count;
+    }
+}
+
+TEST(AccumulateDevice, ACapturedLaunchFollowsTheTableFromReplayToReplay) {
+    auto generator = seeded_generator();
+    const auto fp32 = DType::kFloat32;
+    const int64_t numel = kChunkElements + 3;
+    const auto source = GuardedTensor::random(fp32, numel, 0, generator);
+    const auto empty = GuardedTensor::random(fp32, numel, 0, generator);
+    const DeviceTensor device_source(source), first(empty), second(empty);
+    const std::vector<Entry> table{{device_source.data(), nullptr, numel, fp32, fp32, Mode::kSkip, {}}};
+    const std::vector<Chunk> chunks = make_chunks({numel});
+    const Buffer device_table = upload(table), device_chunks = upload(chunks);
+    auto* const entries = reinterpret_cast<Entry*>(device_table.at(0));
+
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t replayable;
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    check(launch_accumulate(entries, reinterpret_cast<const Chunk*>(device_chunks.at(0)),
+                            static_cast<int64_t>(chunks.size()), stream));
+    check(cudaStreamEndCapture(stream, &graph));
+    check(cudaGraphInstantiate(&replayable, graph, 0));
+
+    GuardedTensor expected[2] = {empty, empty};
+    const DeviceTensor* const destinations[2] = {&first, &second};
+    struct {
+        int destination;
+        Mode mode;
+    } constexpr kReplays[] = {{0, Mode::kSkip}, {0, Mode::kStore}, {0, Mode::kAdd}, {1, Mode::kAdd}, {1, Mode::kSkip}};
+    for (const auto& now : kReplays) {
+        const EntryUpdate update{destinations[now.destination]->data(), 0, now.mode};
+        check(launch_update_entries(entries, &update, 1, stream));
+        check(cudaGraphLaunch(replayable, stream));
+        accumulate_on_cpu({entry_of(source, expected[now.destination], now.mode)});
+    }
+    check(cudaStreamSynchronize(stream));
+    for (int i = 0; i < 2; ++i) EXPECT_TRUE(same_bytes(destinations[i]->download(empty), expected[i])) << i;
+    check(cudaGraphExecDestroy(replayable));
+    check(cudaGraphDestroy(graph));
+    check(cudaStreamDestroy(stream));
+}
+
+}  // namespace
+}  // namespace te_graph::multi_tensor

@@ -1,0 +1,73 @@
+// plan_gradient against a table that says for each action, without regard to order, when it is the right one.
+#include "graph/gradient_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <ostream>
+
+namespace te_graph::graph {
+
+std::ostream& operator<<(std::ostream& out, const GradientSituation& now) {
+    return out << "reached " << now.reached << ", inputs only " << now.inputs_only << ", through autograd "
+               << now.through_autograd << ", main_grad " << now.has_main_grad << ", overwrite main_grad "
+               << now.overwrite_main_grad << ", .grad " << now.has_grad << ", .grad fits " << now.grad_fits;
+}
+
+namespace {
+
+// ---- Reference ----
+// Gradients that reach the parameter and that neither autograd nor autograd.grad asks for are the graph's to write.
+
+struct Rule {
+    GradientAction action;
+    bool (*applies)(const GradientSituation&);
+};
+
+bool graph_writes(const GradientSituation& now) { return now.reached && !now.inputs_only && !now.through_autograd; }
+
+constexpr Rule kRules[] = {
+    {GradientAction::kNothing,
+     [](const GradientSituation& now) { return !now.reached || (now.inputs_only && !now.through_autograd); }},
+    {GradientAction::kReturn, [](const GradientSituation& now) { return now.reached && now.through_autograd; }},
+    {GradientAction::kStoreMainGrad,
+     [](const GradientSituation& now) { return graph_writes(now) && now.has_main_grad && now.overwrite_main_grad; }},
+    {GradientAction::kAddMainGrad,
+     [](const GradientSituation& now) { return graph_writes(now) && now.has_main_grad && !now.overwrite_main_grad; }},
+    {GradientAction::kStoreNew,
+     [](const GradientSituation& now) { return graph_writes(now) && !now.has_main_grad && !now.has_grad; }},
+    {GradientAction::kAddInPlace,
+     [](const GradientSituation& now) {
+         return graph_writes(now) && !now.has_main_grad && now.has_grad && now.grad_fits;
+     }},
+    {GradientAction::kAddEagerly,
+     [](const GradientSituation& now) {
+         return graph_writes(now) && !now.has_main_grad && now.has_grad && !now.grad_fits;
+     }},
+};
+
+TEST(PlanGradient, FollowsTheTableInEverySituation) {
+    for (unsigned bits = 0; bits < 1u << 7; ++bits) {
+        const auto flag = [bits](unsigned place) { return (bits >> place & 1) != 0; };
+        const GradientSituation now{.reached = flag(0),
+                                    .inputs_only = flag(1),
+                                    .through_autograd = flag(2),
+                                    .has_main_grad = flag(3),
+                                    .overwrite_main_grad = flag(4),
+                                    .has_grad = flag(5),
+                                    .grad_fits = flag(6)};
+        int rules = 0;
+        for (const Rule& rule : kRules) {
+            rules += rule.applies(now);
+            EXPECT_EQ(plan_gradient(now) == rule.action, rule.applies(now)) << now;
+        }
+        EXPECT_EQ(rules, 1) << now;  // the table is complete and says one thing
+    }
+}
+
+TEST(PlanGradient, OfAPlainParameterStoresFirstAndAddsAfterwards) {
+    EXPECT_EQ(plan_gradient({}), GradientAction::kStoreNew);
+    EXPECT_EQ(plan_gradient({.has_grad = true, .grad_fits = true}), GradientAction::kAddInPlace);
+}
+
+}  // namespace
+}  // namespace te_graph::graph

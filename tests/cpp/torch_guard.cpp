@@ -1,0 +1,309 @@
+// Guard: each kind of step reached, replaced and gone; each fact of a tensor; messages that name the subject.
+#include "graph/guard.h"
+
+#include <ATen/ops/rand.h>
+#include <gtest/gtest.h>
+#include <pybind11/eval.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace py = pybind11;
+
+namespace te_graph::graph {
+namespace {
+
+using namespace pybind11::literals;
+
+py::object namespace_of(const py::dict& attributes) {
+    return py::module_::import("types").attr("SimpleNamespace")(**attributes);
+}
+
+class GuardTest : public testing::Test {
+protected:
+    int step(StepKind kind, int parent, const py::object& key, const py::object& expected, std::string subject) {
+        return guard.add_step(kind, parent, key, 0, expected, std::move(subject));
+    }
+    int position(int parent, int64_t index, const py::object& expected, std::string subject) {
+        return guard.add_step(StepKind::kPosition, parent, py::none(), index, expected, std::move(subject));
+    }
+
+    // What has changed below `root`, or nothing.
+    std::string check(const py::object& root) {
+        found.clear();
+        const std::string change = guard.check(root.ptr(), found);
+        EXPECT_EQ(PyErr_Occurred(), nullptr);
+        return change;
+    }
+
+    const py::gil_scoped_acquire gil;
+    const py::object none = py::none();
+    Guard guard;
+    std::vector<at::Tensor> found;
+};
+
+TEST_F(GuardTest, WithoutStepsFindsNothingChanged) { EXPECT_EQ(check(none), ""); }
+
+TEST_F(GuardTest, InstanceDictIsReachedReplacedAndGone) {
+    const py::object root = namespace_of(py::dict("a"_a = 1));
+    step(StepKind::kInstanceDict, -1, none, root.attr("__dict__"), "attributes of fc1");
+    EXPECT_EQ(check(root), "");
+    root.attr("a") = 2;
+    EXPECT_EQ(check(root), "");
+    const py::object holder = py::eval("type('Holder', (), {})()");
+    EXPECT_EQ(check(holder), "attributes of fc1 was replaced by another object");
+    EXPECT_EQ(check(py::int_(3)), "attributes of fc1 is gone");
+}
+
+TEST_F(GuardTest, AReplacedInstanceDictIsNoticed) {
+    const py::object root = py::eval("type('Holder', (), {})()");
+    const py::object attributes = root.attr("__dict__");
+    step(StepKind::kInstanceDict, -1, none, attributes, "attributes of fc1");
+    EXPECT_EQ(check(root), "");
+    root.attr("__dict__") = py::dict();
+    EXPECT_EQ(check(root), "attributes of fc1 was replaced by another object");
+}
+
+TEST_F(GuardTest, ItemIsReachedReplacedAndGone) {
+    const py::list bias;
+    py::dict root("bias"_a = bias);
+    step(StepKind::kItem, -1, py::str("bias"), bias, "bias of fc1");
+    EXPECT_EQ(check(root), "");
+    root["bias"] = py::list();  // equal, but another object
+    EXPECT_EQ(check(root), "bias of fc1 was replaced by another object");
+    root.attr("clear")();
+    EXPECT_EQ(check(root), "bias of fc1 is gone");
+    EXPECT_EQ(check(py::list()), "bias of fc1 is gone");
+}
+
+TEST_F(GuardTest, ItemWithAKeyThatCannotBeHashedIsGoneAndLeavesNoPythonError) {
+    step(StepKind::kItem, -1, py::list(), none, "bias of fc1");
+    EXPECT_EQ(check(py::dict()), "bias of fc1 is gone");
+}
+
+TEST_F(GuardTest, AChangedFlagIsNamedWithItsValue) {
+    py::dict root("training"_a = true, "frozen"_a = false);
+    step(StepKind::kItem, -1, py::str("training"), py::bool_(true), "training of fc1");
+    step(StepKind::kItem, -1, py::str("frozen"), py::bool_(false), "frozen of fc1");
+    EXPECT_EQ(check(root), "");
+    root["frozen"] = true;
+    EXPECT_EQ(check(root), "frozen of fc1 is now True");
+    root["training"] = false;
+    EXPECT_EQ(check(root), "training of fc1 is now False");
+}
+
+TEST_F(GuardTest, LengthIsThatOfADictAndChangesBothWays) {
+    py::dict root("a"_a = 1, "b"_a = 2);
+    guard.add_step(StepKind::kLength, -1, none, 2, none, "hooks of fc1");
+    EXPECT_EQ(check(root), "");
+    root["c"] = 3;
+    EXPECT_EQ(check(root), "hooks of fc1 changed");
+    root.attr("clear")();
+    EXPECT_EQ(check(root), "hooks of fc1 changed");
+    EXPECT_EQ(check(py::make_tuple(1, 2)), "hooks of fc1 changed");
+}
+
+TEST_F(GuardTest, LengthLeadsToTheDictItself) {
+    const py::list item;
+    const py::dict root("a"_a = item);
+    const int length = guard.add_step(StepKind::kLength, -1, none, 1, none, "modules");
+    step(StepKind::kItem, length, py::str("a"), item, "a");
+    EXPECT_EQ(check(root), "");
+}
+
+TEST_F(GuardTest, PositionOfAListIsReachedReplacedAndGone) {
+    const py::list first, second;
+    py::list root;
+    root.append(first);
+    root.append(second);
+    position(-1, 1, second, "layers[1]");
+    EXPECT_EQ(check(root), "");
+    root[1] = first;
+    EXPECT_EQ(check(root), "layers[1] was replaced by another object");
+    root.attr("pop")();
+    EXPECT_EQ(check(root), "layers[1] is gone");
+    EXPECT_EQ(check(py::dict()), "layers[1] is gone");
+}
+
+TEST_F(GuardTest, PositionOfATupleIsReachedReplacedAndGone) {
+    const py::list first, second;
+    position(-1, 1, second, "args[1]");
+    EXPECT_EQ(check(py::make_tuple(first, second)), "");
+    EXPECT_EQ(check(py::make_tuple(second, first)), "args[1] was replaced by another object");
+    EXPECT_EQ(check(py::make_tuple(second)), "args[1] is gone");
+}
+
+TEST_F(GuardTest, CellIsReachedReplacedAndGone) {
+    const py::object cell = py::module_::import("types").attr("CellType")(py::list());
+    step(StepKind::kCell, -1, none, cell.attr("cell_contents"), "closure variable scale");
+    EXPECT_EQ(check(cell), "");
+    cell.attr("cell_contents") = py::list();
+    EXPECT_EQ(check(cell), "closure variable scale was replaced by another object");
+    py::delattr(cell, "cell_contents");
+    EXPECT_EQ(check(cell), "closure variable scale is gone");
+    EXPECT_EQ(check(py::list()), "closure variable scale is gone");
+}
+
+TEST_F(GuardTest, AttributeIsReachedReplacedAndGone) {
+    const py::object partial = py::module_::import("functools").attr("partial");
+    const py::object function = py::eval("lambda: None"), other = py::eval("lambda: None");
+    step(StepKind::kAttribute, -1, py::str("func"), function, "function of the partial");
+    EXPECT_EQ(check(partial(function)), "");
+    EXPECT_EQ(check(partial(other)), "function of the partial was replaced by another object");
+    EXPECT_EQ(check(py::list()), "function of the partial is gone");
+}
+
+TEST_F(GuardTest, AStepWithoutAnExpectedObjectTakesAny) {
+    py::dict root("a"_a = 1000);
+    step(StepKind::kItem, -1, py::str("a"), none, "a");
+    root["a"] = 2000;
+    EXPECT_EQ(check(root), "");
+    root.attr("clear")();
+    EXPECT_EQ(check(root), "a is gone");
+}
+
+TEST_F(GuardTest, WalksThroughAllKindsAndNamesTheFirstStepThatChanged) {
+    const at::Tensor weight = at::rand({2, 2}), scale = at::rand({1});
+    const py::object cell = py::module_::import("types").attr("CellType")(py::cast(scale));
+    py::dict parameters("weight"_a = weight);
+    const py::object child = namespace_of(py::dict("parameters"_a = parameters));
+    py::list layers;
+    layers.append(child);
+    const py::object root = namespace_of(py::dict("layers"_a = layers, "closure"_a = py::make_tuple(cell)));
+
+    const int attributes = step(StepKind::kInstanceDict, -1, none, none, "attributes");
+    const int closure = step(StepKind::kItem, attributes, py::str("closure"), none, "closure");
+    const int contents = step(StepKind::kCell, position(closure, 0, cell, "cell"), none, none, "scale");
+    const int list = step(StepKind::kAttribute, -1, py::str("layers"), layers, "layers");
+    const int layer = position(list, 0, child, "layers.0");
+    const int layer_dict = step(StepKind::kInstanceDict, layer, none, none, "attributes of layers.0");
+    const int names = step(StepKind::kItem, layer_dict, py::str("parameters"), parameters, "parameters of layers.0");
+    const int item = step(StepKind::kItem, names, py::str("weight"), py::cast(weight), "weight of layers.0");
+    EXPECT_EQ(guard.add_tensor(item, weight), 0);
+    EXPECT_EQ(guard.add_tensor(contents, scale), 1);
+    ASSERT_EQ(guard.tensors(), 2u);
+    EXPECT_EQ(guard.tensor_name(0), "weight of layers.0");
+    EXPECT_EQ(guard.tensor_name(1), "scale");
+
+    EXPECT_EQ(check(root), "");
+    ASSERT_EQ(found.size(), 2u);
+    EXPECT_TRUE(found[0].is_same(weight));
+    EXPECT_TRUE(found[1].is_same(scale));
+
+    parameters["weight"] = weight.clone();
+    EXPECT_EQ(check(root), "weight of layers.0 moved to other memory");
+    layers[0] = namespace_of(py::dict("parameters"_a = parameters));
+    EXPECT_EQ(check(root), "layers.0 was replaced by another object");
+    cell.attr("cell_contents") = scale.clone();
+    EXPECT_EQ(check(root), "scale moved to other memory");
+}
+
+TEST_F(GuardTest, KeepsNothingAliveThatItExpects) {
+    const py::object type = py::eval("type('Module', (), {})");
+    py::object module = type();
+    const py::object root = namespace_of(py::dict("child"_a = module));
+    const py::object watch = py::module_::import("weakref").attr("ref")(module);
+    step(StepKind::kItem, step(StepKind::kInstanceDict, -1, none, none, "attributes"), py::str("child"), module,
+         "child");
+    EXPECT_EQ(check(root), "");
+    py::delattr(root, "child");
+    module = py::none();
+    EXPECT_TRUE(watch().is_none());
+    EXPECT_EQ(check(root), "child is gone");
+}
+
+// A dict with one tensor, guarded.
+class GuardedWeight : public GuardTest {
+protected:
+    GuardedWeight() { guard.add_tensor(step(StepKind::kItem, -1, py::str("weight"), none, "weight of fc1"), weight); }
+
+    // Gives the same Python object other contents, as `p.data = ...` does.
+    std::string check_with(const at::Tensor& data) {
+        weight.set_data(data);
+        const std::string change = check(root);
+        EXPECT_EQ(guard.check_tensors({weight}), change);
+        return change;
+    }
+
+    const at::Tensor weight = at::rand({4, 4});
+    const at::Tensor original = weight.detach();
+    py::dict root{"weight"_a = weight};
+};
+
+TEST_F(GuardedWeight, IsFoundUnchanged) {
+    EXPECT_EQ(check(root), "");
+    ASSERT_EQ(found.size(), 1u);
+    EXPECT_TRUE(found[0].is_same(weight));
+    EXPECT_EQ(guard.check_tensors(found), "");
+    weight.mul_(2);  // values may change
+    EXPECT_EQ(check(root), "");
+    EXPECT_EQ(check_with(original), "");
+}
+
+TEST_F(GuardedWeight, ThatMovedIsNamed) {
+    EXPECT_EQ(check_with(original.clone()), "weight of fc1 moved to other memory");
+}
+
+TEST_F(GuardedWeight, OfAnotherShapeIsNamedWithBothShapes) {
+    EXPECT_EQ(check_with(original.view({2, 8})), "weight of fc1 changed shape from [4, 4] to [2, 8]");
+    EXPECT_EQ(check_with(original.select(0, 0)), "weight of fc1 changed shape from [4, 4] to [4]");
+}
+
+TEST_F(GuardedWeight, OfAnotherDtypeIsNamedWithBothDtypes) {
+    EXPECT_EQ(check_with(original.view(at::kInt)), "weight of fc1 changed dtype from Float to Int");
+}
+
+TEST_F(GuardedWeight, WithOtherStridesIsNamedWithBothStrides) {
+    EXPECT_EQ(check_with(original.t()), "weight of fc1 changed strides from [4, 1] to [1, 4]");
+}
+
+TEST_F(GuardTest, AWeightAtAnotherOffsetOfItsStorageHasMoved) {
+    const at::Tensor flat = at::rand({20});
+    guard.add_tensor(step(StepKind::kItem, -1, py::str("weight"), none, "weight of fc1"), flat.slice(0, 4, 20));
+    EXPECT_EQ(check(py::dict("weight"_a = flat.slice(0, 4, 20))), "");
+    EXPECT_EQ(check(py::dict("weight"_a = flat.slice(0, 0, 16))), "weight of fc1 moved to other memory");
+}
+
+TEST_F(GuardedWeight, ThatRequiresGradNowIsNamedByCheckAndOfNoImportanceToCheckTensors) {
+    weight.set_requires_grad(true);
+    EXPECT_EQ(check(root), "weight of fc1 changed requires_grad from False");
+    EXPECT_EQ(guard.check_tensors({weight}), "");
+}
+
+TEST_F(GuardTest, AWeightThatIsFrozenNowIsNamedByCheckAndOfNoImportanceToCheckTensors) {
+    const at::Tensor weight = at::rand({2}).requires_grad_();
+    guard.add_tensor(step(StepKind::kItem, -1, py::str("weight"), none, "weight of fc1"), weight);
+    const py::dict root("weight"_a = weight);
+    EXPECT_EQ(check(root), "");
+    weight.set_requires_grad(false);
+    EXPECT_EQ(check(root), "weight of fc1 changed requires_grad from True");
+    EXPECT_EQ(guard.check_tensors({weight}), "");
+}
+
+TEST_F(GuardedWeight, ThatIsNoTensorAnyMoreIsNamed) {
+    root["weight"] = py::none();
+    EXPECT_EQ(check(root), "weight of fc1 is no longer a tensor");
+}
+
+TEST_F(GuardedWeight, ReplacedByATensorOverTheSameMemoryIsNamedWhenTheObjectIsExpected) {
+    root["weight"] = original;
+    EXPECT_EQ(check(root), "");
+    root["weight"] = weight;
+    step(StepKind::kItem, -1, py::str("weight"), root["weight"], "parameter weight of fc1");
+    EXPECT_EQ(check(root), "");
+    root["weight"] = original;
+    EXPECT_EQ(check(root), "parameter weight of fc1 was replaced by another object");
+}
+
+TEST_F(GuardTest, CheckTensorsNamesTheOneOfSeveralThatMoved) {
+    const std::vector<at::Tensor> tensors{at::rand({2}), at::rand({3}), at::rand({0})};
+    py::list root;
+    for (const at::Tensor& tensor : tensors) root.append(tensor);
+    for (int i = 0; i < 3; ++i) guard.add_tensor(position(-1, i, none, "buffer " + std::to_string(i)), tensors[i]);
+    EXPECT_EQ(check(root), "");
+    const py::gil_scoped_release without_gil;
+    EXPECT_EQ(guard.check_tensors(found), "");
+    found[1].set_data(at::rand({3}));
+    EXPECT_EQ(guard.check_tensors(found), "buffer 1 moved to other memory");
+}
+
+}  // namespace
+}  // namespace te_graph::graph

@@ -1,0 +1,405 @@
+"""Silent hazards of graph replay in what goes in and comes out: aliases, overwritten activations, arguments.
+
+The reference is eager execution of a copy of the same module, or of the same function, on the same inputs.
+"""
+
+import enum
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from twins import assert_bitwise_equal, backward_of, deterministic, eager_twin, gradients_of, leaf_copy, run, snapshot
+
+from te_graph import make_graphed_callables
+
+repeatable = pytest.fixture(deterministic, autouse=True)
+
+
+def mlp(device: str) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).to(device)
+
+
+def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
+    return torch.randn(3, 4, device=device, requires_grad=requires_grad)
+
+
+def test_hazard_01_kept_outputs_keep_their_values_while_replays_overwrite_the_graphs_memory(device):
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    inputs = [batch(device) for _ in range(4)]
+    kept, views = [], []
+    for x in inputs:
+        output = model(x)
+        kept.append(output)
+        views.append(output.detach()[1:])
+        backward_of(output)
+    expected = [twin(x) for x in inputs]
+    assert_bitwise_equal([t.detach() for t in kept], [t.detach() for t in expected])
+    assert_bitwise_equal(views, [t.detach()[1:] for t in expected])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_hazard_01_an_eager_op_that_saved_an_output_gets_right_gradients_with_two_in_flight(device, order):
+    model, head = mlp(device), nn.Linear(4, 2).to(device)
+    twin, twin_head = eager_twin(model), eager_twin(head)
+    make_graphed_callables(model, (batch(device),), max_in_flight=2)
+    inputs = [batch(device) for _ in range(2)]
+
+    def step(body: nn.Module, top: nn.Module) -> list:
+        leaves = leaf_copy(inputs)
+        losses = [(top(body(x)) * body.training).square().sum() for x in leaves]
+        for index in order:
+            losses[index].backward()
+        return [gradients_of(leaves), *(p.grad for p in (*body.parameters(), *top.parameters()))]
+
+    assert_bitwise_equal(step(model, head), step(twin, twin_head))
+
+
+def test_hazard_01_kept_gradients_of_intermediate_inputs_keep_their_values(device):
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    inputs = [batch(device) for _ in range(3)]
+
+    def gradients(call: nn.Module) -> list[Tensor]:
+        kept = []
+        for x in inputs:
+            hidden = x * 2
+            hidden.retain_grad()
+            backward_of(call(hidden))
+            kept.append(hidden.grad)
+        return kept
+
+    assert_bitwise_equal(gradients(model), gradients(twin))
+
+
+def test_hazard_01_an_output_can_be_fed_back_as_the_next_input(device):
+    weight = torch.randn(4, 4, device=device)
+
+    def advance(x: Tensor) -> Tensor:  # [4, 4] -> [4, 4]
+        return torch.tanh(x @ weight)
+
+    graphed = make_graphed_callables(advance, (torch.zeros(4, 4, device=device),))
+    state = expected = torch.randn(4, 4, device=device)
+    for _ in range(4):
+        state, expected = graphed(state.t()), advance(expected.t())
+    assert_bitwise_equal(state, expected)
+
+
+def test_hazard_02_a_second_forward_before_the_backward_is_refused_and_the_first_backward_stays_right(device):
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x, other = batch(device), batch(device)
+    output, expected = model(x), twin(x.detach())
+    with pytest.raises(RuntimeError, match=r"Sequential: .*max_in_flight=2"):
+        model(other)
+    backward_of(output)
+    backward_of(expected)
+    assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
+
+
+def test_hazard_02_dropping_the_outputs_of_a_forward_lets_the_next_one_run(device):
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    output = model(batch(device))
+    assert model.te_graph.info()["in_flight"] == 1
+    del output
+    assert model.te_graph.info()["in_flight"] == 0
+    x = batch(device)
+    assert_bitwise_equal(run(model, x), run(twin, x))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_hazard_02_as_many_forwards_as_max_in_flight_may_wait_for_their_backward(device, order):
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),), max_in_flight=3)
+    inputs = [batch(device) for _ in range(3)]
+
+    def step(call: nn.Module) -> list:
+        leaves = leaf_copy(inputs)
+        outputs = [call(x) for x in leaves]
+        for index in order:
+            backward_of(outputs[index])
+        return [gradients_of(leaves), gradients_of(list(call.parameters())), [t.detach() for t in outputs]]
+
+    for _ in range(2):
+        assert_bitwise_equal(step(model), step(twin))
+    waiting = [model(x) for x in inputs]
+    with pytest.raises(RuntimeError, match=r"Sequential: .*max_in_flight=4"):
+        model(inputs[0])
+    assert len(waiting) == 3
+
+
+@pytest.mark.parametrize("edit", [lambda t: t.mul_(2), lambda t: t[0].zero_(), lambda t: t.detach().add_(1)])
+def test_hazard_03_editing_an_output_that_the_backward_reads_raises_as_in_eager_execution(device, edit):
+    weight = torch.randn(4, device=device, requires_grad=True)
+
+    def activation(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4], saves its result
+        return torch.tanh(x * weight)
+
+    graphed = make_graphed_callables(activation, (batch(device),))
+    for call in (activation, graphed):
+        output = call(batch(device))
+        edit(output)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward_of(output)
+    assert weight.grad is None
+
+
+def test_hazard_03_editing_a_result_without_gradient_that_the_backward_reads_raises_as_in_eager_execution(device):
+    weight = torch.randn(4, device=device, requires_grad=True)
+
+    def gate(x: Tensor) -> tuple[Tensor, Tensor]:  # [3, 4] -> [3, 4], bool [3, 4], which the backward reads
+        mask = x > 0
+        return torch.where(mask, x * weight, -x), mask
+
+    graphed = make_graphed_callables(gate, (batch(device),))
+    for call in (gate, graphed):
+        output, mask = call(batch(device))
+        mask.logical_not_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward_of(output)
+
+
+def test_hazard_03_editing_an_output_that_the_backward_does_not_read_is_right(device):
+    model = nn.Linear(4, 4).to(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    for x in (batch(device), batch(device)):
+        results = [run(lambda x, call=call: call(x).relu_(), x) for call in (model, twin)]
+        assert_bitwise_equal(*results)
+    assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
+
+
+def test_hazard_03_editing_a_weight_between_forward_and_backward_raises_as_in_eager_execution(device):
+    model = mlp(device)
+    make_graphed_callables(model, (batch(device),))
+    output = model(batch(device))
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"weight of 2 .*modified by an inplace operation"):
+        backward_of(output)
+    assert model[2].weight.grad is None
+
+
+def test_hazard_03_a_callable_that_edits_its_argument_is_refused(device):
+    with pytest.raises(RuntimeError, match=r"scale: aten.mul_.* modifies args\[0\] in place"):
+
+        def scale(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            return x.mul_(2) + 1
+
+        make_graphed_callables(scale, (batch(device, requires_grad=False),))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda device: torch.randn(1, 4, device=device), r"of shape \[3, 4\], got \[1, 4\]"),
+        (lambda device: torch.randn((), device=device), r"of shape \[3, 4\], got \[\]"),
+        (lambda device: torch.randn(3, 4, 1, device=device), r"of shape \[3, 4\], got \[3, 4, 1\]"),
+        (lambda device: torch.randn(3, 4, device=device, dtype=torch.float64), "of dtype Float, got Double"),
+        (lambda device: torch.ones(3, 4, device=device, dtype=torch.int64), "of dtype Float, got Long"),
+        (lambda device: torch.randn(3, 4, device="meta"), "got meta"),
+    ],
+)
+def test_hazard_04_an_input_that_a_copy_would_silently_accept_is_refused(device, make, words):
+    model = mlp(device)
+    make_graphed_callables(model, (batch(device, requires_grad=False),))
+    x = make(device)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=rf"Sequential: expected args\[0\] .*{words}"):
+        model(x)
+    assert model.te_graph.info()["forward_replays"] == 0
+    assert_bitwise_equal(snapshot(model), before)
+
+
+@pytest.mark.parametrize("restride", [lambda t: t.t(), lambda t: t[:, :1].expand(4, 4), lambda t: t.flip(0)[:4]])
+def test_hazard_04_an_input_of_the_same_shape_and_other_strides_is_right(device, restride):
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (torch.randn(4, 4, device=device, requires_grad=True),))
+    x = torch.randn(4, 4, device=device, requires_grad=True)
+
+    def step(call: nn.Module) -> list:
+        leaf = leaf_copy(x)
+        output = call(restride(leaf).contiguous() if call is twin else restride(leaf))
+        backward_of(output)
+        return [output.detach(), leaf.grad, gradients_of(list(call.parameters()))]
+
+    assert_bitwise_equal(step(model), step(twin))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_hazard_05_an_input_with_another_requires_grad_than_the_sample_is_refused(device, captured):
+    model = mlp(device)
+    make_graphed_callables(model, (batch(device, requires_grad=captured),))
+    words = rf"expected args\[0\] with requires_grad={captured}, got requires_grad={not captured}"
+    with pytest.raises(ValueError, match=words):
+        model(batch(device, requires_grad=not captured))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_hazard_05_a_parameter_frozen_or_unfrozen_after_capture_is_refused_by_name(device, captured):
+    model = mlp(device)
+    model[2].weight.requires_grad_(captured)
+    make_graphed_callables(model, (batch(device),))
+    model[2].weight.requires_grad_(not captured)
+    with pytest.raises(RuntimeError, match=rf"weight of 2 changed requires_grad from {captured} .*reset\(\)"):
+        model(batch(device))
+    model.te_graph.reset()
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    assert_bitwise_equal(run(model, x), run(twin, x))
+    assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
+
+
+def masked(x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:  # [3, 4], each
+    x = x if mask is None else x.masked_fill(mask > 0, 0.0)
+    return x * 2 if bias is None else x * 2 + bias
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (1, (), "expected keyword argument mask, which was given at capture"),
+        (1, ("mask", "bias"), "got keyword argument bias, which was not given at capture"),
+        (1, ("bias",), "expected keyword argument mask"),
+        (2, (), "expected 1 positional arguments as at capture, got 2"),
+        (0, ("mask",), "expected 1 positional arguments as at capture, got 0"),
+    ],
+)
+def test_hazard_06_other_arguments_than_at_capture_are_refused_by_name(device, args, kwargs, words):
+    def one() -> Tensor:
+        return batch(device, requires_grad=False)
+
+    graphed = make_graphed_callables(masked, (one(),), sample_kwargs={"mask": one()})
+    with pytest.raises(ValueError, match=f"masked: {words}"):
+        graphed(*(one() for _ in range(args)), **{name: one() for name in kwargs})
+
+
+def test_hazard_06_none_where_the_capture_had_a_tensor_is_refused_and_the_reverse(device):
+    x, mask = batch(device, requires_grad=False), batch(device, requires_grad=False)
+    graphed = make_graphed_callables(masked, (x, mask))
+    with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be a tensor as at capture, got None"):
+        graphed(x, None)
+    graphed = make_graphed_callables(masked, (x, None))
+    with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be None as at capture, got tensor"):
+        graphed(x, mask)
+
+
+def test_hazard_06_a_tensor_and_none_that_have_changed_places_are_refused(device):
+    x, mask = batch(device, requires_grad=False), batch(device, requires_grad=False)
+    graphed = make_graphed_callables(masked, (x, mask, None))
+    with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be a tensor as at capture, got None"):
+        graphed(x, None, mask)
+    graphed = make_graphed_callables(masked, (x,), sample_kwargs={"mask": mask, "bias": None})
+    with pytest.raises(ValueError, match=r"masked: expected kwargs\['bias'\] to be None as at capture"):
+        graphed(x, mask=None, bias=mask)
+
+
+class Mode(enum.Enum):
+    HALF = 0.5
+    DOUBLE = 2.0
+
+
+@pytest.mark.parametrize(
+    ("captured", "called"),
+    [
+        (2, 3),
+        (2, 2.0),
+        (1, True),
+        (0.1, 0.2),
+        (None, 0),
+        ("relu", "gelu"),
+        (Mode.HALF, Mode.DOUBLE),
+        (torch.float32, torch.float64),
+        ((1, 2), (1, 3)),
+        ({"factor": 1}, {"factor": 2}),
+        (slice(0, 2), slice(0, 3)),
+    ],
+)
+def test_hazard_07_a_constant_argument_with_another_value_is_refused_not_ignored(device, captured, called):
+    def scale(x: Tensor, how: object) -> Tensor:  # [3, 4] -> [3, 4]
+        return x * (2 if how == captured else 3)
+
+    x = batch(device)
+    graphed = make_graphed_callables(scale, (x, captured))
+    assert_bitwise_equal(run(graphed, x, captured), run(scale, x, captured))
+    with pytest.raises(ValueError, match=r"scale: expected args\[1\].* as at capture, got"):
+        graphed(x, called)
+
+
+@pytest.mark.parametrize(
+    ("captured", "called"), [((1, 2), (1, 2, 3)), ([1, 2], (1, 2)), ({"a": 1}, {"b": 1}), ((1, (2,)), ((1,), 2))]
+)
+def test_hazard_07_a_nest_of_another_structure_is_refused(device, captured, called):
+    graphed = make_graphed_callables(lambda x, how: x * 2, (batch(device), captured))
+    with pytest.raises(ValueError, match=r"expected args\[1\] nested as at capture"):
+        graphed(batch(device), called)
+
+
+class Scaled(nn.Module):
+    """x -> act(weight * x) * scale, where scale is a Python number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.scale, self.use_relu = 2.0, True
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        x = x * self.weight
+        return (F.relu(x) if self.use_relu else x) * self.scale
+
+
+@pytest.mark.parametrize(("attribute", "value"), [("scale", 3.0), ("use_relu", False)])
+def test_hazard_07_python_values_and_branches_stay_those_of_the_capture_until_reset(device, attribute, value):
+    model = Scaled().to(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    setattr(model, attribute, value)
+    assert_bitwise_equal(run(model, x), run(twin, x))
+    model.te_graph.reset()
+    setattr(twin, attribute, value)
+    make_graphed_callables(model, (batch(device),))
+    assert_bitwise_equal(run(model, x), run(twin, x))
+
+
+class Leaver(nn.Module):
+    """Leaves something that it computed behind, as ``leave`` tells it."""
+
+    def __init__(self, leave) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+        self.leave, self.last, self.log, self.cache = leave, None, [], {}
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        y = self.linear(x)
+        self.leave(self, y)
+        return y * 2
+
+
+LEAVING = {
+    "attribute": lambda module, y: setattr(module, "last", y),
+    "list": lambda module, y: module.log.append(y),
+    "dict": lambda module, y: module.cache.update(y=y),
+    "buffer": lambda module, y: setattr(module, "steps", module.steps + 1),
+}
+
+
+@pytest.mark.parametrize("where", LEAVING)
+def test_hazard_07_a_callable_that_leaves_a_computed_tensor_behind_is_refused_and_left_as_it_was(device, where):
+    model = Leaver(LEAVING[where]).to(device)
+    sample = batch(device)
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match=r"Leaver: .*(last|log|cache|steps)"):
+        make_graphed_callables(model, (sample,))
+    assert_bitwise_equal(snapshot(model), before)
+    assert (model.last, model.log, model.cache) == (None, [], {})
