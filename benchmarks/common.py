@@ -140,7 +140,7 @@ def print_profile(step: Callable[[], None], calls: int = 10, rows: int = 25) -> 
     """Print where `step` spends time on the host, most own CPU time first, over `calls` calls."""
     for _ in range(WARMUP_CALLS):
         step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         for _ in range(calls):
             step()
     print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows))

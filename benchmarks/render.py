@@ -27,7 +27,7 @@ def graphed_table(record: dict[str, Any]) -> list[str]:
     rows = {(row["shape"], row["variant"]): row for row in record["rows"]}
     shapes, variants = record["shapes"], record["variants"]
     lines = [
-        "Transformer block in bf16, forward and backward into existing gradients: wall µs / host µs per layer, peak MiB.",
+        "Transformer block in bf16, forward + backward with gradients present: wall µs / host µs per layer, peak MiB.",
         "",
         f"| | {' | '.join(variants.values())} |",
         f"|---|{'---|' * len(variants)}",

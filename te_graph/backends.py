@@ -16,7 +16,7 @@ ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class RecorderBackend:
-    """Captures on the CPU with ``te_graph.recorder``. ``TE_GRAPH_POISON=1`` fills dead memory with NaN after replays."""
+    """Captures on the CPU with ``te_graph.recorder``; ``TE_GRAPH_POISON=1`` turns its ``poison`` on."""
 
     name = "recorder"
 

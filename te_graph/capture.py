@@ -154,7 +154,7 @@ class CallableCapture:
             slot.grad_inputs[number] = grad
 
     def _call(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run the callable on ``inputs`` [...]; return its tensors, none of which shares memory with what it was given."""
+        """Run the callable on ``inputs`` [...]; return its tensors, cloned where they share memory with what it uses."""
         args, kwargs = self._arguments(inputs)
         self.result, tensors = ResultSpec.of(self._run(*args, **kwargs))
         foreign = {storage_key(tensor) for tensor in inputs} | set(self.watch.externals)

@@ -112,8 +112,8 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
         for path, module in target.named_modules():
             if path and any((module._forward_hooks, module._forward_pre_hooks, *_backward_hooks(module))):
                 raise RuntimeError(
-                    f"{_NAME}: {path} of {name} has hooks, which a replay would not run: remove them before the capture "
-                    "(hooks on the graphed module itself do run)"
+                    f"{_NAME}: {path} of {name} has hooks, which a replay would not run: remove them before "
+                    "the capture (hooks on the graphed module itself do run)"
                 )
 
 
@@ -126,7 +126,7 @@ def _one_for_each(name: str, given: Any, is_tuple: bool, count: int, kind: type)
         return tuple({} for _ in range(count))
     each = given if is_tuple else (given,)
     if not isinstance(each, tuple | list):
-        raise TypeError(f"{_NAME}: expected {name} to be a tuple with one entry per callable, got {type(each).__name__}")
+        raise TypeError(f"{_NAME}: expected {name} to be a tuple, one entry per callable, got {type(each).__name__}")
     if len(each) != count:
         raise ValueError(f"{_NAME}: expected {name} for {count} callables, got {len(each)}")
     for number, entry in enumerate(each):
@@ -137,7 +137,8 @@ def _one_for_each(name: str, given: Any, is_tuple: bool, count: int, kind: type)
 
 
 def _label(target: Any, number: int | None) -> str:
-    name = type(target).__name__ if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
+    kind = type(target).__name__
+    name = kind if isinstance(target, nn.Module) else getattr(target, "__name__", kind)
     return name if number is None else f"callable {number} ({name})"
 
 
@@ -153,7 +154,8 @@ def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples:
                 device, owner = tensor.device, name
             elif tensor.device != device:
                 raise ValueError(
-                    f"{_NAME}: expected all tensors on one device, got {owner} on {device} and {name} on {tensor.device}"
+                    f"{_NAME}: expected all tensors on one device, got {owner} on {device} and {name} on "
+                    f"{tensor.device}"
                 )
     device = device or torch.device("cpu")
     if device.type not in ("cpu", "cuda"):

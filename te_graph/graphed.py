@@ -74,9 +74,9 @@ def make_graphed_callables(
         RuntimeError: a callable cannot be captured. Everything is then as it was before.
         CaptureError: the recorder met an operation that a CUDA graph cannot hold; names the user's line.
 
-        Calls raise ValueError when their arguments are not as at capture, and RuntimeError when something that the graph
-        takes for granted has changed (an address, a flag, a setting), naming it, or when more than ``max_in_flight``
-        forwards wait for their backward.
+        Calls raise ValueError when their arguments are not as at capture, and RuntimeError when something that the
+        graph takes for granted has changed (an address, a flag, a setting), naming it, or when more than
+        ``max_in_flight`` forwards wait for their backward.
 
     Stream and capture: synchronizes the device. Replays go to the current stream and wait for the last replay of the
         same call of this function if that was on another. They do not allocate, except for a result that the user

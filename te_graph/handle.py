@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import weakref
 from collections import Counter
@@ -164,7 +165,9 @@ def _graphed_class(base: type[nn.Module]) -> type[nn.Module]:
             if handle is None or not isinstance(reduced, tuple):
                 return reduced
             constructor, arguments, state, *rest = reduced
-            arguments = tuple(base if argument is type(self) else argument for argument in arguments)
+            if constructor is copyreg.__newobj__ and arguments == (type(self),):
+                # pickle insists that __newobj__ makes the class of the object; this makes the same and does not.
+                constructor, arguments = copyreg._reconstructor, (base, object, None)
             if isinstance(state, dict):
                 state = {key: value for key, value in state.items() if key != "te_graph"}
                 if handle._own_forward is not None:

@@ -76,7 +76,8 @@ class Homes:
         """Enter the tensor at ``place`` into the guard and return its number."""
         tensor = place.obj
         if has_subclass([type(tensor)]) or not is_dense(tensor):
-            raise TypeError(f"{place.name}: expected a dense torch.Tensor, got {type(tensor).__name__}, {tensor.layout}")
+            kind = f"{type(tensor).__name__} of layout {tensor.layout}"
+            raise TypeError(f"{place.name}: expected a dense torch.Tensor, got {kind}")
         if tensor.grad_fn is not None:
             raise RuntimeError(
                 f"{place.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
@@ -159,10 +160,8 @@ def _search_modules(
         for key, value in members.obj.items():
             where = members.item(key, _of(key, place.name))
             if key == "_modules":
-                children = [
-                    where.item(name, f"{place.name}.{name}".lstrip(".")) for name, sub in value.items() if sub is not None
-                ]
-                stack.extend(child for child in reversed(children) if id(child.obj) not in seen)
+                names = [name for name, child in value.items() if child is not None and id(child) not in seen]
+                stack.extend(where.item(name, f"{place.name}.{name}".lstrip(".")) for name in reversed(names))
             elif key in ("_parameters", "_buffers"):
                 tensors.extend(where.item(name, _of(name, place.name)) for name, t in value.items() if t is not None)
             elif key not in _HOOK_DICTS and key != "te_graph":
@@ -215,11 +214,11 @@ def _contents(place: Place) -> Iterator[Place]:
     elif (members := place.attributes()) is not None:
         for key in list(members.obj):
             yield members.item(key, f"{name}.{key}".lstrip("."))
-        call = getattr(type(obj), "__call__", None)
-        if place.depth == 0 and isinstance(call, types.FunctionType):
-            # The type is not guarded: a callable object keeps it.
+        if place.depth == 0:  # a callable object: what its method refers to
             kind = place.child(type(obj), name, _Kind.ATTRIBUTE, "__class__")
-            yield kind.child(call, name, _Kind.ATTRIBUTE, "__call__")
+            method = type(obj).__call__
+            if isinstance(method, types.FunctionType):
+                yield kind.child(method, name, _Kind.ATTRIBUTE, "__call__")
 
 
 def _function_contents(place: Place) -> Iterator[Place]:

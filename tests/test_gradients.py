@@ -1,4 +1,4 @@
-"""Gradients: after any sequence of replays every .grad is, bit for bit, what eager execution leaves there (G1 to G4)."""
+"""Gradients: after any replays every .grad is, bit for bit, what eager execution leaves there (G1 to G4)."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ TEST_F(HandoutTest, ASecondTensorOverTheStorageFollowsAndStaysAnAlias) {
 
 TEST_F(HandoutTest, ATensorThatOnlyAutogradSavedKeepsItsValue) {
     const at::Tensor weight = at::rand({3, 4}).requires_grad_();
-    const at::Tensor loss = (weight * lend(memory)).sum();
+    const at::Tensor loss = weight.mul(lend(memory)).sum();
     handouts.protect();
     overwrite(memory);
     loss.backward();

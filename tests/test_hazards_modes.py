@@ -1,0 +1,341 @@
+"""Silent hazards of graph replay in how a callable is run: hooks, modes, checkpoints, second backwards, host reads.
+
+The reference is eager execution of a copy of the same module on the same inputs.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from twins import (
+    assert_bitwise_equal,
+    backward_of,
+    deterministic,
+    eager_twin,
+    gradients_of,
+    leaf_copy,
+    run,
+    snapshot,
+    train,
+)
+
+from te_graph import make_graphed_callables
+
+repeatable = pytest.fixture(deterministic, autouse=True)
+
+
+def net(device: str, dropout: float = 0.0) -> nn.Sequential:
+    first = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.GELU())
+    return nn.Sequential(first, nn.Linear(8, 4)).to(device)
+
+
+def batch(device: str) -> Tensor:  # [3, 4]
+    return torch.randn(3, 4, device=device, requires_grad=True)
+
+
+REGISTRATIONS = {
+    "forward hooks": lambda module, hook: module.register_forward_hook(hook),
+    "forward pre-hooks": lambda module, hook: module.register_forward_pre_hook(hook),
+    "backward hooks": lambda module, hook: module.register_full_backward_hook(hook),
+    "backward pre-hooks": lambda module, hook: module.register_full_backward_pre_hook(hook),
+}
+
+
+def nothing(*_) -> None:
+    """A hook."""
+
+
+@pytest.mark.parametrize("kind", REGISTRATIONS)
+def test_hazard_20_hooks_of_a_submodule_present_at_capture_are_refused(device, kind):
+    model = net(device)
+    REGISTRATIONS[kind](model[0][2], nothing)
+    sample = batch(device)
+    before = snapshot(model)
+    with pytest.raises(RuntimeError, match=r"0\.2 of callables has hooks"):
+        make_graphed_callables(model, (sample,))
+    assert_bitwise_equal(snapshot(model), before)
+
+
+@pytest.mark.parametrize("kind", REGISTRATIONS)
+def test_hazard_20_hooks_of_a_module_that_a_function_calls_are_refused_at_capture(device, kind):
+    model = net(device)
+    REGISTRATIONS[kind](model[1], nothing)
+    with pytest.raises(RuntimeError, match="hooks"):
+        make_graphed_callables(lambda x: model(x), (batch(device),))
+
+
+@pytest.mark.parametrize("kind", REGISTRATIONS)
+def test_hazard_20_a_submodule_hook_added_after_capture_is_refused_by_name_until_it_is_removed(device, kind):
+    model = net(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    hook = REGISTRATIONS[kind](model[0][2], nothing)
+    x = batch(device)
+    with pytest.raises(RuntimeError, match=rf"Sequential: {kind} of 0\.2 changed .*reset\(\)"):
+        model(x)
+    hook.remove()
+    assert_bitwise_equal(run(model, x), run(twin, x))
+
+
+@pytest.mark.parametrize("before_capture", [True, False])
+def test_hazard_20_hooks_of_the_graphed_module_itself_run_around_every_replay(device, before_capture):
+    model = net(device)
+    twin = eager_twin(model)
+    seen = {id(model): [], id(twin): []}
+
+    def register(module: nn.Module) -> None:
+        def note(kind: str, result: Callable) -> Callable:
+            def hook(_, *values: object) -> object:
+                seen[id(module)].append((kind, leaf_copy(values)))
+                return result(values)
+
+            return hook
+
+        module.register_forward_pre_hook(note("pre", lambda values: (values[0][0] * 2,)))
+        module.register_forward_hook(note("forward", lambda values: values[1] * 3))
+        module.register_full_backward_hook(note("backward", lambda values: (values[0][0] * 5,)))
+        module.register_full_backward_pre_hook(note("backward pre", lambda values: (values[0][0] * 7,)))
+
+    register(twin)
+    if before_capture:
+        register(model)
+    make_graphed_callables(model, (batch(device),))
+    if not before_capture:
+        register(model)
+    for x in (batch(device), batch(device)):
+        assert_bitwise_equal(run(model, x), run(twin, x))
+    assert len(seen[id(model)]) == 8
+    assert_bitwise_equal(seen[id(model)], seen[id(twin)])
+    assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
+
+
+def test_hazard_20_hooks_of_parameters_added_and_removed_after_capture_run_as_in_eager_execution(device):
+    model = net(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    counts = {id(model): 0, id(twin): 0}
+
+    def step(module: nn.Module, x: Tensor) -> list:
+        def clip(parameter: Tensor) -> None:
+            counts[id(module)] += 1
+            parameter.grad.clamp_(-0.1, 0.1)
+
+        hooks = [
+            module[1].weight.register_hook(lambda grad: grad * 3),
+            module[1].bias.register_post_accumulate_grad_hook(clip),
+        ]
+        seen = [run(module, x)]
+        for hook in hooks:
+            hook.remove()
+        return [*seen, run(module, x), gradients_of(list(module.parameters()))]
+
+    for x in (batch(device), batch(device)):
+        assert_bitwise_equal(step(model, x), step(twin, x))
+    assert counts == {id(model): 2, id(twin): 2}
+
+
+def test_hazard_21_a_submodule_switched_to_eval_after_capture_is_refused_by_name(device):
+    model = net(device, dropout=0.5)
+    make_graphed_callables(model, (batch(device),))
+    model[0][1].eval()
+    with pytest.raises(RuntimeError, match=r"Sequential: training flag of 0\.1 is now False .*reset\(\)"):
+        model(batch(device))
+    model.te_graph.reset()
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    assert_bitwise_equal(run(model, x), run(twin, x))
+
+
+def test_hazard_21_eval_mode_and_no_grad_run_eagerly_and_leave_waiting_activations_alone(device):
+    model = net(device, dropout=0.5)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x, longer = batch(device), torch.randn(7, 4, device=device)
+
+    def interrupted(call: nn.Module) -> list:
+        torch.manual_seed(3)
+        leaf = leaf_copy(x)
+        output = call(leaf)
+        with torch.no_grad():
+            seen = [call(x), call(longer)]
+        call.eval()
+        seen += [run(call, x), run(call, longer)]
+        with torch.inference_mode():
+            seen.append(call(longer).clone())
+        call.train()
+        backward_of(output)
+        return [output.detach(), leaf.grad, gradients_of(list(call.parameters())), seen]
+
+    assert_bitwise_equal(interrupted(model), interrupted(twin))
+    info = model.te_graph.info()
+    assert (info["forward_replays"], info["backward_replays"]) == (1, 1)
+    assert sum(info["eager_calls"].values()) == 5
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_hazard_21_what_was_captured_in_eval_mode_or_without_gradients_replays_there_alone(device, training):
+    model = net(device, dropout=0.5).train(training)
+    twin = eager_twin(model)
+    with torch.set_grad_enabled(not training):
+        make_graphed_callables(model, (batch(device).detach().requires_grad_(not training),))
+    x = batch(device).detach().requires_grad_(not training)
+    for mode in (training, not training, training):
+        for gradients in (True, False):
+            results = []
+            for call in (model.train(mode), twin.train(mode)):
+                torch.manual_seed(4)
+                with torch.set_grad_enabled(gradients):
+                    results.append(leaf_copy(call(x)))
+            assert_bitwise_equal(*results)
+    assert model.te_graph.info()["forward_replays"] == 2
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its first part in the backward."""
+
+    def __init__(self, device: str, dropout: float, reentrant: bool, preserve: bool) -> None:
+        super().__init__()
+        self.body, self.head = net(device, dropout), nn.Linear(4, 4).to(device)
+        self.options = {"use_reentrant": reentrant, "preserve_rng_state": preserve}
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return self.head(checkpoint(self.body, x, **self.options))
+
+
+def test_hazard_22_a_checkpoint_inside_the_callable_is_right(device):
+    model = Checkpointed(device, dropout=0.0, reentrant=False, preserve=False)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    steps = [[(batch(device),) for _ in range(2)] for _ in range(3)]
+    assert_bitwise_equal(train(model, steps), train(twin, steps))
+    assert model.te_graph.info()["backward_replays"] == 6
+
+
+@pytest.mark.parametrize(("dropout", "reentrant"), [(0.5, False), (0.0, True), (0.5, True)])
+def test_hazard_22_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_trace_else_it_is_right(
+    device, dropout, reentrant
+):
+    model = Checkpointed(device, dropout, reentrant, preserve=True)
+    twin, sample = eager_twin(model), batch(device)
+    before = snapshot(model)
+    try:
+        make_graphed_callables(model, (sample,))
+    except RuntimeError:
+        assert_bitwise_equal(snapshot(model), before)
+        return
+    steps = [[(batch(device),) for _ in range(2)] for _ in range(2)]
+    torch.manual_seed(5)
+    seen = train(model, steps)
+    torch.manual_seed(5)
+    assert_bitwise_equal(seen, train(twin, steps))
+
+
+@pytest.mark.parametrize(("reentrant", "slots"), [(True, 1), (False, 2)])
+def test_hazard_22_a_checkpoint_around_the_callable_is_right(device, reentrant, slots):
+    model = net(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),), max_in_flight=slots)
+
+    def around(call: nn.Module) -> Callable:
+        return lambda x: checkpoint(lambda x: torch.sin(call(x)), x, use_reentrant=reentrant)
+
+    for x in (batch(device), batch(device)):
+        assert_bitwise_equal(run(around(model), x), run(around(twin), x))
+    assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
+
+
+def test_hazard_22_a_recomputation_that_would_overwrite_activations_is_refused(device):
+    model = net(device)
+    make_graphed_callables(model, (batch(device),))
+    output = checkpoint(lambda x: torch.sin(model(x)), batch(device), use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"Sequential: .*max_in_flight=2"):
+        backward_of(output)
+
+
+def test_hazard_23_double_backward_is_refused(device):
+    model = net(device)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    with pytest.raises(RuntimeError, match=r"Sequential does not support double backward \(create_graph=True\)"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not support double backward"), pytest.warns(match="reference cycle"):
+        model(x).sum().backward(create_graph=True)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_hazard_23_a_second_backward_without_retain_graph_is_refused(device):
+    model = net(device)
+    make_graphed_callables(model, (batch(device),))
+    output = model(batch(device))
+    backward_of(output)
+    kept = gradients_of(list(model.parameters()))
+    with pytest.raises(RuntimeError, match=r"backward of Sequential a second time: .*retain_graph=True"):
+        backward_of(output)
+    assert_bitwise_equal(gradients_of(list(model.parameters())), kept)
+
+
+def test_hazard_23_a_second_backward_after_retain_graph_is_right_and_keeps_the_slot(device):
+    model = net(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x, other = batch(device), batch(device)
+
+    def twice(call: nn.Module) -> list:
+        leaf = leaf_copy(x)
+        output = call(leaf)
+        backward_of(output, retain_graph=True)
+        if call is model:
+            with pytest.raises(RuntimeError, match=r"Sequential: .*max_in_flight=2"):
+                model(other)
+        output.square().sum().backward(retain_graph=True)
+        backward_of(output)
+        return [leaf.grad, gradients_of(list(call.parameters())), run(call, other)]
+
+    assert_bitwise_equal(twice(model), twice(twin))
+
+
+def reads_item(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+    return x * x.sum().item()
+
+
+def branches_on_data(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+    return x * 2 if x.sum() > 0 else x
+
+
+def selects_by_data(x: Tensor) -> Tensor:  # [3, 4] -> [..., 4]
+    return x[x[:, 0] > -100]
+
+
+@pytest.mark.parametrize("function", [reads_item, branches_on_data, selects_by_data])
+def test_hazard_24_what_depends_on_data_in_python_is_refused_without_a_trace(device, function):
+    sample = batch(device)
+    before = snapshot()
+    with pytest.raises(RuntimeError) as refusal:
+        make_graphed_callables(function, (sample,))
+    assert_bitwise_equal(snapshot(), before)
+    if device == "cpu":
+        line = function.__code__.co_firstlineno + 1
+        assert f"test_hazards_modes.py:{line} in {function.__name__}" in str(refusal.value)
+    graphed = make_graphed_callables(torch.sin, (sample,))
+    assert_bitwise_equal(run(graphed, sample), run(torch.sin, sample))
+
+
+@pytest.mark.gpu
+def test_hazard_25_replays_on_changing_streams_are_ordered_one_after_the_other():
+    model = net("cuda")
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch("cuda"),))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    inputs = [batch("cuda") for _ in range(12)]
+    expected = [run(twin, x) for x in inputs]
+    torch.cuda.synchronize()
+    seen = []
+    for number, x in enumerate(inputs):
+        with torch.cuda.stream(streams[number % 3]):
+            seen.append(run(model, x))
+    torch.cuda.synchronize()
+    assert_bitwise_equal(seen, expected)
+    assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
