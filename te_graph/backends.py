@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_graph import _C
-from te_graph.recorder import Recorder, is_recording
+from te_graph.recorder import CaptureError, Recorder, is_recording
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
 
@@ -31,6 +31,10 @@ class RecorderBackend:
             yield
         finally:
             torch.set_rng_state(state)
+
+    def watch_generator(self, label: str) -> contextlib.AbstractContextManager[None]:
+        """The recorder sees for itself who sets the generator."""
+        return contextlib.nullcontext()
 
     def new_pool(self) -> None:
         """Recordings keep all their memory; there is nothing to share."""
@@ -85,6 +89,22 @@ class CudaBackend:
                 torch.cuda.synchronize()
                 torch.cuda.set_rng_state(state, self._device)
                 torch.set_rng_state(host_state)
+
+    @contextlib.contextmanager
+    def watch_generator(self, label: str) -> Iterator[None]:
+        """Around the warm-up of one callable: refuse it if it seeds the generator, which a replay would not do.
+
+        The generator runs from a seed that nobody else would set.
+        """
+        generator = torch.cuda.default_generators[self._device.index]
+        seed = int.from_bytes(os.urandom(7), "little")
+        generator.manual_seed(seed)
+        yield
+        if generator.initial_seed() != seed:
+            raise CaptureError(
+                f"{label}: sets the seed of the default random generator (torch.manual_seed); a replay draws on from "
+                "the generator's present state"
+            )
 
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()

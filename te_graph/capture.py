@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.dispatch import storage_key
+from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import destination_dtype
-from te_graph.homes import find_homes
+from te_graph.homes import find_homes, walk
+from te_graph.rollback import ContainerState
 from te_graph.signature import ResultSpec, Signature
 
 
@@ -86,18 +86,20 @@ class CallableCapture:
         self.grad_mode = torch.is_grad_enabled()
         self.slots = [Slot([_static_copy(sample) for sample in samples]) for _ in range(max_in_flight)]
         self.watch = TensorWatch(owned=self.slots[0].inputs)
+        self._first_watch = TensorWatch(owned=self.slots[0].inputs)
+        self._containers = ContainerState(root)
 
     def warm_up(self, iterations: int, allow_unused_input: bool) -> None:
         """Run forward and backward as they will be captured, and learn what they use.
 
-        The first and the last iteration are watched: what they write outside is put back by ``undo``.
+        The first of at least two iterations lets the callable make what it keeps for later calls. The last one tells
+        what is external. Both are watched: what they write outside is put back by ``undo``.
         """
         inputs = self.slots[0].inputs
         nothing = contextlib.nullcontext()
-        for iteration in range(iterations):
-            is_last = iteration == iterations - 1
-            watch = self.watch if is_last or iteration == 0 else nothing
-            with watch, self.watch.saved_tensors() if is_last else nothing:
+        watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
+        for watch in watches:
+            with watch, self.watch.saved_tensors() if watch is self.watch else nothing:
                 tensors = self._call(inputs)
             differentiable = [tensor for tensor in tensors if tensor.requires_grad]
             with watch:
@@ -105,14 +107,22 @@ class CallableCapture:
         if not self.gradients.parameters and not self.gradients.inputs:
             differentiable = []
         self.output_numbers = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and differentiable]
-        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in differentiable]
+        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in tensors]
         self._check_use(inputs, allow_unused_input)
         self._check_escapes()
-        self.homes = find_homes(self.root, self.watch.externals)
+        try:
+            self.homes = find_homes(self.root, self.watch.externals)
+        except (RuntimeError, TypeError) as error:
+            raise type(error)(f"{self.label}: {error}") from None
 
     def undo(self) -> None:
-        """Put back what warm-up and capture wrote outside."""
+        """Put back what warm-up and capture wrote into tensors outside."""
         self.watch.restore()
+        self._first_watch.restore()
+
+    def undo_failure(self) -> None:
+        """Put back, too, what they left in attributes and containers. After a success that stays: it may be in use."""
+        self._containers.restore()
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""
@@ -154,9 +164,9 @@ class CallableCapture:
             slot.grad_inputs[number] = grad
 
     def _call(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run the callable on ``inputs`` [...]; return its tensors, cloned where they share memory with what it uses."""
+        """Run the callable on ``inputs`` [...]; return its tensors, as clones where they share memory with others."""
         args, kwargs = self._arguments(inputs)
-        self.result, tensors = ResultSpec.of(self._run(*args, **kwargs))
+        self.result, tensors = ResultSpec.of(self.label, self._run(*args, **kwargs))
         foreign = {storage_key(tensor) for tensor in inputs} | set(self.watch.externals)
         for number, tensor in enumerate(tensors):
             if tensor.layout != torch.strided:
@@ -209,14 +219,14 @@ class CallableCapture:
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
         if not targets:
             return []
-        hooks = _C.HookSuspension(targets)
+        isolation = _C.LeafIsolation(targets, with_accumulators=False)
         try:
             with torch.autocast(outputs[0].device.type, enabled=False):
                 grads = list(
                     torch.autograd.grad(outputs, targets, grad_outputs, retain_graph=True, allow_unused=True)
                 )
         finally:
-            hooks.restore()
+            isolation.restore()
         for target, grad in zip(targets, grads, strict=True):
             if grad is not None and grad.layout != torch.strided:
                 raise TypeError(
@@ -244,19 +254,14 @@ class CallableCapture:
                 )
 
     def _check_escapes(self) -> None:
-        """Refuse a result that is left in an attribute: replays would change it under its holder."""
-        for path, module in _modules_of(self.root):
-            for key, value in vars(module).items():
-                if isinstance(value, Tensor) and storage_key(value) in self.watch.produced_storages:
-                    owner = f" of {path}" if path else ""
-                    raise RuntimeError(
-                        f"{self.label}: the callable leaves a tensor that it computed in attribute {key}{owner}; a "
-                        "replay would not run that assignment: return the tensor, or write a buffer in place"
-                    )
-
-
-def _modules_of(root: Any) -> Iterator[tuple[str, nn.Module]]:
-    return root.named_modules() if isinstance(root, nn.Module) else iter(())
+        """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
+        for place in walk(self.root):
+            is_tensor = isinstance(place.obj, Tensor) and is_dense(place.obj)
+            if is_tensor and storage_key(place.obj) in self.watch.produced_storages:
+                raise RuntimeError(
+                    f"{self.label}: the callable leaves a tensor that it computed in {place.name}; a replay would not run "
+                    "that assignment: return the tensor, or write a buffer in place"
+                )
 
 
 def _static_copy(sample: Tensor) -> Tensor:

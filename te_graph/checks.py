@@ -49,6 +49,8 @@ class Request:
         _check_options(enable_annotations=enable_annotations, **options)
         is_tuple = isinstance(callables, tuple)
         each = callables if is_tuple else (callables,)
+        if not each:
+            raise ValueError(f"{_NAME}: expected at least one callable, got an empty tuple")
         for number, target in enumerate(each):
             _check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
         args = _one_for_each("sample_args", sample_args, is_tuple, len(each), tuple)
@@ -110,15 +112,11 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
             if buffer.requires_grad:
                 raise ValueError(f"{_NAME}: expected buffers without gradients, got buffer {owner} of {name} with one")
         for path, module in target.named_modules():
-            if path and any((module._forward_hooks, module._forward_pre_hooks, *_backward_hooks(module))):
-                raise RuntimeError(
-                    f"{_NAME}: {path} of {name} has hooks, which a replay would not run: remove them before "
-                    "the capture (hooks on the graphed module itself do run)"
+            if getattr(module, "te_graph", None) is not None:
+                raise ValueError(
+                    f"{_NAME}: expected modules that are not graphed yet, got {path} of {name}: call .te_graph.reset() "
+                    "on it first"
                 )
-
-
-def _backward_hooks(module: nn.Module) -> tuple[dict, dict]:
-    return module._backward_hooks, module._backward_pre_hooks
 
 
 def _one_for_each(name: str, given: Any, is_tuple: bool, count: int, kind: type) -> tuple[Any, ...]:
@@ -126,7 +124,7 @@ def _one_for_each(name: str, given: Any, is_tuple: bool, count: int, kind: type)
         return tuple({} for _ in range(count))
     each = given if is_tuple else (given,)
     if not isinstance(each, tuple | list):
-        raise TypeError(f"{_NAME}: expected {name} to be a tuple, one entry per callable, got {type(each).__name__}")
+        raise TypeError(f"{_NAME}: expected {name} to be a tuple, one entry per callable, got {type(given).__name__}")
     if len(each) != count:
         raise ValueError(f"{_NAME}: expected {name} for {count} callables, got {len(each)}")
     for number, entry in enumerate(each):

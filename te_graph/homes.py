@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ _HOOK_DICTS = {
     "_backward_hooks": "backward hooks",
     "_backward_pre_hooks": "backward pre-hooks",
 }
-_MAX_DEPTH = 6
+_MAX_DISTANCE = 6
 _MAX_OBJECTS = 100_000
 _OPAQUE = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.BuiltinFunctionType, torch.dtype)
 _Kind = _C.StepKind
@@ -29,7 +30,12 @@ _Kind = _C.StepKind
 
 @dataclass(eq=False)
 class Place:
-    """An object and the step that leads to it from its parent's."""
+    """An object and the step that leads to it from its parent's.
+
+    Attributes:
+        name: what messages call the object.
+        distance: steps from the callable; submodules, parameters and buffers are as far as their module.
+    """
 
     obj: Any
     name: str
@@ -37,20 +43,25 @@ class Place:
     kind: Any = None
     key: Any = None
     index: int = 0
-    depth: int = 0
+    distance: int = 0
     step: int = -1  # its number in the guard, once it is there
     in_guard: bool = False
 
-    def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0) -> Place:
-        return Place(obj, name, self, kind, key, index, self.depth + 1)
+    def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0, distance: int = 1) -> Place:
+        return Place(obj, name, self, kind, key, index, self.distance + distance)
 
     def attributes(self) -> Place | None:
         """The instance dictionary, or None for objects without one."""
         members = getattr(self.obj, "__dict__", None)
-        return self.child(members, self.name, _Kind.INSTANCE_DICT) if isinstance(members, dict) else None
+        return self.child(members, self.name, _Kind.INSTANCE_DICT, distance=0) if isinstance(members, dict) else None
 
-    def item(self, key: Any, name: str) -> Place:
-        return self.child(self.obj[key], name, _Kind.ITEM, key)
+    def item(self, key: Any, name: str, distance: int = 1) -> Place:
+        return self.child(self.obj[key], name, _Kind.ITEM, key, distance=distance)
+
+    def top_module(self) -> Place | None:
+        """The first module on the way here."""
+        above = self.parent.top_module() if self.parent is not None else None
+        return above or (self if isinstance(self.obj, nn.Module) else None)
 
 
 @dataclass
@@ -112,28 +123,22 @@ def find_homes(root: Any, externals: dict[int, External]) -> Homes:
     refers to. Modules are guarded whole: their submodules, training flags and hooks belong to what was captured.
 
     Raises:
-        RuntimeError: an external tensor cannot be reached from ``root``, so nobody could tell when it moves.
+        RuntimeError: an external tensor cannot be reached from ``root``, so nobody could tell when it moves; or a
+            module that is not the callable itself has hooks.
     """
     homes = Homes()
     missing = set(externals)
-    seen: set[int] = set()
-    level = [Place(root, "")]
-    while level and (missing or level[0].depth == 0) and level[0].depth <= _MAX_DEPTH and len(seen) < _MAX_OBJECTS:
-        next_level = []
-        for place in level:
-            if isinstance(place.obj, Tensor):
-                if is_dense(place.obj) and storage_key(place.obj) in externals:
-                    homes.add(place)
-                    missing.discard(storage_key(place.obj))
-                continue
-            if id(place.obj) in seen:
-                continue
-            seen.add(id(place.obj))
-            if isinstance(place.obj, nn.Module):
-                next_level.extend(_search_modules(place, externals, missing, homes, seen))
-            else:
-                next_level.extend(_contents(place))
-        level = next_level
+    found: list[Place] = []
+    reach = _MAX_DISTANCE
+    for place in walk(root):
+        if place.distance > reach:
+            break
+        if isinstance(place.obj, Tensor) and is_dense(place.obj) and storage_key(place.obj) in externals:
+            found.append(place)
+            missing.discard(storage_key(place.obj))
+        if not missing:
+            # What is as near may hold the same memory under another name.
+            reach = min(reach, max((home.distance for home in found), default=0))
     if missing:
         lost = externals[min(missing, key=list(externals).index)]
         raise RuntimeError(
@@ -141,39 +146,65 @@ def find_homes(root: Any, externals: dict[int, External]) -> Homes:
             "buffer, attribute or variable that the callable can be seen to hold, so a replay could not tell when it "
             f"moves: pass it as an argument or register it as a buffer; at {lost.site}"
         )
+    guarded: set[int] = set()
+    tops = [Place(root, "")] if isinstance(root, nn.Module) else []
+    for top in [*tops, *filter(None, (place.top_module() for place in found))]:
+        if id(top.obj) not in guarded:
+            guarded.add(id(top.obj))
+            for place in _modules_below(top):
+                _guard_module(place, homes, is_callable=place.obj is root)
+    for place in found:
+        homes.add(place)
     return homes
 
 
-def _search_modules(
-    top: Place, externals: dict[int, External], missing: set[int], homes: Homes, seen: set[int]
-) -> list[Place]:
-    """Enter the tree of modules below ``top`` that hold externals; return what else they refer to."""
-    others: list[Place] = []
-    tensors: list[Place] = []
-    stack = [top]
-    modules = []
+def walk(root: Any) -> Iterator[Place]:
+    """Everything that ``root`` refers to, near things first; objects once, tensors under each of their names."""
+    seen: set[int] = set()
+    queue = deque([Place(root, "")])
+    while queue and len(seen) < _MAX_OBJECTS:
+        place = queue.popleft()
+        if not isinstance(place.obj, Tensor):
+            if id(place.obj) in seen:
+                continue
+            seen.add(id(place.obj))
+        yield place
+        if isinstance(place.obj, Tensor) or place.distance > _MAX_DISTANCE:
+            continue
+        inner = list(_module_contents(place) if isinstance(place.obj, nn.Module) else _contents(place))
+        queue.extendleft(reversed([child for child in inner if child.distance == place.distance]))
+        queue.extend(child for child in inner if child.distance > place.distance)
+
+
+def _module_contents(place: Place) -> Iterator[Place]:
+    members = place.attributes()
+    for key, value in list(members.obj.items()):
+        if key == "_modules":
+            yield from _submodules(place)
+        elif key in ("_parameters", "_buffers"):
+            table = members.item(key, _of(key, place.name), distance=0)
+            names = [name for name, tensor in value.items() if tensor is not None]
+            yield from (table.item(name, _of(name, place.name), distance=0) for name in names)
+        elif key not in _HOOK_DICTS and key != "te_graph":
+            yield members.item(key, _of(key, place.name))
+
+
+def _submodules(place: Place) -> Iterator[Place]:
+    table = place.attributes().item("_modules", _of("_modules", place.name), distance=0)
+    for name, module in table.obj.items():
+        if module is not None:
+            yield table.item(name, f"{place.name}.{name}".lstrip("."), distance=0)
+
+
+def _modules_below(top: Place) -> Iterator[Place]:
+    """The tree of modules from ``top`` on, parents first."""
+    stack, seen = [top], set()
     while stack:
         place = stack.pop()
-        seen.add(id(place.obj))
-        modules.append(place)
-        members = place.attributes()
-        for key, value in members.obj.items():
-            where = members.item(key, _of(key, place.name))
-            if key == "_modules":
-                names = [name for name, child in value.items() if child is not None and id(child) not in seen]
-                stack.extend(where.item(name, f"{place.name}.{name}".lstrip(".")) for name in reversed(names))
-            elif key in ("_parameters", "_buffers"):
-                tensors.extend(where.item(name, _of(name, place.name)) for name, t in value.items() if t is not None)
-            elif key not in _HOOK_DICTS and key != "te_graph":
-                others.append(where)
-    used = [place for place in tensors if is_dense(place.obj) and storage_key(place.obj) in externals]
-    if used or top.parent is None:
-        for place in modules:
-            _guard_module(place, homes, is_callable=place.parent is None)
-    for place in used:
-        homes.add(place)
-        missing.discard(storage_key(place.obj))
-    return others
+        if id(place.obj) not in seen:
+            seen.add(id(place.obj))
+            yield place
+            stack.extend(reversed(list(_submodules(place))))
 
 
 def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
@@ -184,7 +215,12 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
         return  # its own hooks run around the replay
     for key, what in _HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
-        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+        if hooks.obj:
+            raise RuntimeError(
+                f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
+                "graphed module itself do run)"
+            )
+        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=0))
 
 
 def _of(name: str, owner: str) -> str:
@@ -214,7 +250,7 @@ def _contents(place: Place) -> Iterator[Place]:
     elif (members := place.attributes()) is not None:
         for key in list(members.obj):
             yield members.item(key, f"{name}.{key}".lstrip("."))
-        if place.depth == 0:  # a callable object: what its method refers to
+        if place.parent is None:  # a callable object: what its method refers to
             kind = place.child(type(obj), name, _Kind.ATTRIBUTE, "__class__")
             method = type(obj).__call__
             if isinstance(method, types.FunctionType):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -43,16 +44,19 @@ def capture_all(request: Request, handles: list[Handle]) -> None:
         )
         transaction.enter_context(_garbage_collection_off())
         transaction.enter_context(backend.session())
+        on_failure = transaction.enter_context(contextlib.ExitStack())
         for capture in captures:
             transaction.callback(capture.undo)
+            on_failure.callback(capture.undo_failure)
         started = time.perf_counter()
         for capture in captures:
-            capture.warm_up(max(1, request.num_warmup_iters), request.allow_unused_input)
+            with backend.watch_generator(capture.label):
+                capture.warm_up(max(2, request.num_warmup_iters), request.allow_unused_input)
             progress.update()
         with _main_grads(captures, request):
             _capture_graphs(captures, backend, request, progress)
-            seconds = time.perf_counter() - started
-            _arm(captures, handles, request, seconds / len(captures))
+            _arm(captures, handles, request, (time.perf_counter() - started) / len(captures))
+        on_failure.pop_all()
 
 
 @contextlib.contextmanager
@@ -75,6 +79,11 @@ def _main_grads(captures: list[CallableCapture], request: Request) -> Iterator[N
         if request.grad_dtype is not None and request.accumulate_grads:
             for parameter in {id(p): p for c in captures for p in c.gradients.parameters}.values():
                 if parameter.dtype != request.grad_dtype and main_grad_of(parameter) is None:
+                    if request.grad_dtype != torch.float32 or parameter.dtype not in (torch.float16, torch.bfloat16):
+                        raise ValueError(
+                            f"make_graphed_callables: expected grad_dtype to be torch.float32 or the parameter's own "
+                            f"dtype, {parameter.dtype}, got {request.grad_dtype}"
+                        )
                     create_main_grad(parameter, request.grad_dtype)
                     created.append(parameter)
         yield
@@ -92,17 +101,28 @@ def _capture_graphs(captures: list[CallableCapture], backend: Any, request: Requ
     share one pool. The autograd graphs of the capture, and with them the activations, are held until all is captured.
     """
     backward_pool = request.pool or backend.new_pool()
+    leaves = {id(p): p for capture in captures for p in capture.gradients.parameters}
+    isolation = _C.LeafIsolation(list(leaves.values()), with_accumulators=True)
+    try:
+        _capture_passes(captures, backend, backward_pool, request.accumulate_grads, progress)
+    finally:
+        for capture in captures:
+            for slot in capture.slots:
+                slot.live_outputs = []
+        isolation.restore()
+
+
+def _capture_passes(
+    captures: list[CallableCapture], backend: Any, backward_pool: Any, accumulate_grads: bool, progress: tqdm
+) -> None:
     for capture in captures:
         for slot in capture.slots:
             capture.capture_forward(slot, backend.new_pool())
             progress.update()
     for capture in reversed(captures):
         for slot in capture.slots:
-            capture.capture_backward(slot, backward_pool, request.accumulate_grads)
+            capture.capture_backward(slot, backward_pool, accumulate_grads)
             progress.update()
-    for capture in captures:
-        for slot in capture.slots:
-            slot.live_outputs = []
 
 
 def _arm(captures: list[CallableCapture], handles: list[Handle], request: Request, seconds: float) -> None:

@@ -91,18 +91,14 @@ class Signature:
         leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
         if spec != self.spec:
             raise ValueError(f"{label}: {self._difference(args, kwargs)}")
-        tensors = []
-        for expected, got, name in zip(self.leaves, leaves, self.names, strict=True):
-            if isinstance(got, Tensor):
-                tensors.append(got)
-            elif not _same(expected, got):
-                raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {got!r}")
-        if len(tensors) != len(self.tensors):
-            kinds = [isinstance(leaf, Tensor) for leaf in leaves]
-            at = next(i for i, is_tensor in enumerate(kinds) if is_tensor != (i in self.tensors))
-            expected = "a tensor" if at in self.tensors else repr(self.leaves[at])
-            raise ValueError(f"{label}: expected {self.names[at]} to be {expected} as at capture, got {leaves[at]!r}")
-        return tensors
+        for position, (expected, got, name) in enumerate(zip(self.leaves, leaves, self.names, strict=True)):
+            if position in self.tensors:
+                if not isinstance(got, Tensor):
+                    raise ValueError(f"{label}: expected {name} to be a tensor as at capture, got {got!r}")
+            elif isinstance(got, Tensor) or not _same(expected, got):
+                kind = "tensor" if isinstance(got, Tensor) else repr(got)
+                raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {kind}")
+        return [leaves[position] for position in self.tensors]
 
     def _difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
         sample_args, sample_kwargs = pytree.tree_unflatten(list(self.leaves), self.spec)
@@ -129,8 +125,8 @@ class ResultSpec:
     tensors: tuple[int, ...]
 
     @classmethod
-    def of(cls, result: Any) -> tuple[ResultSpec, list[Tensor]]:
-        """The nest of ``result`` and its tensors in order.
+    def of(cls, label: str, result: Any) -> tuple[ResultSpec, list[Tensor]]:
+        """The nest of ``result`` and its tensors in order; ``label`` is what messages call its callable.
 
         Raises:
             TypeError: a leaf is neither a tensor nor a constant.
@@ -139,7 +135,8 @@ class ResultSpec:
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and not is_constant(leaf):
                 raise TypeError(
-                    f"result: expected tensors, nested containers of tensors, or constants, got {type(leaf).__name__}"
+                    f"{label}: result: expected tensors, nested containers of tensors, or constants, got "
+                    f"{type(leaf).__name__}"
                 )
         tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)

@@ -108,37 +108,43 @@ def test_hazard_14_running_statistics_follow_the_replays_alone(device):
     assert model[1].num_batches_tracked == 4
 
 
-class Boom(torch.autograd.Function):
-    """Identity that calls ``at`` whenever its forward or backward runs."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, at: Callable[[str], None]) -> Tensor:  # [...] -> [...]
-        ctx.at = at
-        at("forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # [...] -> [...]
-        ctx.at("backward")
-        return grad.clone(), None
-
-
-class Fragile(nn.Module):
-    """Raises at the given pass: a direction and the number of times that it has run."""
+class Fuse:
+    """Counts the passes in each direction, and raises at the given one."""
 
     def __init__(self, direction: str, number: int, error: Callable[[], None]) -> None:
-        super().__init__()
-        self.inner, self.tail = stateful("cpu"), nn.Linear(4, 4)
-        self.__dict__["counts"] = {"forward": 0, "backward": 0}
+        self.counts = {"forward": 0, "backward": 0}
         self.direction, self.number, self.error = direction, number, error
 
-    def at(self, direction: str) -> None:
+    def burn(self, direction: str) -> None:
         self.counts[direction] += 1
         if (direction, self.counts[direction]) == (self.direction, self.number):
             self.error()
 
+
+class Fused(torch.autograd.Function):
+    """Identity that burns a fuse whenever its forward or backward runs."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, fuse: Fuse) -> Tensor:  # [...] -> [...]
+        ctx.fuse = fuse
+        fuse.burn("forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # [...] -> [...]
+        ctx.fuse.burn("backward")
+        return grad.clone(), None
+
+
+class Fragile(nn.Module):
+    """Batch norm, dropout and linear layers around a fuse."""
+
+    def __init__(self, fuse: Fuse) -> None:
+        super().__init__()
+        self.inner, self.tail, self.fuse = stateful("cpu"), nn.Linear(4, 4), fuse
+
     def forward(self, x: Tensor) -> Tensor:  # [6, 4] -> [6, 4]
-        return self.tail(Boom.apply(self.inner(x), self.at))
+        return self.tail(Fused.apply(self.inner(x), self.fuse))
 
 
 class Mine(Exception):
@@ -168,18 +174,19 @@ STAGES = [
 
 @pytest.mark.parametrize(("direction", "number", "error"), STAGES)
 def test_hazard_17_a_capture_that_fails_leaves_no_trace_and_the_next_one_works(device, direction, number, error):
-    good, bad = stateful(device), Fragile(direction, number, error).to(device)
+    fuse = Fuse(direction, number, error)
+    good, bad = stateful(device), Fragile(fuse).to(device)
     run(bad.inner, batch(device))
     bad.tail.weight.grad = torch.randn_like(bad.tail.weight)
     samples = (batch(device),), (batch(device),)
     before = snapshot(good, bad)
     with pytest.raises(Mine if error is raise_mine else RuntimeError), torch.autocast(device, cache_enabled=False):
         make_graphed_callables((good, bad), samples, num_warmup_iters=WARM_UPS)
-    assert bad.counts[direction] == number
+    assert fuse.counts[direction] == number
     assert_bitwise_equal(snapshot(good, bad), before)
     assert not hasattr(good, "te_graph")
 
-    bad.direction = "never"
+    fuse.direction = "never"
     twins = eager_twin(good), eager_twin(bad)
     make_graphed_callables((good, bad), samples, num_warmup_iters=WARM_UPS)
     steps = [[(batch(device),) for _ in range(2)] for _ in range(2)]
@@ -191,7 +198,7 @@ def test_hazard_17_a_capture_that_fails_leaves_no_trace_and_the_next_one_works(d
 
 
 def test_hazard_17_a_capture_that_fails_takes_back_the_main_grads_that_it_created(device):
-    model = Fragile("backward", WARM_UPS + 1, raise_mine).to(device, torch.bfloat16)
+    model = Fragile(Fuse("backward", WARM_UPS + 1, raise_mine)).to(device, torch.bfloat16)
     sample = batch(device).detach().bfloat16()
     before = snapshot(model)
     with pytest.raises(Mine):
@@ -208,7 +215,7 @@ def test_hazard_17_garbage_collection_is_on_or_off_as_before(device, enabled):
         make_graphed_callables(nn.Linear(4, 4).to(device), (batch(device),))
         assert gc.isenabled() is enabled
         with pytest.raises(Mine):
-            make_graphed_callables(Fragile("forward", 1, raise_mine).to(device), (batch(device),))
+            make_graphed_callables(Fragile(Fuse("forward", 1, raise_mine)).to(device), (batch(device),))
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
@@ -245,6 +252,38 @@ def test_hazard_19_autocast_is_part_of_the_capture(device):
             output.float().square().sum().backward()
             seen.append([output.detach(), leaf.grad, gradients_of(list(call.parameters()))])
         assert_bitwise_equal(*seen)
+
+
+class Product(torch.autograd.Function):
+    """x @ w with a backward that autocast would run in another precision."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:  # [6, 4], [4, 4] -> [6, 4]
+        ctx.save_for_backward(x, w)
+        return (x[:, :, None] * w).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # [6, 4] -> [6, 4], [4, 4]
+        x, w = ctx.saved_tensors
+        return grad @ w.t(), x.t() @ grad
+
+
+def test_hazard_19_the_backward_of_a_capture_under_autocast_runs_without_autocast(device):
+    weight = torch.randn(4, 4, device=device, requires_grad=True)
+
+    def product(x: Tensor) -> Tensor:  # [6, 4] -> [6, 4]
+        return Product.apply(x, weight)
+
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False):
+        graphed = make_graphed_callables(product, (batch(device),))
+    x, seen = batch(device), []
+    for call in (graphed, product):
+        leaf, weight.grad = leaf_copy(x), None
+        with torch.autocast(device, torch.bfloat16):
+            output = call(leaf)
+        output.square().sum().backward()
+        seen.append([output.detach(), leaf.grad, weight.grad.clone()])
+    assert_bitwise_equal(*seen)
 
 
 def test_hazard_19_a_replay_under_other_autocast_settings_than_the_capture_is_refused(device):

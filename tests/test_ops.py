@@ -279,4 +279,3 @@ def test_a_captured_call_follows_the_table_without_host_sync():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert same_bits(problem.destinations[0], expected)
-

@@ -57,7 +57,7 @@ void GraphedCallable::check_versions(const ReplayNode& node) const {
     }
     for (size_t i = 0; i < saved_outputs_.size(); ++i) {
         TORCH_CHECK(!saved_outputs_[i] || node.output_versions[i].current_version() == 0, name_, ": output ",
-                    differentiable_[i], " is needed for backward and has been modified by an inplace operation");
+                    i, " is needed for backward and has been modified by an inplace operation");
     }
 }
 

@@ -65,9 +65,9 @@ void bind(py::module_& m) {
     m.def("node_count", &node_count, py::arg("cuda_graph"));
     m.def("borrow", &borrow_all, py::arg("tensors"));
 
-    py::class_<HookSuspension>(m, "HookSuspension")
-        .def(py::init<Tensors>(), py::arg("leaves"))
-        .def("restore", &HookSuspension::restore);
+    py::class_<LeafIsolation>(m, "LeafIsolation")
+        .def(py::init<Tensors, bool>(), py::arg("leaves"), py::arg("with_accumulators"))
+        .def("restore", &LeafIsolation::restore);
 
     py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope").def(py::init<at::Device>(), py::arg("device"));
 

@@ -110,7 +110,7 @@ private:
     std::vector<ParameterSpec> parameters_;
     const std::vector<ExternalSpec> externals_;
     const std::vector<int> differentiable_;   // numbers of the outputs that require a gradient
-    const std::vector<bool> saved_outputs_;   // [differentiable outputs]: backward reads the output itself
+    const std::vector<bool> saved_outputs_;   // [outputs]: backward reads the output itself
     std::vector<at::Tensor> buffers_;         // [parameters] what .grad becomes when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
     const std::shared_ptr<SlotPool> pool_ = std::make_shared<SlotPool>();

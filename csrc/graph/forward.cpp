@@ -115,10 +115,10 @@ void GraphedCallable::attach_node(Slot&, SlotLease lease, std::vector<at::Tensor
         node->external_versions.push_back(external.is_inference() ? 0 : external._version());
     }
     node->externals = std::move(externals);
-    for (const int output : differentiable_) {
-        node->output_versions.push_back(outputs[output].unsafeGetTensorImpl()->version_counter());
-        torch::autograd::set_history(outputs[output], node);
+    for (const auto& output : outputs) {
+        node->output_versions.push_back(output.unsafeGetTensorImpl()->version_counter());
     }
+    for (const int output : differentiable_) torch::autograd::set_history(outputs[output], node);
 }
 
 }  // namespace te_graph::graph

@@ -42,9 +42,34 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
 
 }  // namespace
 
+Guard::Identity::Identity(const py::object& object) {
+    if (object.is_none()) return;
+    address_ = object.ptr();
+    weak_ = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
+    if (!weak_) PyErr_Clear();
+}
+
+bool Guard::Identity::matches(PyObject* found) const {
+    if (!address_) return true;
+    if (found != address_ || !weak_) return found == address_;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* live = nullptr;
+    PyWeakref_GetRef(weak_.ptr(), &live);
+    Py_XDECREF(live);  // `found` is held by its container
+    return live == found;
+#else
+    return PyWeakref_GetObject(weak_.ptr()) == found;
+#endif
+}
+
+void Guard::Identity::release() { weak_.release(); }
+
 Guard::~Guard() {
     if (!Py_IsInitialized()) {
-        for (Step& step : steps_) step.key.release();  // the interpreter is gone, and with it the keys
+        for (Step& step : steps_) {  // the interpreter is gone, and with it the objects
+            step.key.release();
+            step.expected.release();
+        }
         return;
     }
     const py::gil_scoped_acquire gil;
@@ -53,8 +78,7 @@ Guard::~Guard() {
 
 int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py::object expected,
                     std::string subject) {
-    steps_.push_back(
-        {kind, parent, std::move(key), index, expected.is_none() ? nullptr : expected.ptr(), std::move(subject)});
+    steps_.push_back({kind, parent, std::move(key), index, Identity(expected), std::move(subject)});
     return static_cast<int>(steps_.size()) - 1;
 }
 
@@ -83,7 +107,7 @@ std::string Guard::check(PyObject* root, std::vector<at::Tensor>& found) const {
             }
             found[step.tensor] = tensor;
         }
-        if (step.expected && object != step.expected) {
+        if (!step.expected.matches(object)) {
             if (PyBool_Check(object)) return step.subject + (object == Py_True ? " is now True" : " is now False");
             return step.subject + " was replaced by another object";
         }

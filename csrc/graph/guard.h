@@ -49,12 +49,25 @@ public:
     const std::string& tensor_name(size_t tensor) const { return steps_[tensors_[tensor].step].subject; }
 
 private:
+    // An object to be found again, without owning it: by weak reference where its type has them, so that a new object at
+    // the address of a dead one is not taken for it; else by address (constants, closure cells).
+    class Identity {
+    public:
+        explicit Identity(const pybind11::object& object);
+        bool matches(PyObject* found) const;
+        void release();
+
+    private:
+        PyObject* address_ = nullptr;  // nullptr: any object
+        pybind11::object weak_;
+    };
+
     struct Step {
         StepKind kind;
         int parent;
         pybind11::object key;  // strings, numbers and the like: they refer to nothing else
         Py_ssize_t index;
-        PyObject* expected;  // compared, never dereferenced; nullptr: any
+        Identity expected;
         std::string subject;
         int tensor = -1;
     };

@@ -1,6 +1,5 @@
 #include "graph/hooks.h"
 
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace te_graph::graph {
@@ -15,17 +14,23 @@ bool has_gradient_hooks(const at::Tensor& leaf) {
     return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
 }
 
-HookSuspension::HookSuspension(std::vector<at::Tensor> leaves) : leaves_(std::move(leaves)), hooks_(leaves_.size()) {
-    for (size_t i = 0; i < leaves_.size(); ++i) {
-        if (auto* const meta = impl::get_autograd_meta(leaves_[i])) std::swap(meta->hooks_, hooks_[i]);
-    }
+LeafIsolation::LeafIsolation(std::vector<at::Tensor> leaves, bool with_accumulators)
+    : with_accumulators_(with_accumulators), leaves_(std::move(leaves)), kept_(leaves_.size()) {
+    exchange();
 }
 
-void HookSuspension::restore() {
-    for (size_t i = 0; i < leaves_.size(); ++i) {
-        if (auto* const meta = impl::get_autograd_meta(leaves_[i])) std::swap(meta->hooks_, hooks_[i]);
-    }
+void LeafIsolation::restore() {
+    exchange();
     leaves_.clear();
+}
+
+void LeafIsolation::exchange() {
+    for (size_t i = 0; i < leaves_.size(); ++i) {
+        if (auto* const meta = impl::get_autograd_meta(leaves_[i])) {
+            std::swap(meta->hooks_, kept_[i].hooks);
+            if (with_accumulators_) std::swap(meta->grad_accumulator_, kept_[i].accumulator);
+        }
+    }
 }
 
 }  // namespace te_graph::graph

@@ -1,7 +1,8 @@
-// Hooks on leaves: who has them, and how to keep them quiet while gradients are captured.
+// Hooks on leaves: who has them, and how to keep them out of a capture.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <memory>
@@ -13,19 +14,31 @@ namespace te_graph::graph {
 // on its AccumulateGrad node, where DistributedDataParallel has its own (Python cannot see those).
 bool has_gradient_hooks(const at::Tensor& leaf);
 
-// Takes the tensor hooks off leaves for as long as it lives. torch.autograd.grad runs them on the gradients that it
-// returns; a capture must not, because autograd will run them on the replayed gradient.
-class HookSuspension {
+// Takes leaves out of the user's autograd graphs while a capture uses them, and puts them back.
+//
+// Their tensor hooks: torch.autograd.grad runs them on the gradients that it returns; a capture must not, because
+// autograd will run them on the replayed gradient. Their AccumulateGrad nodes: one that the user keeps alive belongs to
+// the stream that it was made on, which a capture must not wait for.
+class LeafIsolation {
 public:
-    explicit HookSuspension(std::vector<at::Tensor> leaves);
-    ~HookSuspension() { restore(); }
-    HookSuspension(const HookSuspension&) = delete;
-    HookSuspension& operator=(const HookSuspension&) = delete;
+    // with_accumulators: only where the forward, too, runs inside; its edges lead to the nodes of its time.
+    LeafIsolation(std::vector<at::Tensor> leaves, bool with_accumulators);
+    ~LeafIsolation() { restore(); }
+    LeafIsolation(const LeafIsolation&) = delete;
+    LeafIsolation& operator=(const LeafIsolation&) = delete;
+    // Autograd graphs that were made meanwhile must be gone by now. May be called again.
     void restore();
 
 private:
+    void exchange();
+
+    struct Kept {
+        std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks;
+        std::weak_ptr<torch::autograd::Node> accumulator;
+    };
+    const bool with_accumulators_;
     std::vector<at::Tensor> leaves_;
-    std::vector<std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>> hooks_;
+    std::vector<Kept> kept_;
 };
 
 }  // namespace te_graph::graph

@@ -145,6 +145,14 @@ TEST(AccumulateCpu, NanAndInfinityPropagate) {
     }
 }
 
+TEST(AccumulateCpu, EveryNanThatIsSummedInBFloat16BecomesTheQuietNan) {
+    constexpr Pair pair{DType::kBFloat16, DType::kBFloat16};
+    for (const uint64_t nan : {0x7F81, 0x7FFF, 0xFF81, 0xFFC0, 0xFFFF}) {
+        EXPECT_EQ(accumulate_one(pair, Mode::kAdd, nan, 0x3F80), 0x7FC0u) << nan;
+        EXPECT_EQ(accumulate_one(pair, Mode::kAdd, 0x3F80, nan), 0x7FC0u) << nan;
+    }
+}
+
 TEST(AccumulateCpu, SumsBeyondTheLargestNumberBecomeInfinity) {
     for (const Pair pair : kPairs) {
         const Format to = format_of(pair.destination);

@@ -210,6 +210,24 @@ TEST_F(GuardTest, KeepsNothingAliveThatItExpects) {
     EXPECT_EQ(check(root), "child is gone");
 }
 
+TEST_F(GuardTest, ANewObjectAtTheAddressOfADeadOneIsNotTakenForIt) {
+    const py::object type = py::eval("type('Module', (), {})");
+    py::object module = type();
+    const PyObject* const address = module.ptr();
+    py::dict root("child"_a = module);
+    step(StepKind::kItem, -1, py::str("child"), module, "child");
+    EXPECT_EQ(check(root), "");
+    root["child"] = py::none();
+    module = py::none();
+    std::vector<py::object> others;
+    do {
+        others.push_back(type());
+    } while (others.back().ptr() != address && others.size() < 10000);
+    ASSERT_EQ(others.back().ptr(), address);
+    root["child"] = others.back();
+    EXPECT_EQ(check(root), "child was replaced by another object");
+}
+
 // A dict with one tensor, guarded.
 class GuardedWeight : public GuardTest {
 protected:
