@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_graph import _C
-from te_graph.recorder import CaptureError, Recorder, is_recording
+from te_graph.recorder import CaptureError, Recorder
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
 
@@ -150,8 +150,3 @@ class CudaBackend:
         pools = {tuple(graph.pool()) for graph in graphs}
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """True while the current stream (CUDA) or this thread (recorder) is being captured."""
-    return is_recording() or _C.is_capturing(device)

@@ -47,6 +47,10 @@ class Gradients:
     inputs: list[int]
     depends_on: list[list[bool]]
 
+    @property
+    def any(self) -> bool:
+        return bool(self.parameters or self.inputs)
+
 
 class CallableCapture:
     """Takes one callable through warm-up and capture.
@@ -95,6 +99,24 @@ class CallableCapture:
         The first of at least two iterations lets the callable make what it keeps for later calls. The last one tells
         what is external. Both are watched: what they write outside is put back by ``undo``.
         """
+        isolation = _C.LeafIsolation(
+            list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
+        )
+        try:
+            tensors = self._iterate(iterations)
+        finally:
+            isolation.restore()
+        self.output_numbers = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and self.gradients.any]
+        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in tensors]
+        self._check_use(allow_unused_input)
+        self._check_escapes()
+        try:
+            self.homes = find_homes(self.root, self.watch.externals)
+        except (RuntimeError, TypeError) as error:
+            raise type(error)(f"{self.label}: {error}") from None
+
+    def _iterate(self, iterations: int) -> list[Tensor]:
+        """The iterations of the warm-up; returns the results of the last one, [...] each."""
         inputs = self.slots[0].inputs
         nothing = contextlib.nullcontext()
         watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
@@ -104,16 +126,7 @@ class CallableCapture:
             differentiable = [tensor for tensor in tensors if tensor.requires_grad]
             with watch:
                 self.gradients = self._find_gradients(differentiable, inputs)
-        if not self.gradients.parameters and not self.gradients.inputs:
-            differentiable = []
-        self.output_numbers = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and differentiable]
-        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in tensors]
-        self._check_use(inputs, allow_unused_input)
-        self._check_escapes()
-        try:
-            self.homes = find_homes(self.root, self.watch.externals)
-        except (RuntimeError, TypeError) as error:
-            raise type(error)(f"{self.label}: {error}") from None
+        return tensors
 
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
@@ -165,7 +178,7 @@ class CallableCapture:
 
     def _call(self, inputs: list[Tensor]) -> list[Tensor]:
         """Run the callable on ``inputs`` [...]; return its tensors, as clones where they share memory with others."""
-        args, kwargs = self._arguments(inputs)
+        args, kwargs = self.signature.unflatten(inputs)
         self.result, tensors = ResultSpec.of(self.label, self._run(*args, **kwargs))
         foreign = {storage_key(tensor) for tensor in inputs} | set(self.watch.externals)
         for number, tensor in enumerate(tensors):
@@ -176,12 +189,6 @@ class CallableCapture:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call it without the hooks of the top module, which run around each replay."""
         return self.root.forward(*args, **kwargs) if isinstance(self.root, nn.Module) else self.root(*args, **kwargs)
-
-    def _arguments(self, inputs: list[Tensor]) -> tuple[tuple, dict[str, Any]]:
-        leaves = list(self.signature.leaves)
-        for position, tensor in zip(self.signature.tensors, inputs, strict=True):
-            leaves[position] = tensor
-        return torch.utils._pytree.tree_unflatten(leaves, self.signature.spec)
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
         """Run the backward once with zero gradients and note who gets one."""
@@ -235,8 +242,9 @@ class CallableCapture:
                 )
         return grads
 
-    def _check_use(self, inputs: list[Tensor], allow_unused_input: bool) -> None:
-        names = [self.signature.names[i] for i in self.signature.tensors]
+    def _check_use(self, allow_unused_input: bool) -> None:
+        inputs = self.slots[0].inputs
+        names = self.signature.distinct_names
         for tensor, name in zip(inputs, names, strict=True):
             if storage_key(tensor) in self.watch.mutated_owned:
                 op, site = self.watch.mutated_owned[storage_key(tensor)]
@@ -259,8 +267,8 @@ class CallableCapture:
             is_tensor = isinstance(place.obj, Tensor) and is_dense(place.obj)
             if is_tensor and storage_key(place.obj) in self.watch.produced_storages:
                 raise RuntimeError(
-                    f"{self.label}: the callable leaves a tensor that it computed in {place.name}; a replay would not run "
-                    "that assignment: return the tensor, or write a buffer in place"
+                    f"{self.label}: the callable leaves a tensor that it computed in {place.name}; a replay would not "
+                    "run that assignment: return the tensor, or write a buffer in place"
                 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph.backends import ERROR_MODES
-from te_graph.recorder import is_recording
+from te_graph.capturing import is_capturing
 from te_graph.signature import Signature
 
 _NAME = "make_graphed_callables"
@@ -59,8 +59,7 @@ class Request:
         signatures, samples = [], []
         for label, one_args, one_kwargs in zip(labels, args, kwargs, strict=True):
             signature, tensors = Signature.of(one_args, one_kwargs)
-            names = [signature.names[i] for i in signature.tensors]
-            for name, tensor in zip(names, tensors, strict=True):
+            for name, tensor in zip(signature.distinct_names, tensors, strict=True):
                 if tensor.layout != torch.strided:
                     raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
             signatures.append(signature)
@@ -92,6 +91,13 @@ def _check_options(
     for name, value in (("allow_unused_input", allow_unused_input), ("accumulate_grads", accumulate_grads)):
         if not isinstance(value, bool):
             raise TypeError(f"{_NAME}: expected {name} to be a bool, got {type(value).__name__}")
+    if show_progress is not None and not isinstance(show_progress, bool):
+        raise TypeError(f"{_NAME}: expected show_progress to be a bool or None, got {type(show_progress).__name__}")
+    if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
+        raise TypeError(
+            f"{_NAME}: expected pool to be what torch.cuda.graph_pool_handle() returns (or the id of a "
+            f"torch.cuda.MemPool), got {type(pool).__name__}"
+        )
     if grad_dtype is not None and not (isinstance(grad_dtype, torch.dtype) and grad_dtype.is_floating_point):
         raise TypeError(f"{_NAME}: expected grad_dtype to be a floating point torch.dtype, got {grad_dtype!r}")
     if enable_annotations and "enable_annotations" not in inspect.signature(torch.cuda.graph.__init__).parameters:
@@ -162,7 +168,7 @@ def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples:
 
 
 def _check_circumstances(device: torch.device) -> None:
-    if is_recording() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         raise RuntimeError(f"{_NAME}: called inside another capture")
     if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
         raise RuntimeError(

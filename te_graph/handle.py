@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.capture import CallableCapture
+from te_graph.capturing import is_capturing
 from te_graph.gradients import GradientState, gradient_state, main_grad_of
-from te_graph.recorder import is_recording
 
 
 class Handle:
@@ -51,7 +51,7 @@ class Handle:
         """Replay, or run eagerly where the graph does not apply. ``base`` is the class that a module had before."""
         reason = self._reason_for_eager(root)
         if reason is None:
-            is_plain = self._is_flat and not kwargs and all(isinstance(argument, Tensor) for argument in args)
+            is_plain = self._is_flat and not kwargs and self._signature.is_plain(args)
             tensors = args if is_plain else self._signature.flatten(self.label, args, kwargs)
             outputs = self._callable.forward(root, tensors)
             if outputs is not None:
@@ -67,7 +67,7 @@ class Handle:
             return "captured in training mode" if self._training else "captured in eval mode"
         if torch.is_grad_enabled() is not self._grad_mode:
             return "captured with gradients" if self._grad_mode else "captured without gradients"
-        if is_recording():
+        if is_capturing():
             return "inside another capture"
         return None
 

@@ -211,8 +211,16 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
     members = place.attributes()
     name = place.name or type(place.obj).__name__
     homes.enter(members.item("training", f"training flag of {name}"))
+    submodules = members.item("_modules", f"number of submodules of {name}")
+    homes.enter(submodules.child(submodules.obj, submodules.name, _Kind.LENGTH, index=len(submodules.obj)))
+    for child in _submodules(place):
+        homes.enter(child)
     if is_callable:
-        return  # its own hooks run around the replay
+        return  # its own hooks run around the replay, and its forward is what replays
+    if "forward" in members.obj:
+        homes.enter(members.item("forward", f"forward of {name}"))
+    else:
+        homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
     for key, what in _HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
         if hooks.obj:

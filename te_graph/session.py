@@ -16,6 +16,7 @@ from tqdm import tqdm
 from te_graph import _C
 from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capture import CallableCapture
+from te_graph.capturing import capturing
 from te_graph.checks import Request
 from te_graph.gradients import create_main_grad, gradient_state, main_grad_of
 from te_graph.handle import Handle
@@ -44,6 +45,7 @@ def capture_all(request: Request, handles: list[Handle]) -> None:
         )
         transaction.enter_context(_garbage_collection_off())
         transaction.enter_context(backend.session())
+        transaction.enter_context(capturing())
         on_failure = transaction.enter_context(contextlib.ExitStack())
         for capture in captures:
             transaction.callback(capture.undo)
@@ -156,8 +158,10 @@ def _assemble(
             )
         )
     input_dependence = dict(zip(gradients.inputs, gradients.depends_on[len(parameters) :], strict=True))
-    names = [capture.signature.names[position] for position in capture.signature.tensors]
-    inputs = [_C.InputSpec(name, input_dependence.get(number, [])) for number, name in enumerate(names)]
+    inputs = [
+        _C.InputSpec(name, input_dependence.get(number, []))
+        for number, name in enumerate(capture.signature.distinct_names)
+    ]
     # main_grads come after the tensors that the capture itself uses.
     main_grads = len(homes.tensors) - len(capture.versions_bumped)
     externals = [

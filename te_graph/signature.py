@@ -33,6 +33,11 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
+def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
+
+
 def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
@@ -46,16 +51,18 @@ class Signature:
         leaves: constants in order; tensors are replaced by None.
         names: name of each leaf, such as ``args[0]`` or ``kwargs['mask']``.
         tensors: positions of the tensors among the leaves.
+        first: for each of those, which of them is the first with the same object: code may tell by ``is``.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
     names: tuple[str, ...]
     tensors: tuple[int, ...]
+    first: tuple[int, ...]
 
     @classmethod
     def of(cls, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
-        """The signature of sample arguments, and their tensors in order.
+        """The signature of sample arguments, and their tensors in order, each once.
 
         Raises:
             TypeError: a leaf is neither a tensor nor a constant.
@@ -74,16 +81,43 @@ class Signature:
                     f"{type(leaf).__name__}"
                 )
             leaves.append(None if isinstance(leaf, Tensor) else leaf)
-        return cls(spec, tuple(leaves), tuple(names), tuple(positions)), tensors
+        first = _first_of_each(tensors)
+        signature = cls(spec, tuple(leaves), tuple(names), tuple(positions), first)
+        return signature, signature.distinct(tensors)
+
+    def distinct(self, tensors: list[Tensor]) -> list[Tensor]:
+        """``tensors`` [...] in order, without those that are the same object as an earlier one."""
+        return [tensor for number, tensor in enumerate(tensors) if self.first[number] == number]
+
+    @property
+    def distinct_names(self) -> list[str]:
+        """The names of the distinct tensors."""
+        return [self.names[position] for n, position in enumerate(self.tensors) if self.first[n] == n]
+
+    def unflatten(self, distinct: list[Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """Arguments with ``distinct`` tensors [...] in their places."""
+        by_number = dict(zip([n for n, first in enumerate(self.first) if n == first], distinct, strict=True))
+        leaves = list(self.leaves)
+        for position, first in zip(self.tensors, self.first, strict=True):
+            leaves[position] = by_number[first]
+        return pytree.tree_unflatten(leaves, self.spec)
 
     @property
     def is_flat(self) -> bool:
-        """True when all arguments are positional tensors: a call needs no flattening."""
+        """True when all arguments are positional tensors, all distinct: a call needs no flattening."""
         args, kwargs = self.spec.children() if hasattr(self.spec, "children") else self.spec.children_specs
+        if len(set(self.first)) < len(self.first):
+            return False
         return kwargs.num_leaves == 0 and args.num_leaves == args.num_children == len(self.tensors)
 
+    def is_plain(self, args: tuple) -> bool:
+        """True when ``args``, of a flat signature, are the tensors of the call as they stand."""
+        if len(args) == 1:
+            return isinstance(args[0], Tensor)
+        return all(isinstance(argument, Tensor) for argument in args) and len({*map(id, args)}) == len(args)
+
     def flatten(self, label: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-        """The tensors of a call, in order.
+        """The distinct tensors of a call, in order.
 
         Raises:
             ValueError: the call has other arguments than the capture; names the first.
@@ -98,7 +132,14 @@ class Signature:
             elif isinstance(got, Tensor) or not _same(expected, got):
                 kind = "tensor" if isinstance(got, Tensor) else repr(got)
                 raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {kind}")
-        return [leaves[position] for position in self.tensors]
+        tensors = [leaves[position] for position in self.tensors]
+        if (first := _first_of_each(tensors)) != self.first:
+            number = next(n for n, one in enumerate(first) if one != self.first[n])
+            name, same, not_same = (self.names[self.tensors[n]] for n in (number, self.first[number], first[number]))
+            if first[number] == number:
+                raise ValueError(f"{label}: expected {name} to be the same tensor as {same}, as at capture")
+            raise ValueError(f"{label}: expected {name} to be another tensor than {not_same}, as at capture")
+        return self.distinct(tensors)
 
     def _difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
         sample_args, sample_kwargs = pytree.tree_unflatten(list(self.leaves), self.spec)

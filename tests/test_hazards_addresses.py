@@ -138,6 +138,20 @@ def test_hazard_08_an_activation_replaced_by_one_at_the_same_address_is_noticed_
     assert unnoticed == 0
 
 
+@pytest.mark.parametrize("edit", [lambda net: net.append(nn.Tanh()), lambda net: net.insert(0, nn.Tanh())])
+def test_hazard_08_a_layer_added_after_capture_is_refused_by_name(device, edit):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU())).to(device)
+    make_graphed_callables(model, (batch(device),))
+    edit(model[1])
+    with pytest.raises(RuntimeError, match=r"Sequential: .*1.* since capture; call \.te_graph\.reset\(\)"):
+        model(batch(device))
+    model.te_graph.reset()
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    assert_bitwise_equal(run(model, x), run(twin, x))
+
+
 def test_hazard_08_a_parameter_moved_between_forward_and_backward_is_refused_by_name(device):
     model = Net().to(device)
     make_graphed_callables(model, (batch(device),))

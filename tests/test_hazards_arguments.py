@@ -199,6 +199,21 @@ def test_hazard_07_python_values_and_branches_stay_those_of_the_capture_until_re
     assert_bitwise_equal(run(model, x), run(twin, x))
 
 
+def test_hazard_07_one_tensor_given_for_several_arguments_is_one_tensor_in_the_graph_too(device):
+    model = nn.MultiheadAttention(4, 2).to(device)  # has a path of its own for self-attention: query is key is value
+    twin, sample = eager_twin(model), batch(device)
+    make_graphed_callables(model, (sample, sample, sample))
+    x, seen = batch(device), []
+    for call in (model, twin):
+        leaf = leaf_copy(x)
+        output, weights = call(leaf, leaf, leaf)
+        backward_of((output, weights))
+        seen.append([output.detach(), weights.detach(), leaf.grad, gradients_of(list(call.parameters()))])
+    assert_bitwise_equal(*seen)
+    with pytest.raises(ValueError, match=r"MultiheadAttention: expected args\[1\]"):
+        model(x, batch(device), x)
+
+
 class Leaver(nn.Module):
     """Leaves something that it computed behind, as ``leave`` tells it."""
 

@@ -56,8 +56,8 @@ void GraphedCallable::check_versions(const ReplayNode& node) const {
                     external._version(), "; expected version ", node.external_versions[i]);
     }
     for (size_t i = 0; i < saved_outputs_.size(); ++i) {
-        TORCH_CHECK(!saved_outputs_[i] || node.output_versions[i].current_version() == 0, name_, ": output ",
-                    i, " is needed for backward and has been modified by an inplace operation");
+        TORCH_CHECK(!saved_outputs_[i] || node.output_versions[i].current_version() == 0, name_, ": output ", i,
+                    " is needed for backward and has been modified by an inplace operation");
     }
 }
 

@@ -16,8 +16,8 @@ using Tensors = std::vector<at::Tensor>;
 
 // A tensor over the same memory that does not keep it alive: a graph's own memory, which its pool holds.
 at::Tensor borrow(const at::Tensor& tensor) {
-    return at::from_blob(tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options(),
-                         tensor.device());
+    return at::from_blob(
+        tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options(), tensor.device());
 }
 
 Tensors borrow_all(const Tensors& tensors) {
@@ -39,22 +39,20 @@ std::shared_ptr<GradientTable> make_table(const std::vector<int64_t>& sizes, con
 
 void add_slot(GraphedCallable& callable, const py::object& forward, const py::object& backward, Tensors inputs,
               Tensors outputs, Tensors grad_outputs, const std::vector<std::optional<at::Tensor>>& grad_inputs,
-              Tensors parameter_grads,
-              std::shared_ptr<GradientTable> table) {
+              Tensors parameter_grads, std::shared_ptr<GradientTable> table) {
     const size_t differentiable = grad_outputs.size();
     Tensors defined_grad_inputs;
     for (const auto& grad : grad_inputs) defined_grad_inputs.push_back(grad.value_or(at::Tensor()));
-    callable.add_slot(std::unique_ptr<Slot>(
-        new Slot{.forward = make_graph(forward),
-                 .backward = backward.is_none() ? nullptr : make_graph(backward),
-                 .inputs = std::move(inputs),
-                 .outputs = StaticTensors(std::move(outputs)),
-                 .grad_outputs = std::move(grad_outputs),
-                 .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
-                 .parameter_grads = std::move(parameter_grads),
-                 .table = std::move(table),
-                 .lent_outputs = {},
-                 .zero_grad_outputs = std::vector<bool>(differentiable, false)}));
+    callable.add_slot(std::unique_ptr<Slot>(new Slot{.forward = make_graph(forward),
+                                                     .backward = backward.is_none() ? nullptr : make_graph(backward),
+                                                     .inputs = std::move(inputs),
+                                                     .outputs = StaticTensors(std::move(outputs)),
+                                                     .grad_outputs = std::move(grad_outputs),
+                                                     .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
+                                                     .parameter_grads = std::move(parameter_grads),
+                                                     .table = std::move(table),
+                                                     .lent_outputs = {},
+                                                     .zero_grad_outputs = std::vector<bool>(differentiable, false)}));
 }
 
 }  // namespace
@@ -71,13 +69,14 @@ void bind(py::module_& m) {
 
     py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope").def(py::init<at::Device>(), py::arg("device"));
 
-    py::class_<StoreFlag, std::shared_ptr<StoreFlag>>(m, "StoreFlag")
-        .def(py::init<>())
-        .def("set", [](StoreFlag& flag) { flag.overwrite = true; });
+    py::class_<StoreFlag, std::shared_ptr<StoreFlag>>(m, "StoreFlag").def(py::init<>()).def("set", [](StoreFlag& flag) {
+        flag.overwrite = true;
+    });
 
     py::enum_<StepKind>(m, "StepKind")
         .value("INSTANCE_DICT", StepKind::kInstanceDict)
         .value("ITEM", StepKind::kItem)
+        .value("ABSENT", StepKind::kAbsent)
         .value("LENGTH", StepKind::kLength)
         .value("POSITION", StepKind::kPosition)
         .value("CELL", StepKind::kCell)
@@ -116,8 +115,10 @@ void bind(py::module_& m) {
              py::arg("flag"));
 
     py::class_<ExternalSpec>(m, "ExternalSpec")
-        .def(py::init([](bool saved, bool written) { return ExternalSpec{saved, written}; }), py::arg("saved"),
-             py::arg("written"));
+        .def(py::init([](bool saved, bool written) {
+                 return ExternalSpec{saved, written};
+             }),
+             py::arg("saved"), py::arg("written"));
 
     py::class_<GraphedCallable, std::shared_ptr<GraphedCallable>>(m, "GraphedCallable")
         .def(py::init<std::string, at::Device, std::shared_ptr<Scope>, std::shared_ptr<Guard>, std::vector<InputSpec>,
@@ -126,10 +127,8 @@ void bind(py::module_& m) {
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("parameter_grads"), py::arg("table"))
-        .def("forward",
-             [](GraphedCallable& callable, const py::object& root, const Tensors& inputs) {
-                 return callable.forward(root.ptr(), inputs);
-             })
+        .def("forward", [](GraphedCallable& callable, const py::object& root,
+                           const Tensors& inputs) { return callable.forward(root.ptr(), inputs); })
         .def("route_through_autograd", &GraphedCallable::route_through_autograd, py::arg("parameter"))
         .def_property_readonly("in_flight", &GraphedCallable::in_flight)
         .def_property_readonly("forward_replays", &GraphedCallable::forward_replays)

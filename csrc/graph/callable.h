@@ -33,11 +33,11 @@ struct StoreFlag {
 
 // A leaf outside the callable that its backward computes a gradient for.
 struct ParameterSpec {
-    int tensor;                      // its number in the guard
-    int main_grad;                   // number of its main_grad in the guard, or -1
-    std::vector<bool> depends_on;    // [differentiable outputs]
-    bool through_autograd;           // always by an autograd edge
-    std::shared_ptr<StoreFlag> flag; // with main_grad only
+    int tensor;                       // its number in the guard
+    int main_grad;                    // number of its main_grad in the guard, or -1
+    std::vector<bool> depends_on;     // [differentiable outputs]
+    bool through_autograd;            // always by an autograd edge
+    std::shared_ptr<StoreFlag> flag;  // with main_grad only
 };
 
 struct InputSpec {
@@ -94,8 +94,8 @@ private:
     struct Pending;
 
     void check_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
-    void attach_node(Slot& slot, SlotLease lease, std::vector<at::Tensor> externals,
-                     const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs);
+    void attach_node(SlotLease lease, std::vector<at::Tensor> externals, const std::vector<at::Tensor>& inputs,
+                     std::vector<at::Tensor>& outputs);
     void check_versions(const ReplayNode& node) const;
     std::vector<bool> load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     std::vector<Pending> plan_parameters(Slot& slot, const ReplayNode& node, const std::vector<bool>& got) const;
@@ -109,9 +109,9 @@ private:
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;
     const std::vector<ExternalSpec> externals_;
-    const std::vector<int> differentiable_;   // numbers of the outputs that require a gradient
-    const std::vector<bool> saved_outputs_;   // [outputs]: backward reads the output itself
-    std::vector<at::Tensor> buffers_;         // [parameters] what .grad becomes when it was None
+    const std::vector<int> differentiable_;  // numbers of the outputs that require a gradient
+    const std::vector<bool> saved_outputs_;  // [outputs]: backward reads the output itself
+    std::vector<at::Tensor> buffers_;        // [parameters] what .grad becomes when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
     const std::shared_ptr<SlotPool> pool_ = std::make_shared<SlotPool>();
     std::atomic<int64_t> forward_replays_{0};

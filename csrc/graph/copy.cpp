@@ -11,8 +11,8 @@ namespace te_graph::graph {
 
 void copy_into(const at::Tensor& destination, const at::Tensor& source) {
     const bool same_layout = source.strides() == destination.strides() &&
-                             destination.unsafeGetTensorImpl()->is_non_overlapping_and_dense() &&
-                             !source.is_conj() && !source.is_neg();
+                             destination.unsafeGetTensorImpl()->is_non_overlapping_and_dense() && !source.is_conj() &&
+                             !source.is_neg();
     if (!same_layout) {
         destination.copy_(source);
         return;

@@ -6,6 +6,7 @@
 #include "graph/callable.h"
 #include "graph/copy.h"
 #include "graph/hooks.h"
+#include "graph/node_pointer.h"
 #include "graph/replay_node.h"
 
 namespace te_graph::graph {
@@ -50,16 +51,15 @@ void GraphedCallable::check_inputs(const Slot& slot, const std::vector<at::Tenso
                           expected.sizes(), ", got ", got.sizes());
         TORCH_CHECK_VALUE(got.scalar_type() == expected.scalar_type(), name_, ": expected ", argument, " of dtype ",
                           expected.scalar_type(), ", got ", got.scalar_type());
-        TORCH_CHECK_VALUE(got.device() == expected.device(), name_, ": expected ", argument, " on ",
-                          expected.device(), ", got ", got.device());
+        TORCH_CHECK_VALUE(got.device() == expected.device(), name_, ": expected ", argument, " on ", expected.device(),
+                          ", got ", got.device());
         TORCH_CHECK_VALUE(got.requires_grad() == expected.requires_grad(), name_, ": expected ", argument,
-                          " with requires_grad=", expected.requires_grad() ? "True" : "False", ", got requires_grad=",
-                          got.requires_grad() ? "True" : "False");
+                          " with requires_grad=", expected.requires_grad() ? "True" : "False",
+                          ", got requires_grad=", got.requires_grad() ? "True" : "False");
     }
 }
 
-std::optional<std::vector<at::Tensor>> GraphedCallable::forward(PyObject* root,
-                                                                const std::vector<at::Tensor>& inputs) {
+std::optional<std::vector<at::Tensor>> GraphedCallable::forward(PyObject* root, const std::vector<at::Tensor>& inputs) {
     if (is_capturing(device_)) return std::nullopt;
 
     // Checks: nothing has been launched or changed until they have passed.
@@ -89,14 +89,13 @@ std::optional<std::vector<at::Tensor>> GraphedCallable::forward(PyObject* root,
     for (size_t i = 0; i < externals.size(); ++i) {
         if (externals_[i].written) impl::bump_version(externals[i]);
     }
-    if (slot.backward) attach_node(slot, std::move(lease), std::move(externals), inputs, outputs);
+    if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
     return outputs;
 }
 
-void GraphedCallable::attach_node(Slot&, SlotLease lease, std::vector<at::Tensor> externals,
+void GraphedCallable::attach_node(SlotLease lease, std::vector<at::Tensor> externals,
                                   const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) {
-    const std::shared_ptr<ReplayNode> node(new ReplayNode(shared_from_this(), std::move(lease)),
-                                           torch::autograd::deleteNode);
+    const auto [node, owner] = make_node<ReplayNode>(shared_from_this(), std::move(lease));
     torch::autograd::edge_list edges;
     for (size_t i = 0; i < inputs.size(); ++i) {
         if (inputs_[i].depends_on.empty()) continue;
@@ -118,7 +117,7 @@ void GraphedCallable::attach_node(Slot&, SlotLease lease, std::vector<at::Tensor
     for (const auto& output : outputs) {
         node->output_versions.push_back(output.unsafeGetTensorImpl()->version_counter());
     }
-    for (const int output : differentiable_) torch::autograd::set_history(outputs[output], node);
+    for (const int output : differentiable_) torch::autograd::set_history(outputs[output], owner);
 }
 
 }  // namespace te_graph::graph

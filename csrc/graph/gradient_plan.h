@@ -5,13 +5,13 @@ namespace te_graph::graph {
 
 // What is known of a parameter when the backward is about to be replayed.
 struct GradientSituation {
-    bool reached = true;         // an output that it depends on got a gradient
-    bool inputs_only = false;    // torch.autograd.grad or backward(inputs=...): no .grad may change
-    bool through_autograd = false;  // autograd has an edge to it: hooks, shared, or accumulate_grads=False
-    bool has_main_grad = false;  // gradients go to main_grad and .grad stays None
+    bool reached = true;               // an output that it depends on got a gradient
+    bool inputs_only = false;          // torch.autograd.grad or backward(inputs=...): no .grad may change
+    bool through_autograd = false;     // autograd has an edge to it: hooks, shared, or accumulate_grads=False
+    bool has_main_grad = false;        // gradients go to main_grad and .grad stays None
     bool overwrite_main_grad = false;  // reset_main_grads() was called since the last backward
-    bool has_grad = false;       // .grad is a tensor
-    bool grad_fits = false;      // .grad has the layout, dtype and device that the graph writes
+    bool has_grad = false;             // .grad is a tensor
+    bool grad_fits = false;            // .grad has the layout, dtype and device that the graph writes
 };
 
 enum class GradientAction {

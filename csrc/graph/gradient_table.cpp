@@ -62,8 +62,8 @@ GradientTable::GradientTable(const std::vector<int64_t>& sizes, const std::vecto
 }
 
 void GradientTable::bind(const std::vector<at::Tensor>& sources) {
-    TORCH_CHECK_VALUE(sources.size() == current_.size(), "te_graph: expected ", current_.size(),
-                      " gradients, got ", sources.size());
+    TORCH_CHECK_VALUE(sources.size() == current_.size(), "te_graph: expected ", current_.size(), " gradients, got ",
+                      sources.size());
     at::Tensor host = at::empty_like(entries_, at::TensorOptions().device(at::kCPU));
     for (size_t i = 0; i < current_.size(); ++i) current_[i].source = sources[i].const_data_ptr();
     if (!current_.empty()) std::memcpy(host.mutable_data_ptr(), current_.data(), current_.size() * sizeof(Entry));

@@ -21,6 +21,9 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
         case StepKind::kItem:
             found = PyDict_Check(parent) ? PyDict_GetItemWithError(parent, key) : nullptr;
             break;
+        case StepKind::kAbsent:
+            found = PyDict_Check(parent) && !PyDict_GetItemWithError(parent, key) ? parent : nullptr;
+            break;
         case StepKind::kLength:
             found = PyDict_Check(parent) && PyDict_GET_SIZE(parent) == index ? parent : nullptr;
             break;
@@ -98,7 +101,9 @@ std::string Guard::check(PyObject* root, std::vector<at::Tensor>& found) const {
         PyObject* const parent = step.parent < 0 ? root : reached[step.parent];
         PyObject* const object = take_step(step.kind, parent, step.key.ptr(), step.index);
         reached[i] = object;
-        if (!object) return step.subject + (step.kind == StepKind::kLength ? " changed" : " is gone");
+        if (!object)
+            return step.subject +
+                   (step.kind == StepKind::kLength || step.kind == StepKind::kAbsent ? " changed" : " is gone");
         if (step.tensor >= 0) {
             if (!THPVariable_Check(object)) return step.subject + " is no longer a tensor";
             const at::Tensor& tensor = THPVariable_Unpack(object);

@@ -17,6 +17,7 @@ namespace te_graph::graph {
 enum class StepKind : uint8_t {
     kInstanceDict,  // the __dict__ of the parent
     kItem,          // parent[key] of a dict
+    kAbsent,        // parent must be a dict without key
     kLength,        // len(parent) of a dict must be `index`
     kPosition,      // parent[index] of a list or tuple
     kCell,          // contents of a closure cell

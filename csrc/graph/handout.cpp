@@ -72,7 +72,7 @@ std::vector<at::Tensor> StaticTensors::hand_out(Handouts& handouts) const {
         const c10::VariableVersion version =
             shares ? lent[first].unsafeGetTensorImpl()->version_counter() : c10::VariableVersion(0);
         auto impl = tensors_[i].unsafeGetTensorImpl()->shallow_copy_and_detach(version,
-                                                                              /*allow_tensor_metadata_change=*/true);
+                                                                               /*allow_tensor_metadata_change=*/true);
         if (shares) {
             impl->set_storage_keep_dtype(lent[first].storage());
         } else {

@@ -2,11 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <memory>
 #include <vector>
+
+#include "graph/node_pointer.h"
 
 namespace te_graph::graph {
 
@@ -34,7 +35,7 @@ private:
 
     struct Kept {
         std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks;
-        std::weak_ptr<torch::autograd::Node> accumulator;
+        WeakNodePointer accumulator{NodePointer()};
     };
     const bool with_accumulators_;
     std::vector<at::Tensor> leaves_;

@@ -24,12 +24,12 @@ public:
 
     int slot() const { return lease_->slot(); }
 
-    std::vector<at::Tensor> externals;                     // [guard's tensors], as found by the forward
-    std::vector<uint32_t> external_versions;               // [guard's tensors] after the forward
-    std::vector<c10::VariableVersion> output_versions;     // [outputs]
-    std::vector<bool> through_autograd;                    // [parameters]: has an edge of this node
-    std::vector<int> input_edges;                          // inputs that have an edge, in order of next_edges
-    std::vector<bool> leaf_inputs;                         // [input_edges]: the edge leads to a leaf
+    std::vector<at::Tensor> externals;                  // [guard's tensors], as found by the forward
+    std::vector<uint32_t> external_versions;            // [guard's tensors] after the forward
+    std::vector<c10::VariableVersion> output_versions;  // [outputs]
+    std::vector<bool> through_autograd;                 // [parameters]: has an edge of this node
+    std::vector<int> input_edges;                       // inputs that have an edge, in order of next_edges
+    std::vector<bool> leaf_inputs;                      // [input_edges]: the edge leads to a leaf
 
 private:
     std::shared_ptr<GraphedCallable> callable_;

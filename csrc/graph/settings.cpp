@@ -4,6 +4,16 @@
 
 namespace te_graph::graph {
 
+namespace {
+
+// NONE means that nobody has chosen; the kernels then compute as for IEEE.
+at::Float32Precision precision(at::Float32Backend backend, at::Float32Op op) {
+    const auto chosen = at::globalContext().float32Precision(backend, op);
+    return chosen == at::Float32Precision::NONE ? at::Float32Precision::IEEE : chosen;
+}
+
+}  // namespace
+
 Settings Settings::current(c10::DeviceType device) {
     const at::Context& context = at::globalContext();
     const auto backend = device == at::kCUDA ? at::Float32Backend::CUDA : at::Float32Backend::MKLDNN;
@@ -13,8 +23,8 @@ Settings Settings::current(c10::DeviceType device) {
             .deterministic = context.deterministicAlgorithms(),
             .deterministic_cudnn = context.deterministicCuDNN(),
             .benchmark_cudnn = context.benchmarkCuDNN(),
-            .matmul = context.float32Precision(backend, at::Float32Op::MATMUL),
-            .convolution = context.float32Precision(backend, at::Float32Op::CONV)};
+            .matmul = precision(backend, at::Float32Op::MATMUL),
+            .convolution = precision(backend, at::Float32Op::CONV)};
 }
 
 std::string Settings::difference(const Settings& now) const {

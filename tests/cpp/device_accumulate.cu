@@ -30,6 +30,7 @@ public:
     char* at(size_t byte) const { return static_cast<char*>(memory_.get()) + byte; }
     void write(size_t byte, const void* host, size_t bytes) const {
         check(cudaMemcpy(at(byte), host, bytes, cudaMemcpyHostToDevice));
+        check(cudaDeviceSynchronize());  // copies of pageable memory may return early, and other streams do not wait
     }
     void read(size_t byte, void* host, size_t bytes) const {
         check(cudaMemcpy(host, at(byte), bytes, cudaMemcpyDeviceToHost));

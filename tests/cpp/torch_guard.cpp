@@ -6,6 +6,8 @@
 #include <pybind11/eval.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+
 namespace py = pybind11;
 
 namespace te_graph::graph {
@@ -99,6 +101,17 @@ TEST_F(GuardTest, LengthIsThatOfADictAndChangesBothWays) {
     root.attr("clear")();
     EXPECT_EQ(check(root), "hooks of fc1 changed");
     EXPECT_EQ(check(py::make_tuple(1, 2)), "hooks of fc1 changed");
+}
+
+TEST_F(GuardTest, AbsentHoldsUntilTheKeyAppearsAndLeadsToTheDictItself) {
+    const py::list item;
+    py::dict root("a"_a = item);
+    const int absent = step(StepKind::kAbsent, -1, py::str("forward"), none, "forward of fc1");
+    step(StepKind::kItem, absent, py::str("a"), item, "a");
+    EXPECT_EQ(check(root), "");
+    root["forward"] = py::none();
+    EXPECT_EQ(check(root), "forward of fc1 changed");
+    EXPECT_EQ(check(py::list()), "forward of fc1 changed");
 }
 
 TEST_F(GuardTest, LengthLeadsToTheDictItself) {
@@ -208,6 +221,34 @@ TEST_F(GuardTest, KeepsNothingAliveThatItExpects) {
     module = py::none();
     EXPECT_TRUE(watch().is_none());
     EXPECT_EQ(check(root), "child is gone");
+}
+
+TEST_F(GuardTest, CheckLeavesReferenceCountsAsTheyWere) {
+    const py::object child = py::eval("type('Module', (), {})()");
+    const py::object root = namespace_of(py::dict("child"_a = child));
+    const py::object attributes = root.attr("__dict__");
+    const int dict = step(StepKind::kInstanceDict, -1, none, attributes, "attributes");
+    step(StepKind::kItem, dict, py::str("child"), child, "child");
+    step(StepKind::kAttribute, -1, py::str("child"), child, "child");
+    const Py_ssize_t counts[] = {root.ref_count(), attributes.ref_count(), child.ref_count()};
+    for (int repeat = 0; repeat < 3; ++repeat) EXPECT_EQ(check(root), "");
+    EXPECT_EQ(root.ref_count(), counts[0]);
+    EXPECT_EQ(attributes.ref_count(), counts[1]);
+    EXPECT_EQ(child.ref_count(), counts[2]);
+}
+
+TEST_F(GuardTest, MayBeDroppedWithoutTheGilThoughItsKeysRunPythonCode) {
+    const py::list dropped;
+    auto dying = std::make_unique<Guard>();
+    const py::object type = py::eval("type('Key', (), {'__del__': lambda self: self.dropped.append(1)})");
+    type.attr("dropped") = dropped;
+    dying->add_step(StepKind::kItem, -1, type(), 0, none, "key");
+    EXPECT_EQ(dropped.size(), 0u);
+    {
+        const py::gil_scoped_release without_gil;
+        dying.reset();
+    }
+    EXPECT_EQ(dropped.size(), 1u);
 }
 
 TEST_F(GuardTest, ANewObjectAtTheAddressOfADeadOneIsNotTakenForIt) {
