@@ -92,11 +92,21 @@ def test_hazard_01_an_output_can_be_fed_back_as_the_next_input(device):
     def advance(x: Tensor) -> Tensor:  # [4, 4] -> [4, 4]
         return torch.tanh(x @ weight)
 
-    graphed = make_graphed_callables(advance, (torch.zeros(4, 4, device=device),))
+    graphed = make_graphed_callables(advance, (torch.zeros(4, 4, device=device).t(),))
     state = expected = torch.randn(4, 4, device=device)
     for _ in range(4):
         state, expected = graphed(state.t()), advance(expected.t())
     assert_bitwise_equal(state, expected)
+
+
+def test_hazard_01_an_input_of_another_layout_is_copied_into_the_layout_of_the_sample(device):
+    """Not bit for bit: a matrix product may choose its kernel, hence its rounding, by the layout."""
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    for layout in (x.t().contiguous().t(), torch.cat([x, x], dim=1)[:, : x.shape[1]], x[:1].expand_as(x)):
+        torch.testing.assert_close(model(layout).detach(), twin(layout).detach())
 
 
 def test_hazard_02_a_second_forward_before_the_backward_is_refused_and_the_first_backward_stays_right(device):
