@@ -33,7 +33,7 @@ def test_every_path_exists() -> None:
 
 
 def test_every_make_target_exists() -> None:
-    targets = set(re.findall(r"make ([a-z][a-z-]*)", TEXT)) - {"it", "main", "one"}
+    targets = set(re.findall(r"(?:^|also: |`)make ([a-z][a-z-]*)", TEXT, re.MULTILINE))
     makefile = (ROOT / "Makefile").read_text()
     assert {"train", "test", "test-gpu"} <= targets
     assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
