@@ -62,7 +62,7 @@ class Handle:
 
     def _reason_for_eager(self, root: Any) -> str | None:
         if self._callable is None:
-            return "TE_GRAPH_DISABLE"
+            return "not graphed"
         if self._is_module and root.training is not self._training:
             return "captured in training mode" if self._training else "captured in eval mode"
         if torch.is_grad_enabled() is not self._grad_mode:

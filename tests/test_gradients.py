@@ -8,17 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from twins import deterministic, mlp, sample
 
 import te_graph as tg
 
-
-@pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+repeatable = pytest.fixture(deterministic, autouse=True)
 
 
 class Twin:
@@ -50,14 +44,6 @@ class Twin:
                 assert graphed.grad.stride() == eager.grad.stride(), name
                 assert graphed.grad.dtype == eager.grad.dtype, name
                 assert torch.equal(eager.grad, graphed.grad), name
-
-
-def mlp(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5)).to(device, dtype)
-
-
-def sample(device: str, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> Tensor:
-    return torch.randn(3, 7, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 # The example of the problem statement: a Linear of weight 1, input 1, gradient 1 at every step.
@@ -388,63 +374,6 @@ def test_output_without_gradient_leaves_its_parameters_none(device: str) -> None
             assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_main_grad_is_added_to_in_fp32_and_grad_stays_none(device: str, dtype: torch.dtype) -> None:
-    module = mlp(device, dtype)
-    eager = copy.deepcopy(module)
-    for parameter in module.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    expected = [torch.zeros_like(p, dtype=torch.float32) for p in eager.parameters()]
-    graphed = tg.make_graphed_callables(module, (sample(device, dtype),))
-    for _ in range(4):
-        x = sample(device, dtype)
-        eager.zero_grad()
-        for m in (eager, graphed):
-            m(x).float().square().sum().backward()
-        for total, parameter in zip(expected, eager.parameters(), strict=True):
-            total.add_(parameter.grad)
-        for total, parameter in zip(expected, graphed.parameters(), strict=True):
-            assert parameter.grad is None
-            assert torch.equal(total, parameter.main_grad)
-
-
-def test_reset_main_grads_lets_the_next_backward_store(device: str) -> None:
-    graphed = tg.make_graphed_callables(
-        mlp(device, torch.bfloat16), (sample(device, torch.bfloat16),), grad_dtype=torch.float32
-    )
-    x = sample(device, torch.bfloat16)
-    graphed(x).float().square().sum().backward()
-    once = [p.main_grad.clone() for p in graphed.parameters()]
-    assert all(g.dtype == torch.float32 and g.count_nonzero() > 0 for g in once)
-    for p in graphed.parameters():
-        p.main_grad.fill_(float("nan"))
-    tg.reset_main_grads(graphed.parameters())
-    graphed(x).float().square().sum().backward()
-    assert all(torch.equal(p.main_grad, g) for p, g in zip(graphed.parameters(), once, strict=True))
-    graphed(x).float().square().sum().backward()
-    assert all(torch.equal(p.main_grad, 2 * g) for p, g in zip(graphed.parameters(), once, strict=True))
-
-
-def test_grad_dtype_of_the_parameter_keeps_grad(device: str) -> None:
-    graphed = tg.make_graphed_callables(mlp(device), (sample(device),), grad_dtype=torch.float32)
-    graphed(sample(device)).sum().backward()
-    assert all(p.grad is not None and not hasattr(p, "main_grad") for p in graphed.parameters())
-
-
-def test_replaced_main_grad_is_an_error_that_names_it(device: str) -> None:
-    graphed = tg.make_graphed_callables(
-        mlp(device, torch.bfloat16), (sample(device, torch.bfloat16),), grad_dtype=torch.float32
-    )
-    graphed[0].weight.main_grad = torch.zeros_like(graphed[0].weight.main_grad)
-    with pytest.raises(RuntimeError, match=r"main_grad of weight of 0 .*reset\(\)"):
-        graphed(sample(device, torch.bfloat16))
-
-
-def test_reset_main_grads_refuses_a_parameter_without_one(device: str) -> None:
-    with pytest.raises(ValueError, match="expected parameters with a main_grad, got number 0"):
-        tg.reset_main_grads(nn.Linear(2, 2, device=device).parameters())
-
-
 def test_channels_last_and_expanded_parameters_get_gradients_of_autograds_layout(device: str) -> None:
     module = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).to(device).to(memory_format=torch.channels_last)
     twin = Twin(module, torch.randn(2, 4, 8, 8, device=device).to(memory_format=torch.channels_last))
@@ -466,3 +395,44 @@ def test_complex_parameters(device: str) -> None:
     for _ in range(3):
         twin.step()
         twin.check()
+
+
+def test_conjugated_gradient_is_added_to(device: str) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:  # [n, 5] complex
+            return torch.view_as_real(x * self.weight)
+
+    twin = Twin(Scale().to(device), torch.randn(3, 5, device=device, dtype=torch.complex64))
+    values = torch.randn(5, device=device, dtype=torch.complex64)
+    twin.both(lambda m: setattr(m.weight, "grad", values.clone().conj()))
+    for _ in range(2):
+        twin.step()
+        assert torch.equal(twin.eager.weight.grad.resolve_conj(), twin.graphed.weight.grad.resolve_conj())
+
+
+@pytest.mark.parametrize("overlap", ["same tensor", "shifted view"])
+def test_gradients_that_share_memory_are_added_one_after_the_other(device: str, overlap: str) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(9000)), nn.Parameter(torch.randn(9000))
+
+        def forward(self, x: Tensor) -> Tensor:  # [9000]
+            return x * self.first + 3 * x * self.second
+
+    twin = Twin(Pair().to(device), torch.randn(9000, device=device))
+
+    def share(module: nn.Module) -> None:
+        memory = torch.zeros(9001, device=device)
+        module.first.grad = memory[:9000]
+        module.second.grad = module.first.grad if overlap == "same tensor" else memory[1:]
+
+    twin.both(share)
+    for _ in range(3):
+        twin.step(torch.randint(-8, 8, (9000,), device=device).float())
+        torch.testing.assert_close(twin.graphed.first.grad, twin.eager.first.grad)
+        torch.testing.assert_close(twin.graphed.second.grad, twin.eager.second.grad)

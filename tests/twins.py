@@ -29,6 +29,16 @@ def deterministic() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
+def mlp(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A small model: [n, 7] -> [n, 5]."""
+    return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.LayerNorm(13), nn.Linear(13, 5)).to(device, dtype)
+
+
+def sample(device: str, dtype: torch.dtype = torch.float32, requires_grad: bool = False) -> Tensor:
+    """A batch for ``mlp``: [3, 7]."""
+    return torch.randn(3, 7, device=device, dtype=dtype, requires_grad=requires_grad)
+
+
 def eager_twin(model: nn.Module) -> nn.Module:
     """A copy of ``model`` that runs eagerly: make it before ``model`` is graphed."""
     return copy.deepcopy(model)

@@ -23,7 +23,8 @@ inline void check_device(const char* op, const char* argument, const at::Tensor&
 // A contiguous table of rows: [rows, columns].
 inline void check_table(const char* op, const char* argument, const at::Tensor& tensor, int64_t columns) {
     TORCH_CHECK_VALUE(tensor.dim() == 2 && tensor.size(1) == columns && tensor.is_contiguous(), op, ": expected ",
-                      argument, " to be contiguous of shape [n, ", columns, "], got ", tensor.sizes());
+                      argument, " to be contiguous of shape [n, ", columns, "], got ", tensor.sizes(), " with strides ",
+                      tensor.strides());
 }
 
 }  // namespace te_graph

@@ -1,6 +1,8 @@
 // Plain loops: the specification that the CUDA kernel is held to, and the recorder's backend.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "multi_tensor/accumulate.h"
 
@@ -10,28 +12,60 @@ namespace {
 struct BFloat16 {
     uint16_t bits;
 };
+struct Float16 {
+    uint16_t bits;
+};
+
+float as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+
+uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof(bits));
+    return bits;
+}
 
 float to_float(float value) { return value; }
-float to_float(_Float16 value) { return static_cast<float>(value); }
-float to_float(BFloat16 value) {
-    const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-    float result;
-    std::memcpy(&result, &bits, sizeof(result));
-    return result;
+float to_float(BFloat16 value) { return as_float(static_cast<uint32_t>(value.bits) << 16); }
+float to_float(Float16 value) {
+    const uint32_t sign = (value.bits & 0x8000u) << 16;
+    const uint32_t exponent = (value.bits >> 10) & 0x1F;
+    const uint32_t mantissa = value.bits & 0x3FF;
+    if (exponent == 0x1F) return as_float(sign | 0x7F800000 | mantissa << 13);
+    if (exponent == 0) {
+        const float magnitude = std::ldexp(static_cast<float>(mantissa), -24);
+        return sign ? -magnitude : magnitude;
+    }
+    return as_float(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
 template <typename T>
 T from_float(float value) {
-    return static_cast<T>(value);
+    return value;
 }
 
-// Round to nearest, ties to even; every NaN becomes the quiet NaN that torch writes.
+// Round to nearest, ties to even; every NaN becomes one quiet NaN.
 template <>
 BFloat16 from_float<BFloat16>(float value) {
     if (value != value) return {0x7FC0};
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof(bits));
+    const uint32_t bits = bits_of(value);
     return {static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)};
+}
+
+template <>
+Float16 from_float<Float16>(float value) {
+    const auto sign = static_cast<uint16_t>(bits_of(value) >> 16 & 0x8000);
+    const float magnitude = std::fabs(value);
+    const auto with_sign = [sign](uint32_t bits) { return Float16{static_cast<uint16_t>(sign | bits)}; };
+    if (value != value) return {0x7E00};
+    if (magnitude >= 65520.0f) return with_sign(0x7C00);  // half way from the largest number to the next
+    // Below 2^-14 numbers are multiples of 2^-24; nearbyint rounds ties to even.
+    if (magnitude < 0x1p-14f) return with_sign(static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)));
+    const uint32_t bits = bits_of(magnitude);
+    return with_sign(((bits + 0xFFF + ((bits >> 13) & 1)) >> 13) - (112u << 10));
 }
 
 template <typename Source, typename Destination>
@@ -64,12 +98,12 @@ Function select(DType source, DType destination) {
             case DType::kFloat64:
                 return accumulate<double, double>;
             case DType::kFloat16:
-                return accumulate<_Float16, _Float16>;
+                return accumulate<Float16, Float16>;
             case DType::kBFloat16:
                 return accumulate<BFloat16, BFloat16>;
         }
     }
-    return source == DType::kFloat16 ? accumulate<_Float16, float> : accumulate<BFloat16, float>;
+    return source == DType::kFloat16 ? accumulate<Float16, float> : accumulate<BFloat16, float>;
 }
 
 }  // namespace

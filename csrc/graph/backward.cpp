@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "graph/callable.h"
 #include "graph/copy.h"
 #include "graph/gradient_plan.h"
@@ -27,7 +29,13 @@ bool any_common(const std::vector<bool>& a, const std::vector<bool>& b) {
 // True when `grad` can be written as a flat run of elements in the order of `source`'s.
 bool fits(const at::Tensor& grad, const at::Tensor& source, at::ScalarType dtype) {
     return grad.layout() == at::kStrided && grad.scalar_type() == dtype && grad.device() == source.device() &&
-           grad.sizes() == source.sizes() && grad.strides() == source.strides();
+           grad.sizes() == source.sizes() && grad.strides() == source.strides() && !grad.is_conj() && !grad.is_neg();
+}
+
+// The bytes that a dense tensor occupies, as [begin, end).
+std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
+    const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+    return {begin, begin + tensor.nbytes()};
 }
 
 // A tensor that is nobody's but ours: neither the tensor nor its memory is referred to from elsewhere. A Python wrapper
@@ -95,35 +103,60 @@ std::vector<GraphedCallable::Pending> GraphedCallable::plan_parameters(Slot& slo
                                            .overwrite_main_grad = spec.flag && spec.flag->overwrite,
                                            .has_grad = grad.defined(),
                                            .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
-        Mode mode = Mode::kSkip;
-        at::Tensor destination;
+        pending[i].action = action;
         switch (action) {
             case GradientAction::kNothing:
             case GradientAction::kReturn:
             case GradientAction::kAddEagerly:
                 break;
             case GradientAction::kStoreNew:
-                mode = Mode::kStore;
-                destination = is_ours_alone(buffers_[i])
-                                  ? buffers_[i]
-                                  : at::empty_strided(source.sizes(), source.strides(), source.options());
+                pending[i].destination = is_ours_alone(buffers_[i])
+                                             ? buffers_[i]
+                                             : at::empty_strided(source.sizes(), source.strides(), source.options());
                 break;
             case GradientAction::kAddInPlace:
-                mode = Mode::kAdd;
-                destination = grad;
+                pending[i].destination = grad;
                 break;
             case GradientAction::kStoreMainGrad:
             case GradientAction::kAddMainGrad:
-                mode = action == GradientAction::kAddMainGrad ? Mode::kAdd : Mode::kStore;
-                destination = node.externals[spec.main_grad];
+                pending[i].destination = node.externals[spec.main_grad];
                 break;
         }
-        if (i < slot.table->size()) {
-            slot.table->set(i, mode, destination.defined() ? destination.mutable_data_ptr() : nullptr);
-        }
-        pending[i] = {action, std::move(destination)};
+    }
+    separate_overlapping(pending);
+    for (size_t i = 0; i < slot.table->size(); ++i) {
+        const auto& [action, destination] = pending[i];
+        const bool stores = action == GradientAction::kStoreNew || action == GradientAction::kStoreMainGrad;
+        const Mode mode = !destination.defined() ? Mode::kSkip : stores ? Mode::kStore : Mode::kAdd;
+        slot.table->set(i, mode, destination.defined() ? destination.mutable_data_ptr() : nullptr);
     }
     return pending;
+}
+
+// One launch may not write the same memory twice. Gradients that the user has put into common memory are added one
+// after the other; gradients that we allocated cannot be.
+void GraphedCallable::separate_overlapping(std::vector<Pending>& pending) const {
+    bool has_foreign = false;
+    std::vector<size_t> written;
+    for (size_t i = 0; i < pending.size(); ++i) {
+        if (!pending[i].destination.defined()) continue;
+        written.push_back(i);
+        has_foreign |= !pending[i].destination.is_same(buffers_[i]);
+    }
+    if (!has_foreign) return;
+    const auto before = [&](size_t a, size_t b) {
+        return extent(pending[a].destination) < extent(pending[b].destination);
+    };
+    std::sort(written.begin(), written.end(), before);
+    const char* end = nullptr;
+    for (const size_t i : written) {
+        const auto [from, to] = extent(pending[i].destination);
+        if (from < end && pending[i].action == GradientAction::kAddInPlace) {
+            pending[i] = {GradientAction::kAddEagerly, {}};
+        } else {
+            end = std::max(end, to);
+        }
+    }
 }
 
 variable_list GraphedCallable::backward(ReplayNode& node, variable_list grads) {

@@ -99,6 +99,7 @@ private:
     void check_versions(const ReplayNode& node) const;
     std::vector<bool> load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     std::vector<Pending> plan_parameters(Slot& slot, const ReplayNode& node, const std::vector<bool>& got) const;
+    void separate_overlapping(std::vector<Pending>& pending) const;
     std::string describe(const std::string& change) const;
 
     const std::string name_;

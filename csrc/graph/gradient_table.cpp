@@ -51,6 +51,7 @@ GradientTable::GradientTable(const std::vector<int64_t>& sizes, const std::vecto
         numels.push_back(sizes[i] * elements);
         current_.push_back({nullptr, nullptr, numels.back(), source, destination, Mode::kSkip, {}});
     }
+    is_changed_.resize(count);
     const std::vector<Chunk> chunks = multi_tensor::make_chunks(numels);
     const auto on_cpu = at::TensorOptions().device(at::kCPU);
     entries_ = at::zeros({static_cast<int64_t>(count), 4}, at::TensorOptions().device(device).dtype(at::kLong));
@@ -76,23 +77,31 @@ void GradientTable::set(size_t index, Mode mode, void* destination) {
     if (entry.mode == mode && (mode == Mode::kSkip || entry.destination == destination)) return;
     entry.mode = mode;
     if (mode != Mode::kSkip) entry.destination = destination;
-    pending_.push_back({entry.destination, static_cast<int32_t>(index), mode});
+    if (is_changed_[index]) return;
+    is_changed_[index] = true;
+    changed_.push_back(index);
 }
 
 void GradientTable::upload() {
-    if (pending_.empty()) return;
+    if (changed_.empty()) return;
     ++uploads_;
+    std::vector<multi_tensor::EntryUpdate> updates;
+    updates.reserve(changed_.size());
+    for (const size_t index : changed_) {
+        updates.push_back({current_[index].destination, static_cast<int32_t>(index), current_[index].mode});
+        is_changed_[index] = false;
+    }
+    changed_.clear();
     auto* const table = static_cast<Entry*>(entries_.mutable_data_ptr());
-    const auto count = static_cast<int64_t>(pending_.size());
+    const auto count = static_cast<int64_t>(updates.size());
     if (entries_.is_cpu()) {
-        multi_tensor::update_entries_cpu(table, pending_.data(), count);
+        multi_tensor::update_entries_cpu(table, updates.data(), count);
     } else {
 #ifdef TE_GRAPH_CUDA
-        C10_CUDA_CHECK(multi_tensor::launch_update_entries(table, pending_.data(), count,
+        C10_CUDA_CHECK(multi_tensor::launch_update_entries(table, updates.data(), count,
                                                            c10::cuda::getCurrentCUDAStream(entries_.get_device())));
 #endif
     }
-    pending_.clear();
 }
 
 }  // namespace te_graph::graph

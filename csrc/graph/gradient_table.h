@@ -29,14 +29,15 @@ public:
     // Sends entries that differ from what the device has, on the current stream.
     void upload();
 
-    // Bytes of kernel launches that upload() has made so far.
+    // Number of upload() calls that had something to send.
     int64_t uploads() const { return uploads_; }
 
 private:
     at::Tensor entries_;
     at::Tensor chunks_;
-    std::vector<multi_tensor::Entry> current_;  // what the device holds once pending_ has been sent
-    std::vector<multi_tensor::EntryUpdate> pending_;
+    std::vector<multi_tensor::Entry> current_;  // what the device holds once changed_ has been sent
+    std::vector<size_t> changed_;               // entries that differ from the device's, each once
+    std::vector<bool> is_changed_;
     int64_t uploads_ = 0;
 };
 

@@ -78,7 +78,7 @@ void update_entries_cpu(Entry* table, const EntryUpdate* updates, int64_t count)
 #ifdef TE_GRAPH_CUDA
 // table: [entries], chunks: [num_chunks], both in device memory. No allocation, no host sync.
 cudaError_t launch_accumulate(const Entry* table, const Chunk* chunks, int64_t num_chunks, cudaStream_t stream);
-// updates: [count] in host memory; read before the call returns.
+// updates: [count] in host memory, of distinct entries; read before the call returns.
 cudaError_t launch_update_entries(Entry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream);
 #endif
 

@@ -24,6 +24,9 @@ void check_accumulate(const at::Tensor& table,   // [entries, 4] int64
     check_table(kAccumulate, "table", table, kEntryWords);
     check_table(kAccumulate, "chunks", chunks, 2);
     check_device(kAccumulate, "chunks", chunks, table.device());
+    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(table.const_data_ptr()) % alignof(Entry) == 0, kAccumulate,
+                      ": expected table aligned to ", alignof(Entry), " bytes, got storage offset ",
+                      table.storage_offset());
 }
 
 void accumulate_table_cpu(const at::Tensor& table, const at::Tensor& chunks) {
