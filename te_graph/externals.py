@@ -132,7 +132,11 @@ class TensorWatch(TorchDispatchMode):
             if is_dense(tensor):
                 self._see(tensor, str(func), written.get(id(tensor)))
         result = func(*args, **kwargs)
-        self._add_produced(result)
+        if is_operator(func) and base_name(func) == "set_":
+            # The tensor got a storage that was there before; cuDNN's LSTM takes hold of its flat weights in this way.
+            self._see(result, str(func), None)
+        else:
+            self._add_produced(result)
         return result
 
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:

@@ -353,3 +353,14 @@ def test_higher_order_operator_passes_and_its_operands_count_as_read() -> None:
     assert torch.equal(result, operand.sin())
     assert find(watch, operand).read
     assert find(watch, predicate).read
+
+
+def test_storage_that_a_tensor_is_set_to_is_external() -> None:
+    weight = torch.nn.Parameter(torch.randn(5))
+    with TensorWatch() as watch:
+        alias = torch.empty(0).set_(weight.detach().untyped_storage(), 0, (5,))
+        alias * 2
+    key = weight.untyped_storage()._cdata
+    assert key in watch.externals
+    assert key not in watch.produced_storages
+    assert watch.externals[key].read
