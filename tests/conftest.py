@@ -7,11 +7,14 @@ import torch
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """multi_gpu implies gpu, so that -m "not gpu" leaves out both."""
-    for item in items:
-        if item.get_closest_marker("multi_gpu"):
-            item.add_marker("gpu")
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """multi_gpu implies gpu, so that -m "not gpu" leaves out both; one GPU deselects multi_gpu, and pytest says so."""
+    several = [item for item in items if item.get_closest_marker("multi_gpu")]
+    for item in several:
+        item.add_marker("gpu")
+    if several and torch.cuda.device_count() == 1:
+        config.hook.pytest_deselected(items=several)
+        items[:] = [item for item in items if item not in several]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -250,3 +250,51 @@ def test_dropping_the_last_reference_frees_everything_without_the_garbage_collec
         assert weight() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.gpu
+def test_replays_on_alternating_streams_are_ordered() -> None:
+    eager, graphed = graphed_layer("cuda")
+    side = torch.cuda.Stream()
+    x = data("cuda")
+    copy_of_x = x.detach().clone().requires_grad_()
+    for number in range(6):
+        stream = side if number % 2 else torch.cuda.default_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)  # the next replay is enqueued while this one has not begun
+            graphed(x).square().sum().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        eager(copy_of_x).square().sum().backward()
+    assert_bitwise_equal([x.grad, graphed[0].weight.grad], [copy_of_x.grad, eager[0].weight.grad])
+
+
+@pytest.mark.gpu
+def test_gradients_are_visible_on_the_stream_that_called_backward() -> None:
+    """The forward ran on another stream; a node that writes .grad by itself has to be waited for."""
+    eager, graphed = graphed_layer("cuda")
+    x = data("cuda").detach().requires_grad_()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        output = graphed(x)
+        torch.cuda._sleep(50_000_000)  # the backward runs here, behind this
+    output.backward(torch.ones_like(output))
+    seen = graphed[0].weight.grad.clone()
+    eager(x.detach()).backward(torch.ones_like(output))
+    torch.cuda.synchronize()
+    assert_bitwise_equal(seen, eager[0].weight.grad)
+
+
+@pytest.mark.multi_gpu
+def test_callable_on_another_device_than_the_current_one() -> None:
+    eager, graphed = graphed_layer("cuda:1")
+    with torch.cuda.device(0):
+        for _ in range(3):
+            x = data("cuda:1")
+            kept = graphed(x)
+            kept.square().sum().backward()
+            copy_of_x = x.detach().clone().requires_grad_()
+            eager(copy_of_x).square().sum().backward()
+            assert_bitwise_equal(x.grad, copy_of_x.grad)
+    assert_bitwise_equal([p.grad for p in graphed.parameters()], [p.grad for p in eager.parameters()])

@@ -1,6 +1,7 @@
 // The backward replay: gradients in, one graph launch, .grad as eager execution would leave it.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -160,6 +161,7 @@ void GraphedCallable::separate_overlapping(std::vector<Pending>& pending) const 
 }
 
 variable_list GraphedCallable::backward(ReplayNode& node, variable_list grads) {
+    const c10::DeviceGuard on_device(device_);
     Slot& slot = *slots_[node.slot()];
     const std::string change = guard_->check_tensors(node.externals);
     TORCH_CHECK(change.empty(), describe(change));

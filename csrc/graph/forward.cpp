@@ -1,5 +1,6 @@
 // The forward replay.
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -60,6 +61,7 @@ void GraphedCallable::check_inputs(const Slot& slot, const std::vector<at::Tenso
 }
 
 std::optional<std::vector<at::Tensor>> GraphedCallable::forward(PyObject* root, const std::vector<at::Tensor>& inputs) {
+    const c10::DeviceGuard on_device(device_);
     if (is_capturing(device_)) return std::nullopt;
 
     // Checks: nothing has been launched or changed until they have passed.
