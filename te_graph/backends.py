@@ -74,7 +74,7 @@ class CudaBackend:
 
         All captures of a process use one stream, because cuBLAS keeps a workspace for each.
         """
-        host_state, state = torch.get_rng_state(), torch.cuda.get_rng_state(self._device)
+        host_state, states = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         with torch.cuda.device(self._device):
             if torch.cuda.graph.default_capture_stream is None:
                 torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
@@ -87,7 +87,7 @@ class CudaBackend:
                     yield
             finally:
                 torch.cuda.synchronize()
-                torch.cuda.set_rng_state(state, self._device)
+                torch.cuda.set_rng_state_all(states)
                 torch.set_rng_state(host_state)
 
     @contextlib.contextmanager

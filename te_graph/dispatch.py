@@ -124,6 +124,12 @@ def _updates_running_stats(func: torch._ops.OpOverload, args: tuple, kwargs: dic
     return any(argument.name in _RUNNING_STATS for argument in func._schema.arguments)
 
 
+def belongs_to_torch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> set[int]:
+    """Identities of argument tensors that torch makes once per device and keeps: the dropout state of cuDNN's RNNs."""
+    given = argument_values(func, args, kwargs) if func.namespace == "aten" else ()
+    return {id(tensor) for argument, value in given if argument.name == "dropout_state" for tensor in tensors_in(value)}
+
+
 def user_site() -> str:
     """``file:line in function`` of the innermost frame outside torch, this package and the standard library.
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_graph.dispatch import (
     base_name,
+    belongs_to_torch,
     bypass_modes,
     has_subclass,
     is_dense,
@@ -122,14 +123,15 @@ class TensorWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if has_subclass(types):
             return NotImplemented
-        written = dict[int, bool]()
+        written, not_ours = dict[int, bool](), set[int]()
         if is_operator(func):
+            not_ours = belongs_to_torch(func, args, kwargs)
             written = {id(tensor): keeps for tensor, keeps in written_tensors(func, args, kwargs)}
             if base_name(func) == "lift_fresh":
                 # The first sight of a tensor just built from Python data.
                 self._add_produced(args)
         for tensor in tensors_in((args, kwargs)):
-            if is_dense(tensor):
+            if is_dense(tensor) and id(tensor) not in not_ours:
                 self._see(tensor, str(func), written.get(id(tensor)))
         result = func(*args, **kwargs)
         if is_operator(func) and base_name(func) == "set_":
