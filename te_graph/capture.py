@@ -170,7 +170,7 @@ class CallableCapture:
             ]
             if accumulate and parameters:
                 torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
-        slot.parameter_grads = _C.borrow(grads[: len(parameters)])
+        slot.parameter_grads = self.backend.results(grads[: len(parameters)])
         if accumulate:
             slot.table.bind(slot.parameter_grads)
         for number, grad in zip(self.gradients.inputs, grads[len(parameters) :], strict=True):

@@ -1,4 +1,4 @@
-"""cuDNN's recurrent layers: flat weights that torch sets tensors to, and a dropout state that torch keeps for itself."""
+"""cuDNN's recurrent layers: flat weights that torch sets tensors to, and a dropout state that torch keeps."""
 
 from __future__ import annotations
 
