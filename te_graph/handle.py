@@ -60,6 +60,12 @@ class Handle:
         self._eager_calls[reason] += 1
         return self.run_eagerly(root, base)(*args, **kwargs)
 
+    @torch.compiler.disable
+    def call_uncompiled(self, *args: Any) -> Any:
+        """``call``, where torch.compile traces the caller: it breaks its graph here. The wrapper costs microseconds, so
+        only traced code goes through it."""
+        return self.call(*args)
+
     def _reason_for_eager(self, root: Any) -> str | None:
         if self._callable is None:
             return "not graphed"
@@ -138,9 +144,9 @@ class GraphedFunction:
         self._function = function
         self.te_graph = handle
 
-    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.te_graph.call(self._function, args, kwargs)
+        call = self.te_graph.call_uncompiled if torch.compiler.is_compiling() else self.te_graph.call
+        return call(self._function, args, kwargs)
 
 
 @functools.cache
@@ -152,12 +158,12 @@ def _graphed_class(base: type[nn.Module]) -> type[nn.Module]:
     """
 
     class Graphed(base):
-        @torch.compiler.disable
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            handle = vars(self).get("te_graph")
+            handle = self.__dict__.get("te_graph")
             if handle is None:
                 return base.forward(self, *args, **kwargs)
-            return handle.call(self, args, kwargs, base)
+            call = handle.call_uncompiled if torch.compiler.is_compiling() else handle.call
+            return call(self, args, kwargs, base)
 
         def __reduce_ex__(self, protocol: int) -> Any:
             handle = vars(self).get("te_graph")

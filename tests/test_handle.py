@@ -209,3 +209,21 @@ def test_nothing_reads_memory_that_is_dead_after_a_replay(monkeypatch: pytest.Mo
             torch.manual_seed(seed)
             results.append([run(module, x), [p.grad.clone() for p in module.parameters()]])
         assert_bitwise_equal(*results)
+
+
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_compiled_code_around_a_graphed_callable_replays_it(device: str, kind: str) -> None:
+    inner = nn.Linear(6, 6).to(device)
+    twin = nn.Sequential(copy.deepcopy(inner), nn.Tanh())
+    graphed = tg.make_graphed_callables(inner if kind == "module" else lambda x: inner(x), (data(device),))
+
+    def whole(x: Tensor) -> Tensor:  # [5, 6]
+        return torch.tanh(graphed(x))
+
+    compiled = torch.compile(whole, backend="eager")
+    for _ in range(3):
+        x = data(device)
+        assert_bitwise_equal(run(compiled, x), run(twin, x))
+    assert_bitwise_equal(inner.weight.grad, twin[0].weight.grad)
+    info = graphed.te_graph.info()
+    assert info["forward_replays"] == info["backward_replays"] == 3
