@@ -128,19 +128,24 @@ std::string Guard::check_tensors(const std::vector<at::Tensor>& found) const {
 }
 
 std::string Guard::compare(const TensorFacts& expected, const at::Tensor& tensor, bool compare_requires_grad) {
+    const at::IntArrayRef sizes(expected.sizes), strides(expected.strides);
+    // On every call of every tensor: no message, and no stream to build one, unless something differs.
+    const bool same_grad = !compare_requires_grad || tensor.requires_grad() == expected.requires_grad;
+    if (tensor.const_data_ptr() == expected.data && tensor.scalar_type() == expected.dtype && tensor.sizes() == sizes &&
+        tensor.strides() == strides && same_grad) {
+        return {};
+    }
     std::ostringstream change;
     if (tensor.scalar_type() != expected.dtype) {
         change << " changed dtype from " << expected.dtype << " to " << tensor.scalar_type();
-    } else if (tensor.sizes() != at::IntArrayRef(expected.sizes)) {
-        change << " changed shape from " << at::IntArrayRef(expected.sizes) << " to " << tensor.sizes();
+    } else if (tensor.sizes() != sizes) {
+        change << " changed shape from " << sizes << " to " << tensor.sizes();
     } else if (tensor.const_data_ptr() != expected.data) {
         change << " moved to other memory";
-    } else if (tensor.strides() != at::IntArrayRef(expected.strides)) {
-        change << " changed strides from " << at::IntArrayRef(expected.strides) << " to " << tensor.strides();
-    } else if (compare_requires_grad && tensor.requires_grad() != expected.requires_grad) {
-        change << " changed requires_grad from " << (expected.requires_grad ? "True" : "False");
+    } else if (tensor.strides() != strides) {
+        change << " changed strides from " << strides << " to " << tensor.strides();
     } else {
-        return {};
+        change << " changed requires_grad from " << (expected.requires_grad ? "True" : "False");
     }
     return change.str();
 }
