@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_graph import _C
 from te_graph.recorder import CaptureError, Recorder
@@ -45,17 +47,17 @@ class RecorderBackend:
         with graph.capture():
             yield graph
 
-    def results(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Results of a graph, [...] each, that are read before the next graph of its pool runs: the tensors."""
+    def results(self, tensors: list[Tensor | None], graph: Recorder) -> list[Tensor | None]:
+        """Results of ``graph``, [...] each, that are read before the next graph of its pool runs: the tensors."""
         return tensors
 
     def nodes(self, graph: Recorder) -> int:
         """Calls that a replay makes."""
         return len(graph.ops())
 
-    def nbytes(self, graphs: list[Recorder]) -> int:
-        """Bytes of memory that belong to the graphs."""
-        return sum(graph.nbytes for graph in graphs)
+    def nbytes(self, groups: list[list[Recorder]]) -> list[int]:
+        """Bytes of memory that belong to the graphs of each group."""
+        return [sum(graph.nbytes for graph in graphs) for graphs in groups]
 
 
 class CudaBackend:
@@ -145,16 +147,18 @@ class CudaBackend:
         scratch.add_(1)
         probe.capture_end()
 
-    def results(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As of ``RecorderBackend``: tensors over the same memory that leave it to later captures into the pool."""
-        return _C.borrow(tensors)
+    def results(self, tensors: list[Tensor | None], graph: torch.cuda.CUDAGraph) -> list[Tensor | None]:
+        """As of ``RecorderBackend``: tensors over the same memory that leave it to later captures into the pool, and
+        keep the graph with its pool alive."""
+        return _C.borrow(tensors, graph)
 
     def nodes(self, graph: torch.cuda.CUDAGraph) -> int:
         """Nodes of one graph."""
         return _C.node_count(graph.raw_cuda_graph())
 
-    def nbytes(self, graphs: list[torch.cuda.CUDAGraph]) -> int:
-        """Bytes of the memory pools of the graphs."""
-        pools = {tuple(graph.pool()) for graph in graphs}
-        segments = torch.cuda.memory_snapshot()
-        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) in pools)
+    def nbytes(self, groups: list[list[torch.cuda.CUDAGraph]]) -> list[int]:
+        """Bytes of the memory pools of the graphs of each group."""
+        sizes: Counter[tuple] = Counter()
+        for segment in torch.cuda.memory_snapshot():
+            sizes[tuple(segment["segment_pool_id"])] += segment["total_size"]
+        return [sum(sizes[pool] for pool in {tuple(graph.pool()) for graph in graphs}) for graphs in groups]

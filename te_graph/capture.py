@@ -13,6 +13,7 @@ from te_graph import _C
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import destination_dtype
+from te_graph.group import Group
 from te_graph.homes import find_homes, walk
 from te_graph.rollback import ContainerState
 from te_graph.signature import ResultSpec, Signature
@@ -27,7 +28,7 @@ class Slot:
     backward: Any = None
     outputs: list[Tensor] = field(default_factory=list)
     live_outputs: list[Tensor] = field(default_factory=list)  # with their autograd graph, until all is captured
-    grad_outputs: list[Tensor] = field(default_factory=list)
+    grad_outputs: list[_C.Staging] = field(default_factory=list)
     grad_inputs: list[Tensor | None] = field(default_factory=list)
     parameter_grads: list[Tensor] = field(default_factory=list)
     table: Any = None
@@ -58,42 +59,65 @@ class CallableCapture:
     Args:
         label: what messages call it.
         root: the module or function, where the guard starts.
-        backend: see ``te_graph.backends``.
-        device: where all its tensors are.
+        group: what it shares with the callables that are captured with it.
         signature: of the sample arguments.
         samples: their tensors; copied, not kept.
-        max_in_flight: number of slots.
 
     Attributes:
+        links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         gradients: what the backward computes, once warmed up.
         homes: the guard and the tensors outside that the capture uses, once warmed up.
         output_numbers: which results require a gradient.
         saved_outputs: for each of those, whether the backward reads it.
         result: the nest of the results.
+        sample_results: the results of the warm-up, as leaves, until the successor has been linked.
     """
 
     def __init__(
         self,
         label: str,
         root: Any,
-        backend: Any,
-        device: torch.device,
+        group: Group,
         signature: Signature,
         samples: list[Tensor],
-        max_in_flight: int,
     ) -> None:
         self.label = label
         self.root = root
-        self.backend = backend
-        self.device = device
+        self.group = group
+        self.backend = group.backend
         self.signature = signature
-        self.grad_mode = torch.is_grad_enabled()
-        self.slots = [Slot([_static_copy(sample) for sample in samples]) for _ in range(max_in_flight)]
-        self.watch = TensorWatch(owned=self.slots[0].inputs)
-        self._first_watch = TensorWatch(owned=self.slots[0].inputs)
+        self.samples = [_static_copy(sample) for sample in samples]
+        self.predecessor: CallableCapture | None = None
+        self.links: dict[int, int] = {}
+        self.slots: list[Slot] = []
+        self.watch = TensorWatch(owned=self.samples)
+        self._first_watch = TensorWatch(owned=self.samples)
         self._containers = ContainerState(root)
 
-    def warm_up(self, iterations: int, allow_unused_input: bool) -> None:
+    def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
+        """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
+        results = predecessor.sample_results
+        count = len(results) if everything else 1
+        names = self.signature.distinct_names
+        for number in range(count):
+            if number >= min(len(names), len(results)) or not names[number].startswith("args"):
+                raise ValueError(
+                    f"{self.label}: expected a tensor as first argument and a tensor as first result of "
+                    f"{predecessor.label}, since chain=True feeds the one with the other"
+                )
+            sample, result = self.samples[number], results[number]
+            for fact in ("shape", "dtype", "requires_grad"):
+                expected, got = getattr(result, fact), getattr(sample, fact)
+                if expected != got:
+                    raise ValueError(
+                        f"{self.label}: expected sample {names[number]} with {fact} {expected}, as result {number} of "
+                        f"{predecessor.label} in the chain, got {got}; later samples may be left out"
+                    )
+            self.links[number] = number
+        self.predecessor = predecessor
+        predecessor.sample_results = []
+
+    def warm_up(self) -> None:
         """Run forward and backward as they will be captured, and learn what they use.
 
         The first of at least two iterations lets the callable make what it keeps for later calls. The last one tells
@@ -103,21 +127,22 @@ class CallableCapture:
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
         try:
-            tensors = self._iterate(iterations)
+            tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
         finally:
             isolation.restore()
+        self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         self.output_numbers = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and self.gradients.any]
         self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in tensors]
-        self._check_use(allow_unused_input)
+        self._check_use()
         self._check_escapes()
         try:
-            self.homes = find_homes(self.root, self.watch.externals)
+            self.homes = find_homes(self.root, self.watch.externals, self.group.options.hooks == "captured")
         except (RuntimeError, TypeError) as error:
             raise type(error)(f"{self.label}: {error}") from None
 
     def _iterate(self, iterations: int) -> list[Tensor]:
         """The iterations of the warm-up; returns the results of the last one, [...] each."""
-        inputs = self.slots[0].inputs
+        inputs = self.samples
         nothing = contextlib.nullcontext()
         watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
         for watch in watches:
@@ -142,7 +167,14 @@ class CallableCapture:
         external = self.watch.externals.get(storage_key(tensor))
         return external is not None and external.saved
 
-    def capture_forward(self, slot: Slot, pool: Any) -> None:
+    def is_saved_input(self, number: int) -> bool:
+        """True when autograd saves input ``number`` for the backward."""
+        return storage_key(self.samples[number]) in self.watch.saved_storages
+
+    def capture_forward(self, pool: Any) -> None:
+        """Capture the forward into a new slot."""
+        slot = Slot([self._static_input(number) for number in range(len(self.samples))])
+        self.slots.append(slot)
         before = [tensor._version for tensor in self.homes.tensors]
         with self.backend.capture(pool) as slot.forward:
             slot.live_outputs = self._call(slot.inputs)
@@ -150,27 +182,58 @@ class CallableCapture:
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
 
-    def capture_backward(self, slot: Slot, pool: Any, accumulate: bool) -> None:
-        """Capture the gradients of a captured forward, ending in one launch that accumulates them."""
+    def _static_input(self, number: int) -> Tensor:
+        """What a new slot reads as input ``number``, [...] like the sample."""
+        sample = self.samples[number]
+        if number in self.links:
+            result = self.predecessor.slots[len(self.slots)].outputs[self.links[number]]
+            return result.detach().requires_grad_(sample.requires_grad)
+        return _static_copy(sample) if self.slots else sample
+
+    def capture_backward(self, number: int, pool: Any, successor: CallableCapture | None) -> None:
+        """Capture the gradients of the forward in slot ``number``, ending in one launch that accumulates them.
+
+        Where ``successor`` reads a result in place, its gradient is read where the successor writes it.
+        """
+        slot, lent, held = self.slots[number], {}, []
+        if successor is not None:
+            held = successor.slots[number].grad_inputs  # until this capture is done, their memory is not free
+            successor.settle(number)
+            gradients = successor.slots[number].grad_inputs
+            lent = {result: gradients[i] for i, result in successor.links.items() if gradients[i] is not None}
         outputs = [slot.live_outputs[i] for i in self.output_numbers]
-        if not outputs:
-            return
-        parameters = self.gradients.parameters
-        slot.grad_outputs = [torch.zeros_like(output, requires_grad=False) for output in outputs]
+        own = self.group.stagings([slot.live_outputs[i] for i in self.output_numbers if i not in lent])
+        slot.grad_outputs = [
+            _C.Staging(lent[i], is_lent=True) if i in lent else next(own) for i in self.output_numbers
+        ]
+        if outputs:
+            self._capture_backward(slot, pool, outputs, [staging.tensor for staging in slot.grad_outputs])
+        if self.predecessor is None:
+            self.settle(number)
+        del held
+
+    def settle(self, number: int) -> None:
+        """Leave the memory of the input gradients of slot ``number`` to later captures of the pool."""
+        slot = self.slots[number]
+        if slot.backward is not None:
+            slot.grad_inputs = self.backend.results(slot.grad_inputs, slot.backward)
+
+    def _capture_backward(self, slot: Slot, pool: Any, outputs: list[Tensor], grad_outputs: list[Tensor]) -> None:
+        parameters, accumulate = self.gradients.parameters, self.group.options.accumulate_grads
         slot.table = _C.GradientTable(
             sizes=[p.numel() for p in parameters] if accumulate else [],
             source_dtypes=[p.dtype for p in parameters] if accumulate else [],
             destination_dtypes=[destination_dtype(p) for p in parameters] if accumulate else [],
-            device=self.device,
+            device=self.group.device,
         )
         with self.backend.capture(pool) as slot.backward:
-            grads = self._backward(outputs, slot.inputs, slot.grad_outputs)
+            grads = self._backward(outputs, slot.inputs, grad_outputs)
             grads[: len(parameters)] = [
                 _in_layout_of(grad, parameter) for grad, parameter in zip(grads, parameters, strict=False)
             ]
             if accumulate and parameters:
                 torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
-        slot.parameter_grads = self.backend.results(grads[: len(parameters)])
+        slot.parameter_grads = self.backend.results(grads[: len(parameters)], slot.backward)
         if accumulate:
             slot.table.bind(slot.parameter_grads)
         for number, grad in zip(self.gradients.inputs, grads[len(parameters) :], strict=True):
@@ -242,8 +305,8 @@ class CallableCapture:
                 )
         return grads
 
-    def _check_use(self, allow_unused_input: bool) -> None:
-        inputs = self.slots[0].inputs
+    def _check_use(self) -> None:
+        inputs = self.samples
         names = self.signature.distinct_names
         for tensor, name in zip(inputs, names, strict=True):
             if storage_key(tensor) in self.watch.mutated_owned:
@@ -252,7 +315,7 @@ class CallableCapture:
                     f"{self.label}: {op} modifies {name} in place, which a replay could only do to its own copy: "
                     f"modify a clone; at {site}"
                 )
-        if not self.grad_mode or allow_unused_input:
+        if not torch.is_grad_enabled() or self.group.options.allow_unused_input:
             return
         for number, (tensor, name) in enumerate(zip(inputs, names, strict=True)):
             if tensor.requires_grad and number not in self.gradients.inputs:

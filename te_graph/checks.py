@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_graph.backends import ERROR_MODES
 from te_graph.capturing import is_capturing
+from te_graph.options import Options
 from te_graph.signature import Signature
 
 _NAME = "make_graphed_callables"
@@ -19,26 +19,24 @@ _NAME = "make_graphed_callables"
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be captured: one entry per callable in each tuple."""
+    """What is to be captured: one entry per callable in each tuple.
+
+    Attributes:
+        samples: signature and tensors of the sample arguments; None where the predecessor's results are the arguments.
+        kwargs: sample keyword arguments, for those.
+    """
 
     callables: tuple[nn.Module | Callable[..., Any], ...]
     labels: tuple[str, ...]
-    signatures: tuple[Signature, ...]
-    samples: tuple[list[Tensor], ...]
+    samples: tuple[tuple[Signature, list[Tensor]] | None, ...]
+    kwargs: tuple[dict[str, Any], ...]
     is_tuple: bool
     device: torch.device
-    num_warmup_iters: int
-    allow_unused_input: bool
-    pool: Any
-    capture_error_mode: str
-    max_in_flight: int
-    accumulate_grads: bool
-    grad_dtype: torch.dtype | None
-    show_progress: bool | None
+    options: Options
 
     @classmethod
     def of(
-        cls, callables: Any, sample_args: Any, sample_kwargs: Any, *, enable_annotations: bool, **options: Any
+        cls, callables: Any, sample_args: Any, sample_kwargs: Any, *, enable_annotations: bool, options: Options
     ) -> Request:
         """Check everything and collect it.
 
@@ -46,62 +44,34 @@ class Request:
             TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
             RuntimeError: a capture is under way, or autocast caches weights.
         """
-        _check_options(enable_annotations=enable_annotations, **options)
+        if enable_annotations and "enable_annotations" not in inspect.signature(torch.cuda.graph.__init__).parameters:
+            raise ValueError(f"{_NAME}: enable_annotations=True needs a newer torch, got {torch.__version__}")
         is_tuple = isinstance(callables, tuple)
         each = callables if is_tuple else (callables,)
         if not each:
             raise ValueError(f"{_NAME}: expected at least one callable, got an empty tuple")
         for number, target in enumerate(each):
             _check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
-        args = _one_for_each("sample_args", sample_args, is_tuple, len(each), tuple)
+        chained = options.chain and is_tuple
+        if chained and isinstance(sample_args, tuple) and not all(isinstance(one, tuple) for one in sample_args):
+            sample_args = (sample_args,)  # the arguments of the first callable, as they are
+        args = _one_for_each("sample_args", sample_args, is_tuple, len(each), tuple, may_be_fewer=chained)
         kwargs = _one_for_each("sample_kwargs", sample_kwargs, is_tuple, len(each), dict)
         labels = tuple(_label(target, number if is_tuple else None) for number, target in enumerate(each))
-        signatures, samples = [], []
-        for label, one_args, one_kwargs in zip(labels, args, kwargs, strict=True):
-            signature, tensors = Signature.of(one_args, one_kwargs)
-            for name, tensor in zip(signature.distinct_names, tensors, strict=True):
-                if tensor.layout != torch.strided:
-                    raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
-            signatures.append(signature)
-            samples.append(tensors)
-        device = _common_device(labels, each, samples)
-        _check_circumstances(device)
-        return cls(each, labels, tuple(signatures), tuple(samples), is_tuple, device, **options)
+        given = [sample_of(*one) for one in zip(labels, args, kwargs, strict=False)]
+        samples = tuple(given + [None] * (len(each) - len(given)))
+        device = _common_device(labels, each, [tensors for _, tensors in given])
+        check_circumstances(device)
+        return cls(each, labels, samples, kwargs, is_tuple, device, options)
 
 
-def _check_options(
-    *,
-    num_warmup_iters: int,
-    allow_unused_input: bool,
-    pool: Any,
-    capture_error_mode: str,
-    enable_annotations: bool,
-    max_in_flight: int,
-    accumulate_grads: bool,
-    grad_dtype: torch.dtype | None,
-    show_progress: bool | None,
-) -> None:
-    if capture_error_mode not in ERROR_MODES:
-        raise ValueError(f"{_NAME}: expected capture_error_mode in {ERROR_MODES}, got {capture_error_mode!r}")
-    for name, value, least in (("num_warmup_iters", num_warmup_iters, 0), ("max_in_flight", max_in_flight, 1)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{_NAME}: expected {name} to be an int, got {type(value).__name__}")
-        if value < least:
-            raise ValueError(f"{_NAME}: expected {name} >= {least}, got {value}")
-    for name, value in (("allow_unused_input", allow_unused_input), ("accumulate_grads", accumulate_grads)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{_NAME}: expected {name} to be a bool, got {type(value).__name__}")
-    if show_progress is not None and not isinstance(show_progress, bool):
-        raise TypeError(f"{_NAME}: expected show_progress to be a bool or None, got {type(show_progress).__name__}")
-    if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
-        raise TypeError(
-            f"{_NAME}: expected pool to be what torch.cuda.graph_pool_handle() returns (or the id of a "
-            f"torch.cuda.MemPool), got {type(pool).__name__}"
-        )
-    if grad_dtype is not None and not (isinstance(grad_dtype, torch.dtype) and grad_dtype.is_floating_point):
-        raise TypeError(f"{_NAME}: expected grad_dtype to be a floating point torch.dtype, got {grad_dtype!r}")
-    if enable_annotations and "enable_annotations" not in inspect.signature(torch.cuda.graph.__init__).parameters:
-        raise ValueError(f"{_NAME}: enable_annotations=True needs a newer torch, got {torch.__version__}")
+def sample_of(label: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
+    """Signature and tensors of sample arguments, which must be dense."""
+    signature, tensors = Signature.of(args, kwargs)
+    for name, tensor in zip(signature.distinct_names, tensors, strict=True):
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
+    return signature, tensors
 
 
 def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
@@ -125,13 +95,15 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
                 )
 
 
-def _one_for_each(name: str, given: Any, is_tuple: bool, count: int, kind: type) -> tuple[Any, ...]:
+def _one_for_each(
+    name: str, given: Any, is_tuple: bool, count: int, kind: type, may_be_fewer: bool = False
+) -> tuple[Any, ...]:
     if given is None and kind is dict:
         return tuple({} for _ in range(count))
     each = given if is_tuple else (given,)
     if not isinstance(each, tuple | list):
         raise TypeError(f"{_NAME}: expected {name} to be a tuple, one entry per callable, got {type(given).__name__}")
-    if len(each) != count:
+    if len(each) != count and not (may_be_fewer and 0 < len(each) < count):
         raise ValueError(f"{_NAME}: expected {name} for {count} callables, got {len(each)}")
     for number, entry in enumerate(each):
         if not isinstance(entry, kind):
@@ -149,7 +121,8 @@ def _label(target: Any, number: int | None) -> str:
 def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples: list[list[Tensor]]) -> torch.device:
     """The one device of all samples, parameters and buffers; the CPU where there is no tensor."""
     device, owner = None, ""
-    for label, target, tensors in zip(labels, callables, samples, strict=True):
+    for number, (label, target) in enumerate(zip(labels, callables, strict=True)):
+        tensors = samples[number] if number < len(samples) else []
         named = [(f"a sample of {label}", tensor) for tensor in tensors]
         if isinstance(target, nn.Module):
             named += [(f"{name} of {label}", p) for name, p in (*target.named_parameters(), *target.named_buffers())]
@@ -167,7 +140,8 @@ def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples:
     return device
 
 
-def _check_circumstances(device: torch.device) -> None:
+def check_circumstances(device: torch.device) -> None:
+    """Refuse to capture where that cannot be right."""
     if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         raise RuntimeError(f"{_NAME}: called inside another capture")
     if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():

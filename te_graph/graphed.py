@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from te_graph.checks import Request
+from te_graph.group import Group
 from te_graph.handle import Handle, install
-from te_graph.session import capture_all
+from te_graph.options import Options
+from te_graph.session import Job, capture_all
 
 GraphCallable = nn.Module | Callable[..., Any]
 
@@ -27,8 +29,14 @@ def make_graphed_callables(
     *,
     sample_kwargs: dict[str, Any] | tuple[dict[str, Any], ...] | None = None,
     max_in_flight: int = 1,
+    chain: bool = False,
     accumulate_grads: bool = True,
+    autograd_params: Iterable[Tensor] = (),
     grad_dtype: torch.dtype | None = None,
+    hooks: str = "refuse",
+    on_mismatch: str = "raise",
+    on_exhausted: str = "raise",
+    max_captures: int = 8,
     show_progress: bool | None = None,
 ) -> Any:
     """Capture the forward and backward of callables, and return callables that replay them.
@@ -45,7 +53,7 @@ def make_graphed_callables(
             ``state_dict``, ``train``, ``eval``, hooks and saving work; a copied or loaded module is eager.
         sample_args: the positional arguments of the callable, or a tuple of them for each: nests of tensors and
             constants, with shapes, dtypes, devices and requires_grad of the later calls. Their values do not matter
-            and they are not written to.
+            and they are not written to. With ``chain`` later ones may be left out.
         num_warmup_iters: eager iterations before the capture; at least one is run.
         allow_unused_input: let a sample that requires a gradient contribute to no result.
         pool: memory pool (``torch.cuda.graph_pool_handle()``) for what is born and freed inside backward graphs;
@@ -55,10 +63,23 @@ def make_graphed_callables(
         sample_kwargs: the keyword arguments, or a tuple of them for each callable.
         max_in_flight: how many forwards of one callable may wait for their backward at a time. Each costs a graph pair
             and the memory of its activations.
+        chain: the callables of the tuple feed each other: the first argument of each is the first result of the one
+            before (where its sample is left out, its only argument is that one's result). Nothing is copied between
+            neighbours, forward or backward, as long as the tensors arrive as they left. Where the input is another
+            tensor the call runs eagerly; another gradient is copied.
         accumulate_grads: False hands parameter gradients to autograd, as tensors of their own, instead of accumulating
             them in the graph. Parameters with hooks and parameters that several callables use are always handled so.
+        autograd_params: parameters for which that shall be so, such as those that eager code uses as well.
         grad_dtype: accumulate into ``p.main_grad`` of this dtype, created where it is missing and the parameter has
             another dtype; ``.grad`` stays None. A parameter that has a ``main_grad`` is accumulated there in any case.
+        hooks: what becomes of forward, pre- and backward hooks of submodules: "refuse" the capture, or "captured": what
+            they compute is frozen into the graph, and their Python effects do not happen again.
+        on_mismatch: what a call does whose arguments are not as at capture, or for which something that the graph
+            takes for granted has changed: "raise", run in "eager" mode, or "capture" again. Captures for other
+            arguments stand beside each other; one that is stale is replaced.
+        on_exhausted: what a forward does when ``max_in_flight`` earlier ones wait for their backward: "raise", or run
+            in "eager" mode.
+        max_captures: how many captures ``on_mismatch="capture"`` may add to each callable; further ones run eagerly.
         show_progress: show a progress bar; None: when several callables are captured on a terminal.
 
     Returns:
@@ -67,37 +88,49 @@ def make_graphed_callables(
         as long as they are held: before a replay overwrites the memory of one, it is moved to memory of its own.
 
         A call runs eagerly in the other training mode or grad mode than at capture, inside another capture, and with
-        ``TE_GRAPH_DISABLE=1``.
+        ``TE_GRAPH_DISABLE=1``. The logger "te_graph" tells captures (INFO) and, once each, what ran eagerly because a
+        graph did not fit (WARNING); ``te_graph.info()`` counts them.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
         RuntimeError: a callable cannot be captured. Everything is then as it was before.
         CaptureError: the recorder met an operation that a CUDA graph cannot hold; names the user's line.
 
-        Calls raise ValueError when their arguments are not as at capture, and RuntimeError when something that the
-        graph takes for granted has changed (an address, a flag, a setting), naming it, or when more than
-        ``max_in_flight`` forwards wait for their backward.
+        Unless the options say otherwise, calls raise ValueError when their arguments are not as at capture, and
+        RuntimeError when something that the graph takes for granted has changed (an address, a flag, a setting),
+        naming it, or when more than ``max_in_flight`` forwards wait for their backward. RuntimeError, too, where an
+        eager call would leave gradients in ``.grad`` that belong into ``main_grad``.
 
     Stream and capture: synchronizes the device. Replays go to the current stream and wait for the last replay of the
         same call of this function if that was on another. They do not allocate, except for a result that the user
-        still holds and for new ``.grad`` tensors, and do not synchronize.
+        still holds and for new ``.grad`` tensors, and do not synchronize. A call that captures again does what this
+        function does.
     """
-    request = Request.of(
-        callables,
-        sample_args,
-        sample_kwargs,
-        enable_annotations=enable_annotations,
+    options = Options(
         num_warmup_iters=num_warmup_iters,
         allow_unused_input=allow_unused_input,
         pool=pool,
         capture_error_mode=capture_error_mode,
         max_in_flight=max_in_flight,
+        chain=chain,
         accumulate_grads=accumulate_grads,
+        autograd_params=autograd_params,
         grad_dtype=grad_dtype,
+        hooks=hooks,
+        on_mismatch=on_mismatch,
+        on_exhausted=on_exhausted,
+        max_captures=max_captures,
         show_progress=show_progress,
     )
-    handles = [Handle(label, target) for label, target in zip(request.labels, request.callables, strict=True)]
-    if os.environ.get("TE_GRAPH_DISABLE", "0") != "1":
-        capture_all(request, handles)
-    graphed = tuple(install(target, handle) for target, handle in zip(request.callables, handles, strict=True))
+    request = Request.of(
+        callables, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options
+    )
+    each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
+    jobs = [Job(*one) for one in each]
+    group = Group(request.device, options)
+    entries = [] if os.environ.get("TE_GRAPH_DISABLE", "0") == "1" else capture_all(group, jobs, options.chain)
+    handles = [Handle(job.label, job.target) for job in jobs]
+    for handle, entry in zip(handles, entries, strict=False):
+        handle.arm(entry, group)
+    graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))
     return graphed if request.is_tuple else graphed[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -13,9 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.capture import CallableCapture
 from te_graph.capturing import is_capturing
-from te_graph.gradients import GradientState, gradient_state, main_grad_of
+from te_graph.checks import check_circumstances, sample_of
+from te_graph.entry import Entry
+from te_graph.gradients import main_grad_of
+from te_graph.group import Group
+from te_graph.report import register, unregister
+from te_graph.session import Job, capture_all
+
+_log = logging.getLogger("te_graph")
+_Kind = _C.Refusal.Kind
+_CAPTURING = "inside another capture"
+_MAX_REASONS = 32  # shapes in messages may go on for ever
 
 
 class Handle:
@@ -30,34 +40,34 @@ class Handle:
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
         self._own_forward: Callable[..., Any] | None = None
-        self._callable: _C.GraphedCallable | None = None
-        self._statistics: dict[str, Any] = {}
+        self._group: Group | None = None
+        self._entry: Entry | None = None  # the one that was replayed last
+        self._others: list[Entry] = []
+        self._captures = 0
+        self._past_replays: Counter[str] = Counter()  # of entries that are no more
         self._eager_calls: Counter[str] = Counter()
-        self._parameter_numbers: dict[int, int] = {}
-        self._states: list[GradientState] = []
+        self._told: set[str] = set()
+        register(self)
 
-    def arm(self, graphed: _C.GraphedCallable, capture: CallableCapture, statistics: dict[str, Any]) -> None:
-        """From now on calls replay ``graphed``."""
-        self._callable = graphed
-        self._signature = capture.signature
-        self._is_flat = capture.signature.is_flat
-        self._result = capture.result
-        self._grad_mode = capture.grad_mode
+    def arm(self, entry: Entry, group: Group) -> None:
+        """From now on calls replay ``entry``, and what the options of ``group`` say if that does not fit."""
+        self._group = group
+        self._grad_mode = torch.is_grad_enabled()
         self._training = self._target().training if self._is_module else None
-        self._statistics = statistics
-        self._share_parameters(capture.gradients.parameters)
+        self._add(entry)
 
     def call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None = None) -> Any:
         """Replay, or run eagerly where the graph does not apply. ``base`` is the class that a module had before."""
         reason = self._reason_for_eager(root)
         if reason is None:
-            is_plain = self._is_flat and not kwargs and self._signature.is_plain(args)
-            tensors = args if is_plain else self._signature.flatten(self.label, args, kwargs)
-            outputs = self._callable.forward(root, tensors)
-            if outputs is not None:
-                return outputs[0] if self._result.is_tensor else self._result.unflatten(outputs)
-            reason = "inside another capture"
-        self._eager_calls[reason] += 1
+            outputs = self._entry.replay(root, args, kwargs)
+            if type(outputs) is not list:
+                outputs, reason = self._replay_otherwise(outputs, root, args, kwargs)
+            if reason is None:
+                result = self._entry.result
+                return outputs[0] if result.is_tensor else result.unflatten(outputs)
+        is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
+        self._eager_calls[reason if is_known else "other reasons"] += 1
         return self.run_eagerly(root, base)(*args, **kwargs)
 
     @torch.compiler.disable
@@ -67,15 +77,102 @@ class Handle:
         return self.call(*args)
 
     def _reason_for_eager(self, root: Any) -> str | None:
-        if self._callable is None:
+        if self._entry is None:
             return "not graphed"
         if self._is_module and root.training is not self._training:
             return "captured in training mode" if self._training else "captured in eval mode"
         if torch.is_grad_enabled() is not self._grad_mode:
             return "captured with gradients" if self._grad_mode else "captured without gradients"
         if is_capturing():
-            return "inside another capture"
+            return _CAPTURING
         return None
+
+    def _replay_otherwise(
+        self, refusal: _C.Refusal, root: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[Tensor], str | None]:
+        """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
+
+        Raises:
+            ValueError, RuntimeError: the user chose an error, or the eager result would not be right.
+        """
+        for entry in list(self._others):
+            if refusal.kind != _Kind.ARGUMENTS:
+                break
+            outputs = entry.replay(root, args, kwargs)
+            if type(outputs) is list or outputs.kind != _Kind.ARGUMENTS:
+                self._make_current(entry)
+                if type(outputs) is list:
+                    return outputs, None
+                refusal = outputs
+        kind, options = refusal.kind, self._group.options
+        if kind == _Kind.CAPTURING:
+            return [], _CAPTURING
+        lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
+        if options.on_mismatch == "capture" and (lost or kind in (_Kind.ARGUMENTS, _Kind.CIRCUMSTANCES)):
+            return self._capture_again(refusal, root, args, kwargs)
+        may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
+        if may_be_eager == "raise" and kind != _Kind.UNLINKED:
+            raise (ValueError if kind == _Kind.ARGUMENTS else RuntimeError)(refusal.message)
+        return [], self._fall_back(refusal.message)
+
+    def _capture_again(
+        self, refusal: _C.Refusal, root: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[Tensor], str | None]:
+        """Capture what is called; where that fails, a reason to run eagerly."""
+        group = self._group
+        if self._captures >= group.options.max_captures:
+            return [], self._fall_back(f"{refusal.message}; max_captures={group.options.max_captures} are made")
+        self._captures += 1
+        counted = self._eager_calls.copy()  # without those that the capture makes
+        try:
+            check_circumstances(group.device)
+            job = Job(self.label, self._target(), sample_of(self.label, args, kwargs), kwargs)
+            entry = capture_all(group, [job], is_chain=False)[0]
+        except (RuntimeError, TypeError, ValueError) as error:
+            return [], self._fall_back(f"{refusal.message}; capturing again failed: {error}")
+        finally:
+            self._eager_calls = counted
+        _log.info("%s: captured again: %s", self.label, refusal.message)
+        if refusal.kind != _Kind.ARGUMENTS:
+            self._retire(self._entry)
+            self._entry = None
+        self._add(entry)
+        outputs = entry.replay(root, args, kwargs)
+        if type(outputs) is not list:
+            raise RuntimeError(outputs.message)
+        return outputs, None
+
+    def _fall_back(self, reason: str) -> str:
+        """``reason``, told once, if the eager result is right."""
+        if torch.is_grad_enabled() and any(entry.has_main_grads for entry in [self._entry, *self._others]):
+            raise RuntimeError(f"{reason}; an eager call would leave gradients in .grad instead of main_grad")
+        if reason not in self._told and len(self._told) < _MAX_REASONS:
+            self._told.add(reason)
+            _log.warning("%s (runs eagerly)", reason)
+        return reason.removeprefix(f"{self.label}: ")
+
+    def _retire(self, entry: Entry) -> None:
+        entry.retired = True
+        self._past_replays["forward"] += entry.graphed.forward_replays
+        self._past_replays["backward"] += entry.graphed.backward_replays
+
+    def _make_current(self, entry: Entry) -> None:
+        self._others.remove(entry)
+        self._others.insert(0, self._entry)
+        self._entry = entry
+
+    def _add(self, entry: Entry) -> None:
+        """Take ``entry`` as the current one. A parameter that another callable uses as well goes to autograd in both,
+        which sums before it accumulates; only a ``main_grad`` is added to by each."""
+        if self._entry is not None:
+            self._others.insert(0, self._entry)
+        self._entry = entry
+        for reference, state in zip(entry.leaves, entry.states, strict=True):
+            parameter = reference()
+            if main_grad_of(parameter) is None and any(user is not self for user in state.users):
+                for user in [*state.users, self]:
+                    user.route_through_autograd(parameter)
+            state.users.add(self)
 
     def run_eagerly(self, root: Any, base: type[nn.Module] | None) -> Callable[..., Any]:
         """What ``root`` ran before it was graphed."""
@@ -85,8 +182,14 @@ class Handle:
 
     def route_through_autograd(self, parameter: Tensor) -> None:
         """Let autograd accumulate the gradient of ``parameter`` [...], which another callable uses as well."""
-        if self._callable is not None and id(parameter) in self._parameter_numbers:
-            self._callable.route_through_autograd(self._parameter_numbers[id(parameter)])
+        for entry in self._entries:
+            for number, reference in enumerate(entry.leaves):
+                if reference() is parameter:
+                    entry.graphed.route_through_autograd(number)
+
+    @property
+    def _entries(self) -> list[Entry]:
+        return [] if self._entry is None else [self._entry, *self._others]
 
     def reset(self) -> None:
         """Free the graphs: the callable runs eagerly again, and can be given to ``make_graphed_callables`` anew.
@@ -94,46 +197,47 @@ class Handle:
         A backward that is still due runs; its memory goes with it. May be called again.
         """
         target = self._target()
-        self._callable = None
-        self._statistics = {}
+        unregister(self)
+        for entry in self._entries:
+            self._retire(entry)
+            for state in entry.states:
+                state.users.discard(self)
+        self._entry, self._others, self._group = None, [], None
         if self._is_module and target is not None and vars(target).get("te_graph") is self:
             del target.te_graph
             target.__class__ = type(target).__bases__[0]
             if self._own_forward is not None:
                 vars(target)["forward"] = self._own_forward
-        for state in self._states:
-            state.users.discard(self)
-        self._states = []
 
     def info(self) -> dict[str, Any]:
         """What was captured and how often it has run.
 
         Returns:
-            ``name``; ``backend`` ("cuda", "recorder", or None when not graphed); ``slots``; ``graphs``; ``nodes``;
-            ``bytes`` of graph memory; ``capture_seconds``; ``in_flight`` forwards that wait for their backward;
-            ``forward_replays``; ``backward_replays``; ``eager_calls``, by reason.
+            ``name``; ``backend`` ("cuda", "recorder", or None when not graphed); ``signatures``; ``slots`` of each;
+            ``graphs``; ``nodes``; ``bytes`` of graph memory; ``capture_seconds``; ``recaptures``; ``in_flight``
+            forwards that wait for their backward; ``forward_replays``; ``backward_replays``; ``eager_calls``, by
+            reason. Graphs, nodes, bytes and seconds are sums over the signatures that are captured now.
         """
-        graphed = self._callable
-        empty = {"backend": None, "slots": 0, "graphs": 0, "nodes": 0, "bytes": 0, "capture_seconds": 0.0}
+        entries = self._entries
+
+        def total(fact: str) -> Any:
+            return sum(entry.statistics[fact] for entry in entries)
+
         return {
             "name": self.label,
-            **(self._statistics or empty),
-            "in_flight": graphed.in_flight if graphed else 0,
-            "forward_replays": graphed.forward_replays if graphed else 0,
-            "backward_replays": graphed.backward_replays if graphed else 0,
+            "backend": entries[0].statistics["backend"] if entries else None,
+            "signatures": len(entries),
+            "slots": entries[0].statistics["slots"] if entries else 0,
+            "graphs": total("graphs"),
+            "nodes": total("nodes"),
+            "bytes": total("bytes"),
+            "capture_seconds": float(total("capture_seconds")),
+            "recaptures": self._captures,
+            "in_flight": sum(entry.graphed.in_flight for entry in entries),
+            "forward_replays": self._past_replays["forward"] + sum(e.graphed.forward_replays for e in entries),
+            "backward_replays": self._past_replays["backward"] + sum(e.graphed.backward_replays for e in entries),
             "eager_calls": dict(self._eager_calls),
         }
-
-    def _share_parameters(self, parameters: list[Tensor]) -> None:
-        """Note that this callable computes gradients for ``parameters``. One that another callable uses as well goes
-        to autograd in both, which sums before it accumulates; only a ``main_grad`` is added to by each."""
-        self._parameter_numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._states = [gradient_state(parameter) for parameter in parameters]
-        for parameter, state in zip(parameters, self._states, strict=True):
-            if main_grad_of(parameter) is None and any(user is not self for user in state.users):
-                for user in [*state.users, self]:
-                    user.route_through_autograd(parameter)
-            state.users.add(self)
 
 
 class GraphedFunction:

@@ -116,7 +116,7 @@ class Homes:
         return self.add(place.attributes().item("main_grad", f"main_grad of {place.name}"))
 
 
-def find_homes(root: Any, externals: dict[int, External]) -> Homes:
+def find_homes(root: Any, externals: dict[int, External], may_capture_hooks: bool = False) -> Homes:
     """Find where the external tensors of a capture are reached from, and build the guard over them.
 
     Searches the modules, attributes, containers, closure variables, globals, defaults and bound objects that ``root``
@@ -124,7 +124,7 @@ def find_homes(root: Any, externals: dict[int, External]) -> Homes:
 
     Raises:
         RuntimeError: an external tensor cannot be reached from ``root``, so nobody could tell when it moves; or a
-            module that is not the callable itself has hooks.
+            module that is not the callable itself has hooks and ``may_capture_hooks`` is False.
     """
     homes = Homes()
     missing = set(externals)
@@ -152,7 +152,7 @@ def find_homes(root: Any, externals: dict[int, External]) -> Homes:
         if id(top.obj) not in guarded:
             guarded.add(id(top.obj))
             for place in _modules_below(top):
-                _guard_module(place, homes, is_callable=place.obj is root)
+                _guard_module(place, homes, place.obj is root, may_capture_hooks)
     for place in found:
         homes.add(place)
     return homes
@@ -207,7 +207,7 @@ def _modules_below(top: Place) -> Iterator[Place]:
             stack.extend(reversed(list(_submodules(place))))
 
 
-def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
+def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hooks: bool) -> None:
     members = place.attributes()
     name = place.name or type(place.obj).__name__
     homes.enter(members.item("training", f"training flag of {name}"))
@@ -223,12 +223,14 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
         homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
     for key, what in _HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
-        if hooks.obj:
+        if hooks.obj and not may_capture_hooks:
             raise RuntimeError(
                 f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
-                "graphed module itself do run)"
+                'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'
             )
-        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=0))
+        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+        for hook in hooks.obj:
+            homes.enter(hooks.item(hook, hooks.name))
 
 
 def _of(name: str, owner: str) -> str:

@@ -1,64 +1,96 @@
-"""One call of make_graphed_callables: warm-up and capture of all callables as a transaction."""
+"""Warm-up and capture of callables, as one transaction."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import sys
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from te_graph import _C
-from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capture import CallableCapture
 from te_graph.capturing import capturing
-from te_graph.checks import Request
+from te_graph.checks import sample_of
+from te_graph.entry import Entry
 from te_graph.gradients import create_main_grad, gradient_state, main_grad_of
-from te_graph.handle import Handle
+from te_graph.group import Group
+from te_graph.signature import Signature
+
+_log = logging.getLogger("te_graph")
 
 
-def capture_all(request: Request, handles: list[Handle]) -> None:
-    """Capture every callable of ``request`` and arm its handle.
+@dataclass(frozen=True)
+class Job:
+    """One callable to be captured.
 
-    Buffers, generators, garbage collection and gradients are afterwards as before, also when it raises; then no handle
-    is armed.
+    Attributes:
+        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
     """
-    device = request.device
-    cuda = device.type == "cuda"
-    backend = CudaBackend(device, request.capture_error_mode) if cuda else RecorderBackend()
-    captures = [
-        CallableCapture(label, target, backend, device, signature, samples, request.max_in_flight)
-        for label, target, signature, samples in zip(
-            request.labels, request.callables, request.signatures, request.samples, strict=True
-        )
-    ]
-    steps = len(captures) * (1 + 2 * request.max_in_flight)
-    is_quiet = not (len(captures) > 1 and sys.stderr.isatty()) if request.show_progress is None else False
+
+    label: str
+    target: nn.Module | Callable[..., Any]
+    sample: tuple[Signature, list[Tensor]] | None
+    kwargs: dict[str, Any]
+
+
+def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
+    """Capture the callables of ``jobs``; with ``is_chain`` each reads the results of the one before in place.
+
+    Buffers, generators, garbage collection and gradients are afterwards as before, also when it raises.
+    """
+    options, backend = group.options, group.backend
+    steps = len(jobs) * (1 + 2 * options.max_in_flight)
+    is_quiet = not (len(jobs) > 1 and sys.stderr.isatty()) if options.show_progress is None else False
     with contextlib.ExitStack() as transaction:
         progress = transaction.enter_context(
-            tqdm(total=steps, desc="capturing graphs", disable=is_quiet or request.show_progress is False)
+            tqdm(total=steps, desc="capturing graphs", disable=is_quiet or options.show_progress is False)
         )
         transaction.enter_context(_garbage_collection_off())
         transaction.enter_context(backend.session())
         transaction.enter_context(capturing())
         on_failure = transaction.enter_context(contextlib.ExitStack())
-        for capture in captures:
+        started = time.perf_counter()
+        captures: list[CallableCapture] = []
+        for job in jobs:
+            capture = _begin(job, group, captures[-1] if captures and is_chain else None)
+            captures.append(capture)
             transaction.callback(capture.undo)
             on_failure.callback(capture.undo_failure)
-        started = time.perf_counter()
-        for capture in captures:
             with backend.watch_generator(capture.label):
-                capture.warm_up(max(2, request.num_warmup_iters), request.allow_unused_input)
+                capture.warm_up()
             progress.update()
-        with _main_grads(captures, request):
-            _capture_graphs(captures, backend, request, progress)
-            _arm(captures, handles, request, (time.perf_counter() - started) / len(captures))
+        for capture in captures:
+            capture.sample_results = []
+        with _main_grads(captures, group):
+            _capture_graphs(captures, group, progress)
+            entries = _assemble_all(captures, group, (time.perf_counter() - started) / len(captures))
         on_failure.pop_all()
+    for entry in entries:
+        facts = entry.statistics
+        _log.info(
+            "%s: captured %d graphs, %d nodes, %.1f MiB in %.2f s",
+            *(entry.label, facts["graphs"], facts["nodes"], facts["bytes"] / 2**20, facts["capture_seconds"]),
+        )
+    return entries
+
+
+def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> CallableCapture:
+    signature, tensors = job.sample or sample_of(
+        job.label, (predecessor.result.unflatten(predecessor.sample_results),), job.kwargs
+    )
+    capture = CallableCapture(job.label, job.target, group, signature, tensors)
+    if predecessor is not None:
+        capture.link_to(predecessor, everything=job.sample is None)
+    return capture
 
 
 @contextlib.contextmanager
@@ -74,20 +106,23 @@ def _garbage_collection_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_grads(captures: list[CallableCapture], request: Request) -> Iterator[None]:
+def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]:
     """Create the ``main_grad`` tensors that ``grad_dtype`` asks for; remove them again if the capture fails."""
+    dtype = group.options.grad_dtype if group.options.accumulate_grads else None
     created: list[Tensor] = []
     try:
-        if request.grad_dtype is not None and request.accumulate_grads:
-            for parameter in {id(p): p for c in captures for p in c.gradients.parameters}.values():
-                if parameter.dtype != request.grad_dtype and main_grad_of(parameter) is None:
-                    if request.grad_dtype != torch.float32 or parameter.dtype not in (torch.float16, torch.bfloat16):
-                        raise ValueError(
-                            f"make_graphed_callables: expected grad_dtype to be torch.float32 or the parameter's own "
-                            f"dtype, {parameter.dtype}, got {request.grad_dtype}"
-                        )
-                    create_main_grad(parameter, request.grad_dtype)
-                    created.append(parameter)
+        for parameter in {id(p): p for c in captures for p in c.gradients.parameters}.values():
+            if dtype in (None, parameter.dtype) or main_grad_of(parameter) is not None:
+                continue
+            if group.options.is_for_autograd(parameter):
+                continue
+            if dtype != torch.float32 or parameter.dtype not in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"make_graphed_callables: expected grad_dtype to be torch.float32 or the parameter's own "
+                    f"dtype, {parameter.dtype}, got {dtype}"
+                )
+            create_main_grad(parameter, dtype)
+            created.append(parameter)
         yield
     except BaseException:
         for parameter in created:
@@ -95,18 +130,26 @@ def _main_grads(captures: list[CallableCapture], request: Request) -> Iterator[N
         raise
 
 
-def _capture_graphs(captures: list[CallableCapture], backend: Any, request: Request, progress: tqdm) -> None:
+def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm) -> None:
     """Capture all forwards in order, then all backwards in reverse order.
 
     Each forward has a memory pool of its own: what it makes lives until its backward has run, and may share memory
     with nothing that another graph writes in between. What backwards make is dead when the next one starts, so they
     share one pool. The autograd graphs of the capture, and with them the activations, are held until all is captured.
     """
-    backward_pool = request.pool or backend.new_pool()
     leaves = {id(p): p for capture in captures for p in capture.gradients.parameters}
     isolation = _C.LeafIsolation(list(leaves.values()), with_accumulators=True)
+    slots = range(group.options.max_in_flight)
+    successors = {capture.predecessor: capture for capture in captures}
     try:
-        _capture_passes(captures, backend, backward_pool, request.accumulate_grads, progress)
+        for capture in captures:
+            for _ in slots:
+                capture.capture_forward(group.backend.new_pool())
+                progress.update()
+        for capture in reversed(captures):
+            for number in slots:
+                capture.capture_backward(number, group.backward_pool, successors.get(capture))
+                progress.update()
     finally:
         for capture in captures:
             for slot in capture.slots:
@@ -114,31 +157,40 @@ def _capture_graphs(captures: list[CallableCapture], backend: Any, request: Requ
         isolation.restore()
 
 
-def _capture_passes(
-    captures: list[CallableCapture], backend: Any, backward_pool: Any, accumulate_grads: bool, progress: tqdm
-) -> None:
-    for capture in captures:
-        for slot in capture.slots:
-            capture.capture_forward(slot, backend.new_pool())
-            progress.update()
-    for capture in reversed(captures):
-        for slot in capture.slots:
-            capture.capture_backward(slot, backward_pool, accumulate_grads)
-            progress.update()
+def _assemble_all(captures: list[CallableCapture], group: Group, seconds: float) -> list[Entry]:
+    backend = group.backend
+    backwards = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
+    *forward_bytes, shared_bytes = backend.nbytes([*([s.forward for s in c.slots] for c in captures), backwards])
+    entries: dict[CallableCapture, Entry] = {}
+    for capture, own_bytes in zip(captures, forward_bytes, strict=True):
+        predecessor = entries.get(capture.predecessor)
+        graphs = [g for slot in capture.slots for g in (slot.forward, slot.backward) if g is not None]
+        inputs = sum(t.nbytes for s in capture.slots for i, t in enumerate(s.inputs) if i not in capture.links)
+        parameters = capture.gradients.parameters
+        entries[capture] = Entry(
+            label=capture.label,
+            graphed=_assemble(capture, group, predecessor),
+            signature=capture.signature,
+            result=capture.result,
+            leaves=[weakref.ref(parameter) for parameter in parameters],
+            states=[gradient_state(parameter) for parameter in parameters],
+            has_main_grads=any(main_grad_of(parameter) is not None for parameter in parameters),
+            statistics={
+                "backend": backend.name,
+                "slots": len(capture.slots),
+                "graphs": len(graphs),
+                "nodes": sum(backend.nodes(graph) for graph in graphs),
+                "bytes": own_bytes + inputs + shared_bytes // len(captures),
+                "capture_seconds": seconds,
+            },
+            predecessor=weakref.ref(predecessor) if predecessor is not None else None,
+        )
+    return list(entries.values())
 
 
-def _arm(captures: list[CallableCapture], handles: list[Handle], request: Request, seconds: float) -> None:
-    scope = _C.Scope(request.device)
-    armed = [_assemble(capture, scope, request) for capture in captures]
-    for handle, capture, (graphed, statistics) in zip(handles, captures, armed, strict=True):
-        handle.arm(graphed, capture, {**statistics, "capture_seconds": seconds})
-
-
-def _assemble(
-    capture: CallableCapture, scope: _C.Scope, request: Request
-) -> tuple[_C.GraphedCallable, dict[str, Any]]:
-    """The C++ replay object of one callable, and what ``info()`` tells about it."""
-    homes, gradients = capture.homes, capture.gradients
+def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None) -> _C.GraphedCallable:
+    """The C++ replay object of one callable."""
+    homes, gradients, options = capture.homes, capture.gradients, group.options
     parameters = []
     for parameter, depends_on in zip(gradients.parameters, gradients.depends_on, strict=False):
         number = homes.index_of(parameter)
@@ -147,20 +199,20 @@ def _assemble(
                 f"{capture.label}: a leaf of shape {list(parameter.shape)} gets a gradient but is not found among the "
                 "parameters, attributes and variables of the callable: pass it as an argument"
             )
-        has_main_grad = request.accumulate_grads and main_grad_of(parameter) is not None
+        has_main_grad = not options.is_for_autograd(parameter) and main_grad_of(parameter) is not None
         parameters.append(
             _C.ParameterSpec(
                 tensor=number,
                 main_grad=homes.add_main_grad(number) if has_main_grad else -1,
                 depends_on=depends_on,
-                through_autograd=not request.accumulate_grads,
+                through_autograd=options.is_for_autograd(parameter),
                 flag=gradient_state(parameter).flag,
             )
         )
     input_dependence = dict(zip(gradients.inputs, gradients.depends_on[len(parameters) :], strict=True))
     inputs = [
-        _C.InputSpec(name, input_dependence.get(number, []))
-        for number, name in enumerate(capture.signature.distinct_names)
+        _C.InputSpec(name, input_dependence.get(i, []), i in capture.links, capture.is_saved_input(i))
+        for i, name in enumerate(capture.signature.distinct_names)
     ]
     # main_grads come after the tensors that the capture itself uses.
     main_grads = len(homes.tensors) - len(capture.versions_bumped)
@@ -170,16 +222,16 @@ def _assemble(
     ]
     graphed = _C.GraphedCallable(
         name=capture.label,
-        device=request.device,
-        scope=scope,
+        device=group.device,
+        scope=group.scope,
         guard=homes.guard,
         inputs=inputs,
         parameters=parameters,
         externals=externals,
         differentiable=capture.output_numbers,
         saved_outputs=capture.saved_outputs,
+        predecessor=None if predecessor is None else predecessor.graphed,
     )
-    graphs = []
     for slot in capture.slots:
         graphed.add_slot(
             forward=slot.forward,
@@ -191,11 +243,4 @@ def _assemble(
             parameter_grads=slot.parameter_grads,
             table=slot.table,
         )
-        graphs += [graph for graph in (slot.forward, slot.backward) if graph is not None]
-    return graphed, {
-        "backend": capture.backend.name,
-        "slots": len(capture.slots),
-        "graphs": len(graphs),
-        "nodes": sum(capture.backend.nodes(graph) for graph in graphs),
-        "bytes": capture.backend.nbytes(graphs),
-    }
+    return graphed

@@ -108,7 +108,7 @@ def test_hazard_08_a_moved_or_replaced_tensor_is_refused_by_name_and_reset_and_r
     model.zero_grad()
     change(model)
     dtype = model.up.weight.dtype
-    x = batch(device, dtype)
+    x = batch(device)
     before = snapshot(model)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=rf"Net: .*{words}.* since capture; call \.te_graph\.reset\(\)"):

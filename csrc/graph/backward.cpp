@@ -64,26 +64,46 @@ void GraphedCallable::check_versions(const ReplayNode& node) const {
                     "version ",
                     external._version(), "; expected version ", node.external_versions[i]);
     }
+    for (const LinkedInput& linked : node.linked_inputs) {
+        TORCH_CHECK(linked.version.current_version() == linked.version_at_forward, name_, ": ",
+                    inputs_[linked.input].name,
+                    " is needed for backward and has been modified by an inplace operation since the forward");
+    }
     for (size_t i = 0; i < saved_outputs_.size(); ++i) {
         TORCH_CHECK(!saved_outputs_[i] || node.output_versions[i].current_version() == 0, name_, ": output ", i,
                     " is needed for backward and has been modified by an inplace operation");
     }
 }
 
-// Fills the static gradients of the outputs; returns which outputs got one. What has been copied is let go of at once,
-// so that memory lent by the graph that made it is known to be free again.
+// Puts the gradients of the outputs where the graph reads them; returns which outputs got one. What is in place is let
+// go of at once, so that memory lent by the graph that made it is known to be free again.
 std::vector<bool> GraphedCallable::load_grad_outputs(Slot& slot, variable_list& grads) const {
-    std::vector<bool> got(grads.size());
-    for (size_t i = 0; i < grads.size(); ++i) {
-        got[i] = grads[i].defined();
-        if (got[i]) {
-            copy_into(slot.grad_outputs[i], grads[i]);
-            grads[i].reset();
-        } else if (!slot.zero_grad_outputs[i]) {
-            slot.grad_outputs[i].zero_();
+    const auto load = [](Staging& staging, at::Tensor& grad) {
+        if (grad.defined()) {
+            copy_into(staging.tensor, grad);
+            grad.reset();
+            staging.is_zero = false;
+        } else if (!staging.is_zero) {
+            staging.tensor.zero_();
+            staging.is_zero = !staging.is_lent;
         }
-        slot.zero_grad_outputs[i] = !got[i];
+    };
+    std::vector<bool> got(grads.size());
+    std::vector<size_t> elsewhere;
+    for (size_t i = 0; i < grads.size(); ++i) {
+        Staging& staging = *slot.grad_outputs[i];
+        got[i] = grads[i].defined();
+        if (staging.is_lent && staging.holds(grads[i])) {
+            grads[i].reset();
+        } else if (staging.is_lent) {
+            elsewhere.push_back(i);
+        } else {
+            load(staging, grads[i]);
+        }
     }
+    // Somebody may hold gradients that lie where these are to be written.
+    if (!elsewhere.empty()) scope_->input_gradients().protect();
+    for (const size_t i : elsewhere) load(*slot.grad_outputs[i], grads[i]);
     return got;
 }
 
@@ -164,7 +184,7 @@ variable_list GraphedCallable::backward(ReplayNode& node, variable_list grads) {
     const c10::DeviceGuard on_device(device_);
     Slot& slot = *slots_[node.slot()];
     const std::string change = guard_->check_tensors(node.externals);
-    TORCH_CHECK(change.empty(), describe(change));
+    TORCH_CHECK(change.empty(), changed(change).message);
     check_versions(node);
 
     scope_->enter();

@@ -14,15 +14,21 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-// A tensor over the same memory that does not keep it alive: a graph's own memory, which its pool holds.
-at::Tensor borrow(const at::Tensor& tensor) {
+// A tensor over the same memory that keeps alive the graph whose pool it is from, and leaves the memory to later
+// captures into that pool.
+at::Tensor borrow(const at::Tensor& tensor, const std::shared_ptr<Graph>& graph) {
     return at::from_blob(
-        tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [](void*) {}, tensor.options(), tensor.device());
+        tensor.mutable_data_ptr(), tensor.sizes(), tensor.strides(), [graph](void*) {}, tensor.options(),
+        tensor.device());
 }
 
-Tensors borrow_all(const Tensors& tensors) {
-    Tensors borrowed;
-    for (const auto& tensor : tensors) borrowed.push_back(borrow(tensor));
+std::vector<std::optional<at::Tensor>> borrow_all(const std::vector<std::optional<at::Tensor>>& tensors,
+                                                  const py::object& captured) {
+    const auto graph = make_graph(captured);
+    std::vector<std::optional<at::Tensor>> borrowed;
+    for (const auto& tensor : tensors) {
+        borrowed.push_back(tensor ? std::optional(borrow(*tensor, graph)) : std::nullopt);
+    }
     return borrowed;
 }
 
@@ -38,9 +44,9 @@ std::shared_ptr<GradientTable> make_table(const std::vector<int64_t>& sizes, con
 }
 
 void add_slot(GraphedCallable& callable, const py::object& forward, const py::object& backward, Tensors inputs,
-              Tensors outputs, Tensors grad_outputs, const std::vector<std::optional<at::Tensor>>& grad_inputs,
-              Tensors parameter_grads, std::shared_ptr<GradientTable> table) {
-    const size_t differentiable = grad_outputs.size();
+              Tensors outputs, std::vector<std::shared_ptr<Staging>> grad_outputs,
+              const std::vector<std::optional<at::Tensor>>& grad_inputs, Tensors parameter_grads,
+              std::shared_ptr<GradientTable> table) {
     Tensors defined_grad_inputs;
     for (const auto& grad : grad_inputs) defined_grad_inputs.push_back(grad.value_or(at::Tensor()));
     callable.add_slot(std::unique_ptr<Slot>(new Slot{.forward = make_graph(forward),
@@ -51,8 +57,7 @@ void add_slot(GraphedCallable& callable, const py::object& forward, const py::ob
                                                      .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
                                                      .parameter_grads = std::move(parameter_grads),
                                                      .table = std::move(table),
-                                                     .lent_outputs = {},
-                                                     .zero_grad_outputs = std::vector<bool>(differentiable, false)}));
+                                                     .lent_outputs = {}}));
 }
 
 }  // namespace
@@ -61,7 +66,7 @@ void bind(py::module_& m) {
     m.def("is_capturing", &is_capturing, py::arg("device"));
     m.def("has_gradient_hooks", &has_gradient_hooks, py::arg("leaf"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
-    m.def("borrow", &borrow_all, py::arg("tensors"));
+    m.def("borrow", &borrow_all, py::arg("tensors"), py::arg("cuda_graph"));
 
     py::class_<LeafIsolation>(m, "LeafIsolation")
         .def(py::init<Tensors, bool>(), py::arg("leaves"), py::arg("with_accumulators"))
@@ -101,10 +106,17 @@ void bind(py::module_& m) {
         .def("bind", &GradientTable::bind, py::arg("sources"));
 
     py::class_<InputSpec>(m, "InputSpec")
-        .def(py::init([](std::string name, std::vector<bool> depends_on) {
-                 return InputSpec{std::move(name), std::move(depends_on)};
+        .def(py::init([](std::string name, std::vector<bool> depends_on, bool is_linked, bool is_saved) {
+                 return InputSpec{std::move(name), std::move(depends_on), is_linked, is_saved};
              }),
-             py::arg("name"), py::arg("depends_on"));
+             py::arg("name"), py::arg("depends_on"), py::arg("is_linked"), py::arg("is_saved"));
+
+    py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
+        .def(py::init([](at::Tensor tensor, bool is_lent) {
+                 return Staging{std::move(tensor), is_lent};
+             }),
+             py::arg("tensor"), py::arg("is_lent"))
+        .def_readonly("tensor", &Staging::tensor);
 
     py::class_<ParameterSpec>(m, "ParameterSpec")
         .def(py::init([](int tensor, int main_grad, std::vector<bool> depends_on, bool through_autograd,
@@ -120,11 +132,28 @@ void bind(py::module_& m) {
              }),
              py::arg("saved"), py::arg("written"));
 
+    py::class_<Refusal> refusal(m, "Refusal");
+    py::enum_<Refusal::Kind>(refusal, "Kind")
+        .value("CAPTURING", Refusal::Kind::kCapturing)
+        .value("ARGUMENTS", Refusal::Kind::kArguments)
+        .value("CIRCUMSTANCES", Refusal::Kind::kCircumstances)
+        .value("EXHAUSTED", Refusal::Kind::kExhausted)
+        .value("UNLINKED", Refusal::Kind::kUnlinked);
+    refusal
+        .def(py::init([](Refusal::Kind kind, std::string message) {
+                 return Refusal{kind, std::move(message)};
+             }),
+             py::arg("kind"), py::arg("message"))
+        .def_readonly("kind", &Refusal::kind)
+        .def_readonly("message", &Refusal::message);
+
     py::class_<GraphedCallable, std::shared_ptr<GraphedCallable>>(m, "GraphedCallable")
         .def(py::init<std::string, at::Device, std::shared_ptr<Scope>, std::shared_ptr<Guard>, std::vector<InputSpec>,
-                      std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>, std::vector<bool>>(),
+                      std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>, std::vector<bool>,
+                      std::shared_ptr<GraphedCallable>>(),
              py::arg("name"), py::arg("device"), py::arg("scope"), py::arg("guard"), py::arg("inputs"),
-             py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"))
+             py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
+             py::arg("predecessor"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("parameter_grads"), py::arg("table"))
         .def("forward", [](GraphedCallable& callable, const py::object& root,

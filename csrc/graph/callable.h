@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "graph/gradient_table.h"
@@ -20,6 +21,7 @@
 #include "graph/handout.h"
 #include "graph/settings.h"
 #include "graph/slot_pool.h"
+#include "graph/staging.h"
 #include "graph/stream_order.h"
 
 namespace te_graph::graph {
@@ -43,20 +45,22 @@ struct ParameterSpec {
 struct InputSpec {
     std::string name;
     std::vector<bool> depends_on;  // [differentiable outputs]; empty when it gets no gradient
+    bool is_linked;                // its static memory is a result of the predecessor in a chain
+    bool is_saved;                 // autograd saved it for backward
 };
 
 // A graph pair and the memory that belongs to it.
 struct Slot {
     std::shared_ptr<Graph> forward;
     std::shared_ptr<Graph> backward;  // null when nothing requires a gradient
-    std::vector<at::Tensor> inputs;   // static copies of the arguments' tensors
+    std::vector<at::Tensor>
+        inputs;  // static copies of the arguments' tensors; linked ones lie in the predecessor's slot
     StaticTensors outputs;
-    std::vector<at::Tensor> grad_outputs;     // [differentiable outputs]
-    StaticTensors grad_inputs;                // [inputs], undefined where there is none
-    std::vector<at::Tensor> parameter_grads;  // [parameters], memory owned by the graph
+    std::vector<std::shared_ptr<Staging>> grad_outputs;  // [differentiable outputs]
+    StaticTensors grad_inputs;                           // [inputs], undefined where there is none
+    std::vector<at::Tensor> parameter_grads;             // [parameters], memory owned by the graph
     std::shared_ptr<GradientTable> table;
     Handouts lent_outputs;
-    std::vector<bool> zero_grad_outputs;  // which of grad_outputs are known to be zero
 };
 
 // What the guard's tensors mean to autograd.
@@ -65,19 +69,31 @@ struct ExternalSpec {
     bool written;  // the forward writes it: its version is bumped as eager execution would
 };
 
+// Why a forward cannot be replayed. What that means is the caller's choice: an error, an eager call, another capture.
+struct Refusal {
+    enum class Kind {
+        kCapturing,      // the current stream is being captured by somebody
+        kArguments,      // the tensors are not like those at capture
+        kCircumstances,  // something that the graph takes for granted has changed
+        kExhausted,      // every slot waits for its backward
+        kUnlinked,       // in a chain: the input is not where the predecessor's results are
+    };
+    Kind kind;
+    std::string message;
+};
+
 class GraphedCallable : public std::enable_shared_from_this<GraphedCallable> {
 public:
     GraphedCallable(std::string name, at::Device device, std::shared_ptr<Scope> scope, std::shared_ptr<Guard> guard,
                     std::vector<InputSpec> inputs, std::vector<ParameterSpec> parameters,
                     std::vector<ExternalSpec> externals, std::vector<int> differentiable,
-                    std::vector<bool> saved_outputs);
+                    std::vector<bool> saved_outputs, const std::shared_ptr<GraphedCallable>& predecessor);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
     // Replays the forward. root: the Python callable that the guard starts from. inputs: tensors of the arguments, in
-    // order. Returns one tensor per output, or nothing when the current stream is being captured: then the caller runs
-    // eagerly.
-    std::optional<std::vector<at::Tensor>> forward(PyObject* root, const std::vector<at::Tensor>& inputs);
+    // order. Returns one tensor per output; or why not, and then nothing has been launched or changed.
+    std::variant<std::vector<at::Tensor>, Refusal> forward(PyObject* root, const std::vector<at::Tensor>& inputs);
 
     // Replays the backward of `node`; returns one gradient per next edge of it.
     torch::autograd::variable_list backward(ReplayNode& node, torch::autograd::variable_list grads);
@@ -93,14 +109,18 @@ public:
 private:
     struct Pending;
 
-    void check_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
-    void attach_node(SlotLease lease, std::vector<at::Tensor> externals, const std::vector<at::Tensor>& inputs,
-                     std::vector<at::Tensor>& outputs);
+    std::optional<Refusal> check(PyObject* root, const std::vector<at::Tensor>& inputs,
+                                 std::vector<at::Tensor>& externals, int& slot) const;
+    std::string difference_of_inputs(const std::vector<at::Tensor>& inputs) const;
+    std::optional<Refusal> choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
+    bool finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
+    void attach_node(int slot, SlotLease lease, std::vector<at::Tensor> externals,
+                     const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs);
     void check_versions(const ReplayNode& node) const;
     std::vector<bool> load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     std::vector<Pending> plan_parameters(Slot& slot, const ReplayNode& node, const std::vector<bool>& got) const;
     void separate_overlapping(std::vector<Pending>& pending) const;
-    std::string describe(const std::string& change) const;
+    Refusal changed(const std::string& change) const;
 
     const std::string name_;
     const at::Device device_;
@@ -110,9 +130,10 @@ private:
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;
     const std::vector<ExternalSpec> externals_;
-    const std::vector<int> differentiable_;  // numbers of the outputs that require a gradient
-    const std::vector<bool> saved_outputs_;  // [outputs]: backward reads the output itself
-    std::vector<at::Tensor> buffers_;        // [parameters] what .grad becomes when it was None
+    const std::vector<int> differentiable_;        // numbers of the outputs that require a gradient
+    const std::vector<bool> saved_outputs_;        // [outputs]: backward reads the output itself
+    const std::shared_ptr<SlotPool> predecessor_;  // the slots that linked inputs lie in, or null
+    std::vector<at::Tensor> buffers_;              // [parameters] what .grad becomes when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
     const std::shared_ptr<SlotPool> pool_ = std::make_shared<SlotPool>();
     std::atomic<int64_t> forward_replays_{0};

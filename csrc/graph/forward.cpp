@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <sstream>
+
 #include "graph/callable.h"
 #include "graph/copy.h"
 #include "graph/hooks.h"
@@ -17,7 +19,8 @@ namespace impl = torch::autograd::impl;
 GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<Scope> scope,
                                  std::shared_ptr<Guard> guard, std::vector<InputSpec> inputs,
                                  std::vector<ParameterSpec> parameters, std::vector<ExternalSpec> externals,
-                                 std::vector<int> differentiable, std::vector<bool> saved_outputs)
+                                 std::vector<int> differentiable, std::vector<bool> saved_outputs,
+                                 const std::shared_ptr<GraphedCallable>& predecessor)
     : name_(std::move(name)),
       device_(device),
       scope_(std::move(scope)),
@@ -28,6 +31,7 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
       externals_(std::move(externals)),
       differentiable_(std::move(differentiable)),
       saved_outputs_(std::move(saved_outputs)),
+      predecessor_(predecessor ? predecessor->pool_ : nullptr),
       buffers_(parameters_.size()) {}
 
 void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
@@ -35,46 +39,101 @@ void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
     pool_->add();
 }
 
-std::string GraphedCallable::describe(const std::string& change) const {
-    return name_ + ": " + change + " since capture; call .te_graph.reset() on it and capture again";
+Refusal GraphedCallable::changed(const std::string& change) const {
+    return {Refusal::Kind::kCircumstances,
+            name_ + ": " + change + " since capture; call .te_graph.reset() on it and capture again"};
 }
 
-void GraphedCallable::check_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const {
-    TORCH_CHECK_VALUE(inputs.size() == inputs_.size(), name_, ": expected ", inputs_.size(), " tensors, got ",
-                      inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-        const at::Tensor& expected = slot.inputs[i];
-        const at::Tensor& got = inputs[i];
-        const std::string& argument = inputs_[i].name;
-        TORCH_CHECK_VALUE(got.layout() == expected.layout(), name_, ": expected ", argument, " of layout ",
-                          expected.layout(), ", got ", got.layout());
-        TORCH_CHECK_VALUE(got.sizes() == expected.sizes(), name_, ": expected ", argument, " of shape ",
-                          expected.sizes(), ", got ", got.sizes());
-        TORCH_CHECK_VALUE(got.scalar_type() == expected.scalar_type(), name_, ": expected ", argument, " of dtype ",
-                          expected.scalar_type(), ", got ", got.scalar_type());
-        TORCH_CHECK_VALUE(got.device() == expected.device(), name_, ": expected ", argument, " on ", expected.device(),
-                          ", got ", got.device());
-        TORCH_CHECK_VALUE(got.requires_grad() == expected.requires_grad(), name_, ": expected ", argument,
-                          " with requires_grad=", expected.requires_grad() ? "True" : "False",
-                          ", got requires_grad=", got.requires_grad() ? "True" : "False");
+// Empty when the inputs are like those at capture, else what differs. Builds no message unless something does.
+std::string GraphedCallable::difference_of_inputs(const std::vector<at::Tensor>& inputs) const {
+    const std::vector<at::Tensor>& samples = slots_.front()->inputs;
+    std::ostringstream words;
+    if (inputs.size() != samples.size()) {
+        words << "expected " << samples.size() << " tensors, got " << inputs.size();
+        return words.str();
     }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        const at::Tensor& expected = samples[i];
+        const at::Tensor& got = inputs[i];
+        if (got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
+            got.scalar_type() == expected.scalar_type() && got.device() == expected.device() &&
+            got.requires_grad() == expected.requires_grad()) {
+            continue;
+        }
+        words << "expected " << inputs_[i].name;
+        if (got.layout() != expected.layout()) {
+            words << " of layout " << expected.layout() << ", got " << got.layout();
+        } else if (got.sizes() != expected.sizes()) {
+            words << " of shape " << expected.sizes() << ", got " << got.sizes();
+        } else if (got.scalar_type() != expected.scalar_type()) {
+            words << " of dtype " << expected.scalar_type() << ", got " << got.scalar_type();
+        } else if (got.device() != expected.device()) {
+            words << " on " << expected.device() << ", got " << got.device();
+        } else {
+            const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
+            words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got);
+        }
+        return words.str();
+    }
+    return {};
 }
 
-std::optional<std::vector<at::Tensor>> GraphedCallable::forward(PyObject* root, const std::vector<at::Tensor>& inputs) {
-    const c10::DeviceGuard on_device(device_);
-    if (is_capturing(device_)) return std::nullopt;
+bool GraphedCallable::finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs_[i].is_linked && !(inputs[i].const_data_ptr() == slot.inputs[i].const_data_ptr() &&
+                                      inputs[i].strides() == slot.inputs[i].strides() && !inputs[i].is_neg())) {
+            return false;
+        }
+    }
+    return true;
+}
 
-    // Checks: nothing has been launched or changed until they have passed.
-    const std::string setting = settings_.difference(Settings::current(device_.type()));
-    TORCH_CHECK(setting.empty(), describe(setting));
+std::optional<Refusal> GraphedCallable::choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const {
+    const std::string size = std::to_string(slots_.size());
+    if (!predecessor_) {
+        slot = pool_->first_free();
+        if (slot >= 0) return std::nullopt;
+        return Refusal{Refusal::Kind::kExhausted,
+                       name_ + ": a forward is called while " + size +
+                           " earlier ones still wait for their backward; capture with max_in_flight=" +
+                           std::to_string(slots_.size() + 1) +
+                           " or more, or run that backward (or drop its outputs) first"};
+    }
+    // Where the input lies tells the slot: results of the predecessor that are lent keep their place until overwritten.
+    for (slot = 0; slot < static_cast<int>(slots_.size()); ++slot) {
+        if (finds_linked_inputs(*slots_[slot], inputs)) break;
+    }
+    if (slot == static_cast<int>(slots_.size())) {
+        return Refusal{Refusal::Kind::kUnlinked,
+                       name_ + ": its input is not the result of its predecessor in the chain, or no longer in place"};
+    }
+    if (pool_->is_free(slot)) return std::nullopt;
+    return Refusal{Refusal::Kind::kExhausted,
+                   name_ +
+                       ": called a second time on one result of its predecessor in the chain, while the first call "
+                       "waits for its backward; run that backward first, or pass a clone, which runs eagerly"};
+}
+
+// All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
+std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
+                                              std::vector<at::Tensor>& externals, int& slot) const {
+    if (is_capturing(device_)) return Refusal{Refusal::Kind::kCapturing, "inside another capture"};
+    if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {
+        return Refusal{Refusal::Kind::kArguments, name_ + ": " + difference};
+    }
+    if (const std::string setting = settings_.difference(Settings::current(device_.type())); !setting.empty()) {
+        return changed(setting);
+    }
+    if (const std::string change = guard_->check(root, externals); !change.empty()) return changed(change);
+    return choose_slot(inputs, slot);
+}
+
+std::variant<std::vector<at::Tensor>, Refusal> GraphedCallable::forward(PyObject* root,
+                                                                        const std::vector<at::Tensor>& inputs) {
+    const c10::DeviceGuard on_device(device_);
     std::vector<at::Tensor> externals;
-    const std::string change = guard_->check(root, externals);
-    TORCH_CHECK(change.empty(), describe(change));
-    check_inputs(*slots_.front(), inputs);
-    const int number = pool_->first_free();
-    TORCH_CHECK(number >= 0, name_, ": a forward is called while ", pool_->size(),
-                " earlier ones still wait for their backward; capture with max_in_flight=", pool_->size() + 1,
-                " or more, or run that backward (or drop its outputs) first");
+    int number = 0;
+    if (auto refusal = check(root, inputs, externals, number)) return *std::move(refusal);
 
     Slot& slot = *slots_[number];
     SlotLease lease = pool_->lease(number);
@@ -82,7 +141,9 @@ std::optional<std::vector<at::Tensor>> GraphedCallable::forward(PyObject* root, 
     slot.lent_outputs.protect();
     {
         const at::NoGradGuard no_grad;
-        for (size_t i = 0; i < inputs.size(); ++i) copy_into(slot.inputs[i], inputs[i]);
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            if (!inputs_[i].is_linked) copy_into(slot.inputs[i], inputs[i]);
+        }
     }
     slot.forward->replay();
     ++forward_replays_;
@@ -91,15 +152,17 @@ std::optional<std::vector<at::Tensor>> GraphedCallable::forward(PyObject* root, 
     for (size_t i = 0; i < externals.size(); ++i) {
         if (externals_[i].written) impl::bump_version(externals[i]);
     }
-    if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
+    if (slot.backward) attach_node(number, std::move(lease), std::move(externals), inputs, outputs);
     return outputs;
 }
 
-void GraphedCallable::attach_node(SlotLease lease, std::vector<at::Tensor> externals,
+void GraphedCallable::attach_node(int slot, SlotLease lease, std::vector<at::Tensor> externals,
                                   const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) {
     const auto [node, owner] = make_node<ReplayNode>(shared_from_this(), std::move(lease));
+    if (predecessor_) node->hold(predecessor_->lease(slot));
     torch::autograd::edge_list edges;
     for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs_[i].is_linked && inputs_[i].is_saved) node->linked_inputs.emplace_back(i, inputs[i]);
         if (inputs_[i].depends_on.empty()) continue;
         edges.push_back(impl::gradient_edge(inputs[i]));
         node->input_edges.push_back(static_cast<int>(i));

@@ -19,7 +19,9 @@ void ReplayNode::release_variables() {
     const std::lock_guard lock(mutex_);
     externals.clear();
     output_versions.clear();
+    linked_inputs.clear();
     lease_.reset();
+    predecessor_lease_.reset();
 }
 
 }  // namespace te_graph::graph

@@ -12,7 +12,7 @@ namespace te_graph::graph {
 
 class SlotPool;
 
-// Keeps one slot busy for as long as it lives; dropping it, on any thread, frees the slot.
+// Keeps one slot busy for as long as it lives. A slot is free when the last lease on it has been dropped, on any thread.
 class SlotLease {
 public:
     SlotLease(std::shared_ptr<SlotPool> pool, int slot) : pool_(std::move(pool)), slot_(slot) {}
@@ -31,35 +31,41 @@ private:
 
 class SlotPool : public std::enable_shared_from_this<SlotPool> {
 public:
-    // The first free slot, or -1 when all `size()` are in flight. It stays busy until the lease on it is dropped.
+    // The first free slot, or -1 when all `size()` are in flight.
     int first_free() const {
         const std::lock_guard lock(mutex_);
-        for (size_t slot = 0; slot < busy_.size(); ++slot) {
-            if (!busy_[slot]) return static_cast<int>(slot);
+        for (size_t slot = 0; slot < leases_.size(); ++slot) {
+            if (leases_[slot] == 0) return static_cast<int>(slot);
         }
         return -1;
     }
 
+    bool is_free(int slot) const {
+        const std::lock_guard lock(mutex_);
+        return leases_[slot] == 0;
+    }
+
+    // A slot may be leased several times: by the node of its forward, and by a successor that reads its results in place.
     SlotLease lease(int slot) {
         const std::lock_guard lock(mutex_);
-        busy_[slot] = true;
+        ++leases_[slot];
         return {shared_from_this(), slot};
     }
 
     void add() {
         const std::lock_guard lock(mutex_);
-        busy_.push_back(false);
+        leases_.push_back(0);
     }
 
     int size() const {
         const std::lock_guard lock(mutex_);
-        return static_cast<int>(busy_.size());
+        return static_cast<int>(leases_.size());
     }
 
     int in_flight() const {
         const std::lock_guard lock(mutex_);
         int count = 0;
-        for (const bool busy : busy_) count += busy;
+        for (const int leases : leases_) count += leases > 0;
         return count;
     }
 
@@ -67,11 +73,11 @@ private:
     friend class SlotLease;
     void release(int slot) {
         const std::lock_guard lock(mutex_);
-        busy_[slot] = false;
+        --leases_[slot];
     }
 
     mutable std::mutex mutex_;
-    std::vector<bool> busy_;
+    std::vector<int> leases_;
 };
 
 SlotLease::~SlotLease() {

@@ -1,0 +1,25 @@
+// Where a backward graph reads the gradient of one of its callable's results.
+//
+// Either ordinary memory, which all backwards of a scope share for gradients of one kind: each fills it right before its
+// launch, and launches do not overlap. Or, in a chain, the memory that the successor's backward writes its input gradient
+// to: then nothing is copied as long as that very gradient arrives.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace te_graph::graph {
+
+struct Staging {
+    at::Tensor tensor;     // what the graph reads
+    bool is_lent;          // over memory that is handed out as an input gradient
+    bool is_zero = false;  // known to hold zeros; never of lent memory, which others write
+
+    // True when `grad` is what the graph will read.
+    bool holds(const at::Tensor& grad) const {
+        return grad.defined() && grad.const_data_ptr() == tensor.const_data_ptr() && grad.sizes() == tensor.sizes() &&
+               grad.strides() == tensor.strides() && grad.scalar_type() == tensor.scalar_type() && !grad.is_conj() &&
+               !grad.is_neg();
+    }
+};
+
+}  // namespace te_graph::graph

@@ -1,0 +1,63 @@
+"""One capture of a callable: the replay object and the arguments that it is for."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.gradients import GradientState
+from te_graph.signature import ResultSpec, Signature
+
+
+@dataclass(eq=False)
+class Entry:
+    """What a handle keeps of a capture; a handle has one for each signature.
+
+    Attributes:
+        graphed: the C++ replay object.
+        signature: nest, constants and identities of the arguments; the tensors' facts are in ``graphed``.
+        result: nest of the results.
+        leaves: those outside that get a gradient, in the order of their numbers; not kept alive.
+        states: what graphed callables share about each of those.
+        has_main_grads: the gradient of one of them goes to a ``main_grad``.
+        statistics: of the capture: backend, slots, graphs, nodes, bytes, capture_seconds.
+        predecessor: in a chain, the entry whose results it reads in place.
+        retired: another capture has taken its place.
+    """
+
+    label: str
+    graphed: _C.GraphedCallable
+    signature: Signature
+    result: ResultSpec
+    leaves: list[weakref.ref[Tensor]]
+    states: list[GradientState]
+    has_main_grads: bool
+    statistics: dict[str, Any]
+    predecessor: weakref.ref[Entry] | None = None
+    retired: bool = False
+    is_flat: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_flat = self.signature.is_flat
+
+    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal:
+        """The tensors of the results of a replay, or why there was none."""
+        if self.is_flat and not kwargs and self.signature.is_plain(args):
+            return self.graphed.forward(root, args)
+        try:
+            tensors = self.signature.flatten(self.label, args, kwargs)
+        except ValueError as error:
+            return _C.Refusal(_C.Refusal.Kind.ARGUMENTS, str(error))
+        return self.graphed.forward(root, tensors)
+
+    @property
+    def lost_predecessor(self) -> bool:
+        """True when the entry whose results it reads in place has been replaced or freed."""
+        if self.predecessor is None:
+            return False
+        entry = self.predecessor()
+        return entry is None or entry.retired

@@ -1,0 +1,95 @@
+"""The options of make_graphed_callables: what a capture is like, and what calls do that a graph does not fit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph.backends import ERROR_MODES
+
+_NAME = "make_graphed_callables"
+_CHOICES = {
+    "capture_error_mode": ERROR_MODES,
+    "hooks": ("refuse", "captured"),
+    "on_mismatch": ("raise", "eager", "capture"),
+    "on_exhausted": ("raise", "eager"),
+}
+_LEAST = {"num_warmup_iters": 0, "max_in_flight": 1, "max_captures": 1}
+
+
+@dataclass(frozen=True)
+class Options:
+    """As documented in ``make_graphed_callables``. Checked when made.
+
+    Raises:
+        TypeError, ValueError: an option is wrong; names it, what was expected and what came.
+    """
+
+    num_warmup_iters: int
+    allow_unused_input: bool
+    pool: Any
+    capture_error_mode: str
+    max_in_flight: int
+    chain: bool
+    accumulate_grads: bool
+    autograd_params: Iterable[Tensor]
+    grad_dtype: torch.dtype | None
+    hooks: str
+    on_mismatch: str
+    on_exhausted: str
+    max_captures: int
+    show_progress: bool | None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{_NAME}: expected {name} in {allowed}, got {getattr(self, name)!r}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{_NAME}: expected {name} to be an int, got {type(value).__name__}")
+            if value < least:
+                raise ValueError(f"{_NAME}: expected {name} >= {least}, got {value}")
+        for name in ("allow_unused_input", "accumulate_grads", "chain"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{_NAME}: expected {name} to be a bool, got {type(getattr(self, name)).__name__}")
+        if self.show_progress is not None and not isinstance(self.show_progress, bool):
+            kind = type(self.show_progress).__name__
+            raise TypeError(f"{_NAME}: expected show_progress to be a bool or None, got {kind}")
+        if self.pool is not None and not (
+            isinstance(self.pool, tuple) and [type(part) for part in self.pool] == [int, int]
+        ):
+            raise TypeError(
+                f"{_NAME}: expected pool to be what torch.cuda.graph_pool_handle() returns (or the id of a "
+                f"torch.cuda.MemPool), got {type(self.pool).__name__}"
+            )
+        if self.grad_dtype is not None and not (
+            isinstance(self.grad_dtype, torch.dtype) and self.grad_dtype.is_floating_point
+        ):
+            raise TypeError(
+                f"{_NAME}: expected grad_dtype to be a floating point torch.dtype, got {self.grad_dtype!r}"
+            )
+        object.__setattr__(self, "autograd_params", _weakly(self.autograd_params))
+
+    def is_for_autograd(self, parameter: Tensor) -> bool:
+        """True when the gradient of ``parameter`` [...] is to go through autograd."""
+        return not self.accumulate_grads or any(reference() is parameter for reference in self.autograd_params)
+
+
+def _weakly(parameters: Any) -> tuple[weakref.ref[Tensor], ...]:
+    """References that do not keep parameters alive: options live as long as any of the callables."""
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        raise TypeError(
+            f"{_NAME}: expected autograd_params to be several parameters, got {type(parameters).__name__}"
+        )
+    chosen = list(parameters)
+    for position, parameter in enumerate(chosen):
+        if not isinstance(parameter, Tensor) or not parameter.is_leaf:
+            kind = "a computed tensor" if isinstance(parameter, Tensor) else type(parameter).__name__
+            raise TypeError(f"{_NAME}: expected autograd_params[{position}] to be a parameter, got {kind}")
+    return tuple(weakref.ref(parameter) for parameter in chosen)

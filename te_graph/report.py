@@ -1,0 +1,58 @@
+"""te_graph.info(): one line for each graphed callable."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+
+class _Reporter(Protocol):
+    def info(self) -> dict[str, Any]: ...
+
+
+# Of the whole process, as info() is: callables of different make_graphed_callables know nothing of each other.
+_live: list[weakref.ref[_Reporter]] = []
+
+
+def register(reporter: _Reporter) -> None:
+    """Let ``info`` tell of ``reporter`` for as long as it lives; the list does not keep it alive."""
+    _live.append(weakref.ref(reporter, _live.remove))
+
+
+def unregister(reporter: _Reporter) -> None:
+    """Let ``info`` be silent about ``reporter`` from now on."""
+    _live[:] = [reference for reference in _live if reference() is not reporter]
+
+
+def info() -> str:
+    """What was captured and how much of the training runs from graphs, as text.
+
+    Returns:
+        One line for each callable that is graphed now, in the order of capture: the share of its calls that were
+        replayed, signatures, graphs, nodes, memory, seconds of capture, and the reason of each eager call. The same
+        numbers as a dictionary are in ``.te_graph.info()`` of each.
+    """
+    reporters = (reference() for reference in list(_live))
+    return "\n".join(_line(reporter.info()) for reporter in reporters if reporter is not None)
+
+
+def _line(facts: dict[str, Any]) -> str:
+    eager = sum(facts["eager_calls"].values())
+    calls = facts["forward_replays"] + eager
+    share = f"{facts['forward_replays'] / calls:.0%} of {calls} calls replayed" if calls else "not called yet"
+    parts = [
+        f"{facts['name']}: {share}",
+        _count(facts["signatures"], "signature"),
+        _count(facts["graphs"], "graph"),
+        _count(facts["nodes"], "node"),
+        f"{facts['bytes'] / 2**20:.1f} MiB",
+        f"captured in {facts['capture_seconds']:.2f} s",
+    ]
+    if facts["recaptures"]:
+        parts.append(f"captured again {_count(facts['recaptures'], 'time')}")
+    reasons = [f"{count} x {reason}" for reason, count in facts["eager_calls"].items()]
+    return ", ".join(parts) + (f"; eager: {', '.join(reasons)}" if reasons else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
