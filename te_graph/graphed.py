@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from te_graph.checks import Request
 from te_graph.group import Group
 from te_graph.handle import Handle, install
-from te_graph.options import Options
+from te_graph.options import Options, chosen_parameters
 from te_graph.session import Job, capture_all
 
 GraphCallable = nn.Module | Callable[..., Any]
@@ -31,7 +31,7 @@ def make_graphed_callables(
     max_in_flight: int = 1,
     chain: bool = False,
     accumulate_grads: bool = True,
-    autograd_params: Iterable[Tensor] = (),
+    autograd_params: Iterable[Tensor | str] = (),
     grad_dtype: torch.dtype | None = None,
     hooks: str = "refuse",
     on_mismatch: str = "raise",
@@ -69,7 +69,8 @@ def make_graphed_callables(
             tensor the call runs eagerly; another gradient is copied.
         accumulate_grads: False hands parameter gradients to autograd, as tensors of their own, instead of accumulating
             them in the graph. Parameters with hooks and parameters that several callables use are always handled so.
-        autograd_params: parameters for which that shall be so, such as those that eager code uses as well.
+        autograd_params: parameters, or their names in ``named_parameters()``, for which that shall be so, such as those
+            that eager code uses as well.
         grad_dtype: accumulate into ``p.main_grad`` of this dtype, created where it is missing and the parameter has
             another dtype; ``.grad`` stays None. A parameter that has a ``main_grad`` is accumulated there in any case.
         hooks: what becomes of forward, pre- and backward hooks of submodules: "refuse" the capture, or "captured": what
@@ -114,7 +115,7 @@ def make_graphed_callables(
         max_in_flight=max_in_flight,
         chain=chain,
         accumulate_grads=accumulate_grads,
-        autograd_params=autograd_params,
+        autograd_params=chosen_parameters(callables, autograd_params),
         grad_dtype=grad_dtype,
         hooks=hooks,
         on_mismatch=on_mismatch,

@@ -19,6 +19,7 @@ from te_graph.checks import check_circumstances, sample_of
 from te_graph.entry import Entry
 from te_graph.gradients import main_grad_of
 from te_graph.group import Group
+from te_graph.homes import plain_call_guard
 from te_graph.report import register, unregister
 from te_graph.session import Job, capture_all
 
@@ -33,6 +34,7 @@ class Handle:
 
     Attributes:
         label: what messages call the callable.
+        fast_call: what a call needs that replays without coming here; None where that is not possible.
     """
 
     def __init__(self, label: str, target: nn.Module | Callable[..., Any]) -> None:
@@ -43,6 +45,7 @@ class Handle:
         self._group: Group | None = None
         self._entry: Entry | None = None  # the one that was replayed last
         self._others: list[Entry] = []
+        self.fast_call: Any = None
         self._captures = 0
         self._past_replays: Counter[str] = Counter()  # of entries that are no more
         self._eager_calls: Counter[str] = Counter()
@@ -135,7 +138,6 @@ class Handle:
         _log.info("%s: captured again: %s", self.label, refusal.message)
         if refusal.kind != _Kind.ARGUMENTS:
             self._retire(self._entry)
-            self._entry = None
         self._add(entry)
         outputs = entry.replay(root, args, kwargs)
         if type(outputs) is not list:
@@ -156,17 +158,20 @@ class Handle:
         self._past_replays["forward"] += entry.graphed.forward_replays
         self._past_replays["backward"] += entry.graphed.backward_replays
 
-    def _make_current(self, entry: Entry) -> None:
-        self._others.remove(entry)
-        self._others.insert(0, self._entry)
-        self._entry = entry
+    def _make_current(self, entry: Entry | None) -> None:
+        if entry in self._others:
+            self._others.remove(entry)
+        if self._entry is not None and not self._entry.retired:
+            self._others.insert(0, self._entry)
+        self._entry, self.fast_call = entry, None
+        if self._is_module and entry is not None and entry.is_flat and entry.result.is_tensor:
+            count = len(entry.signature.tensors)
+            self.fast_call = _C.fast_call(entry.graphed, plain_call_guard(), count, self._grad_mode)
 
     def _add(self, entry: Entry) -> None:
         """Take ``entry`` as the current one. A parameter that another callable uses as well goes to autograd in both,
         which sums before it accumulates; only a ``main_grad`` is added to by each."""
-        if self._entry is not None:
-            self._others.insert(0, self._entry)
-        self._entry = entry
+        self._make_current(entry)
         for reference, state in zip(entry.leaves, entry.states, strict=True):
             parameter = reference()
             if main_grad_of(parameter) is None and any(user is not self for user in state.users):
@@ -202,7 +207,8 @@ class Handle:
             self._retire(entry)
             for state in entry.states:
                 state.users.discard(self)
-        self._entry, self._others, self._group = None, [], None
+        self._make_current(None)
+        self._others, self._group = [], None
         if self._is_module and target is not None and vars(target).get("te_graph") is self:
             del target.te_graph
             target.__class__ = type(target).__bases__[0]
@@ -284,6 +290,8 @@ def _graphed_class(base: type[nn.Module]) -> type[nn.Module]:
                     state["forward"] = handle._own_forward
             return constructor, arguments, state, *rest
 
+    if base.__call__ is nn.Module.__call__:
+        Graphed.__call__ = _C.make_fast_call(Graphed)
     Graphed.__name__, Graphed.__qualname__, Graphed.__module__ = base.__name__, base.__qualname__, base.__module__
     return Graphed
 

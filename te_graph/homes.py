@@ -158,6 +158,18 @@ def find_homes(root: Any, externals: dict[int, External], may_capture_hooks: boo
     return homes
 
 
+def plain_call_guard() -> _C.Guard:
+    """A guard that passes while a call of a module does nothing but call the ``forward`` of its class."""
+    guard = _C.Guard()
+    members = guard.add_step(_Kind.INSTANCE_DICT, -1, None, 0, None, "attributes")
+    for name in ("forward", "_compiled_call_impl"):
+        guard.add_step(_Kind.ABSENT, members, name, 0, None, name)
+    for name, what in _HOOK_DICTS.items():
+        hooks = guard.add_step(_Kind.ITEM, members, name, 0, None, what)
+        guard.add_step(_Kind.LENGTH, hooks, None, 0, None, f"number of {what}")
+    return guard
+
+
 def walk(root: Any) -> Iterator[Place]:
     """Everything that ``root`` refers to, near things first; objects once, tensors under each of their names."""
     seen: set[int] = set()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_graph.backends import ERROR_MODES
 
@@ -37,7 +37,7 @@ class Options:
     max_in_flight: int
     chain: bool
     accumulate_grads: bool
-    autograd_params: Iterable[Tensor]
+    autograd_params: tuple[weakref.ref[Tensor], ...]
     grad_dtype: torch.dtype | None
     hooks: str
     on_mismatch: str
@@ -74,22 +74,41 @@ class Options:
             raise TypeError(
                 f"{_NAME}: expected grad_dtype to be a floating point torch.dtype, got {self.grad_dtype!r}"
             )
-        object.__setattr__(self, "autograd_params", _weakly(self.autograd_params))
 
     def is_for_autograd(self, parameter: Tensor) -> bool:
         """True when the gradient of ``parameter`` [...] is to go through autograd."""
         return not self.accumulate_grads or any(reference() is parameter for reference in self.autograd_params)
 
 
-def _weakly(parameters: Any) -> tuple[weakref.ref[Tensor], ...]:
-    """References that do not keep parameters alive: options live as long as any of the callables."""
-    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
-        raise TypeError(
-            f"{_NAME}: expected autograd_params to be several parameters, got {type(parameters).__name__}"
-        )
-    chosen = list(parameters)
-    for position, parameter in enumerate(chosen):
-        if not isinstance(parameter, Tensor) or not parameter.is_leaf:
-            kind = "a computed tensor" if isinstance(parameter, Tensor) else type(parameter).__name__
-            raise TypeError(f"{_NAME}: expected autograd_params[{position}] to be a parameter, got {kind}")
-    return tuple(weakref.ref(parameter) for parameter in chosen)
+def chosen_parameters(callables: Any, chosen: Any) -> tuple[weakref.ref[Tensor], ...]:
+    """The parameters of ``callables`` that ``chosen`` names, by reference or as in ``named_parameters()``.
+
+    The references do not keep them alive: options live as long as any of the callables.
+
+    Raises:
+        TypeError, ValueError: one is not a parameter, or not one of theirs.
+    """
+    if isinstance(chosen, Tensor | str) or not isinstance(chosen, Iterable):
+        raise TypeError(f"{_NAME}: expected autograd_params to be several parameters, got {type(chosen).__name__}")
+    each = callables if isinstance(callables, tuple) else (callables,)
+    modules = [target for target in each if isinstance(target, nn.Module)]
+    named = [(name, parameter) for module in modules for name, parameter in module.named_parameters()]
+    found: list[Tensor] = []
+    for position, one in enumerate(chosen):
+        if isinstance(one, str):
+            parameters = [parameter for name, parameter in named if name == one]
+            what = repr(one)
+        elif isinstance(one, Tensor) and one.is_leaf:
+            # Those of functions are not known yet.
+            may_be_theirs = len(modules) < len(each) or any(one is parameter for _, parameter in named)
+            parameters = [one] if may_be_theirs else []
+            what = f"one of shape {list(one.shape)}"
+        else:
+            kind = "a computed tensor" if isinstance(one, Tensor) else type(one).__name__
+            raise TypeError(f"{_NAME}: expected autograd_params[{position}] to be a parameter or its name, got {kind}")
+        if not parameters:
+            raise ValueError(
+                f"{_NAME}: expected autograd_params[{position}] to be a parameter of the callables, got {what}"
+            )
+        found += parameters
+    return tuple(weakref.ref(parameter) for parameter in found)

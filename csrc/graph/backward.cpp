@@ -1,4 +1,4 @@
-// The backward replay: gradients in, one graph launch, .grad as eager execution would leave it.
+// What one callable does in a backward: gradients in, table entries, and .grad as eager execution would leave it.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
@@ -9,7 +9,6 @@
 
 #include "graph/callable.h"
 #include "graph/copy.h"
-#include "graph/gradient_plan.h"
 #include "graph/replay_node.h"
 
 namespace te_graph::graph {
@@ -49,35 +48,33 @@ bool is_ours_alone(const at::Tensor& tensor) {
 
 }  // namespace
 
-// What is left to do for one parameter once the graph has been launched.
-struct GraphedCallable::Pending {
-    GradientAction action = GradientAction::kNothing;
-    at::Tensor destination;  // the tensor that the table writes; undefined when it writes none
-};
-
-void GraphedCallable::check_versions(const ReplayNode& node) const {
+void GraphedCallable::check_backward(const Flight& flight) const {
+    const std::string change = guard_->check_tensors(flight.externals);
+    TORCH_CHECK(change.empty(), changed(change).message);
+    size_t saved = 0;
     for (size_t i = 0; i < externals_.size(); ++i) {
-        const at::Tensor& external = node.externals[i];
-        if (!externals_[i].saved || external.is_inference()) continue;
-        TORCH_CHECK(external._version() == node.external_versions[i], name_, ": ", guard_->tensor_name(i),
+        if (!externals_[i].saved) continue;
+        const uint32_t expected = flight.saved_versions[saved++];
+        TORCH_CHECK(version_of(flight.externals[i]) == expected, name_, ": ", guard_->tensor_name(i),
                     " is needed for backward and has been modified by an inplace operation since the forward: it is at "
                     "version ",
-                    external._version(), "; expected version ", node.external_versions[i]);
+                    version_of(flight.externals[i]), "; expected version ", expected);
     }
-    for (const LinkedInput& linked : node.linked_inputs) {
+    for (const LinkedInput& linked : flight.linked_inputs) {
         TORCH_CHECK(linked.version.current_version() == linked.version_at_forward, name_, ": ",
                     inputs_[linked.input].name,
                     " is needed for backward and has been modified by an inplace operation since the forward");
     }
+    saved = 0;
     for (size_t i = 0; i < saved_outputs_.size(); ++i) {
-        TORCH_CHECK(!saved_outputs_[i] || node.output_versions[i].current_version() == 0, name_, ": output ", i,
+        TORCH_CHECK(!saved_outputs_[i] || flight.output_versions[saved++].current_version() == 0, name_, ": output ", i,
                     " is needed for backward and has been modified by an inplace operation");
     }
 }
 
 // Puts the gradients of the outputs where the graph reads them; returns which outputs got one. What is in place is let
 // go of at once, so that memory lent by the graph that made it is known to be free again.
-std::vector<bool> GraphedCallable::load_grad_outputs(Slot& slot, variable_list& grads) const {
+GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_list& grads) const {
     const auto load = [](Staging& staging, at::Tensor& grad) {
         if (grad.defined()) {
             copy_into(staging.tensor, grad);
@@ -88,7 +85,7 @@ std::vector<bool> GraphedCallable::load_grad_outputs(Slot& slot, variable_list& 
             staging.is_zero = !staging.is_lent;
         }
     };
-    std::vector<bool> got(grads.size());
+    Bits got(grads.size());
     std::vector<size_t> elsewhere;
     for (size_t i = 0; i < grads.size(); ++i) {
         Staging& staging = *slot.grad_outputs[i];
@@ -107,136 +104,140 @@ std::vector<bool> GraphedCallable::load_grad_outputs(Slot& slot, variable_list& 
     return got;
 }
 
-std::vector<GraphedCallable::Pending> GraphedCallable::plan_parameters(Slot& slot, const ReplayNode& node,
-                                                                       const std::vector<bool>& got) const {
+// Decides what happens to each parameter's gradient, and tells the table.
+void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
     const auto* const exec_info = torch::autograd::get_current_graph_task_exec_info();
     const bool inputs_only = exec_info && !exec_info->empty();
-    std::vector<Pending> pending(parameters_.size());
+    const bool got_all = std::find(got.begin(), got.end(), false) == got.end();
+    Slot& slot = slot_of(flight);
+    slot.pending.resize(parameters_.size());
+    auto edge = flight.autograd_parameters.begin();
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];
-        const at::Tensor& parameter = node.externals[spec.tensor];
+        const bool has_edge = edge != flight.autograd_parameters.end() && *edge == static_cast<int>(i);
+        edge += has_edge;
         const at::Tensor& source = slot.parameter_grads[i];
-        const at::Tensor& grad = parameter.grad();
-        const auto action = plan_gradient({.reached = any_common(spec.depends_on, got),
+        const at::Tensor& grad = flight.externals[spec.tensor].grad();
+        const auto action = plan_gradient({.reached = got_all || any_common(spec.depends_on, got),
                                            .inputs_only = inputs_only,
-                                           .through_autograd = node.through_autograd[i],
+                                           .through_autograd = has_edge,
                                            .has_main_grad = spec.main_grad >= 0,
                                            .overwrite_main_grad = spec.flag && spec.flag->overwrite,
                                            .has_grad = grad.defined(),
                                            .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
-        pending[i].action = action;
-        switch (action) {
-            case GradientAction::kNothing:
-            case GradientAction::kReturn:
-            case GradientAction::kAddEagerly:
-                break;
-            case GradientAction::kStoreNew:
-                pending[i].destination = is_ours_alone(buffers_[i])
-                                             ? buffers_[i]
-                                             : at::empty_strided(source.sizes(), source.strides(), source.options());
-                break;
-            case GradientAction::kAddInPlace:
-                pending[i].destination = grad;
-                break;
-            case GradientAction::kStoreMainGrad:
-            case GradientAction::kAddMainGrad:
-                pending[i].destination = node.externals[spec.main_grad];
-                break;
+        slot.pending[i].action = action;
+        if (action == GradientAction::kStoreNew) {
+            slot.pending[i].fresh = is_ours_alone(buffers_[i])
+                                        ? buffers_[i]
+                                        : at::empty_strided(source.sizes(), source.strides(), source.options());
         }
+        if (action == GradientAction::kStoreMainGrad) spec.flag->overwrite = false;
     }
-    separate_overlapping(pending);
-    for (size_t i = 0; i < slot.table->size(); ++i) {
-        const auto& [action, destination] = pending[i];
+    const auto mode_of = [&](size_t i) {
+        const GradientAction action = slot.pending[i].action;
         const bool stores = action == GradientAction::kStoreNew || action == GradientAction::kStoreMainGrad;
-        const Mode mode = !destination.defined() ? Mode::kSkip : stores ? Mode::kStore : Mode::kAdd;
-        slot.table->set(i, mode, destination.defined() ? destination.mutable_data_ptr() : nullptr);
+        return stores ? Mode::kStore : destination(flight, i).defined() ? Mode::kAdd : Mode::kSkip;
+    };
+    const auto address_of = [&](size_t i) {
+        const at::Tensor& tensor = destination(flight, i);
+        return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+    };
+    bool differs = false;
+    for (size_t i = 0; i < slot.table->size(); ++i) differs |= slot.table->differs(i, mode_of(i), address_of(i));
+    if (!differs) return;  // as in the last backward, whose destinations were looked at
+    separate_overlapping(flight);
+    for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, mode_of(i), address_of(i));
+    slot.table->upload();
+}
+
+// What the table writes for a parameter, or an undefined tensor.
+const at::Tensor& GraphedCallable::destination(const Flight& flight, size_t parameter) const {
+    static const at::Tensor none;
+    const Pending& pending = slot_of(flight).pending[parameter];
+    switch (pending.action) {
+        case GradientAction::kStoreNew:
+            return pending.fresh;
+        case GradientAction::kAddInPlace:
+            return flight.externals[parameters_[parameter].tensor].grad();
+        case GradientAction::kStoreMainGrad:
+        case GradientAction::kAddMainGrad:
+            return flight.externals[parameters_[parameter].main_grad];
+        case GradientAction::kNothing:
+        case GradientAction::kReturn:
+        case GradientAction::kAddEagerly:
+            break;
     }
-    return pending;
+    return none;
 }
 
 // One launch may not write the same memory twice. Gradients that the user has put into common memory are added one
 // after the other; gradients that we allocated cannot be.
-void GraphedCallable::separate_overlapping(std::vector<Pending>& pending) const {
+void GraphedCallable::separate_overlapping(const Flight& flight) const {
+    std::vector<Pending>& pending = slot_of(flight).pending;
     bool has_foreign = false;
     std::vector<size_t> written;
     for (size_t i = 0; i < pending.size(); ++i) {
-        if (!pending[i].destination.defined()) continue;
+        const at::Tensor& tensor = destination(flight, i);
+        if (!tensor.defined()) continue;
         written.push_back(i);
-        has_foreign |= !pending[i].destination.is_same(buffers_[i]);
+        has_foreign |= !tensor.is_same(buffers_[i]) && pending[i].action != GradientAction::kStoreNew;
     }
     if (!has_foreign) return;
     const auto before = [&](size_t a, size_t b) {
-        return extent(pending[a].destination) < extent(pending[b].destination);
+        return extent(destination(flight, a)) < extent(destination(flight, b));
     };
     std::sort(written.begin(), written.end(), before);
     const char* end = nullptr;
     for (const size_t i : written) {
-        const auto [from, to] = extent(pending[i].destination);
+        const auto [from, to] = extent(destination(flight, i));
         if (from < end && pending[i].action == GradientAction::kAddInPlace) {
-            pending[i] = {GradientAction::kAddEagerly, {}};
+            pending[i].action = GradientAction::kAddEagerly;
         } else {
             end = std::max(end, to);
         }
     }
 }
 
-variable_list GraphedCallable::backward(ReplayNode& node, variable_list grads) {
-    const c10::DeviceGuard on_device(device_);
-    Slot& slot = *slots_[node.slot()];
-    const std::string change = guard_->check_tensors(node.externals);
-    TORCH_CHECK(change.empty(), changed(change).message);
-    check_versions(node);
-
-    scope_->enter();
-    const std::vector<bool> got = load_grad_outputs(slot, grads);
-    const std::vector<Pending> pending = plan_parameters(slot, node, got);
-    slot.table->upload();
-    scope_->input_gradients().protect();
-    slot.backward->replay();
+// Once the graph has been launched: sets .grad, and appends what the edges of the flight get.
+void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_list& results) {
+    Slot& slot = slot_of(flight);
     ++backward_replays_;
-
-    variable_list results;
-    const auto lent = slot.grad_inputs.hand_out(scope_->input_gradients());
-    for (size_t i = 0; i < node.input_edges.size(); ++i) {
-        const int input = node.input_edges[i];
-        if (!any_common(inputs_[input].depends_on, got)) {
-            results.emplace_back();
-        } else {
-            // A leaf keeps what it gets as .grad, which must not move under its holder.
-            results.push_back(node.leaf_inputs[i] ? lent[input].clone() : lent[input]);
+    if (!flight.input_edges.empty()) {
+        const auto lent = slot.grad_inputs.hand_out(scope_->input_gradients());
+        for (const InputEdge& edge : flight.input_edges) {
+            if (!any_common(inputs_[edge.input].depends_on, got)) {
+                results.emplace_back();
+            } else {
+                // A leaf keeps what it gets as .grad, which must not move under its holder.
+                results.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
+            }
         }
     }
-    bool wrote_gradients = false;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-        const at::Tensor& parameter = node.externals[parameters_[i].tensor];
-        const Pending& done = pending[i];
-        wrote_gradients |= done.destination.defined();
-        switch (done.action) {
+        const at::Tensor& parameter = flight.externals[parameters_[i].tensor];
+        Pending& pending = slot.pending[i];
+        switch (pending.action) {
             case GradientAction::kStoreNew:
-                buffers_[i] = done.destination;
-                parameter.mutable_grad() = done.destination;
+                parameter.mutable_grad() = pending.fresh;
+                buffers_[i] = std::move(pending.fresh);
                 break;
             case GradientAction::kAddEagerly:
                 parameter.mutable_grad().add_(slot.parameter_grads[i]);
-                wrote_gradients = true;
                 break;
             case GradientAction::kStoreMainGrad:
-                parameters_[i].flag->overwrite = false;
-                [[fallthrough]];
             case GradientAction::kAddInPlace:
             case GradientAction::kAddMainGrad:
-                impl::bump_version(done.destination);
+                impl::bump_version(destination(flight, i));
                 break;
             case GradientAction::kNothing:
             case GradientAction::kReturn:
                 break;
         }
-        if (node.through_autograd[i]) {
-            results.push_back(done.action == GradientAction::kReturn ? slot.parameter_grads[i].clone() : at::Tensor());
-        }
     }
-    if (wrote_gradients) sync_backward_caller(device_);
-    return results;
+    for (const int i : flight.autograd_parameters) {
+        const bool returns = slot.pending[i].action == GradientAction::kReturn;
+        results.push_back(returns ? slot.parameter_grads[i].clone() : at::Tensor());
+    }
 }
 
 }  // namespace te_graph::graph

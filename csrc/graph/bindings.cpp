@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "graph/callable.h"
+#include "graph/fast_call.h"
 #include "graph/hooks.h"
 
 namespace py = pybind11;
@@ -63,6 +64,17 @@ void add_slot(GraphedCallable& callable, const py::object& forward, const py::ob
 }  // namespace
 
 void bind(py::module_& m) {
+    m.def("enter_session", &enter_session);
+    m.def("leave_session", &leave_session);
+    m.def("in_session", &in_session);
+    m.def("make_fast_call", &make_fast_call, py::arg("type"));
+    m.def(
+        "fast_call",
+        [](std::shared_ptr<GraphedCallable> callable, std::shared_ptr<Guard> plain, size_t tensors, bool grad_mode) {
+            return to_python(
+                std::make_unique<FastCall>(FastCall{std::move(callable), std::move(plain), tensors, grad_mode}));
+        },
+        py::arg("callable"), py::arg("plain"), py::arg("tensors"), py::arg("grad_mode"));
     m.def("is_capturing", &is_capturing, py::arg("device"));
     m.def("has_gradient_hooks", &has_gradient_hooks, py::arg("leaf"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));

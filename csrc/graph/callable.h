@@ -1,8 +1,9 @@
 // One graphed callable: its slots, what it takes for granted, and the forward and backward replay.
 //
-// forward:  settings and guard -> inputs -> a free slot -> protect lent outputs -> copy inputs -> replay -> lend outputs
-//           and tie them to a ReplayNode.
-// backward: (ReplayNode) versions -> copy gradients -> table entries -> protect lent input gradients -> replay -> set .grad.
+// forward:  inputs, settings and guard -> a free slot -> protect lent outputs -> copy inputs -> replay -> lend outputs and
+//           tie them to a ReplayNode.
+// backward: (ReplayNode) addresses and versions -> gradients of outputs -> table entries -> protect lent input gradients ->
+//           replay -> set .grad.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +16,8 @@
 #include <variant>
 #include <vector>
 
+#include "graph/flight.h"
+#include "graph/gradient_plan.h"
 #include "graph/gradient_table.h"
 #include "graph/graph.h"
 #include "graph/guard.h"
@@ -25,8 +28,6 @@
 #include "graph/stream_order.h"
 
 namespace te_graph::graph {
-
-class ReplayNode;
 
 // Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, whoever graphs it.
 struct StoreFlag {
@@ -49,6 +50,19 @@ struct InputSpec {
     bool is_saved;                 // autograd saved it for backward
 };
 
+// What a backward does with the gradient of one parameter.
+struct Pending {
+    GradientAction action = GradientAction::kNothing;
+    at::Tensor fresh;  // kStoreNew: what becomes .grad
+};
+
+// Backward graphs that were launched one after the other, as one.
+struct MergedBackward {
+    std::vector<std::weak_ptr<Graph>> parts;
+    std::shared_ptr<Graph> graph;  // null until they have come together twice, or when they cannot be merged
+    int seen = 0;
+};
+
 // A graph pair and the memory that belongs to it.
 struct Slot {
     std::shared_ptr<Graph> forward;
@@ -61,6 +75,8 @@ struct Slot {
     std::vector<at::Tensor> parameter_grads;             // [parameters], memory owned by the graph
     std::shared_ptr<GradientTable> table;
     Handouts lent_outputs;
+    std::vector<Pending> pending;  // [parameters], while a backward runs
+    MergedBackward merged;         // with those of the predecessors
 };
 
 // What the guard's tensors mean to autograd.
@@ -95,8 +111,13 @@ public:
     // order. Returns one tensor per output; or why not, and then nothing has been launched or changed.
     std::variant<std::vector<at::Tensor>, Refusal> forward(PyObject* root, const std::vector<at::Tensor>& inputs);
 
-    // Replays the backward of `node`; returns one gradient per next edge of it.
-    torch::autograd::variable_list backward(ReplayNode& node, torch::autograd::variable_list grads);
+    // Replays the backwards of `flights`, last forward first, each of which reads its gradient where the one before
+    // writes it. Returns a gradient for each edge of theirs: for each flight its input edges, then its parameters'.
+    static torch::autograd::variable_list backward(std::vector<Flight>& flights, torch::autograd::variable_list grads);
+
+    // True when the gradient that `upper`, a flight of this callable, writes is all that `lower` reads.
+    bool continues(const Flight& upper, const Flight& lower) const;
+    bool is_linked(int input) const { return inputs_[input].is_linked; }
 
     // Lets the gradient of parameter number `parameter` go through autograd from the next forward on.
     void route_through_autograd(size_t parameter) { parameters_.at(parameter).through_autograd = true; }
@@ -107,19 +128,26 @@ public:
     int64_t backward_replays() const { return backward_replays_; }
 
 private:
-    struct Pending;
+    using Bits = std::vector<bool>;
 
     std::optional<Refusal> check(PyObject* root, const std::vector<at::Tensor>& inputs,
                                  std::vector<at::Tensor>& externals, int& slot) const;
     std::string difference_of_inputs(const std::vector<at::Tensor>& inputs) const;
     std::optional<Refusal> choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     bool finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
-    void attach_node(int slot, SlotLease lease, std::vector<at::Tensor> externals,
-                     const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs);
-    void check_versions(const ReplayNode& node) const;
-    std::vector<bool> load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
-    std::vector<Pending> plan_parameters(Slot& slot, const ReplayNode& node, const std::vector<bool>& got) const;
-    void separate_overlapping(std::vector<Pending>& pending) const;
+    void attach_node(SlotLease lease, std::vector<at::Tensor> externals, const std::vector<at::Tensor>& inputs,
+                     std::vector<at::Tensor>& outputs);
+
+    Slot& slot_of(const Flight& flight) const { return *slots_[flight.lease.slot()]; }
+    void check_backward(const Flight& flight) const;
+    Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
+    Bits grads_from(const Flight& upper, const Bits& got_upper, const Slot& slot) const;
+    void plan_parameters(const Flight& flight, const Bits& got);
+    const at::Tensor& destination(const Flight& flight, size_t parameter) const;
+    void separate_overlapping(const Flight& flight) const;
+    bool leaves_nothing_behind(const Flight& flight) const;
+    void finish(const Flight& flight, const Bits& got, torch::autograd::variable_list& results);
+    static std::shared_ptr<Graph> merged(const std::vector<Flight>& flights, const std::vector<Bits>& got);
     Refusal changed(const std::string& change) const;
 
     const std::string name_;

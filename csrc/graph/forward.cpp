@@ -152,35 +152,41 @@ std::variant<std::vector<at::Tensor>, Refusal> GraphedCallable::forward(PyObject
     for (size_t i = 0; i < externals.size(); ++i) {
         if (externals_[i].written) impl::bump_version(externals[i]);
     }
-    if (slot.backward) attach_node(number, std::move(lease), std::move(externals), inputs, outputs);
+    if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
     return outputs;
 }
 
-void GraphedCallable::attach_node(int slot, SlotLease lease, std::vector<at::Tensor> externals,
+void GraphedCallable::attach_node(SlotLease lease, std::vector<at::Tensor> externals,
                                   const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) {
-    const auto [node, owner] = make_node<ReplayNode>(shared_from_this(), std::move(lease));
-    if (predecessor_) node->hold(predecessor_->lease(slot));
+    const auto [node, owner] = make_node<ReplayNode>(Flight(shared_from_this(), std::move(lease)));
+    node->set_label(name_);
+    Flight& flight = node->flight();
+    if (predecessor_) flight.predecessor.emplace(predecessor_->lease(flight.lease.slot()));
     torch::autograd::edge_list edges;
     for (size_t i = 0; i < inputs.size(); ++i) {
-        if (inputs_[i].is_linked && inputs_[i].is_saved) node->linked_inputs.emplace_back(i, inputs[i]);
+        if (inputs_[i].is_linked && inputs_[i].is_saved) flight.linked_inputs.emplace_back(i, inputs[i]);
         if (inputs_[i].depends_on.empty()) continue;
         edges.push_back(impl::gradient_edge(inputs[i]));
-        node->input_edges.push_back(static_cast<int>(i));
-        node->leaf_inputs.push_back(inputs[i].is_leaf());
+        flight.input_edges.push_back({static_cast<int>(i), inputs[i].is_leaf()});
     }
-    for (const ParameterSpec& spec : parameters_) {
-        const at::Tensor& parameter = externals[spec.tensor];
-        const bool edge = spec.through_autograd || has_gradient_hooks(parameter);
-        if (edge) edges.push_back(impl::gradient_edge(parameter));
-        node->through_autograd.push_back(edge);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const at::Tensor& parameter = externals[parameters_[i].tensor];
+        if (parameters_[i].through_autograd || has_gradient_hooks(parameter)) {
+            edges.push_back(impl::gradient_edge(parameter));
+            flight.autograd_parameters.push_back(static_cast<int>(i));
+        }
+    }
+    // The input is there, so the node that made it stays; what is below that one may be out of everybody's reach.
+    if (predecessor_ && !edges.empty()) {
+        if (auto* const below = dynamic_cast<ReplayNode*>(edges.front().function.get())) below->absorb_predecessor();
     }
     node->set_next_edges(std::move(edges));
-    for (const auto& external : externals) {
-        node->external_versions.push_back(external.is_inference() ? 0 : external._version());
+    for (size_t i = 0; i < externals_.size(); ++i) {
+        if (externals_[i].saved) flight.saved_versions.push_back(version_of(externals[i]));
     }
-    node->externals = std::move(externals);
-    for (const auto& output : outputs) {
-        node->output_versions.push_back(output.unsafeGetTensorImpl()->version_counter());
+    flight.externals = std::move(externals);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+        if (saved_outputs_[i]) flight.output_versions.push_back(outputs[i].unsafeGetTensorImpl()->version_counter());
     }
     for (const int output : differentiable_) torch::autograd::set_history(outputs[output], owner);
 }

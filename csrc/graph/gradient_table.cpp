@@ -72,9 +72,8 @@ void GradientTable::bind(const std::vector<at::Tensor>& sources) {
 }
 
 void GradientTable::set(size_t index, Mode mode, void* destination) {
+    if (!differs(index, mode, destination)) return;
     Entry& entry = current_[index];
-    // A skipped entry's destination is never read, so it may stay as it is.
-    if (entry.mode == mode && (mode == Mode::kSkip || entry.destination == destination)) return;
     entry.mode = mode;
     if (mode != Mode::kSkip) entry.destination = destination;
     if (is_changed_[index]) return;

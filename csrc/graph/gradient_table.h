@@ -24,6 +24,12 @@ public:
     // sources: one dense tensor per entry, of that entry's size and dtype.
     void bind(const std::vector<at::Tensor>& sources);
 
+    // True when entry `index` says something else than that.
+    bool differs(size_t index, multi_tensor::Mode mode, const void* destination) const {
+        const multi_tensor::Entry& entry = current_[index];
+        // A skipped entry's destination is never read, so it may stay as it is.
+        return entry.mode != mode || (mode != multi_tensor::Mode::kSkip && entry.destination != destination);
+    }
     // Says what the next replay shall do with entry `index`. Nothing is sent until upload().
     void set(size_t index, multi_tensor::Mode mode, void* destination);
     // Sends entries that differ from what the device has, on the current stream.

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace te_graph::graph {
 
@@ -14,6 +15,10 @@ public:
     // Enqueues the captured work on the current stream (CUDA) or runs it (recorder).
     virtual void replay() = 0;
 };
+
+// A graph that does what `parts` do one after the other, or null when that cannot be one graph: CUDA graphs that draw
+// random numbers get the state of the generator from each launch.
+std::shared_ptr<Graph> merge(const std::vector<std::shared_ptr<Graph>>& parts);
 
 // Wraps a `torch.cuda.CUDAGraph` or a `te_graph.recorder.Recorder`. Takes a reference to the Python object.
 std::shared_ptr<Graph> make_graph(const pybind11::object& captured);

@@ -5,6 +5,8 @@
 
 #include <sstream>
 
+#include "graph/dict_watch.h"
+
 namespace py = pybind11;
 
 namespace te_graph::graph {
@@ -92,15 +94,52 @@ int Guard::add_tensor(int step, const at::Tensor& tensor) {
     return steps_[step].tensor;
 }
 
+// Items of dictionaries, except those of a function's globals, which training scripts change all the time.
+bool Guard::is_in_watched_dict(const Step& step) const {
+    const bool is_dict =
+        step.kind == StepKind::kItem || step.kind == StepKind::kAbsent || step.kind == StepKind::kLength;
+    return is_dict && (step.parent < 0 || steps_[step.parent].kind != StepKind::kAttribute);
+}
+
 std::string Guard::check(PyObject* root, std::vector<at::Tensor>& found) const {
-    thread_local std::vector<PyObject*> reached;
-    reached.resize(steps_.size());
     found.resize(tensors_.size());
+    if (is_as_last_time(root, found)) return {};
+    root_ = nullptr;
+    const uint64_t changes = dict_changes();
+    std::string change = walk(root, found);
+    if (change.empty()) {
+        root_ = root;
+        changes_ = changes;
+    }
+    return change;
+}
+
+bool Guard::is_as_last_time(PyObject* root, std::vector<at::Tensor>& found) const {
+    if (root != root_ || changes_ != dict_changes()) return false;
+    for (const size_t i : unwatched_) {
+        const Step& step = steps_[i];
+        PyObject* const parent = step.parent < 0 ? root : reached_[step.parent];
+        PyObject* const object = take_step(step.kind, parent, step.key.ptr(), step.index);
+        if (!object || object != reached_[i] || !step.expected.matches(object)) return false;
+    }
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+        const at::Tensor& tensor = THPVariable_Unpack(reached_[tensors_[i].step]);
+        if (!compare(tensors_[i], tensor, true).empty()) return false;
+        found[i] = tensor;
+    }
+    return true;
+}
+
+std::string Guard::walk(PyObject* root, std::vector<at::Tensor>& found) const {
+    reached_.assign(steps_.size(), nullptr);
+    unwatched_.clear();
     for (size_t i = 0; i < steps_.size(); ++i) {
         const Step& step = steps_[i];
-        PyObject* const parent = step.parent < 0 ? root : reached[step.parent];
+        PyObject* const parent = step.parent < 0 ? root : reached_[step.parent];
+        const bool is_watched = is_in_watched_dict(step) && PyDict_Check(parent) && watch_dict(parent);
+        if (!is_watched) unwatched_.push_back(i);
         PyObject* const object = take_step(step.kind, parent, step.key.ptr(), step.index);
-        reached[i] = object;
+        reached_[i] = object;
         if (!object)
             return step.subject +
                    (step.kind == StepKind::kLength || step.kind == StepKind::kAbsent ? " changed" : " is gone");

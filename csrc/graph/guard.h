@@ -4,6 +4,9 @@
 // an object that must still be the one seen at capture, and tensors met on the way, whose address, shape, strides, dtype
 // and requires_grad must be what they were. Nothing is owned: each step starts from its live parent, so the pointers
 // compared are never stale and no reference cycle through the callable arises.
+//
+// Dictionaries on the way are watched (Python 3.12 or newer). As long as none has changed, a check takes only the steps
+// that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,7 +42,7 @@ public:
     // The object that `step` reaches is `tensor`; its place in `found` is the number returned.
     int add_tensor(int step, const at::Tensor& tensor);
 
-    // Walks from `root`. Writes the tensors into `found` and returns an empty string, or returns what has changed.
+    // Checks from `root` on. Writes the tensors into `found` and returns an empty string, or returns what has changed.
     std::string check(PyObject* root, std::vector<at::Tensor>& found) const;
 
     // Compares tensors found by an earlier check() again: they may have moved since. Their requires_grad no
@@ -81,9 +84,18 @@ private:
     };
 
     static std::string compare(const TensorFacts& expected, const at::Tensor& tensor, bool compare_requires_grad);
+    bool is_in_watched_dict(const Step& step) const;
+    bool is_as_last_time(PyObject* root, std::vector<at::Tensor>& found) const;
+    std::string walk(PyObject* root, std::vector<at::Tensor>& found) const;
 
     std::vector<Step> steps_;
     std::vector<TensorFacts> tensors_;
+
+    // Of the last walk that found everything as it must be; borrowed, and alive while `changes_` is up to date.
+    mutable std::vector<PyObject*> reached_;  // [steps]
+    mutable std::vector<size_t> unwatched_;   // steps that are taken at each check
+    mutable PyObject* root_ = nullptr;
+    mutable uint64_t changes_ = 0;
 };
 
 }  // namespace te_graph::graph

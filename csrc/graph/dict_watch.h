@@ -1,0 +1,16 @@
+// Tells when dictionaries change, so that what was found in them need not be looked up again.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace te_graph::graph {
+
+// Moves on whenever a watched dictionary has been modified or freed. With the GIL only.
+uint64_t dict_changes();
+
+// Watches `dict` from now on. False where Python offers no watchers (before 3.12) or has none left.
+bool watch_dict(PyObject* dict);
+
+}  // namespace te_graph::graph

@@ -1,0 +1,36 @@
+// The call of a graphed module without Python in between.
+//
+// torch.nn.Module.__call__, the method forward and the handle's choices are some hundred bytecodes for every layer. A
+// graphed module's class gets a __call__ of its own that replays at once where nothing speaks against it, and leaves
+// everything else (hooks, keyword arguments, other modes, refusals) to torch.nn.Module.__call__.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "graph/callable.h"
+#include "graph/guard.h"
+
+namespace te_graph::graph {
+
+// What the call must know of one graphed module: attribute `fast_call` of its handle `te_graph`.
+struct FastCall {
+    std::shared_ptr<GraphedCallable> callable;
+    std::shared_ptr<Guard> plain;  // passes while torch.nn.Module.__call__ would do nothing but call forward
+    size_t tensors;                // number of arguments, all of them tensors
+    bool grad_mode;
+};
+
+// `fast` as a Python object.
+pybind11::object to_python(std::unique_ptr<FastCall> fast);
+
+// A __call__ for the class `type`, a subclass of torch.nn.Module.
+pybind11::object make_fast_call(const pybind11::object& type);
+
+// Marks this thread as capturing: calls then run eagerly, to be captured themselves.
+void enter_session();
+void leave_session();
+bool in_session();
+
+}  // namespace te_graph::graph

@@ -1,0 +1,53 @@
+// What a backward needs of the forward that it belongs to.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "graph/slot_pool.h"
+
+namespace te_graph::graph {
+
+class GraphedCallable;
+
+// An input that the backward reads where the predecessor left it: it must not be modified in between.
+struct LinkedInput {
+    LinkedInput(size_t number, const at::Tensor& tensor)
+        : input(number),
+          version(tensor.unsafeGetTensorImpl()->version_counter()),
+          version_at_forward(version.current_version()) {}
+    size_t input;
+    c10::VariableVersion version;
+    uint32_t version_at_forward;
+};
+
+// An input that gets a gradient.
+struct InputEdge {
+    int input;
+    bool is_leaf;  // it keeps what it gets as .grad
+};
+
+// Tensors made in inference mode have no version.
+inline uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+// One forward whose backward is due. Keeps its slot busy.
+struct Flight {
+    Flight(std::shared_ptr<GraphedCallable> flown, SlotLease slot)
+        : callable(std::move(flown)), lease(std::move(slot)) {}
+
+    std::shared_ptr<GraphedCallable> callable;
+    SlotLease lease;
+    std::optional<SlotLease> predecessor;           // a slot of the predecessor whose results are read in place
+    std::vector<at::Tensor> externals;              // [guard's tensors], as found by the forward
+    c10::SmallVector<uint32_t, 16> saved_versions;  // [externals that autograd saved] after the forward
+    c10::SmallVector<c10::VariableVersion, 1> output_versions;  // [outputs that the backward reads]
+    c10::SmallVector<LinkedInput, 1> linked_inputs;             // those that autograd saved
+    c10::SmallVector<InputEdge, 2> input_edges;                 // inputs that have an edge, in the order of the edges
+    std::vector<int> autograd_parameters;                       // parameters that have an edge, in that order
+};
+
+}  // namespace te_graph::graph
