@@ -44,36 +44,41 @@ Refusal GraphedCallable::changed(const std::string& change) const {
             name_ + ": " + change + " since capture; call .te_graph.reset() on it and capture again"};
 }
 
-// Empty when the inputs are like those at capture, else what differs. Builds no message unless something does.
+namespace {
+
+bool is_like(const at::Tensor& expected, const at::Tensor& got) {
+    return got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
+           got.scalar_type() == expected.scalar_type() && got.device() == expected.device() &&
+           got.requires_grad() == expected.requires_grad();
+}
+
+std::string difference(const at::Tensor& expected, const at::Tensor& got) {
+    std::ostringstream words;
+    if (got.layout() != expected.layout()) {
+        words << " of layout " << expected.layout() << ", got " << got.layout();
+    } else if (got.sizes() != expected.sizes()) {
+        words << " of shape " << expected.sizes() << ", got " << got.sizes();
+    } else if (got.scalar_type() != expected.scalar_type()) {
+        words << " of dtype " << expected.scalar_type() << ", got " << got.scalar_type();
+    } else if (got.device() != expected.device()) {
+        words << " on " << expected.device() << ", got " << got.device();
+    } else {
+        const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
+        words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got);
+    }
+    return words.str();
+}
+
+}  // namespace
+
+// Empty when the inputs are like those at capture, else what differs.
 std::string GraphedCallable::difference_of_inputs(const std::vector<at::Tensor>& inputs) const {
     const std::vector<at::Tensor>& samples = slots_.front()->inputs;
-    std::ostringstream words;
     if (inputs.size() != samples.size()) {
-        words << "expected " << samples.size() << " tensors, got " << inputs.size();
-        return words.str();
+        return "expected " + std::to_string(samples.size()) + " tensors, got " + std::to_string(inputs.size());
     }
     for (size_t i = 0; i < inputs.size(); ++i) {
-        const at::Tensor& expected = samples[i];
-        const at::Tensor& got = inputs[i];
-        if (got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
-            got.scalar_type() == expected.scalar_type() && got.device() == expected.device() &&
-            got.requires_grad() == expected.requires_grad()) {
-            continue;
-        }
-        words << "expected " << inputs_[i].name;
-        if (got.layout() != expected.layout()) {
-            words << " of layout " << expected.layout() << ", got " << got.layout();
-        } else if (got.sizes() != expected.sizes()) {
-            words << " of shape " << expected.sizes() << ", got " << got.sizes();
-        } else if (got.scalar_type() != expected.scalar_type()) {
-            words << " of dtype " << expected.scalar_type() << ", got " << got.scalar_type();
-        } else if (got.device() != expected.device()) {
-            words << " on " << expected.device() << ", got " << got.device();
-        } else {
-            const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
-            words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got);
-        }
-        return words.str();
+        if (!is_like(samples[i], inputs[i])) return "expected " + inputs_[i].name + difference(samples[i], inputs[i]);
     }
     return {};
 }
@@ -89,10 +94,10 @@ bool GraphedCallable::finds_linked_inputs(const Slot& slot, const std::vector<at
 }
 
 std::optional<Refusal> GraphedCallable::choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const {
-    const std::string size = std::to_string(slots_.size());
     if (!predecessor_) {
         slot = pool_->first_free();
         if (slot >= 0) return std::nullopt;
+        const std::string size = std::to_string(slots_.size());
         return Refusal{Refusal::Kind::kExhausted,
                        name_ + ": a forward is called while " + size +
                            " earlier ones still wait for their backward; capture with max_in_flight=" +
