@@ -1,7 +1,7 @@
 # make train      train the example GPT with its layers replayed from graphs       ARGS="--compare" adds options
 # make test       ruff, clang-format, pytest and GoogleTests: everything that needs no GPU
 # make test-gpu   the tests that need a GPU
-# make bench      the benchmark of graphed layers, on a GPU                         ARGS="--quick --out DIR"
+# make bench      the benchmarks of graphed layers, on a GPU                        ARGS="--quick --out DIR"
 # make build      install te_graph, editable, and compile what changed
 # make format     format the C++ code, mend what ruff can
 # make clean      remove what was built
@@ -63,6 +63,7 @@ test-gpu: $(BUILT) tools
 
 bench: $(BUILT)
 	$(PY) benchmarks/bench_graphed.py $(ARGS)
+	$(PY) benchmarks/bench_graphed_sweep.py $(ARGS)
 
 format: $(BUILT) lint-tools
 	clang-format -i $(CXX_FILES)

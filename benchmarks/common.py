@@ -1,28 +1,23 @@
-"""What benchmarks share: timing, a fresh process for each measurement, and the record of where they ran."""
+"""What benchmarks share: timing, memory, and the record of where they ran."""
 
-import argparse
 import json
 import math
-import multiprocessing
 import os
 import platform
-import shlex
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils.deterministic
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 DIRTY = "-dirty"
 
 # The driver blocks the caller once about a thousand launches wait for the device. Three calls of the largest eager
@@ -30,8 +25,6 @@ DIRTY = "-dirty"
 TIMED_CALLS_PER_BURST = 2
 WARMUP_CALLS = 3
 MIB = 2**20
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -68,27 +61,36 @@ def time_wall(step: Callable[[], None], synchronize: Callable[[], None], effort:
     return [run(calls) for _ in range(effort.repeats + 1)][1:]
 
 
-def time_host(step: Callable[[], None], synchronize: Callable[[], None], effort: Effort) -> list[float]:
-    """Seconds for which `step` occupies the calling thread, one number per timed call.
+def time_host(
+    parts: Sequence[Callable[[], None]], synchronize: Callable[[], None], bursts: int
+) -> tuple[list[float], ...]:
+    """Seconds for which each part of a step occupies the calling thread, one number per timed call.
 
-    Each burst begins with a call that is not timed, so that the others find the device busy, and ends before the queue
+    Each burst begins with a step that is not timed, so that the others find the device busy, and ends before the queue
     of launches is full.
 
     Args:
-        step: What is timed.
+        parts: What is timed, in the order in which one step calls them.
         synchronize: Waits for the device.
-        effort: `bursts` is used.
+        bursts: How many, of `TIMED_CALLS_PER_BURST` timed steps each.
     """
-    times = []
-    for _ in range(effort.bursts):
+    times: tuple[list[float], ...] = tuple([] for _ in parts)
+    for _ in range(bursts):
         synchronize()
-        step()
+        for part in parts:
+            part()
         for _ in range(TIMED_CALLS_PER_BURST):
-            start = perf_counter()
-            step()
-            times.append(perf_counter() - start)
+            for part, found in zip(parts, times, strict=True):
+                start = perf_counter()
+                part()
+                found.append(perf_counter() - start)
     synchronize()
     return times
+
+
+def synchronizer(device: str) -> Callable[[], None]:
+    """What waits for `device`, "cuda" or "cpu"."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
 def measure_step(step: Callable[[], None], device: str, effort: Effort) -> dict[str, Any]:
@@ -100,12 +102,12 @@ def measure_step(step: Callable[[], None], device: str, effort: Effort) -> dict[
         wall, host: lists of seconds. peak: bytes at the peak of further calls that start without cached memory;
         setup_peak: at the peak until the first calls, warm-up and capture included; both None on a CPU.
     """
-    is_gpu = device == "cuda"
-    synchronize = torch.cuda.synchronize if is_gpu else lambda: None
+    is_gpu, synchronize = device == "cuda", synchronizer(device)
     for _ in range(WARMUP_CALLS):
         step()
     setup_peak = torch.cuda.max_memory_reserved() if is_gpu else None
-    wall, host = time_wall(step, synchronize, effort), time_host(step, synchronize, effort)
+    wall = time_wall(step, synchronize, effort)
+    (host,) = time_host((step,), synchronize, effort.bursts)
     if is_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -127,13 +129,18 @@ def summarize(samples: Sequence[dict[str, Any]], layers: int) -> dict[str, Any]:
         for key in ("peak", "setup_peak")
     )
     return {
-        "wall_us_per_layer": round(statistics.median(wall) * 1e6 / layers, 3),
-        "host_us_per_layer": round(statistics.median(host) * 1e6 / layers, 3),
+        "wall_us_per_layer": median_us(wall, layers),
+        "host_us_per_layer": median_us(host, layers),
         "peak_mib": peak,
         "setup_peak_mib": setup_peak,
         "repeats": len(wall),
         "spread": round((max(wall) - min(wall)) / statistics.median(wall), 4),
     }
+
+
+def median_us(seconds: Sequence[float], calls: int) -> float:
+    """Median as microseconds for one of the `calls` that each time in `seconds` holds."""
+    return round(statistics.median(seconds) * 1e6 / calls, 3)
 
 
 def print_profile(step: Callable[[], None], calls: int = 10, rows: int = 25) -> None:
@@ -144,21 +151,6 @@ def print_profile(step: Callable[[], None], calls: int = 10, rows: int = 25) -> 
         for _ in range(calls):
             step()
     print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=rows))
-
-
-def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
-    """Call a function of a module in a process of its own, so that no other measurement's memory is counted.
-
-    The process is forked from a server that has imported torch and has not touched the GPU, so it starts at once.
-
-    Raises:
-        Exception: what the function raised.
-        BrokenProcessPool: the process died.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "te_graph"])
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *args).result()
 
 
 def make_deterministic() -> None:
@@ -200,14 +192,6 @@ def environment(device: str, commit: str | None) -> dict[str, Any]:
         "dirty": state.endswith(DIRTY) if state else None,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def reproducing_command(script: str, argv: Sequence[str]) -> str:
-    """The command without what concerns one machine only: where files go, and the commit, which has its own field."""
-    parser = argparse.ArgumentParser(add_help=False)
-    for option in ("--out", "--commit"):
-        parser.add_argument(option)
-    return shlex.join(["python", f"benchmarks/{script}", *parser.parse_known_args(argv)[1]])
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:

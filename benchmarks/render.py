@@ -1,11 +1,12 @@
-"""Write the tables of benchmarks/results/*.json into README.md, between markers.
+"""Write the tables and plots of benchmarks/results/*.json into README.md, between markers.
 
     python benchmarks/render.py                   # render; nothing changes if all is as measured
-    python benchmarks/render.py --check           # fail if README.md is not what the results say
-    python benchmarks/render.py --plot times.png  # also draw the times (needs matplotlib)
+    python benchmarks/render.py --check           # fail if README.md or a plot is not what the results say
+    python benchmarks/render.py --plot times.png  # also draw the times of graphed.json
 
-The table of graphed.json goes between <!-- results:graphed --> and <!-- /results -->, each on a line of its own.
-Exit status: 0 rendered or up to date, 1 --check found a stale file, 2 bad input.
+What concerns results/NAME.json goes between <!-- results:NAME --> and <!-- /results -->, each on a line of its own; the
+plot of graphed_sweep.json goes beside it, drawn with matplotlib. Exit status: 0 rendered or up to date, 1 --check found
+a stale file, 2 bad input.
 """
 
 import argparse
@@ -16,28 +17,56 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from plots import is_current, save_times, sweep_svg
+
 ROOT = Path(__file__).resolve().parents[1]
 START = re.compile(r"<!-- results:(\w+) -->")
 END = "<!-- /results -->"
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+SWEEP = "graphed_sweep"
+LEFT_OUT = ("te_graph_unchained",)  # of the table, which is to stay narrow
 
 
 def graphed_table(record: dict[str, Any]) -> list[str]:
-    """Lines of Markdown for graphed.json: one row per shape, one column per variant."""
+    """Lines of Markdown for graphed.json: one row per shape, one column per variant, and what else was counted."""
     rows = {(row["shape"], row["variant"]): row for row in record["rows"]}
-    shapes, variants = record["shapes"], record["variants"]
+    variants = {name: label for name, label in record["variants"].items() if name not in LEFT_OUT}
     lines = [
         "Transformer block in bf16, forward + backward with gradients present: wall µs / host µs per layer, peak MiB.",
         "",
         f"| | {' | '.join(variants.values())} |",
         f"|---|{'---|' * len(variants)}",
     ]
-    for shape, label in shapes.items():
+    for shape, label in record["shapes"].items():
         lines.append(f"| {label} | {' | '.join(_cell(rows.get((shape, variant))) for variant in variants)} |")
-    return [*lines, "", f"{_gradients(record)} {_origin(record)}".strip()]
+    remarks = [_gradients(record), _launches(record, variants), _split(record), _not_measured(record)]
+    return [*lines, "", " ".join(filter(None, [*remarks, _origin(record)]))]
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"graphed": graphed_table}
+def sweep_plot(record: dict[str, Any]) -> list[str]:
+    """Lines of Markdown for graphed_sweep.json: the plot, and the growth that it shows."""
+    few, many = min(record["parameters"]), max(record["parameters"])
+    rows = {(row["variant"], row["callables"], row["parameters"]): row for row in record["rows"]}
+    chain = record["callables"][len(record["callables"]) // 2]
+    growths = []
+    for variant, label in record["variants"].items():
+        ends = [rows.get((variant, chain, number)) for number in (few, many)]
+        if few < many and None not in ends:
+            times = (
+                f"{' → '.join(_number(row[f'{part}_us_per_call']) for row in ends)} {part}"
+                for part in ("forward", "backward")
+            )
+            growths.append(f"{label} {', '.join(times)}")
+    growth = f"From {few} to {many} parameters, chain of {chain}: {'; '.join(growths)}." if growths else ""
+    return [
+        f"![Host time of a call against its number of parameters](benchmarks/results/{SWEEP}.svg)",
+        "",
+        "Host µs per call of a callable with few kernels, against its number of parameters, gradients present.",
+        " ".join(filter(None, [growth, _gradients(record), _not_measured(record), _origin(record)])),
+    ]
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"graphed": graphed_table, SWEEP: sweep_plot}
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -51,12 +80,16 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
+def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
+    return "-".join(dict.fromkeys((show(min(values)), show(max(values)))))
+
+
 def _gradients(record: dict[str, Any]) -> str:
     """What the comparison of gradients found; what was not compared is named too."""
 
     def names_of(verdict: bool | None) -> str:
         rows = [row for row in record["rows"] if row["variant"] != "eager" and row["equal_to_eager"] is verdict]
-        return ", ".join(f"{record['variants'][row['variant']]} ({record['shapes'][row['shape']]})" for row in rows)
+        return ", ".join(f"{record['variants'][row['variant']]} ({_case(record, row)})" for row in rows)
 
     parts = [f"Gradients differ from eager ones: {names_of(False)}."] if names_of(False) else []
     if names_of(None):
@@ -64,6 +97,40 @@ def _gradients(record: dict[str, Any]) -> str:
     if names_of(True) and not parts:
         parts.append("All gradients equal eager ones bit for bit.")
     return " ".join(parts)
+
+
+def _case(record: dict[str, Any], row: dict[str, Any]) -> str:
+    if "shape" in row:
+        return record["shapes"][row["shape"]]
+    return f"{row['parameters']} parameters, chain of {row['callables']}"
+
+
+def _launches(record: dict[str, Any], variants: dict[str, str]) -> str:
+    """How much is launched outside graphs, over all shapes; empty where nothing was counted."""
+    counts = []
+    for variant, label in variants.items():
+        launches = [row["launches"] for row in record["rows"] if row["variant"] == variant and row.get("launches")]
+        if launches:
+            counts.append(f"{label} {_range([found['outside_graphs'] for found in launches], '{:.0f}'.format)}")
+    if not counts:
+        return ""
+    return f"Launches outside graphs in a step of {record['layers']} layers: {', '.join(counts)}."
+
+
+def _split(record: dict[str, Any]) -> str:
+    """Whose te_graph's host time is, over all shapes; empty where it was not split."""
+    key = "split_us_per_layer"
+    splits = [row[key] for row in record["rows"] if row["variant"] == "te_graph" and row.get(key)]
+    if not splits:
+        return ""
+    forward, backward = (_range([split[part] for split in splits], _number) for part in ("forward", "backward"))
+    bare = _range([split["bare_forward"] + split["bare_backward"] for split in splits], _number)
+    return f"Host µs of te_graph: forward {forward}, backward {backward}; launching the same graphs bare {bare}."
+
+
+def _not_measured(record: dict[str, Any]) -> str:
+    missing = record.get("not_measured", {})
+    return f"Not measured: {', '.join(f'{label} ({reason})' for label, reason in missing.items())}." if missing else ""
 
 
 def _origin(record: dict[str, Any]) -> str:
@@ -77,23 +144,24 @@ def _origin(record: dict[str, Any]) -> str:
 
 
 def render(text: str, records: dict[str, dict[str, Any]]) -> str:
-    """`text` with what lies between each pair of markers replaced by its table.
+    """`text` with what lies between each pair of markers replaced by what the results say.
 
     Args:
         text: Markdown with at least one pair of markers.
-        records: Results by name, as the markers name them.
+        records: Results by name, as the markers name them; the text says so where some are missing.
 
     Raises:
-        ValueError: there is no marker, one is not closed, or names results that are not there.
+        ValueError: there is no marker, one is not closed, or names results that no benchmark leaves.
     """
     lines, name = [], None
     for line in text.splitlines():
         start = START.fullmatch(line)
         if start and name is None:
             name = start[1]
-            if name not in records:
-                raise ValueError(f"marker results:{name}: expected one of {', '.join(records) or 'no results'}")
-            lines += [line, *RENDERERS[name](records[name])]
+            if name not in RENDERERS:
+                raise ValueError(f"marker results:{name}: expected one of {', '.join(RENDERERS)}")
+            missing = [f"Not measured yet: `python benchmarks/bench_{name}.py`."]
+            lines += [line, *(RENDERERS[name](records[name]) if name in records else missing)]
         elif start:
             raise ValueError(f"marker results:{name}: expected {END} before results:{start[1]}")
         if line == END:
@@ -107,32 +175,11 @@ def render(text: str, records: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def save_plot(path: Path, record: dict[str, Any]) -> None:
-    """Draw wall and host time of every shape and variant of graphed.json as bars."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    width = 0.8 / len(record["variants"])
-    keys = (("wall_us_per_layer", "wall time"), ("host_us_per_layer", "host time"))
-    for axes, (key, title) in zip(figure.subplots(1, 2), keys, strict=True):
-        for number, (variant, label) in enumerate(record["variants"].items()):
-            times = {row["shape"]: row[key] for row in record["rows"] if row["variant"] == variant}
-            positions = [i + (number + 0.5) * width - 0.4 for i in range(len(record["shapes"]))]
-            bars = axes.bar(positions, [times.get(shape, 0.0) for shape in record["shapes"]], width, label=label)
-            axes.bar_label(bars, fmt=_number, fontsize=6)
-        axes.set(title=title, ylabel="µs per layer, forward + backward")
-        names = [label.replace(", ", "\n") for label in record["shapes"].values()]
-        axes.set_xticks(range(len(names)), names, fontsize=7)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(record["variants"]))
-    figure.suptitle(f"{record['gpu'] or 'CPU'}, torch {record['torch']}")
-    figure.savefig(path, dpi=150)
-
-
 def load_results(folder: Path) -> dict[str, dict[str, Any]]:
     """Results that can be rendered, by name.
 
     Raises:
-        ValueError: a file is no JSON object of a benchmark that is known here.
+        ValueError: a file is no JSON object of a benchmark that is known here, or there is no file.
     """
     records = {}
     for path in sorted(folder.glob("*.json")):
@@ -143,6 +190,8 @@ def load_results(folder: Path) -> dict[str, dict[str, Any]]:
         if path.stem not in RENDERERS or not isinstance(record, dict) or record.get("benchmark") != path.stem:
             raise ValueError(f"{path}: expected the results of {' or '.join(RENDERERS)}, named like the benchmark")
         records[path.stem] = record
+    if not records:
+        raise ValueError(f"{folder}: expected {' or '.join(f'{name}.json' for name in RENDERERS)}, got none")
     return records
 
 
@@ -152,32 +201,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--readme", type=Path, default=ROOT / "README.md", help="file with the markers")
     add("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of JSON files")
-    add("--check", action="store_true", help="change nothing; fail if the file is stale")
-    add("--plot", type=Path, help="file for a plot of graphed.json (needs matplotlib)")
+    add("--check", action="store_true", help="change nothing; fail if a file is stale")
+    add("--plot", type=Path, help="file for a plot of graphed.json")
     options = parser.parse_args(argv)
     if options.plot and options.plot.suffix not in PLOT_SUFFIXES:
         parser.error(f"--plot: expected a name that ends in {', '.join(PLOT_SUFFIXES)}, got {options.plot}")
     try:
         records = load_results(options.results)
-        text = options.readme.read_text(encoding="utf-8")
-        rendered = render(text, records)
+        stale = _stale_files(options.readme, options.results / f"{SWEEP}.svg", records, options.check)
         if options.plot:
-            save_plot(options.plot, records["graphed"])
+            save_times(options.plot, records["graphed"])
     except ImportError as error:
-        parser.error(f"--plot: expected matplotlib installed (pip install matplotlib), got: {error}")
+        parser.error(f"plots: expected matplotlib installed (pip install matplotlib), got: {error}")
     except KeyError as error:
         parser.error(f"results: expected a value for {error}, got none")
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    if rendered == text:
-        print(f"{options.readme} is up to date")
-    elif options.check:
-        print(f"error: {options.readme} is stale: run python benchmarks/render.py", file=sys.stderr)
+    if stale and options.check:
+        print(f"error: {', '.join(map(str, stale))} is stale: run python benchmarks/render.py", file=sys.stderr)
         return 1
-    else:
-        options.readme.write_text(rendered, encoding="utf-8")
-        print(f"{options.readme} rendered")
+    for path, content in stale.items():
+        path.write_text(content, encoding="utf-8")
+    print(f"rendered: {', '.join(map(str, stale))}" if stale else f"{options.readme} is up to date")
     return 0
+
+
+def _stale_files(readme: Path, plot: Path, records: dict[str, dict[str, Any]], is_check: bool) -> dict[Path, str]:
+    """The files that are not what the results say, and what they should hold."""
+    text = readme.read_text(encoding="utf-8")
+    rendered = render(text, records)
+    stale = {readme: rendered} if rendered != text else {}
+    if SWEEP in records and not (plot.exists() and is_current(plot.read_text(encoding="utf-8"), records[SWEEP])):
+        # A check has no use for the content, and is to run without matplotlib.
+        stale[plot] = "" if is_check else sweep_svg(records[SWEEP])
+    return stale
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""bench_graphed.py on the recorder, against a clock advanced by hand, eager gradients and the example's block."""
+"""bench_graphed.py on the recorder: times of a clock advanced by hand, eager gradients."""
 
 import importlib
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -16,12 +18,13 @@ import torch.utils.deterministic
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 common = importlib.import_module("common")
+harness = importlib.import_module("harness")
+workloads = importlib.import_module("workloads")
 bench = importlib.import_module("bench_graphed")
 render = importlib.import_module("render")
-sys.path.insert(0, str(BENCHMARKS.parent / "examples"))
-gpt = importlib.import_module("gpt")
 
 NUMBERS = ("wall_us_per_layer", "host_us_per_layer", "peak_mib", "setup_peak_mib", "repeats", "spread")
+PARTS = ("launches", "split_us_per_layer", "replays")
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +51,9 @@ class Device:
             self.now = max(self.now, self.ends[-self.depth])
         self.now += self.host_time
         self.ends.append(max(self.now, self.ends[-1] if self.ends else 0.0) + self.device_time)
+
+    def advance(self, host_time: float) -> None:
+        self.now += host_time
 
     def synchronize(self) -> None:
         self.now = max(self.now, self.ends[-1] if self.ends else 0.0)
@@ -76,7 +82,7 @@ def in_process(monkeypatch):
     """Lets main() measure in this process, for a moment, and undoes what the check of gradients sets."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
-    monkeypatch.setattr(bench, "in_fresh_process", lambda function, *args: function(*args))
+    monkeypatch.setattr(harness, "in_fresh_process", lambda function, *args: function(*args))
     monkeypatch.setattr(bench, "QUICK", common.Effort(repeats=2, seconds=0.0, bursts=1))
     yield
     torch.use_deterministic_algorithms(False)
@@ -100,8 +106,10 @@ def test_wall_time_is_that_of_the_slower_side_and_host_time_leaves_out_the_devic
     assert len(wall) == 4
     assert all(7.0 <= value < 7.0 * 1.01 for value in wall)
     device.step()  # still at work when the host times begin
-    host = common.time_host(device.step, device.synchronize, effort)
+    parts = (device.step, lambda: device.advance(0.5))
+    host, other = common.time_host(parts, device.synchronize, bursts=3)
     assert host == [host_time] * (3 * common.TIMED_CALLS_PER_BURST)
+    assert other == [0.5] * (3 * common.TIMED_CALLS_PER_BURST)
 
 
 def test_a_summary_holds_medians_over_all_processes_and_the_largest_peaks():
@@ -125,50 +133,16 @@ def test_bits_tell_zeros_apart_and_not_a_number_equals_itself():
     assert not any(common.bits_equal(a, b) for b in (a.float(), a[:1], torch.copysign(a, torch.tensor(-1.0))))
 
 
-def test_a_block_computes_what_the_block_of_the_example_computes():
-    block = bench.Block(bench.Shape(hidden=24, heads=4, tokens=7))
-    example = gpt.Block(hidden=24, heads=4, dropout=0.0)
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.copy_(torch.randn_like(parameter))
-    example.load_state_dict(block.state_dict())
-    x = torch.randn(1, 7, 24)
-    torch.testing.assert_close(block(x), example(x))
+def test_times_are_kept_when_what_comes_after_them_fails(in_process, monkeypatch, tmp_path, capsys):
+    def fail(*args):
+        raise RuntimeError("no split")
 
-
-def test_a_sharded_block_keeps_a_quarter_of_heads_and_projections():
-    block = bench.Block(bench.SHAPES["h2048-tp4-t2048"], device="meta")
-    sizes = {name: tuple(getattr(block, name).weight.shape) for name in ("qkv", "proj", "fc1", "fc2")}
-    assert sizes == {"qkv": (1536, 2048), "proj": (2048, 512), "fc1": (2048, 2048), "fc2": (2048, 2048)}
-    assert block.heads == 4 and len(list(block.parameters())) == 12
-    half = bench.Block(bench.Shape(hidden=24, heads=4, tokens=7, shards=2))
-    assert half(torch.randn(1, 7, 24)).shape == (1, 7, 24)
-
-
-def test_every_step_adds_to_gradients_that_are_already_there(seed):
-    workload = bench.Workload(bench.SHAPES["tiny"], "cpu", seed)
-    buffers = [leaf.grad for leaf in workload.leaves]
-    assert len(buffers) == 1 + 12 * bench.LAYERS and not any(grad.any() for grad in buffers)
-    workload.step()
-    once = [grad.clone() for grad in buffers]
-    workload.step()
-    assert all(leaf.grad is grad for leaf, grad in zip(workload.leaves, buffers, strict=True))
-    assert all(torch.equal(grad, first + first) for grad, first in zip(buffers, once, strict=True))
-
-
-def test_the_te_graph_variant_replays_and_never_runs_eagerly(seed):
-    workload = bench.Workload(bench.SHAPES["tiny"], "cpu", seed)
-    step = bench.VARIANTS["te_graph"].build(workload)
-    step()
-    for layer in workload.layers:
-        info = layer.te_graph.info()
-        assert (info["forward_replays"], info["backward_replays"], info["eager_calls"]) == (1, 1, {})
-
-
-def test_eager_layers_are_not_measured_as_te_graph(monkeypatch, seed):
-    monkeypatch.setenv("TE_GRAPH_DISABLE", "1")
-    with pytest.raises(RuntimeError, match="expected graphs, got eager layers"):
-        bench.VARIANTS["te_graph"].build(bench.Workload(bench.SHAPES["tiny"], "cpu", seed))
+    monkeypatch.setattr(bench, "split_host_time", fail)
+    options = ["--device=cpu", "--quick", "--no-check", "--variants=te_graph", f"--out={tmp_path}"]
+    assert bench.main(options) == 1
+    (row,) = json.loads((tmp_path / "graphed.json").read_text())["rows"]
+    assert row["wall_us_per_layer"] > 0 and row["replays"] and row["split_us_per_layer"] is None
+    assert "error: tiny te_graph: RuntimeError: no split" in capsys.readouterr().err
 
 
 def test_a_run_on_the_cpu_leaves_json_of_the_documented_form_and_ends_with_a_table(cpu_run, record):
@@ -176,13 +150,16 @@ def test_a_run_on_the_cpu_leaves_json_of_the_documented_form_and_ends_with_a_tab
     assert process.returncode == 0, process.stderr
     assert [(row["shape"], row["variant"], row["equal_to_eager"]) for row in record["rows"]] == [
         ("tiny", "eager", None),
+        ("tiny", "te_graph_unchained", True),
         ("tiny", "te_graph", True),
     ]
-    for row, line in zip(record["rows"], process.stdout.splitlines()[-3:-1], strict=True):
-        assert set(row) == {"shape", "variant", *NUMBERS, "equal_to_eager"}
+    lines = [line for line in process.stdout.splitlines() if line.startswith("tiny  ")]
+    for row, line in zip(record["rows"], lines, strict=True):
+        assert set(row) == {"shape", "variant", *NUMBERS, *PARTS, "equal_to_eager"}
         wall, host, peak, setup_peak, repeats, spread = (row[key] for key in NUMBERS)
         assert wall > 0 and host > 0 and spread >= 0 and repeats == bench.QUICK.repeats
         assert peak is None and setup_peak is None
+        assert row["launches"] is None
         assert line.split()[:4] == ["tiny", row["variant"], f"{wall:.1f}", f"{host:.1f}"]
     assert (record["device"], record["gpu"], record["driver"]) == ("cpu", None, None)
     assert (record["torch"], record["cuda"]) == (torch.__version__, torch.version.cuda)
@@ -192,6 +169,27 @@ def test_a_run_on_the_cpu_leaves_json_of_the_documented_form_and_ends_with_a_tab
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["date"])
     assert (record["shapes"], record["failures"]) == ({"tiny": "h 32, 8 tokens"}, [])
     assert [path.name for path in out.iterdir()] == ["graphed.json"]
+
+
+def test_the_host_time_of_te_graph_is_split_and_what_its_graphs_take_is_told(cpu_run, record):
+    eager, *graphed = record["rows"]
+    assert eager["split_us_per_layer"] is None and eager["replays"] is None
+    for row in graphed:
+        split, replays = row["split_us_per_layer"], row["replays"]
+        assert list(split) == ["forward", "backward", "bare_forward", "bare_backward", "bare_wall"]
+        assert all(value > 0 for value in split.values())
+        assert set(replays) == {"nodes", "graph_mib", "capture_seconds"} and all(
+            value > 0 for value in replays.values()
+        )
+        assert f"forward {split['forward']:.1f} backward {split['backward']:.1f}" in cpu_run[0].stdout
+        assert f"graph_mib {replays['graph_mib']}" in cpu_run[0].stdout
+
+
+def test_what_cannot_be_measured_is_in_the_record_and_in_the_printed_table(cpu_run, record):
+    missing = {"torch.cuda.make_graphed_callables": "needs a GPU", "one captured graph": "needs a GPU"}
+    assert missing.items() <= record["not_measured"].items() and len(record["not_measured"]) == 3
+    for label, reason in record["not_measured"].items():
+        assert f"not measured: {label}: {reason}" in cpu_run[0].stdout.splitlines()
 
 
 def test_gradients_that_differ_in_the_last_bit_are_recorded_and_fail_the_run(in_process, monkeypatch, tmp_path, capsys):
@@ -204,10 +202,10 @@ def test_gradients_that_differ_in_the_last_bit_are_recorded_and_fail_the_run(in_
         calls = itertools.count(1)
         return step
 
-    monkeypatch.setitem(bench.VARIANTS, "te_graph", bench.Variant("te_graph", build))
+    monkeypatch.setitem(bench.VARIANTS, "te_graph", workloads.Variant("te_graph", build))
     assert bench.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
     rows = json.loads((tmp_path / "graphed.json").read_text())["rows"]
-    assert [row["equal_to_eager"] for row in rows] == [None, False]
+    assert [row["equal_to_eager"] for row in rows] == [None, True, False]
     assert "DIFFER" in capsys.readouterr().out
 
 
@@ -215,10 +213,10 @@ def test_a_variant_that_fails_is_listed_and_the_others_are_kept(in_process, monk
     def build(workload):
         raise ValueError("no such thing")
 
-    monkeypatch.setitem(bench.VARIANTS, "te_graph", bench.Variant("te_graph", build))
+    monkeypatch.setitem(bench.VARIANTS, "te_graph", workloads.Variant("te_graph", build))
     assert bench.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
     record = json.loads((tmp_path / "graphed.json").read_text())
-    assert [row["variant"] for row in record["rows"]] == ["eager"]
+    assert [row["variant"] for row in record["rows"]] == ["eager", "te_graph_unchained"]
     assert [failure["variant"] for failure in record["failures"]] == ["te_graph", "check"]
     assert "error: tiny te_graph: ValueError: no such thing" in capsys.readouterr().err
 
@@ -231,29 +229,49 @@ def test_rounds_alternate_the_order_and_their_samples_are_joined(in_process, mon
         return measure(shape, variant, *args)
 
     monkeypatch.setattr(bench, "measure", note)
-    assert bench.main(["--device=cpu", "--quick", "--no-check", "--rounds=3", f"--out={tmp_path}"]) == 0
+    options = ["--device=cpu", "--quick", "--no-check", "--rounds=3", "--variants", "eager", "te_graph"]
+    assert bench.main([*options, f"--out={tmp_path}"]) == 0
     assert calls == ["eager", "te_graph", "te_graph", "eager", "eager", "te_graph"]
     rows = json.loads((tmp_path / "graphed.json").read_text())["rows"]
     assert [(row["repeats"], row["equal_to_eager"]) for row in rows] == [(6, None), (6, None)]
 
 
 def test_only_a_complete_run_replaces_the_kept_results(in_process, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     assert bench.main(["--device=cpu", "--quick", "--no-check", "--variants=eager"]) == 0
     assert "not written" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     complete = bench.parse_args(["--rounds=2", "--seed=1"])
-    assert complete.out == tmp_path and complete.variants == ["eager", "torch_graphed", "te_graph", "whole_graph"]
+    assert complete.out == tmp_path
     assert complete.shapes == ["h2048-t2048", "h2048-tp4-t2048", "h2048-tp4-t512", "h512-t256"]
     for part in (["--quick"], ["--shapes", "h512-t256"], ["--variants", "eager"], ["--no-check"]):
         assert bench.parse_args(part).out is None
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_transformer_engine_is_measured_where_it_is_installed_and_named_where_not(monkeypatch, capsys, is_installed):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if is_installed else None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.2 of {name}")
+    options = bench.parse_args([])
+    others = ["eager", "torch_graphed", "te_graph_unchained", "te_graph", "whole_graph"]
+    assert [name for name in options.variants if name != "transformer_engine"] == others
+    assert ("transformer_engine" in options.variants) is is_installed
+    label = bench.VARIANTS["transformer_engine"].label
+    if is_installed:
+        assert options.not_measured == {} and label == "TransformerEngine 1.2 of transformer_engine"
+    else:
+        assert options.not_measured == {"TransformerEngine": "transformer_engine is not installed"}
+        words = "got transformer_engine: transformer_engine is not installed"
+        assert words in refused(capsys, "--variants", "transformer_engine")
+
+
 def test_wrong_options_are_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "expected a CUDA GPU, and torch finds none" in refused(capsys)
-    assert "expected eager or te_graph with --device cpu" in refused(capsys, "--device=cpu", "--variants=whole_graph")
+    words = "expected what can be measured here, got whole_graph: needs a GPU"
+    assert words in refused(capsys, "--device=cpu", "--variants=whole_graph")
     assert "--rounds: expected at least 1, got 0" in refused(capsys, "--device=cpu", "--rounds=0")
     assert "'h1'" in refused(capsys, "--device=cpu", "--shapes", "h1")
 
@@ -285,7 +303,9 @@ def test_render_turns_what_a_run_leaves_into_a_table(cpu_run, record, tmp_path):
     assert render.main(options) == 0 and render.main([*options, "--check"]) == 0
     (line,) = [line for line in readme.read_text().splitlines() if line.startswith("| h 32, 8 tokens |")]
     numbers = [float(number) for number in re.findall(r"[\d.]+", line.partition(" tokens ")[2])]
-    assert numbers == pytest.approx([row[key] for row in record["rows"] for key in NUMBERS[:2]], rel=5e-3, abs=0.06)
+    shown = [row for row in record["rows"] if row["variant"] != "te_graph_unchained"]
+    assert numbers == pytest.approx([row[key] for row in shown for key in NUMBERS[:2]], rel=5e-3, abs=0.06)
+    assert "Not measured: torch.cuda.make_graphed_callables (needs a GPU)" in readme.read_text()
 
 
 @pytest.mark.gpu
@@ -293,7 +313,19 @@ def test_all_variants_run_on_a_gpu_with_gradients_equal_to_eager_ones(tmp_path):
     process = run_script("--quick", "--shapes", "tiny", "--out", tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr
     record = json.loads((tmp_path / "graphed.json").read_text())
-    assert [row["variant"] for row in record["rows"]] == list(bench.VARIANTS)
-    assert [row["equal_to_eager"] for row in record["rows"]] == [None, True, True, True]
-    assert all(0 < row["peak_mib"] <= row["setup_peak_mib"] for row in record["rows"])
+    rows = {row["variant"]: row for row in record["rows"]}
+    missing = {name for name, variant in bench.VARIANTS.items() if variant.missing("cuda")}
+    assert list(rows) == [name for name in bench.VARIANTS if name not in missing]
+    assert len(record["not_measured"]) == len(missing) <= 1
+    assert [row["equal_to_eager"] for row in rows.values()] == [None, *[True] * (len(rows) - 1)]
+    assert all(0 < row["peak_mib"] <= row["setup_peak_mib"] for row in rows.values())
     assert record["gpu"] == torch.cuda.get_device_name() and record["driver"]
+    launches = {name: row["launches"] for name, row in rows.items()}
+    assert launches["eager"]["graphs"] == 0 and launches["eager"]["outside_graphs"] > 50 * bench.LAYERS
+    assert (launches["whole_graph"]["graphs"], launches["whole_graph"]["outside_graphs"]) == (1, 0)
+    for name in ("torch_graphed", "te_graph_unchained", "te_graph"):
+        assert launches[name]["graphs"] == 2 * bench.LAYERS
+        assert sum(launches[name]["outside_by_operator"].values()) == launches[name]["outside_graphs"]
+    # x in, the output's gradient in, the gradient of x out: none of it belongs to a layer.
+    assert launches["te_graph"]["outside_graphs"] <= 3 and launches["te_graph"]["waits"] == 0
+    assert launches["torch_graphed"]["outside_graphs"] > 12 * bench.LAYERS

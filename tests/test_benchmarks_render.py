@@ -113,13 +113,69 @@ def test_a_variant_that_failed_is_in_the_table_and_proves_nothing(record):
     assert " | failed |" in table and "Gradients" not in table and "gradients equal" not in table
 
 
+def test_what_a_run_counts_is_told_in_ranges_over_the_shapes(record):
+    def launches(outside: int) -> dict[str, object]:
+        return {"graphs": 16, "outside_graphs": outside, "outside_by_operator": {}, "waits": 0}
+
+    eager, whole = record["rows"]
+    splits = [
+        {"forward": 4.0, "backward": 9.0, "bare_forward": 2.0, "bare_backward": 2.5, "bare_wall": 160.0},
+        {"forward": 4.5, "backward": 9.0, "bare_forward": 2.0, "bare_backward": 3.0, "bare_wall": 170.0},
+    ]
+    graphed = [
+        eager | {"shape": shape, "variant": "te_graph", "equal_to_eager": True, "launches": launches(3)}
+        for shape in ("h512-t256", "h32")
+    ]
+    for row, split in zip(graphed, splits, strict=True):
+        row["split_us_per_layer"] = split
+    record |= {
+        "layers": 8,
+        "shapes": {"h512-t256": "h 512, 256 tokens", "h32": "h 32"},
+        "variants": {"eager": "eager", "te_graph_unchained": "te_graph, not chained", "te_graph": "te_graph"},
+        "rows": [
+            eager | {"launches": launches(300)},
+            eager | {"shape": "h32", "launches": launches(290)},
+            whole | {"variant": "te_graph_unchained", "equal_to_eager": False, "launches": launches(17)},
+            *graphed,
+        ],
+        "not_measured": {"TransformerEngine": "transformer_engine is not installed"},
+    }
+    table = render.render(README, {"graphed": record})
+    assert "| | eager | te_graph |\n" in table and "1170 / 3.1" not in table
+    assert "Gradients differ from eager ones: te_graph, not chained (h 512, 256 tokens)." in table
+    assert "Launches outside graphs in a step of 8 layers: eager 290-300, te_graph 3." in table
+    words = "Host µs of te_graph: forward 4.0-4.5, backward 9.0; launching the same graphs bare 4.5-5.0."
+    assert words in table
+    assert "Not measured: TransformerEngine (transformer_engine is not installed). NVIDIA H200, torch" in table
+
+
+def test_results_of_an_older_benchmark_have_a_table_without_what_it_did_not_count(record):
+    table = render.render(README, {"graphed": record})
+    assert not any(words in table for words in ("Launches", "Host µs of", "Not measured"))
+    assert "1200 MiB |\n\nAll gradients equal eager ones bit for bit. NVIDIA H200" in table
+
+
+def test_results_that_are_not_there_are_said_to_be_missing(record):
+    text = render.render(README + "<!-- results:graphed_sweep -->\n<!-- /results -->\n", {"graphed": record})
+    words = "Not measured yet: `python benchmarks/bench_graphed_sweep.py`."
+    assert text.endswith(f"<!-- results:graphed_sweep -->\n{words}\n<!-- /results -->\n")
+    assert "1170 / 3.1" in text
+
+
+def test_a_folder_without_results_is_refused(folder, capsys):
+    (folder.path / "results" / "graphed.json").unlink()
+    assert folder.render() == 2
+    assert "expected graphed.json or graphed_sweep.json, got none" in capsys.readouterr().err
+    assert folder.readme.read_text() == README
+
+
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
         ("README.md", "# Title\n", "expected a line <!-- results:NAME -->, got none"),
         ("README.md", "<!-- results:graphed -->\n", "expected <!-- /results --> after it"),
         ("README.md", "<!-- results:graphed -->\n<!-- results:a -->\n<!-- /results -->\n", "before results:a"),
-        ("README.md", "<!-- results:a -->\n<!-- /results -->\n", "marker results:a: expected one of graphed"),
+        ("README.md", "<!-- results:a -->\n<!-- /results -->\n", "results:a: expected one of graphed, graphed_sweep"),
         ("results/graphed.json", "{", "expected JSON"),
         ("results/graphed.json", "[]", "expected the results of graphed"),
         ("results/graphed.json", '{"benchmark": "graphed"}', "expected a value for 'rows'"),

@@ -1,0 +1,131 @@
+"""What the command lines of benchmarks share: options, a fresh process for each measurement, the file at the end."""
+
+import argparse
+import multiprocessing
+import random
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from common import ROOT, environment, write_json
+from tqdm import tqdm
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+T = TypeVar("T")
+
+
+def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
+    """Call a function of a module in a process of its own, so that no other measurement's memory is counted.
+
+    The process is forked from a server that has imported torch and has not touched the GPU, so it starts at once.
+
+    Raises:
+        Exception: what the function raised.
+        BrokenProcessPool: the process died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "te_graph"])
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(function, *args).result()
+
+
+class Measurements:
+    """Calls in processes of their own, behind a progress bar.
+
+    Args:
+        total: How many there will be.
+
+    Attributes:
+        failures: What failed, which stops nothing else: the names given to `run`, and the error.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.failures: list[dict[str, Any]] = []
+        self._bar = tqdm(total=total, desc="benchmark", disable=None)
+
+    def __enter__(self) -> "Measurements":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.close()
+
+    def run(self, names: dict[str, Any], function: Callable[..., T], *args: Any) -> T | None:
+        """What `function` returns, or None where it raised."""
+        self._bar.set_postfix_str(" ".join(map(str, names.values())))
+        try:
+            return in_fresh_process(function, *args)
+        except Exception as error:
+            self.fail(names, describe(error))
+            return None
+        finally:
+            self._bar.update()
+
+    def fail(self, names: dict[str, Any], error: str) -> None:
+        self.failures.append({**names, "error": error})
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have; their values are for `complete`."""
+    parser = argparse.ArgumentParser(description=description)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script with te_graph's recorder")
+    add("--quick", action="store_true", help="measure for a shorter time")
+    add("--seed", type=int, help="of weights and inputs; drawn anew by default")
+    add("--out", type=Path, help="folder for the JSON; by default benchmarks/results if the run is complete")
+    add("--commit", help="commit to record where git is missing; with -dirty behind it if files differ from it")
+    return parser
+
+
+def complete(parser: argparse.ArgumentParser, options: argparse.Namespace, is_part: bool, argv: Sequence[str]) -> None:
+    """Check the options of `make_parser`, fill in their defaults, and note as `command` what repeats the run.
+
+    Args:
+        parser: Ends the program if an option is wrong.
+        options: What it parsed; changed in place.
+        is_part: Whether other options ask for a part of the benchmark, which does not replace what is kept.
+        argv: What was parsed.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: expected a CUDA GPU, and torch finds none; --device cpu --quick tries the script")
+    is_part = is_part or options.quick or options.device == "cpu"
+    options.out = options.out or (None if is_part else RESULTS)
+    options.seed = random.randrange(2**31) if options.seed is None else options.seed
+    options.command = _reproducing_command(parser.prog, argv)
+
+
+def _reproducing_command(script: str, argv: Sequence[str]) -> str:
+    """The command without what concerns one machine only: where files go, and the commit, which has its own field."""
+    parser = argparse.ArgumentParser(add_help=False)
+    for option in ("--out", "--commit"):
+        parser.add_argument(option)
+    return shlex.join(["python", f"benchmarks/{script}", *parser.parse_known_args(argv)[1]])
+
+
+def header(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What every record begins with; the GPU is asked in another process, since this one must not touch it."""
+    where = in_fresh_process(environment, options.device, options.commit)
+    return {"benchmark": name, **where, "command": options.command, "device": options.device, "seed": options.seed}
+
+
+def finish(record: dict[str, Any], out: Path | None) -> int:
+    """Write the record if asked to and tell what failed; returns the exit status, 1 if anything did."""
+    for failure in record["failures"]:
+        *names, error = map(str, failure.values())
+        print(f"error: {' '.join(names)}: {error}", file=sys.stderr)
+    if out:
+        path = out / f"{record['benchmark']}.json"
+        write_json(path, record)
+        print(f"written: {path}")
+    else:
+        print("not written: a part of the benchmark, kept only with --out")
+    return 1 if record["failures"] or any(row["equal_to_eager"] is False for row in record["rows"]) else 0

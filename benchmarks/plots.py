@@ -1,0 +1,90 @@
+"""Plots of results: the sweep as an SVG that is the same wherever it is drawn, and bars of times on demand."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+MARKERS = {0: "o", 1: "s", 2: "^"}  # by the number of the chain's length
+
+
+def digest(record: dict[str, Any]) -> str:
+    """What an SVG carries of the results that it shows, so that a stale one is told without drawing."""
+    return f"results sha256 {hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()}"
+
+
+def sweep_svg(record: dict[str, Any]) -> str:
+    """Host time of a call against the number of parameters, as SVG: a panel for each direction, a line for each variant
+    and length of the chain. The same results give the same text with the same matplotlib.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "te_graph", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        directions = (("forward_us_per_call", "forward"), ("backward_us_per_call", "backward"))
+        for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), directions, strict=True):
+            for color, (variant, label) in enumerate(record["variants"].items()):
+                for number, count in enumerate(record["callables"]):
+                    points = _points(record, variant, count, key)
+                    name = f"{label}, {count} callable{'s' if count > 1 else ''}"
+                    axes.plot(*points, color=f"C{color}", marker=MARKERS[number % len(MARKERS)], label=name)
+            axes.set(title=title, xlabel="parameters of a callable", xscale="log", yscale="log")
+            axes.set_xticks(record["parameters"], [str(count) for count in record["parameters"]])
+            axes.minorticks_off()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.grid(alpha=0.3)
+        figure.axes[0].set_ylabel("host µs per call")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(record["variants"]))
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Description": digest(record)})
+    # matplotlib leaves blanks at the ends of some lines.
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def is_current(svg: str, record: dict[str, Any]) -> bool:
+    """Whether `svg` is what `sweep_svg` draws. Without the matplotlib that drew it: whether it shows these results."""
+    if digest(record) not in svg:
+        return False
+    try:
+        import matplotlib
+    except ImportError:
+        return True
+    return f"Matplotlib v{matplotlib.__version__}," not in svg or svg == sweep_svg(record)
+
+
+def _points(record: dict[str, Any], variant: str, callables: int, key: str) -> tuple[list[int], list[float]]:
+    rows = [row for row in record["rows"] if (row["variant"], row["callables"]) == (variant, callables)]
+    rows.sort(key=lambda row: row["parameters"])
+    return [row["parameters"] for row in rows], [row[key] for row in rows]
+
+
+def save_times(path: Path, record: dict[str, Any]) -> None:
+    """Draw wall and host time of every shape and variant of graphed.json as bars.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    width = 0.8 / len(record["variants"])
+    keys = (("wall_us_per_layer", "wall time"), ("host_us_per_layer", "host time"))
+    for axes, (key, title) in zip(figure.subplots(1, 2), keys, strict=True):
+        for number, (variant, label) in enumerate(record["variants"].items()):
+            times = {row["shape"]: row[key] for row in record["rows"] if row["variant"] == variant}
+            positions = [i + (number + 0.5) * width - 0.4 for i in range(len(record["shapes"]))]
+            bars = axes.bar(positions, [times.get(shape, 0.0) for shape in record["shapes"]], width, label=label)
+            axes.bar_label(bars, fmt="{:.0f}", fontsize=6)
+        axes.set(title=title, ylabel="µs per layer, forward + backward")
+        names = [label.replace(", ", "\n") for label in record["shapes"].values()]
+        axes.set_xticks(range(len(names)), names, fontsize=7)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.suptitle(f"{record['gpu'] or 'CPU'}, torch {record['torch']}")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,139 @@
+"""Processes that run one scenario of a distributed test after the other."""
+
+import contextlib
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from twins import deterministic
+
+PATIENCE = 120  # seconds
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a scenario knows of where it runs."""
+
+    rank: int
+    world: int
+    device: str
+
+
+@contextlib.contextmanager
+def process_group(rank: Rank, rendezvous: Path) -> Iterator[None]:
+    options: dict[str, Any] = {"backend": "gloo"}
+    if rank.device.startswith("cuda"):
+        torch.cuda.set_device(rank.device)
+        options = {"backend": "nccl", "device_id": torch.device(rank.device)}
+    dist.init_process_group(
+        init_method=rendezvous.as_uri(),
+        rank=rank.rank,
+        world_size=rank.world,
+        timeout=timedelta(seconds=PATIENCE / 2),
+        **options,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def serve(rank: Rank, rendezvous: Path, pipe: Connection) -> None:
+    """Run the scenarios that come through ``pipe``; answer with None or a traceback."""
+    torch.set_num_threads(1)
+    with contextlib.contextmanager(deterministic)(), process_group(rank, rendezvous):
+        while (job := pipe.recv()) is not None:
+            scenario, seed, arguments = job
+            try:
+                torch.manual_seed(seed)
+                scenario(rank, *arguments)
+                pipe.send(None)
+            except Exception:
+                # The other rank waits for this one, so neither can go on.
+                with contextlib.suppress(OSError):
+                    pipe.send(f"rank {rank.rank}: {traceback.format_exc()}")
+                os._exit(1)
+
+
+class Ranks:
+    """The ranks of one world: this process where it is the only one, otherwise processes that wait for scenarios."""
+
+    def __init__(self, device: str, world: int, folder: Path) -> None:
+        kind = "cuda:{}" if device == "cuda" else "cpu"
+        self._ranks = [Rank(rank, world, kind.format(rank)) for rank in range(world)]
+        self._folder = folder
+        self._groups = 0
+        self._processes: list[multiprocessing.Process] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, scenario: Callable[..., None], seed: int, *arguments: Any) -> None:
+        """Run ``scenario(rank, *arguments)`` on each rank; fail when it fails on one."""
+        if len(self._ranks) == 1:
+            with process_group(self._ranks[0], self._rendezvous()):
+                torch.manual_seed(seed)
+                scenario(self._ranks[0], *arguments)
+            return
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((scenario, seed, arguments))
+        trouble = self._first_trouble()
+        if trouble is not None:
+            self.close()
+            pytest.fail(trouble, pytrace=False)
+
+    def close(self) -> None:
+        """End the processes: by asking those that wait for a scenario, else by force."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            pipe.close()
+        deadline = time.monotonic() + 10
+        for process in self._processes:
+            process.join(max(0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self._processes = [], []
+
+    def _rendezvous(self) -> Path:
+        self._groups += 1
+        return self._folder / str(self._groups)
+
+    def _start(self) -> None:
+        rendezvous = self._rendezvous()
+        spawn = multiprocessing.get_context("spawn")
+        for rank in self._ranks:
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=serve, args=(rank, rendezvous, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def _first_trouble(self) -> str | None:
+        """The first traceback among the answers, or None when all ranks have come through."""
+        waiting, deadline = list(self._pipes), time.monotonic() + PATIENCE
+        while waiting:
+            ready = wait(waiting, max(0, deadline - time.monotonic()))
+            if not ready:
+                return f"{len(waiting)} ranks gave no answer within {PATIENCE} s"
+            for pipe in ready:
+                waiting.remove(pipe)
+                try:
+                    trouble = pipe.recv()
+                except EOFError:
+                    trouble = f"rank {self._pipes.index(pipe)} ended without an answer"
+                if trouble is not None:
+                    return trouble
+        return None
