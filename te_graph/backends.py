@@ -88,6 +88,9 @@ class CudaBackend:
             if stream.device != self._device:
                 stream = torch.cuda.Stream(self._device)
             torch.cuda.synchronize()
+            # As torch.cuda.graph does. Without the second one the host allocator keeps a record of each pool for ever.
+            torch.cuda.empty_cache()
+            torch._C._host_emptyCache()
             try:
                 with torch.cuda.stream(stream):
                     yield
@@ -137,9 +140,8 @@ class CudaBackend:
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
             return
-        # torch leaves its allocator and generators in capture mode when ending fails.
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._device.index, pool)
+        # torch leaves its allocators and generators in capture mode when ending fails.
+        _C.abandon_pool(self._device.index, pool)
         probe = torch.cuda.CUDAGraph()
         scratch = torch.zeros(1, device=self._device)
         torch.cuda.synchronize()

@@ -203,9 +203,7 @@ class CallableCapture:
             lent = {result: gradients[i] for i, result in successor.links.items() if gradients[i] is not None}
         outputs = [slot.live_outputs[i] for i in self.output_numbers]
         own = self.group.stagings([slot.live_outputs[i] for i in self.output_numbers if i not in lent])
-        slot.grad_outputs = [
-            _C.Staging(lent[i], is_lent=True) if i in lent else next(own) for i in self.output_numbers
-        ]
+        slot.grad_outputs = [_C.Staging(lent[i], is_lent=True) if i in lent else next(own) for i in self.output_numbers]
         if outputs:
             self._capture_backward(slot, pool, outputs, [staging.tensor for staging in slot.grad_outputs])
         if self.predecessor is None:
@@ -292,9 +290,7 @@ class CallableCapture:
         isolation = _C.LeafIsolation(targets, with_accumulators=False)
         try:
             with torch.autocast(outputs[0].device.type, enabled=False):
-                grads = list(
-                    torch.autograd.grad(outputs, targets, grad_outputs, retain_graph=True, allow_unused=True)
-                )
+                grads = list(torch.autograd.grad(outputs, targets, grad_outputs, retain_graph=True, allow_unused=True))
         finally:
             isolation.restore()
         for target, grad in zip(targets, grads, strict=True):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph import _C
 from te_graph.capturing import is_capturing
 from te_graph.options import Options
 from te_graph.signature import Signature
@@ -65,12 +66,20 @@ class Request:
         return cls(each, labels, samples, kwargs, is_tuple, device, options)
 
 
-def sample_of(label: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
-    """Signature and tensors of sample arguments, which must be dense."""
+def sample_of(
+    label: str, args: tuple, kwargs: dict[str, Any], device: torch.device | None = None
+) -> tuple[Signature, list[Tensor]]:
+    """Signature and tensors of sample arguments, which must be dense, and on ``device`` where one is given."""
     signature, tensors = Signature.of(args, kwargs)
     for name, tensor in zip(signature.distinct_names, tensors, strict=True):
         if tensor.layout != torch.strided:
             raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
+        if not tensor.is_meta and not _C.has_memory(tensor):
+            raise ValueError(
+                f"{label}: expected sample {name} to have memory of its own, got a {type(tensor).__name__}"
+            )
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{label}: expected sample {name} on {device}, got {tensor.device}")
     return signature, tensors
 
 

@@ -123,9 +123,7 @@ def make_graphed_callables(
         max_captures=max_captures,
         show_progress=show_progress,
     )
-    request = Request.of(
-        callables, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options
-    )
+    request = Request.of(callables, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
     jobs = [Job(*one) for one in each]
     group = Group(request.device, options)

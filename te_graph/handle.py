@@ -63,11 +63,13 @@ class Handle:
         """Replay, or run eagerly where the graph does not apply. ``base`` is the class that a module had before."""
         reason = self._reason_for_eager(root)
         if reason is None:
-            outputs = self._entry.replay(root, args, kwargs)
+            entry = self._entry
+            outputs = entry.replay(root, args, kwargs)
             if type(outputs) is not list:
                 outputs, reason = self._replay_otherwise(outputs, root, args, kwargs)
+                entry = self._entry
             if reason is None:
-                result = self._entry.result
+                result = entry.result
                 return outputs[0] if result.is_tensor else result.unflatten(outputs)
         is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
         self._eager_calls[reason if is_known else "other reasons"] += 1
@@ -110,6 +112,8 @@ class Handle:
         kind, options = refusal.kind, self._group.options
         if kind == _Kind.CAPTURING:
             return [], _CAPTURING
+        if kind == _Kind.MODE:
+            return [], self._fall_back(refusal.message)
         lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
         if options.on_mismatch == "capture" and (lost or kind in (_Kind.ARGUMENTS, _Kind.CIRCUMSTANCES)):
             return self._capture_again(refusal, root, args, kwargs)
@@ -125,11 +129,11 @@ class Handle:
         group = self._group
         if self._captures >= group.options.max_captures:
             return [], self._fall_back(f"{refusal.message}; max_captures={group.options.max_captures} are made")
-        self._captures += 1
         counted = self._eager_calls.copy()  # without those that the capture makes
         try:
             check_circumstances(group.device)
-            job = Job(self.label, self._target(), sample_of(self.label, args, kwargs), kwargs)
+            job = Job(self.label, self._target(), sample_of(self.label, args, kwargs, group.device), kwargs)
+            self._captures += 1
             entry = capture_all(group, [job], is_chain=False)[0]
         except (RuntimeError, TypeError, ValueError) as error:
             return [], self._fall_back(f"{refusal.message}; capturing again failed: {error}")
@@ -290,8 +294,8 @@ def _graphed_class(base: type[nn.Module]) -> type[nn.Module]:
                     state["forward"] = handle._own_forward
             return constructor, arguments, state, *rest
 
-    if base.__call__ is nn.Module.__call__:
-        Graphed.__call__ = _C.make_fast_call(Graphed)
+    Graphed._te_graph_forward = Graphed.forward
+    Graphed.__call__ = _C.make_fast_call(Graphed)
     Graphed.__name__, Graphed.__qualname__, Graphed.__module__ = base.__name__, base.__qualname__, base.__module__
     return Graphed
 

@@ -162,7 +162,7 @@ def plain_call_guard() -> _C.Guard:
     """A guard that passes while a call of a module does nothing but call the ``forward`` of its class."""
     guard = _C.Guard()
     members = guard.add_step(_Kind.INSTANCE_DICT, -1, None, 0, None, "attributes")
-    for name in ("forward", "_compiled_call_impl"):
+    for name in ("forward", "_call_impl", "_compiled_call_impl"):
         guard.add_step(_Kind.ABSENT, members, name, 0, None, name)
     for name, what in _HOOK_DICTS.items():
         hooks = guard.add_step(_Kind.ITEM, members, name, 0, None, what)

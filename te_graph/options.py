@@ -71,9 +71,7 @@ class Options:
         if self.grad_dtype is not None and not (
             isinstance(self.grad_dtype, torch.dtype) and self.grad_dtype.is_floating_point
         ):
-            raise TypeError(
-                f"{_NAME}: expected grad_dtype to be a floating point torch.dtype, got {self.grad_dtype!r}"
-            )
+            raise TypeError(f"{_NAME}: expected grad_dtype to be a floating point torch.dtype, got {self.grad_dtype!r}")
 
     def is_for_autograd(self, parameter: Tensor) -> bool:
         """True when the gradient of ``parameter`` [...] is to go through autograd."""

@@ -71,8 +71,8 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         for capture in captures:
             capture.sample_results = []
         with _main_grads(captures, group):
-            _capture_graphs(captures, group, progress)
-            entries = _assemble_all(captures, group, (time.perf_counter() - started) / len(captures))
+            _capture_graphs(captures, group, progress, is_chain)
+            entries = _assemble_all(captures, group, is_chain, (time.perf_counter() - started) / len(captures))
         on_failure.pop_all()
     for entry in entries:
         facts = entry.statistics
@@ -130,21 +130,24 @@ def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]
         raise
 
 
-def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm) -> None:
+def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm, is_chain: bool) -> None:
     """Capture all forwards in order, then all backwards in reverse order.
 
-    Each forward has a memory pool of its own: what it makes lives until its backward has run, and may share memory
-    with nothing that another graph writes in between. What backwards make is dead when the next one starts, so they
-    share one pool. The autograd graphs of the capture, and with them the activations, are held until all is captured.
+    What a forward makes lives until its backward has run, and may share memory with nothing that another graph writes
+    in between. So each forward has a memory pool of its own; only in a chain, where a layer's slot is not used again
+    before those of later layers are free, forwards share one for each slot, and what one lets go of is there for the
+    next. What backwards make is dead when the next one starts, so they share one pool. The autograd graphs of the
+    capture, and with them the activations, are held until all is captured.
     """
     leaves = {id(p): p for capture in captures for p in capture.gradients.parameters}
     isolation = _C.LeafIsolation(list(leaves.values()), with_accumulators=True)
     slots = range(group.options.max_in_flight)
+    shared_pools = [group.backend.new_pool() for _ in slots] if is_chain else []
     successors = {capture.predecessor: capture for capture in captures}
     try:
         for capture in captures:
-            for _ in slots:
-                capture.capture_forward(group.backend.new_pool())
+            for number in slots:
+                capture.capture_forward(shared_pools[number] if is_chain else group.backend.new_pool())
                 progress.update()
         for capture in reversed(captures):
             for number in slots:
@@ -157,10 +160,14 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
         isolation.restore()
 
 
-def _assemble_all(captures: list[CallableCapture], group: Group, seconds: float) -> list[Entry]:
+def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float) -> list[Entry]:
     backend = group.backend
-    backwards = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
-    *forward_bytes, shared_bytes = backend.nbytes([*([s.forward for s in c.slots] for c in captures), backwards])
+    forwards = [[slot.forward for slot in capture.slots] for capture in captures]
+    sharing = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
+    if is_chain:
+        sharing += [graph for graphs in forwards for graph in graphs]
+        forwards = [[] for _ in captures]
+    *forward_bytes, shared_bytes = backend.nbytes([*forwards, sharing])
     entries: dict[CallableCapture, Entry] = {}
     for capture, own_bytes in zip(captures, forward_bytes, strict=True):
         predecessor = entries.get(capture.predecessor)

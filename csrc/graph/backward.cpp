@@ -9,6 +9,7 @@
 
 #include "graph/callable.h"
 #include "graph/copy.h"
+#include "graph/hooks.h"
 #include "graph/replay_node.h"
 
 namespace te_graph::graph {
@@ -49,23 +50,22 @@ bool is_ours_alone(const at::Tensor& tensor) {
 }  // namespace
 
 void GraphedCallable::check_backward(const Flight& flight) const {
-    const std::string change = guard_->check_tensors(flight.externals);
+    const FoundTensors& externals = *flight.externals;
+    const std::string change = guard_->check_tensors(externals);
     TORCH_CHECK(change.empty(), changed(change).message);
-    size_t saved = 0;
-    for (size_t i = 0; i < externals_.size(); ++i) {
-        if (!externals_[i].saved) continue;
-        const uint32_t expected = flight.saved_versions[saved++];
-        TORCH_CHECK(version_of(flight.externals[i]) == expected, name_, ": ", guard_->tensor_name(i),
+    for (size_t i = 0; i < saved_.size(); ++i) {
+        const uint32_t expected = flight.saved_versions[i], found = version_of(externals[saved_[i]]);
+        TORCH_CHECK(found == expected, name_, ": ", guard_->tensor_name(saved_[i]),
                     " is needed for backward and has been modified by an inplace operation since the forward: it is at "
                     "version ",
-                    version_of(flight.externals[i]), "; expected version ", expected);
+                    found, "; expected version ", expected);
     }
     for (const LinkedInput& linked : flight.linked_inputs) {
         TORCH_CHECK(linked.version.current_version() == linked.version_at_forward, name_, ": ",
                     inputs_[linked.input].name,
                     " is needed for backward and has been modified by an inplace operation since the forward");
     }
-    saved = 0;
+    size_t saved = 0;
     for (size_t i = 0; i < saved_outputs_.size(); ++i) {
         TORCH_CHECK(!saved_outputs_[i] || flight.output_versions[saved++].current_version() == 0, name_, ": output ", i,
                     " is needed for backward and has been modified by an inplace operation");
@@ -104,11 +104,24 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
     return got;
 }
 
+namespace {
+
+// True when backward(inputs=...) names the leaf.
+bool is_requested(const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>& exec_info,
+                  const at::Tensor& leaf) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
+    const auto found = accumulator ? exec_info.find(accumulator.get()) : exec_info.end();
+    return found != exec_info.end() && found->second.needed_;
+}
+
+}  // namespace
+
 // Decides what happens to each parameter's gradient, and tells the table.
 void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
-    const auto* const exec_info = torch::autograd::get_current_graph_task_exec_info();
-    const bool inputs_only = exec_info && !exec_info->empty();
+    const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+    if (exec_info && exec_info->empty()) exec_info = nullptr;
     const bool got_all = std::find(got.begin(), got.end(), false) == got.end();
+    if (got_all && !exec_info && repeats_last(flight)) return;
     Slot& slot = slot_of(flight);
     slot.pending.resize(parameters_.size());
     auto edge = flight.autograd_parameters.begin();
@@ -117,10 +130,13 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
         const bool has_edge = edge != flight.autograd_parameters.end() && *edge == static_cast<int>(i);
         edge += has_edge;
         const at::Tensor& source = slot.parameter_grads[i];
-        const at::Tensor& grad = flight.externals[spec.tensor].grad();
+        const at::Tensor& parameter = (*flight.externals)[spec.tensor];
+        const at::Tensor& grad = parameter.grad();
         const auto action = plan_gradient({.reached = got_all || any_common(spec.depends_on, got),
-                                           .inputs_only = inputs_only,
+                                           .inputs_only = exec_info && !is_requested(*exec_info, parameter),
                                            .through_autograd = has_edge,
+                                           .hooked_since = !has_edge && has_gradient_hooks(parameter),
+                                           .frozen_since = !parameter.requires_grad(),
                                            .has_main_grad = spec.main_grad >= 0,
                                            .overwrite_main_grad = spec.flag && spec.flag->overwrite,
                                            .has_grad = grad.defined(),
@@ -133,21 +149,53 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
         }
         if (action == GradientAction::kStoreMainGrad) spec.flag->overwrite = false;
     }
-    const auto mode_of = [&](size_t i) {
-        const GradientAction action = slot.pending[i].action;
-        const bool stores = action == GradientAction::kStoreNew || action == GradientAction::kStoreMainGrad;
-        return stores ? Mode::kStore : destination(flight, i).defined() ? Mode::kAdd : Mode::kSkip;
+    if (!slot.table->says([&](size_t i) { return entry_of(flight, i); })) {
+        separate_overlapping(flight);
+        for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, entry_of(flight, i));
+        slot.table->upload();
+    }
+    note_for_repetition(flight);
+}
+
+// True when all gradients are to be added to the very tensors that the last backward of the slot added to. `.grad` may
+// have been replaced, or its memory: nothing tells but to look.
+bool GraphedCallable::repeats_last(const Flight& flight) const {
+    const Repetition& last = slot_of(flight).repetition;
+    if (!last.is_possible || !flight.autograd_parameters.empty()) return false;
+    const FoundTensors& externals = *flight.externals;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const ParameterSpec& spec = parameters_[i];
+        if (spec.main_grad >= 0 && spec.flag->overwrite) return false;
+        const at::Tensor& parameter = externals[spec.tensor];
+        if (has_gradient_hooks(parameter) || !parameter.requires_grad()) return false;
+        const at::Tensor& tensor = spec.main_grad >= 0 ? externals[spec.main_grad] : parameter.grad();
+        const auto& [impl, facts] = last.destinations[i];
+        if (tensor.unsafeGetTensorImpl() != impl || !facts.match(tensor)) return false;
+    }
+    return true;
+}
+
+void GraphedCallable::note_for_repetition(const Flight& flight) {
+    Slot& slot = slot_of(flight);
+    Repetition& repetition = slot.repetition;
+    repetition.destinations.clear();
+    const auto adds = [](const Pending& pending) {
+        return pending.action == GradientAction::kAddInPlace || pending.action == GradientAction::kAddMainGrad;
     };
-    const auto address_of = [&](size_t i) {
+    repetition.is_possible = std::all_of(slot.pending.begin(), slot.pending.end(), adds);
+    for (size_t i = 0; repetition.is_possible && i < parameters_.size(); ++i) {
         const at::Tensor& tensor = destination(flight, i);
-        return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
-    };
-    bool differs = false;
-    for (size_t i = 0; i < slot.table->size(); ++i) differs |= slot.table->differs(i, mode_of(i), address_of(i));
-    if (!differs) return;  // as in the last backward, whose destinations were looked at
-    separate_overlapping(flight);
-    for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, mode_of(i), address_of(i));
-    slot.table->upload();
+        repetition.destinations.emplace_back(tensor.unsafeGetTensorImpl(), TensorFacts(tensor));
+    }
+}
+
+// What the table shall say for a parameter.
+GradientTable::Order GraphedCallable::entry_of(const Flight& flight, size_t parameter) const {
+    const at::Tensor& tensor = destination(flight, parameter);
+    if (!tensor.defined()) return {Mode::kSkip, nullptr};
+    const GradientAction action = slot_of(flight).pending[parameter].action;
+    const bool stores = action == GradientAction::kStoreNew || action == GradientAction::kStoreMainGrad;
+    return {stores ? Mode::kStore : Mode::kAdd, tensor.mutable_data_ptr()};
 }
 
 // What the table writes for a parameter, or an undefined tensor.
@@ -158,12 +206,13 @@ const at::Tensor& GraphedCallable::destination(const Flight& flight, size_t para
         case GradientAction::kStoreNew:
             return pending.fresh;
         case GradientAction::kAddInPlace:
-            return flight.externals[parameters_[parameter].tensor].grad();
+            return (*flight.externals)[parameters_[parameter].tensor].grad();
         case GradientAction::kStoreMainGrad:
         case GradientAction::kAddMainGrad:
-            return flight.externals[parameters_[parameter].main_grad];
+            return (*flight.externals)[parameters_[parameter].main_grad];
         case GradientAction::kNothing:
         case GradientAction::kReturn:
+        case GradientAction::kCallHooks:
         case GradientAction::kAddEagerly:
             break;
     }
@@ -214,7 +263,7 @@ void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_lis
         }
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {
-        const at::Tensor& parameter = flight.externals[parameters_[i].tensor];
+        const at::Tensor& parameter = (*flight.externals)[parameters_[i].tensor];
         Pending& pending = slot.pending[i];
         switch (pending.action) {
             case GradientAction::kStoreNew:
@@ -227,7 +276,10 @@ void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_lis
             case GradientAction::kStoreMainGrad:
             case GradientAction::kAddInPlace:
             case GradientAction::kAddMainGrad:
-                impl::bump_version(destination(flight, i));
+                destination(flight, i).unsafeGetTensorImpl()->bump_version();
+                break;
+            case GradientAction::kCallHooks:
+                accumulate_with_hooks(parameter, slot.parameter_grads[i].clone());
                 break;
             case GradientAction::kNothing:
             case GradientAction::kReturn:

@@ -1,4 +1,5 @@
 #include "graph/bindings.h"
+#include "graph/copy.h"
 
 #include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
@@ -57,13 +58,34 @@ void add_slot(GraphedCallable& callable, const py::object& forward, const py::ob
                                                      .grad_outputs = std::move(grad_outputs),
                                                      .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
                                                      .parameter_grads = std::move(parameter_grads),
-                                                     .table = std::move(table),
-                                                     .lent_outputs = {}}));
+                                                     .table = std::move(table)}));
+}
+
+// The GraphedCallable that a Python object stands for; null while it is being made.
+GraphedCallable* callable_of(PyObject* self) {
+    auto value = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+    return value.holder_constructed() ? static_cast<GraphedCallable*>(value.value_ptr()) : nullptr;
+}
+
+// Lets the garbage collector see that a guard refers to tensors.
+void collect_garbage_through_guards(PyHeapTypeObject* heap_type) {
+    PyTypeObject& type = heap_type->ht_type;
+    type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+        Py_VISIT(Py_TYPE(self));
+        const GraphedCallable* const callable = callable_of(self);
+        return callable ? callable->guard().visit(visit, arg) : 0;
+    };
+    type.tp_clear = [](PyObject* self) {
+        if (const GraphedCallable* const callable = callable_of(self)) callable->guard().forget();
+        return 0;
+    };
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
+    prepare_fast_calls();
     m.def("enter_session", &enter_session);
     m.def("leave_session", &leave_session);
     m.def("in_session", &in_session);
@@ -77,6 +99,8 @@ void bind(py::module_& m) {
         py::arg("callable"), py::arg("plain"), py::arg("tensors"), py::arg("grad_mode"));
     m.def("is_capturing", &is_capturing, py::arg("device"));
     m.def("has_gradient_hooks", &has_gradient_hooks, py::arg("leaf"));
+    m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
+    m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
     m.def("borrow", &borrow_all, py::arg("tensors"), py::arg("cuda_graph"));
 
@@ -105,7 +129,7 @@ void bind(py::module_& m) {
              py::arg("expected"), py::arg("subject"))
         .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"))
         .def("check", [](const Guard& guard, const py::object& root) {
-            Tensors found;
+            Guard::Tensors found;
             return guard.check(root.ptr(), found);
         });
 
@@ -147,6 +171,7 @@ void bind(py::module_& m) {
     py::class_<Refusal> refusal(m, "Refusal");
     py::enum_<Refusal::Kind>(refusal, "Kind")
         .value("CAPTURING", Refusal::Kind::kCapturing)
+        .value("MODE", Refusal::Kind::kMode)
         .value("ARGUMENTS", Refusal::Kind::kArguments)
         .value("CIRCUMSTANCES", Refusal::Kind::kCircumstances)
         .value("EXHAUSTED", Refusal::Kind::kExhausted)
@@ -159,7 +184,8 @@ void bind(py::module_& m) {
         .def_readonly("kind", &Refusal::kind)
         .def_readonly("message", &Refusal::message);
 
-    py::class_<GraphedCallable, std::shared_ptr<GraphedCallable>>(m, "GraphedCallable")
+    py::class_<GraphedCallable, std::shared_ptr<GraphedCallable>>(
+        m, "GraphedCallable", py::custom_type_setup(&collect_garbage_through_guards))
         .def(py::init<std::string, at::Device, std::shared_ptr<Scope>, std::shared_ptr<Guard>, std::vector<InputSpec>,
                       std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>, std::vector<bool>,
                       std::shared_ptr<GraphedCallable>>(),

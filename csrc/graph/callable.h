@@ -56,6 +56,12 @@ struct Pending {
     at::Tensor fresh;  // kStoreNew: what becomes .grad
 };
 
+// What the last backward added to, if it did nothing else: with the same again there is nothing to decide.
+struct Repetition {
+    bool is_possible = false;
+    std::vector<std::pair<const c10::TensorImpl*, TensorFacts>> destinations;  // [parameters]
+};
+
 // Backward graphs that were launched one after the other, as one.
 struct MergedBackward {
     std::vector<std::weak_ptr<Graph>> parts;
@@ -74,9 +80,10 @@ struct Slot {
     StaticTensors grad_inputs;                           // [inputs], undefined where there is none
     std::vector<at::Tensor> parameter_grads;             // [parameters], memory owned by the graph
     std::shared_ptr<GradientTable> table;
-    Handouts lent_outputs;
-    std::vector<Pending> pending;  // [parameters], while a backward runs
-    MergedBackward merged;         // with those of the predecessors
+    std::shared_ptr<Handouts> lent_outputs{};  // by a chain's slots of this number
+    std::vector<Pending> pending{};            // [parameters], of the last backward
+    Repetition repetition{};
+    MergedBackward merged{};  // with those of the predecessors
 };
 
 // What the guard's tensors mean to autograd.
@@ -89,6 +96,7 @@ struct ExternalSpec {
 struct Refusal {
     enum class Kind {
         kCapturing,      // the current stream is being captured by somebody
+        kMode,           // a mode wants to see operations that a replay does not have
         kArguments,      // the tensors are not like those at capture
         kCircumstances,  // something that the graph takes for granted has changed
         kExhausted,      // every slot waits for its backward
@@ -102,7 +110,7 @@ class GraphedCallable : public std::enable_shared_from_this<GraphedCallable> {
 public:
     GraphedCallable(std::string name, at::Device device, std::shared_ptr<Scope> scope, std::shared_ptr<Guard> guard,
                     std::vector<InputSpec> inputs, std::vector<ParameterSpec> parameters,
-                    std::vector<ExternalSpec> externals, std::vector<int> differentiable,
+                    const std::vector<ExternalSpec>& externals, std::vector<int> differentiable,
                     std::vector<bool> saved_outputs, const std::shared_ptr<GraphedCallable>& predecessor);
 
     void add_slot(std::unique_ptr<Slot> slot);
@@ -123,6 +131,9 @@ public:
     void route_through_autograd(size_t parameter) { parameters_.at(parameter).through_autograd = true; }
 
     const std::string& name() const { return name_; }
+    // For the garbage collector.
+    const Guard& guard() const { return *guard_; }
+
     int in_flight() const { return pool_->in_flight(); }
     int64_t forward_replays() const { return forward_replays_; }
     int64_t backward_replays() const { return backward_replays_; }
@@ -130,12 +141,12 @@ public:
 private:
     using Bits = std::vector<bool>;
 
-    std::optional<Refusal> check(PyObject* root, const std::vector<at::Tensor>& inputs,
-                                 std::vector<at::Tensor>& externals, int& slot) const;
+    std::optional<Refusal> check(PyObject* root, const std::vector<at::Tensor>& inputs, Guard::Tensors& externals,
+                                 int& slot) const;
     std::string difference_of_inputs(const std::vector<at::Tensor>& inputs) const;
     std::optional<Refusal> choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     bool finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
-    void attach_node(SlotLease lease, std::vector<at::Tensor> externals, const std::vector<at::Tensor>& inputs,
+    void attach_node(SlotLease lease, Guard::Tensors externals, const std::vector<at::Tensor>& inputs,
                      std::vector<at::Tensor>& outputs);
 
     Slot& slot_of(const Flight& flight) const { return *slots_[flight.lease.slot()]; }
@@ -143,6 +154,9 @@ private:
     Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const Flight& upper, const Bits& got_upper, const Slot& slot) const;
     void plan_parameters(const Flight& flight, const Bits& got);
+    bool repeats_last(const Flight& flight) const;
+    void note_for_repetition(const Flight& flight);
+    GradientTable::Order entry_of(const Flight& flight, size_t parameter) const;
     const at::Tensor& destination(const Flight& flight, size_t parameter) const;
     void separate_overlapping(const Flight& flight) const;
     bool leaves_nothing_behind(const Flight& flight) const;
@@ -157,13 +171,16 @@ private:
     const Settings settings_;
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;
-    const std::vector<ExternalSpec> externals_;
+    std::vector<size_t> saved_;    // externals that autograd saved for backward: not to be modified in between
+    std::vector<size_t> written_;  // externals that the forward writes: their version is bumped as in eager execution
     const std::vector<int> differentiable_;        // numbers of the outputs that require a gradient
     const std::vector<bool> saved_outputs_;        // [outputs]: backward reads the output itself
     const std::shared_ptr<SlotPool> predecessor_;  // the slots that linked inputs lie in, or null
+    const std::shared_ptr<SlotPool> pool_;
+    const int position_;                           // in the chain
+    std::vector<std::shared_ptr<Handouts>> lent_;  // [slots]
     std::vector<at::Tensor> buffers_;              // [parameters] what .grad becomes when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
-    const std::shared_ptr<SlotPool> pool_ = std::make_shared<SlotPool>();
     std::atomic<int64_t> forward_replays_{0};
     std::atomic<int64_t> backward_replays_{0};
 };

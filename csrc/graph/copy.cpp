@@ -12,7 +12,7 @@ namespace te_graph::graph {
 void copy_into(const at::Tensor& destination, const at::Tensor& source) {
     const bool same_layout = source.strides() == destination.strides() &&
                              destination.unsafeGetTensorImpl()->is_non_overlapping_and_dense() && !source.is_conj() &&
-                             !source.is_neg();
+                             !source.is_neg() && has_memory(source);
     if (!same_layout) {
         destination.copy_(source);
         return;

@@ -1,10 +1,11 @@
 #include "graph/fast_call.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
+
+#include <algorithm>
+#include <iterator>
 
 namespace py = pybind11;
 
@@ -13,33 +14,43 @@ namespace {
 
 thread_local int sessions = 0;
 
-// torch.nn.Module and what its calls depend on besides the module itself. Kept for good: it lives as long as torch.
+PyObject* lookup(PyTypeObject* type, PyObject* name) { return _PyType_Lookup(type, name); }
+
+// What the call of a module consists of. Kept for good: it lives as long as torch.
 struct ModuleCalls {
-    PyObject* type;
-    PyObject* call_name;
-    PyObject* call;           // as torch made it: who has replaced it wants to see every call
-    PyObject* hook_dicts[4];  // of all modules
+    PyObject *call_name, *call_impl_name, *forward_name, *own_forward_name;
+    PyObject *call, *call_impl;  // of torch.nn.Module, as torch made them: who replaces them wants to see every call
+    PyObject* hook_dicts[4];     // of all modules
 
     static const ModuleCalls& get() {
         static const ModuleCalls calls = [] {
             const py::module_ module = py::module_::import("torch.nn.modules.module");
+            const py::object type = module.attr("Module");
+            const auto own = [](const py::object& object) { return py::object(object).release().ptr(); };
             ModuleCalls found{};
-            found.type = py::object(module.attr("Module")).release().ptr();
-            found.call_name = py::str("__call__").release().ptr();
-            found.call = py::object(module.attr("Module").attr("__call__")).release().ptr();
+            found.call_name = PyUnicode_InternFromString("__call__");
+            found.call_impl_name = PyUnicode_InternFromString("_call_impl");
+            found.forward_name = PyUnicode_InternFromString("forward");
+            found.own_forward_name = PyUnicode_InternFromString("_te_graph_forward");
+            found.call = own(type.attr("_wrapped_call_impl"));
+            found.call_impl = own(type.attr("_call_impl"));
             const char* const names[] = {"_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                                          "_global_backward_pre_hooks"};
-            for (size_t i = 0; i < 4; ++i) found.hook_dicts[i] = py::object(module.attr(names[i])).release().ptr();
+            for (size_t i = 0; i < 4; ++i) found.hook_dicts[i] = own(module.attr(names[i]));
             return found;
         }();
         return calls;
     }
 
-    bool are_plain() const {
-        for (PyObject* const hooks : hook_dicts) {
-            if (PyDict_GET_SIZE(hooks) > 0) return false;
-        }
-        return _PyType_Lookup(reinterpret_cast<PyTypeObject*>(type), call_name) == call;
+    bool are_hooked() const {
+        return std::any_of(std::begin(hook_dicts), std::end(hook_dicts),
+                           [](PyObject* hooks) { return PyDict_GET_SIZE(hooks) > 0; });
+    }
+    // True when a class made for graphed modules calls its own forward, and the class below would have called its own.
+    bool are_plain_of(PyTypeObject* type) const {
+        PyObject* const forward = lookup(type, forward_name);
+        return forward && forward == lookup(type, own_forward_name) && lookup(type, call_impl_name) == call_impl &&
+               lookup(type->tp_base, call_name) == call;
     }
 };
 
@@ -57,21 +68,28 @@ PyObject* member(PyObject* object, PyObject* name) {
     return found;
 }
 
-const FastCall* fast_call_of(PyObject* module) {
+FastCall* fast_call_of(PyObject* module) {
     static PyObject* const handle_name = PyUnicode_InternFromString("te_graph");
     static PyObject* const fast_name = PyUnicode_InternFromString("fast_call");
     PyObject* const handle = member(module, handle_name);
     PyObject* const fast = handle ? member(handle, fast_name) : nullptr;
     if (!fast || !PyCapsule_CheckExact(fast)) return nullptr;
-    return static_cast<const FastCall*>(PyCapsule_GetPointer(fast, kCapsule));
+    return static_cast<FastCall*>(PyCapsule_GetPointer(fast, kCapsule));
+}
+
+// Any change of a class or of one below gives it another version; it has none until something is looked up.
+bool is_plain_class(PyTypeObject* type, FastCall& fast) {
+    if (type->tp_version_tag != 0 && type->tp_version_tag == fast.plain_class) return true;
+    if (!ModuleCalls::get().are_plain_of(type)) return false;
+    fast.plain_class = type->tp_version_tag;
+    return true;
 }
 
 // The result of a replay, a new reference; nullptr without an error set when the ordinary way has to be gone.
 PyObject* replay(PyObject* module, PyObject* const* args, size_t count) {
-    const FastCall* const fast = fast_call_of(module);
+    FastCall* const fast = fast_call_of(module);
     if (!fast || count != fast->tensors || at::GradMode::is_enabled() != fast->grad_mode || sessions > 0 ||
-        c10::impl::TorchDispatchModeTLS::stack_len() > 0 || torch::jit::tracer::isTracing() ||
-        !ModuleCalls::get().are_plain()) {
+        ModuleCalls::get().are_hooked() || !is_plain_class(Py_TYPE(module), *fast)) {
         return nullptr;
     }
     for (size_t i = 0; i < count; ++i) {
@@ -80,14 +98,44 @@ PyObject* replay(PyObject* module, PyObject* const* args, size_t count) {
             if (args[i] == args[other]) return nullptr;
         }
     }
-    thread_local std::vector<at::Tensor> none;
+    Guard::Tensors none;
     if (!fast->plain->check(module, none).empty()) return nullptr;
     std::vector<at::Tensor> inputs;
     inputs.reserve(count);
     for (size_t i = 0; i < count; ++i) inputs.push_back(THPVariable_Unpack(args[i]));
-    auto outcome = fast->callable->forward(module, inputs);
+    const auto callable = fast->callable;  // what it runs may take the module apart
+    auto outcome = callable->forward(module, inputs);
     auto* const outputs = std::get_if<std::vector<at::Tensor>>(&outcome);
     return outputs ? THPVariable_Wrap(std::move(outputs->front())) : nullptr;
+}
+
+PyObject* call(PyObject* module, PyObject* const* args, Py_ssize_t count, PyObject* names);
+
+PyMethodDef call_definition = {
+    "__call__",
+    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),  // NOLINT: what METH_FASTCALL asks for
+    METH_FASTCALL | METH_KEYWORDS,
+    "Replays the graph of this module, or does what the class below does.",
+};
+
+// super().__call__, for the class that has our __call__; null with an error set.
+py::object call_below(PyObject* module) {
+    PyObject* const name = ModuleCalls::get().call_name;
+    PyObject* const order = Py_TYPE(module)->tp_mro;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(order); ++i) {
+        PyObject* const type = PyTuple_GET_ITEM(order, i);
+        PyObject* const members = reinterpret_cast<PyTypeObject*>(type)->tp_dict;
+        PyObject* const made = members ? PyDict_GetItemWithError(members, name) : nullptr;
+        if (!made || !Py_IS_TYPE(made, &PyMethodDescr_Type) ||
+            reinterpret_cast<PyMethodDescrObject*>(made)->d_method != &call_definition) {
+            continue;
+        }
+        const auto super = py::reinterpret_steal<py::object>(
+            PyObject_CallFunctionObjArgs(reinterpret_cast<PyObject*>(&PySuper_Type), type, module, nullptr));
+        return py::reinterpret_steal<py::object>(super ? PyObject_GetAttr(super.ptr(), name) : nullptr);
+    }
+    PyErr_SetString(PyExc_TypeError, "te_graph: __call__ of a graphed module is called on another object");
+    return {};
 }
 
 PyObject* call(PyObject* module, PyObject* const* args, Py_ssize_t count, PyObject* names) {
@@ -96,23 +144,11 @@ PyObject* call(PyObject* module, PyObject* const* args, Py_ssize_t count, PyObje
         if (PyObject* const result = replay(module, args, static_cast<size_t>(count))) return result;
         if (PyErr_Occurred()) return nullptr;
     }
-    // Looked up anew: it may have been replaced.
-    const ModuleCalls& calls = ModuleCalls::get();
-    const auto ordinary = py::reinterpret_steal<py::object>(PyObject_GetAttr(calls.type, calls.call_name));
+    const auto ordinary = call_below(module);
     if (!ordinary) return nullptr;
-    const Py_ssize_t all = count + (names ? PyTuple_GET_SIZE(names) : 0);
-    std::vector<PyObject*> with_self{module};
-    with_self.insert(with_self.end(), args, args + all);
-    return PyObject_Vectorcall(ordinary.ptr(), with_self.data(), static_cast<size_t>(count) + 1, names);
+    return PyObject_Vectorcall(ordinary.ptr(), args, static_cast<size_t>(count), names);
     END_HANDLE_TH_ERRORS
 }
-
-PyMethodDef call_definition = {
-    "__call__",
-    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),  // NOLINT: what METH_FASTCALL asks for
-    METH_FASTCALL | METH_KEYWORDS,
-    "Replays the graph of this module, or does what torch.nn.Module.__call__ does.",
-};
 
 }  // namespace
 
@@ -124,8 +160,9 @@ py::object to_python(std::unique_ptr<FastCall> fast) {
     return py::reinterpret_steal<py::object>(capsule);
 }
 
+void prepare_fast_calls() { ModuleCalls::get(); }
+
 py::object make_fast_call(const py::object& type) {
-    ModuleCalls::get();
     PyObject* const made = PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &call_definition);
     if (!made) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(made);

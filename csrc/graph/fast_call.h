@@ -17,15 +17,21 @@ namespace te_graph::graph {
 // What the call must know of one graphed module: attribute `fast_call` of its handle `te_graph`.
 struct FastCall {
     std::shared_ptr<GraphedCallable> callable;
-    std::shared_ptr<Guard> plain;  // passes while torch.nn.Module.__call__ would do nothing but call forward
-    size_t tensors;                // number of arguments, all of them tensors
+    std::shared_ptr<Guard>
+        plain;       // passes while the instance lets torch.nn.Module.__call__ do nothing but call forward
+    size_t tensors;  // number of arguments, all of them tensors
     bool grad_mode;
+    unsigned plain_class = 0;  // version of the class that was found to do the same; versions are of one class each
 };
 
 // `fast` as a Python object.
 pybind11::object to_python(std::unique_ptr<FastCall> fast);
 
-// A __call__ for the class `type`, a subclass of torch.nn.Module.
+// Notes what torch.nn.Module's calls consist of, before anybody replaces a part.
+void prepare_fast_calls();
+
+// A __call__ for the class `type`, a subclass of torch.nn.Module. Its method forward has to be there as well under the
+// name `_te_graph_forward`.
 pybind11::object make_fast_call(const pybind11::object& type);
 
 // Marks this thread as capturing: calls then run eagerly, to be captured themselves.

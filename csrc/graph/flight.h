@@ -5,9 +5,9 @@
 #include <c10/util/SmallVector.h>
 
 #include <memory>
-#include <optional>
 #include <vector>
 
+#include "graph/guard.h"
 #include "graph/slot_pool.h"
 
 namespace te_graph::graph {
@@ -32,7 +32,10 @@ struct InputEdge {
 };
 
 // Tensors made in inference mode have no version.
-inline uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+inline uint32_t version_of(const at::Tensor& tensor) {
+    c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    return impl.is_inference() ? 0 : impl.version_counter().current_version();
+}
 
 // One forward whose backward is due. Keeps its slot busy.
 struct Flight {
@@ -41,9 +44,8 @@ struct Flight {
 
     std::shared_ptr<GraphedCallable> callable;
     SlotLease lease;
-    std::optional<SlotLease> predecessor;           // a slot of the predecessor whose results are read in place
-    std::vector<at::Tensor> externals;              // [guard's tensors], as found by the forward
-    c10::SmallVector<uint32_t, 16> saved_versions;  // [externals that autograd saved] after the forward
+    Guard::Tensors externals;                                   // [guard's tensors], as found by the forward
+    c10::SmallVector<uint32_t, 16> saved_versions;              // [externals that autograd saved] after the forward
     c10::SmallVector<c10::VariableVersion, 1> output_versions;  // [outputs that the backward reads]
     c10::SmallVector<LinkedInput, 1> linked_inputs;             // those that autograd saved
     c10::SmallVector<InputEdge, 2> input_edges;                 // inputs that have an edge, in the order of the edges

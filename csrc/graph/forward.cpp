@@ -1,9 +1,12 @@
 // The forward replay.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 
+#include <algorithm>
 #include <sstream>
 
 #include "graph/callable.h"
@@ -18,7 +21,7 @@ namespace impl = torch::autograd::impl;
 
 GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<Scope> scope,
                                  std::shared_ptr<Guard> guard, std::vector<InputSpec> inputs,
-                                 std::vector<ParameterSpec> parameters, std::vector<ExternalSpec> externals,
+                                 std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
                                  std::vector<int> differentiable, std::vector<bool> saved_outputs,
                                  const std::shared_ptr<GraphedCallable>& predecessor)
     : name_(std::move(name)),
@@ -28,13 +31,22 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
       settings_(Settings::current(device.type())),
       inputs_(std::move(inputs)),
       parameters_(std::move(parameters)),
-      externals_(std::move(externals)),
       differentiable_(std::move(differentiable)),
       saved_outputs_(std::move(saved_outputs)),
       predecessor_(predecessor ? predecessor->pool_ : nullptr),
-      buffers_(parameters_.size()) {}
+      pool_(std::make_shared<SlotPool>(predecessor_)),
+      position_(predecessor ? predecessor->position_ + 1 : 0),
+      lent_(predecessor ? predecessor->lent_ : std::vector<std::shared_ptr<Handouts>>()),
+      buffers_(parameters_.size()) {
+    for (size_t i = 0; i < externals.size(); ++i) {
+        if (externals[i].saved) saved_.push_back(i);
+        if (externals[i].written) written_.push_back(i);
+    }
+}
 
 void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
+    if (lent_.size() == slots_.size()) lent_.push_back(std::make_shared<Handouts>());
+    slot->lent_outputs = lent_[slots_.size()];
     slots_.push_back(std::move(slot));
     pool_->add();
 }
@@ -47,7 +59,7 @@ Refusal GraphedCallable::changed(const std::string& change) const {
 namespace {
 
 bool is_like(const at::Tensor& expected, const at::Tensor& got) {
-    return got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
+    return has_memory(got) && got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
            got.scalar_type() == expected.scalar_type() && got.device() == expected.device() &&
            got.requires_grad() == expected.requires_grad();
 }
@@ -62,6 +74,8 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
         words << " of dtype " << expected.scalar_type() << ", got " << got.scalar_type();
     } else if (got.device() != expected.device()) {
         words << " on " << expected.device() << ", got " << got.device();
+    } else if (!has_memory(got)) {
+        words << " to have memory, got a wrapper or fake tensor, or one whose memory was freed";
     } else {
         const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
         words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got);
@@ -119,10 +133,23 @@ std::optional<Refusal> GraphedCallable::choose_slot(const std::vector<at::Tensor
                        "waits for its backward; run that backward first, or pass a clone, which runs eagerly"};
 }
 
+// Modes that see every operation, of which a replay has none. Empty when there is none.
+static const char* mode_of(const std::vector<at::Tensor>& inputs) {
+    const auto has_tangent = [](const at::Tensor& tensor) {
+        const auto* const meta = impl::get_autograd_meta(tensor);
+        return meta && meta->fw_grad_ && !meta->fw_grad_->empty();
+    };
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return "called under a TorchDispatchMode";
+    if (torch::jit::tracer::isTracing()) return "called while torch.jit.trace traces";
+    if (std::any_of(inputs.begin(), inputs.end(), has_tangent)) return "called with a forward-mode derivative";
+    return nullptr;
+}
+
 // All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
 std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
-                                              std::vector<at::Tensor>& externals, int& slot) const {
+                                              Guard::Tensors& externals, int& slot) const {
     if (is_capturing(device_)) return Refusal{Refusal::Kind::kCapturing, "inside another capture"};
+    if (const char* const mode = mode_of(inputs)) return Refusal{Refusal::Kind::kMode, name_ + ": " + mode};
     if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {
         return Refusal{Refusal::Kind::kArguments, name_ + ": " + difference};
     }
@@ -136,14 +163,14 @@ std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<
 std::variant<std::vector<at::Tensor>, Refusal> GraphedCallable::forward(PyObject* root,
                                                                         const std::vector<at::Tensor>& inputs) {
     const c10::DeviceGuard on_device(device_);
-    std::vector<at::Tensor> externals;
+    Guard::Tensors externals;
     int number = 0;
     if (auto refusal = check(root, inputs, externals, number)) return *std::move(refusal);
 
     Slot& slot = *slots_[number];
     SlotLease lease = pool_->lease(number);
     scope_->enter();
-    slot.lent_outputs.protect();
+    slot.lent_outputs->protect(position_);
     {
         const at::NoGradGuard no_grad;
         for (size_t i = 0; i < inputs.size(); ++i) {
@@ -153,20 +180,17 @@ std::variant<std::vector<at::Tensor>, Refusal> GraphedCallable::forward(PyObject
     slot.forward->replay();
     ++forward_replays_;
 
-    std::vector<at::Tensor> outputs = slot.outputs.hand_out(slot.lent_outputs);
-    for (size_t i = 0; i < externals.size(); ++i) {
-        if (externals_[i].written) impl::bump_version(externals[i]);
-    }
+    std::vector<at::Tensor> outputs = slot.outputs.hand_out(*slot.lent_outputs, position_);
+    for (const size_t i : written_) impl::bump_version((*externals)[i]);
     if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
     return outputs;
 }
 
-void GraphedCallable::attach_node(SlotLease lease, std::vector<at::Tensor> externals,
-                                  const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) {
+void GraphedCallable::attach_node(SlotLease lease, Guard::Tensors externals, const std::vector<at::Tensor>& inputs,
+                                  std::vector<at::Tensor>& outputs) {
     const auto [node, owner] = make_node<ReplayNode>(Flight(shared_from_this(), std::move(lease)));
     node->set_label(name_);
     Flight& flight = node->flight();
-    if (predecessor_) flight.predecessor.emplace(predecessor_->lease(flight.lease.slot()));
     torch::autograd::edge_list edges;
     for (size_t i = 0; i < inputs.size(); ++i) {
         if (inputs_[i].is_linked && inputs_[i].is_saved) flight.linked_inputs.emplace_back(i, inputs[i]);
@@ -175,7 +199,7 @@ void GraphedCallable::attach_node(SlotLease lease, std::vector<at::Tensor> exter
         flight.input_edges.push_back({static_cast<int>(i), inputs[i].is_leaf()});
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {
-        const at::Tensor& parameter = externals[parameters_[i].tensor];
+        const at::Tensor& parameter = (*externals)[parameters_[i].tensor];
         if (parameters_[i].through_autograd || has_gradient_hooks(parameter)) {
             edges.push_back(impl::gradient_edge(parameter));
             flight.autograd_parameters.push_back(static_cast<int>(i));
@@ -186,9 +210,7 @@ void GraphedCallable::attach_node(SlotLease lease, std::vector<at::Tensor> exter
         if (auto* const below = dynamic_cast<ReplayNode*>(edges.front().function.get())) below->absorb_predecessor();
     }
     node->set_next_edges(std::move(edges));
-    for (size_t i = 0; i < externals_.size(); ++i) {
-        if (externals_[i].saved) flight.saved_versions.push_back(version_of(externals[i]));
-    }
+    for (const size_t i : saved_) flight.saved_versions.push_back(version_of((*externals)[i]));
     flight.externals = std::move(externals);
     for (size_t i = 0; i < outputs.size(); ++i) {
         if (saved_outputs_[i]) flight.output_versions.push_back(outputs[i].unsafeGetTensorImpl()->version_counter());

@@ -8,6 +8,8 @@ struct GradientSituation {
     bool reached = true;               // an output that it depends on got a gradient
     bool inputs_only = false;          // torch.autograd.grad or backward(inputs=...): no .grad may change
     bool through_autograd = false;     // autograd has an edge to it: hooks, shared, or accumulate_grads=False
+    bool hooked_since = false;         // it has hooks, but had none when the edges were made
+    bool frozen_since = false;         // it no longer requires a gradient: accumulating would do nothing
     bool has_main_grad = false;        // gradients go to main_grad and .grad stays None
     bool overwrite_main_grad = false;  // reset_main_grads() was called since the last backward
     bool has_grad = false;             // .grad is a tensor
@@ -17,6 +19,7 @@ struct GradientSituation {
 enum class GradientAction {
     kNothing,        // leave .grad as it is
     kReturn,         // give autograd a tensor of its own
+    kCallHooks,      // do what autograd would have done with an edge
     kStoreNew,       // write into a buffer that becomes .grad
     kAddInPlace,     // add into the tensor that .grad is
     kAddEagerly,     // .grad exists but the table cannot write it: add with an ordinary op after the replay
@@ -28,6 +31,8 @@ constexpr GradientAction plan_gradient(const GradientSituation& now) {
     if (!now.reached) return GradientAction::kNothing;
     if (now.through_autograd) return GradientAction::kReturn;
     if (now.inputs_only) return GradientAction::kNothing;
+    if (now.hooked_since) return GradientAction::kCallHooks;
+    if (now.frozen_since) return GradientAction::kNothing;
     if (now.has_main_grad) {
         return now.overwrite_main_grad ? GradientAction::kStoreMainGrad : GradientAction::kAddMainGrad;
     }

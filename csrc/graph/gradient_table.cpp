@@ -71,11 +71,11 @@ void GradientTable::bind(const std::vector<at::Tensor>& sources) {
     entries_.copy_(host);
 }
 
-void GradientTable::set(size_t index, Mode mode, void* destination) {
-    if (!differs(index, mode, destination)) return;
+void GradientTable::set(size_t index, Order order) {
+    if (!differs(index, order)) return;
     Entry& entry = current_[index];
-    entry.mode = mode;
-    if (mode != Mode::kSkip) entry.destination = destination;
+    entry.mode = order.mode;
+    if (order.mode != Mode::kSkip) entry.destination = order.destination;
     if (is_changed_[index]) return;
     is_changed_[index] = true;
     changed_.push_back(index);

@@ -24,14 +24,24 @@ public:
     // sources: one dense tensor per entry, of that entry's size and dtype.
     void bind(const std::vector<at::Tensor>& sources);
 
-    // True when entry `index` says something else than that.
-    bool differs(size_t index, multi_tensor::Mode mode, const void* destination) const {
-        const multi_tensor::Entry& entry = current_[index];
-        // A skipped entry's destination is never read, so it may stay as it is.
-        return entry.mode != mode || (mode != multi_tensor::Mode::kSkip && entry.destination != destination);
+    // What is to be done with one gradient.
+    struct Order {
+        multi_tensor::Mode mode;
+        void* destination;
+    };
+
+    // True when the device's table does all that `order(index)` asks for: then nothing has to be set or sent.
+    template <typename OrderOf>
+    bool says(const OrderOf& order) const {
+        if (!changed_.empty()) return false;
+        for (size_t i = 0; i < current_.size(); ++i) {
+            if (differs(i, order(i))) return false;
+        }
+        return true;
     }
+
     // Says what the next replay shall do with entry `index`. Nothing is sent until upload().
-    void set(size_t index, multi_tensor::Mode mode, void* destination);
+    void set(size_t index, Order order);
     // Sends entries that differ from what the device has, on the current stream.
     void upload();
 
@@ -39,6 +49,13 @@ public:
     int64_t uploads() const { return uploads_; }
 
 private:
+    // A skipped entry's destination is never read, so it may stay as it is.
+    bool differs(size_t index, Order order) const {
+        const multi_tensor::Entry& entry = current_[index];
+        return entry.mode != order.mode ||
+               (order.mode != multi_tensor::Mode::kSkip && entry.destination != order.destination);
+    }
+
     at::Tensor entries_;
     at::Tensor chunks_;
     std::vector<multi_tensor::Entry> current_;  // what the device holds once changed_ has been sent

@@ -3,8 +3,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #ifdef TE_GRAPH_CUDA
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
@@ -138,6 +140,26 @@ std::shared_ptr<Graph> merge(const std::vector<std::shared_ptr<Graph>>& parts) {
     if (on_gpu == parts.size()) return std::make_shared<MergedCudaGraph>(parts);
 #endif
     return std::make_shared<GraphSequence>(parts);
+}
+
+void abandon_pool(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool) {
+#ifdef TE_GRAPH_CUDA
+    // Each refuses a pool that is not in use by a capture: then there is nothing to do.
+    try {
+        c10::cuda::CUDACachingAllocator::endAllocateToPool(device, pool);
+        c10::cuda::CUDACachingAllocator::releasePool(device, pool);
+    } catch (const c10::Error&) {
+    }
+    try {
+        at::HostAllocator& host = *at::getHostAllocator(at::kCUDA);
+        host.end_allocate_to_pool(pool);
+        host.release_pool(pool);
+    } catch (const c10::Error&) {
+    }
+#else
+    TORCH_CHECK(false, "te_graph: abandon_pool(", device, ", (", pool.first, ", ", pool.second,
+                ")): te_graph was built without CUDA");
+#endif
 }
 
 int64_t node_count(int64_t address) {

@@ -1,10 +1,12 @@
 // A captured piece of work that can be run again on the same memory.
 #pragma once
 
+#include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace te_graph::graph {
@@ -22,6 +24,10 @@ std::shared_ptr<Graph> merge(const std::vector<std::shared_ptr<Graph>>& parts);
 
 // Wraps a `torch.cuda.CUDAGraph` or a `te_graph.recorder.Recorder`. Takes a reference to the Python object.
 std::shared_ptr<Graph> make_graph(const pybind11::object& captured);
+
+// Does what torch leaves undone where ending a capture fails: takes `pool` from the allocators' lists of pools that a
+// capture uses, and drops the reference to it that the capture took, without which its memory would stay for ever.
+void abandon_pool(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool);
 
 // Number of nodes of the cudaGraph_t at `address`.
 int64_t node_count(int64_t address);

@@ -89,8 +89,7 @@ int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py
 
 int Guard::add_tensor(int step, const at::Tensor& tensor) {
     steps_[step].tensor = static_cast<int>(tensors_.size());
-    tensors_.push_back({step, tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec(),
-                        tensor.scalar_type(), tensor.requires_grad()});
+    tensors_.push_back({step, TensorFacts(tensor), tensor.requires_grad()});
     return steps_[step].tensor;
 }
 
@@ -101,20 +100,27 @@ bool Guard::is_in_watched_dict(const Step& step) const {
     return is_dict && (step.parent < 0 || steps_[step.parent].kind != StepKind::kAttribute);
 }
 
-std::string Guard::check(PyObject* root, std::vector<at::Tensor>& found) const {
-    found.resize(tensors_.size());
-    if (is_as_last_time(root, found)) return {};
-    root_ = nullptr;
-    const uint64_t changes = dict_changes();
-    std::string change = walk(root, found);
-    if (change.empty()) {
+std::string Guard::check(PyObject* root, Tensors& found) const {
+    if (!is_as_last_time(root)) {
+        forget();
+        const uint64_t changes = dict_changes();
+        std::vector<PyObject*> tensors(tensors_.size());
+        if (std::string change = walk(root, tensors); !change.empty()) return change;
+        found_ = std::make_shared<FoundTensors>(std::move(tensors));
         root_ = root;
         changes_ = changes;
     }
-    return change;
+    found = found_;
+    return {};
 }
 
-bool Guard::is_as_last_time(PyObject* root, std::vector<at::Tensor>& found) const {
+void Guard::forget() const {
+    root_ = nullptr;
+    const Tensors last = std::move(found_);  // dropped once this is in order: objects may call back
+    found_ = nullptr;
+}
+
+bool Guard::is_as_last_time(PyObject* root) const {
     if (root != root_ || changes_ != dict_changes()) return false;
     for (const size_t i : unwatched_) {
         const Step& step = steps_[i];
@@ -123,14 +129,12 @@ bool Guard::is_as_last_time(PyObject* root, std::vector<at::Tensor>& found) cons
         if (!object || object != reached_[i] || !step.expected.matches(object)) return false;
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
-        const at::Tensor& tensor = THPVariable_Unpack(reached_[tensors_[i].step]);
-        if (!compare(tensors_[i], tensor, true).empty()) return false;
-        found[i] = tensor;
+        if (!is_same(tensors_[i], (*found_)[i], true)) return false;
     }
-    return true;
+    return found_->are_unswapped();
 }
 
-std::string Guard::walk(PyObject* root, std::vector<at::Tensor>& found) const {
+std::string Guard::walk(PyObject* root, std::vector<PyObject*>& found) const {
     reached_.assign(steps_.size(), nullptr);
     unwatched_.clear();
     for (size_t i = 0; i < steps_.size(); ++i) {
@@ -149,7 +153,7 @@ std::string Guard::walk(PyObject* root, std::vector<at::Tensor>& found) const {
             if (std::string change = compare(tensors_[step.tensor], tensor, true); !change.empty()) {
                 return step.subject + change;
             }
-            found[step.tensor] = tensor;
+            found[step.tensor] = object;
         }
         if (!step.expected.matches(object)) {
             if (PyBool_Check(object)) return step.subject + (object == Py_True ? " is now True" : " is now False");
@@ -159,30 +163,29 @@ std::string Guard::walk(PyObject* root, std::vector<at::Tensor>& found) const {
     return {};
 }
 
-std::string Guard::check_tensors(const std::vector<at::Tensor>& found) const {
+std::string Guard::check_tensors(const FoundTensors& found) const {
+    if (!found.are_unswapped()) return "a tensor was swapped with another one";
     for (size_t i = 0; i < tensors_.size(); ++i) {
         if (std::string change = compare(tensors_[i], found[i], false); !change.empty()) return tensor_name(i) + change;
     }
     return {};
 }
 
-std::string Guard::compare(const TensorFacts& expected, const at::Tensor& tensor, bool compare_requires_grad) {
-    const at::IntArrayRef sizes(expected.sizes), strides(expected.strides);
+std::string Guard::compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad) {
     // On every call of every tensor: no message, and no stream to build one, unless something differs.
-    const bool same_grad = !compare_requires_grad || tensor.requires_grad() == expected.requires_grad;
-    if (tensor.const_data_ptr() == expected.data && tensor.scalar_type() == expected.dtype && tensor.sizes() == sizes &&
-        tensor.strides() == strides && same_grad) {
-        return {};
-    }
+    if (is_same(expected, tensor, compare_requires_grad)) return {};
+    const TensorFacts& facts = expected.facts;
     std::ostringstream change;
-    if (tensor.scalar_type() != expected.dtype) {
-        change << " changed dtype from " << expected.dtype << " to " << tensor.scalar_type();
-    } else if (tensor.sizes() != sizes) {
-        change << " changed shape from " << sizes << " to " << tensor.sizes();
-    } else if (tensor.const_data_ptr() != expected.data) {
+    if (tensor.scalar_type() != facts.dtype()) {
+        change << " changed dtype from " << facts.dtype() << " to " << tensor.scalar_type();
+    } else if (tensor.sizes() != facts.sizes()) {
+        change << " changed shape from " << facts.sizes() << " to " << tensor.sizes();
+    } else if (!facts.is_address_of(*tensor.unsafeGetTensorImpl())) {
         change << " moved to other memory";
-    } else if (tensor.strides() != strides) {
-        change << " changed strides from " << strides << " to " << tensor.strides();
+    } else if (tensor.strides() != facts.strides()) {
+        change << " changed strides from " << facts.strides() << " to " << tensor.strides();
+    } else if (!facts.has_bits_of(tensor)) {
+        change << " became, or is no longer, a conjugate or negative view";
     } else {
         change << " changed requires_grad from " << (expected.requires_grad ? "True" : "False");
     }

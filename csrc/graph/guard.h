@@ -2,18 +2,22 @@
 //
 // A guard is a small program: steps that walk from the callable through dictionaries, lists and closure cells, each to
 // an object that must still be the one seen at capture, and tensors met on the way, whose address, shape, strides, dtype
-// and requires_grad must be what they were. Nothing is owned: each step starts from its live parent, so the pointers
-// compared are never stale and no reference cycle through the callable arises.
+// and requires_grad must be what they were. Each step starts from its live parent, so the pointers compared are never
+// stale. Nothing is owned but the tensors that the last walk found, and those the garbage collector knows of.
 //
 // Dictionaries on the way are watched (Python 3.12 or newer). As long as none has changed, a check takes only the steps
-// that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors.
+// that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors that the last walk found.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <string>
 #include <vector>
+
+#include "graph/found_tensors.h"
+#include "graph/tensor_facts.h"
 
 namespace te_graph::graph {
 
@@ -29,6 +33,8 @@ enum class StepKind : uint8_t {
 
 class Guard {
 public:
+    using Tensors = std::shared_ptr<const FoundTensors>;
+
     Guard() = default;
     // Autograd may drop the last owner on a thread that does not hold the GIL.
     ~Guard();
@@ -42,12 +48,17 @@ public:
     // The object that `step` reaches is `tensor`; its place in `found` is the number returned.
     int add_tensor(int step, const at::Tensor& tensor);
 
-    // Checks from `root` on. Writes the tensors into `found` and returns an empty string, or returns what has changed.
-    std::string check(PyObject* root, std::vector<at::Tensor>& found) const;
+    // Checks from `root` on. Puts the tensors into `found` and returns an empty string, or returns what has changed.
+    std::string check(PyObject* root, Tensors& found) const;
 
     // Compares tensors found by an earlier check() again: they may have moved since. Their requires_grad no
     // longer matters, as for a backward in eager execution. Needs no GIL.
-    std::string check_tensors(const std::vector<at::Tensor>& found) const;
+    std::string check_tensors(const FoundTensors& found) const;
+
+    // For the garbage collector. What a backward still needs is no business of the guard's alone.
+    int visit(visitproc visit, void* arg) const { return found_.use_count() == 1 ? found_->visit(visit, arg) : 0; }
+    // Lets go of what the last walk found.
+    void forget() const;
 
     size_t tensors() const { return tensors_.size(); }
     const std::string& tensor_name(size_t tensor) const { return steps_[tensors_[tensor].step].subject; }
@@ -75,24 +86,27 @@ private:
         std::string subject;
         int tensor = -1;
     };
-    struct TensorFacts {
+    struct ExpectedTensor {
         int step;
-        const void* data;
-        std::vector<int64_t> sizes, strides;
-        at::ScalarType dtype;
+        TensorFacts facts;
         bool requires_grad;
     };
 
-    static std::string compare(const TensorFacts& expected, const at::Tensor& tensor, bool compare_requires_grad);
+    static bool is_same(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad) {
+        return expected.facts.match(tensor) &&
+               (!compare_requires_grad || tensor.requires_grad() == expected.requires_grad);
+    }
+    static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
     bool is_in_watched_dict(const Step& step) const;
-    bool is_as_last_time(PyObject* root, std::vector<at::Tensor>& found) const;
-    std::string walk(PyObject* root, std::vector<at::Tensor>& found) const;
+    bool is_as_last_time(PyObject* root) const;
+    std::string walk(PyObject* root, std::vector<PyObject*>& found) const;
 
     std::vector<Step> steps_;
-    std::vector<TensorFacts> tensors_;
+    std::vector<ExpectedTensor> tensors_;
 
-    // Of the last walk that found everything as it must be; borrowed, and alive while `changes_` is up to date.
-    mutable std::vector<PyObject*> reached_;  // [steps]
+    // Of the last walk that found everything as it must be.
+    mutable Tensors found_;
+    mutable std::vector<PyObject*> reached_;  // [steps], borrowed; alive while `changes_` is up to date
     mutable std::vector<size_t> unwatched_;   // steps that are taken at each check
     mutable PyObject* root_ = nullptr;
     mutable uint64_t changes_ = 0;

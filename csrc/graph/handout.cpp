@@ -39,17 +39,17 @@ void move_to_own_memory(c10::StorageImpl& storage) {
 
 }  // namespace
 
-void Handouts::add(c10::intrusive_ptr<c10::StorageImpl> storage) {
+void Handouts::add(c10::intrusive_ptr<c10::StorageImpl> storage, int position) {
     const std::lock_guard lock(mutex_);
-    lent_.push_back(std::move(storage));
+    lent_.push_back({position, std::move(storage)});
 }
 
-void Handouts::protect() {
+void Handouts::protect(int position) {
     const std::lock_guard lock(mutex_);
-    for (const auto& storage : lent_) {
-        if (storage.use_count() > 1 && storage->nbytes() > 0) move_to_own_memory(*storage);
+    for (; !lent_.empty() && lent_.back().position >= position; lent_.pop_back()) {
+        c10::StorageImpl& storage = *lent_.back().storage;
+        if (lent_.back().storage.use_count() > 1 && storage.nbytes() > 0) move_to_own_memory(storage);
     }
-    lent_.clear();
 }
 
 StaticTensors::StaticTensors(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
@@ -63,7 +63,7 @@ StaticTensors::StaticTensors(std::vector<at::Tensor> tensors) : tensors_(std::mo
     }
 }
 
-std::vector<at::Tensor> StaticTensors::hand_out(Handouts& handouts) const {
+std::vector<at::Tensor> StaticTensors::hand_out(Handouts& handouts, int position) const {
     std::vector<at::Tensor> lent(tensors_.size());
     for (size_t i = 0; i < tensors_.size(); ++i) {
         if (!tensors_[i].defined()) continue;
@@ -77,7 +77,7 @@ std::vector<at::Tensor> StaticTensors::hand_out(Handouts& handouts) const {
             impl->set_storage_keep_dtype(lent[first].storage());
         } else {
             auto storage = lend(tensors_[i].storage());
-            handouts.add(storage);
+            handouts.add(storage, position);
             impl->set_storage_keep_dtype(c10::Storage(std::move(storage)));
         }
         lent[i] = at::Tensor(std::move(impl));

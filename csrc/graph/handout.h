@@ -15,15 +15,23 @@
 namespace te_graph::graph {
 
 // StorageImpls that have been handed out over memory that will be overwritten.
+//
+// Graphs that run one after the other may share memory: each may overwrite its own results and those of later ones, not
+// those of earlier ones. They share one list, and have positions.
 class Handouts {
 public:
-    void add(c10::intrusive_ptr<c10::StorageImpl> storage);
-    // To be called before the memory is overwritten, on the stream that will overwrite it.
-    void protect();
+    // All of `position` and later ones have been protected.
+    void add(c10::intrusive_ptr<c10::StorageImpl> storage, int position = 0);
+    // To be called before the memory of `position` and later ones is overwritten, on the stream that will overwrite it.
+    void protect(int position = 0);
 
 private:
+    struct Lent {
+        int position;
+        c10::intrusive_ptr<c10::StorageImpl> storage;
+    };
     std::mutex mutex_;
-    std::vector<c10::intrusive_ptr<c10::StorageImpl>> lent_;
+    std::vector<Lent> lent_;  // positions ascend
 };
 
 // Fixed tensors of a slot that are handed out after each replay.
@@ -34,7 +42,7 @@ public:
 
     // Fresh tensors over the static memory. Those that share memory share a StorageImpl and a version counter, as views
     // of one tensor do. The memory outlives the slot for as long as one of them is held.
-    std::vector<at::Tensor> hand_out(Handouts& handouts) const;
+    std::vector<at::Tensor> hand_out(Handouts& handouts, int position = 0) const;
 
     const std::vector<at::Tensor>& tensors() const { return tensors_; }
 

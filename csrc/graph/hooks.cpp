@@ -10,8 +10,35 @@ bool has_gradient_hooks(const at::Tensor& leaf) {
     const auto* const meta = impl::get_autograd_meta(leaf);
     if (!meta) return false;
     if (!meta->hooks_.empty() || meta->post_acc_grad_hooks_) return true;
+    if (meta->grad_accumulator_.expired()) return false;
     const auto accumulator = meta->grad_accumulator_.lock();
     return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
+}
+
+namespace {
+
+void run(const NodePointer& accumulator, torch::autograd::variable_list grads) {
+    for (const auto& hook : accumulator->tensor_pre_hooks()) grads = (*hook)(grads);
+    for (const auto& hook : accumulator->pre_hooks()) grads = (*hook)(grads);
+    // AccumulateGrad runs the post-accumulate-grad hooks itself.
+    const bool is_seen = !accumulator->post_hooks().empty();
+    const torch::autograd::variable_list seen = is_seen ? grads : torch::autograd::variable_list{};
+    const torch::autograd::variable_list results = (*accumulator)(std::move(grads));
+    for (const auto& hook : accumulator->post_hooks()) (*hook)(results, seen);
+}
+
+}  // namespace
+
+void accumulate_with_hooks(const at::Tensor& leaf, at::Tensor grad) {
+    torch::autograd::variable_list grads{std::move(grad)};
+    if (const auto known = impl::try_get_grad_accumulator(leaf)) {
+        run(known, std::move(grads));
+    } else if (leaf.requires_grad()) {
+        run(impl::grad_accumulator(leaf), std::move(grads));
+    } else {  // frozen: no node can be made for it, but its hooks run
+        for (const auto& hook : impl::hooks(leaf)) grads = (*hook)(grads);
+        if (const auto& hook = impl::post_acc_grad_hooks(leaf)) (*hook)(leaf);
+    }
 }
 
 LeafIsolation::LeafIsolation(std::vector<at::Tensor> leaves, bool with_accumulators)

@@ -15,6 +15,10 @@ namespace te_graph::graph {
 // on its AccumulateGrad node, where DistributedDataParallel has its own (Python cannot see those).
 bool has_gradient_hooks(const at::Tensor& leaf);
 
+// Accumulates `grad` into `leaf` with its hooks, as the engine does at the end of an edge to `leaf`. For hooks that were
+// added after the forward, when there was no edge.
+void accumulate_with_hooks(const at::Tensor& leaf, at::Tensor grad);
+
 // Takes leaves out of the user's autograd graphs while a capture uses them, and puts them back.
 //
 // Their tensor hooks: torch.autograd.grad runs them on the gradients that it returns; a capture must not, because

@@ -24,14 +24,16 @@ void ReplayNode::release_variables() {
 }
 
 // Nobody but this node may refer to `below`, whose results then are gone and cannot get a gradient from elsewhere. No
-// node was made between the two, so that the engine's order among all other nodes stays what it is. `links`: edges from
-// here to there, all from linked inputs.
+// node was made between the two, so that the engine's order among all other nodes stays what it is. Neither has
+// parameters that autograd serves: their hooks run after the layer's backward and before the next one's, as all-reduces
+// that overlap need it. `links`: edges from here to there, all from linked inputs.
 bool ReplayNode::can_absorb(const ReplayNode& below, size_t links) const {
     const auto owners = static_cast<size_t>(next_edges().front().function.use_count());
     const bool is_hooked = !below.pre_hooks().empty() || !below.post_hooks().empty() ||
                            !const_cast<ReplayNode&>(below).tensor_pre_hooks().empty() ||
                            !const_cast<ReplayNode&>(below).retains_grad_hooks().empty();
     return owners == links && !is_hooked && below.sequence_nr() + 1 == sequence_nr() && !below.flights_.empty() &&
+           flights_.back().autograd_parameters.empty() && below.flights_.front().autograd_parameters.empty() &&
            flights_.back().callable->continues(flights_.back(), below.flights_.front());
 }
 

@@ -31,6 +31,10 @@ private:
 
 class SlotPool : public std::enable_shared_from_this<SlotPool> {
 public:
+    // predecessor: the pool whose slots' results are read in place, each by the slot of its number, or null. A slot in use
+    // keeps that slot busy, and so on: a result that nobody waits for is still read, and must not be written again.
+    explicit SlotPool(std::shared_ptr<SlotPool> predecessor = nullptr) : predecessor_(std::move(predecessor)) {}
+
     // The first free slot, or -1 when all `size()` are in flight.
     int first_free() const {
         const std::lock_guard lock(mutex_);
@@ -45,10 +49,9 @@ public:
         return leases_[slot] == 0;
     }
 
-    // A slot may be leased several times: by the node of its forward, and by a successor that reads its results in place.
+    // A slot may be leased several times: by the node of its forward, and by the slot of a successor.
     SlotLease lease(int slot) {
-        const std::lock_guard lock(mutex_);
-        ++leases_[slot];
+        hold(slot);
         return {shared_from_this(), slot};
     }
 
@@ -71,11 +74,17 @@ public:
 
 private:
     friend class SlotLease;
+    // Locks are taken from a pool towards its predecessors, never the other way.
+    void hold(int slot) {
+        const std::lock_guard lock(mutex_);
+        if (leases_[slot]++ == 0 && predecessor_) predecessor_->hold(slot);
+    }
     void release(int slot) {
         const std::lock_guard lock(mutex_);
-        --leases_[slot];
+        if (--leases_[slot] == 0 && predecessor_) predecessor_->release(slot);
     }
 
+    const std::shared_ptr<SlotPool> predecessor_;
     mutable std::mutex mutex_;
     std::vector<int> leases_;
 };

@@ -55,7 +55,8 @@ GraphedCallable::Bits GraphedCallable::grads_from(const Flight& upper, const Bit
 // True when nothing of the backward's own memory is needed once the graph has run: then another one may follow at once.
 bool GraphedCallable::leaves_nothing_behind(const Flight& flight) const {
     const auto stays = [](const Pending& pending) {
-        return pending.action == GradientAction::kAddEagerly || pending.action == GradientAction::kReturn;
+        return pending.action == GradientAction::kAddEagerly || pending.action == GradientAction::kReturn ||
+               pending.action == GradientAction::kCallHooks;
     };
     const auto& pending = slot_of(flight).pending;
     return flight.input_edges.empty() && std::none_of(pending.begin(), pending.end(), stays);
