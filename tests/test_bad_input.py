@@ -59,10 +59,52 @@ def refuses(model: nn.Module) -> Callable[..., None]:
         ("grad_dtype", torch.int32, TypeError, "expected grad_dtype to be a floating point .*, got torch.int32"),
         ("capture_error_mode", "strict", ValueError, r"expected capture_error_mode in \('global', .*\), got 'strict'"),
         ("capture_error_mode", None, ValueError, r"expected capture_error_mode in \('global', .*\), got None"),
+        ("chain", "yes", TypeError, "expected chain to be a bool, got str"),
+        ("hooks", "keep", ValueError, r"expected hooks in \('refuse', 'captured'\), got 'keep'"),
+        ("hooks", True, ValueError, r"expected hooks in \('refuse', 'captured'\), got True"),
+        ("on_mismatch", "warn", ValueError, r"expected on_mismatch in \('raise', 'eager', 'capture'\), got 'warn'"),
+        ("on_mismatch", ["eager"], ValueError, r"expected on_mismatch in \('raise', .*\), got \['eager'\]"),
+        ("on_exhausted", "capture", ValueError, r"expected on_exhausted in \('raise', 'eager'\), got 'capture'"),
+        ("on_exhausted", None, ValueError, r"expected on_exhausted in \('raise', 'eager'\), got None"),
+        ("max_captures", 8.0, TypeError, "expected max_captures to be an int, got float"),
+        ("max_captures", True, TypeError, "expected max_captures to be an int, got bool"),
+        ("max_captures", 0, ValueError, "expected max_captures >= 1, got 0"),
+        ("show_progress", 1, TypeError, "expected show_progress to be a bool or None, got int"),
+        ("pool", 3, TypeError, "expected pool to be what .*graph_pool_handle.* returns .*, got int"),
+        ("autograd_params", None, TypeError, "expected autograd_params to be several parameters, got NoneType"),
+        ("autograd_params", "0.weight", TypeError, "expected autograd_params to be several parameters, got str"),
+        ("autograd_params", torch.ones(2), TypeError, "expected autograd_params to be several parameters, got Tensor"),
     ],
 )
 def test_an_option_of_wrong_type_or_value_is_refused_by_name(device, model, refuses, option, value, error, words):
     refuses(error, f"make_graphed_callables: {words}", model, (batch(device),), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "got"),
+    [
+        (lambda model: "0.bias.", ValueError, "to be a parameter of the callables, got '0.bias.'"),
+        (lambda model: "1.running_mean", ValueError, "to be a parameter of the callables, got '1.running_mean'"),
+        (
+            lambda model: model[1].running_mean,
+            ValueError,
+            r"to be a parameter of the callables, got one of shape \[4\]",
+        ),
+        (lambda model: nn.Parameter(torch.ones(2)), ValueError, r"to be a parameter of .*, got one of shape \[2\]"),
+        (lambda model: model[0].weight * 2, TypeError, "to be a parameter or its name, got a computed tensor"),
+        (lambda model: 0, TypeError, "to be a parameter or its name, got int"),
+        (lambda model: [model[0].weight], TypeError, "to be a parameter or its name, got list"),
+    ],
+    ids=["name", "buffer's name", "buffer", "foreign", "computed", "number", "list"],
+)
+def test_a_parameter_for_autograd_that_is_none_of_the_callables_is_refused_by_position(
+    device, model, refuses, make, error, got
+):
+    words = rf"make_graphed_callables: expected autograd_params\[1\] {got}"
+    refuses(error, words, model, (batch(device),), autograd_params=["0.weight", make(model)])
+    if isinstance(make(model), str):
+        words = r"expected autograd_params\[0\] to be a parameter of the callables"
+        refuses(ValueError, words, lambda x: model(x), (batch(device),), autograd_params=["0.weight"])
 
 
 def test_annotations_are_refused_by_a_torch_that_has_none(device, model, refuses, monkeypatch):

@@ -321,11 +321,13 @@ def test_all_variants_run_on_a_gpu_with_gradients_equal_to_eager_ones(tmp_path):
     assert all(0 < row["peak_mib"] <= row["setup_peak_mib"] for row in rows.values())
     assert record["gpu"] == torch.cuda.get_device_name() and record["driver"]
     launches = {name: row["launches"] for name, row in rows.items()}
-    assert launches["eager"]["graphs"] == 0 and launches["eager"]["outside_graphs"] > 50 * bench.LAYERS
+    assert launches["eager"]["graphs"] == 0 and launches["eager"]["outside_graphs"] > 40 * bench.LAYERS
     assert (launches["whole_graph"]["graphs"], launches["whole_graph"]["outside_graphs"]) == (1, 0)
+    assert launches["torch_graphed"]["graphs"] == launches["te_graph_unchained"]["graphs"] == 2 * bench.LAYERS
+    # Forwards go one by one; backwards of neighbours go as one launch.
+    assert bench.LAYERS < launches["te_graph"]["graphs"] < 2 * bench.LAYERS
     for name in ("torch_graphed", "te_graph_unchained", "te_graph"):
-        assert launches[name]["graphs"] == 2 * bench.LAYERS
         assert sum(launches[name]["outside_by_operator"].values()) == launches[name]["outside_graphs"]
-    # x in, the output's gradient in, the gradient of x out: none of it belongs to a layer.
-    assert launches["te_graph"]["outside_graphs"] <= 3 and launches["te_graph"]["waits"] == 0
+    # x in, the output's gradient in, the gradient of x out and accumulated: none of it belongs to a layer.
+    assert launches["te_graph"]["outside_graphs"] <= 4 and launches["te_graph"]["waits"] == 0
     assert launches["torch_graphed"]["outside_graphs"] > 12 * bench.LAYERS

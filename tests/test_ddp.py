@@ -369,9 +369,7 @@ def test_a_listed_parameter_that_eager_code_uses_too_is_summed_before_it_is_adde
 def test_a_parameter_listed_for_several_callables_is_reached_in_each(device: str) -> None:
     pair = nn.ModuleList(mlp(device) for _ in range(2))
     twin = eager_twin(pair)
-    make_graphed_callables(
-        tuple(pair), ((sample(device),),) * 2, autograd_params=(pair[0][0].weight, pair[1][3].bias)
-    )
+    make_graphed_callables(tuple(pair), ((sample(device),),) * 2, autograd_params=(pair[0][0].weight, pair[1][3].bias))
     x = sample(device)
     results = [
         torch.autograd.grad((m[0](x) + m[1](x)).square().sum(), (m[0][0].weight, m[1][3].bias)) for m in (pair, twin)

@@ -235,11 +235,20 @@ def test_accumulate_grads_false_hands_owned_gradients_to_autograd(device: str) -
         twin.check()
 
 
+def test_autograd_has_edges_to_inputs_and_to_parameters_with_hooks_and_no_others(device: str) -> None:
+    graphed = tg.make_graphed_callables(mlp(device), (sample(device, requires_grad=True),))
+    assert len(graphed(sample(device, requires_grad=True)).grad_fn.next_functions) == 1
+    graphed[2].weight.register_hook(lambda grad: None)
+    edges = graphed(sample(device, requires_grad=True)).grad_fn.next_functions
+    assert [node.name() for node, _ in edges] == ["torch::autograd::AccumulateGrad"] * 2
+    assert edges[1][0].variable is graphed[2].weight
+
+
 HOOKS = {
     "tensor hook": lambda p, seen: p.register_hook(lambda g: seen.append(g.clone()) or g * 2),
     "post-accumulate hook": lambda p, seen: p.register_post_accumulate_grad_hook(lambda q: seen.append(q.grad.clone())),
-    "AccumulateGrad hook": lambda p, seen: p.expand_as(p).grad_fn.next_functions[0][0].register_hook(
-        lambda *_: seen.append(p.grad.clone())
+    "AccumulateGrad hook": lambda p, seen: (
+        p.expand_as(p).grad_fn.next_functions[0][0].register_hook(lambda *_: seen.append(p.grad.clone()))
     ),
 }
 

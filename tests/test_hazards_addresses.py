@@ -3,6 +3,7 @@
 The reference is eager execution of a copy of the same module, made after the change, on the same inputs.
 """
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -218,6 +219,22 @@ def test_hazard_09_an_input_in_host_memory_is_refused(pinned):
         model(x)
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_hazard_09_an_input_that_is_freed_right_after_the_call_is_not_read_again(device, is_chain):
+    layers = [Net().to(device) for _ in range(2)]
+    twins = [eager_twin(layer) for layer in layers]
+    make_graphed_callables(tuple(layers), ((batch(device).detach(),), (batch(device),)), chain=is_chain)
+    for _ in range(3):
+        values, seen = torch.randn(3, 4, device=device), []
+        for first, second in (layers, twins):
+            result = second(first(values.clone()))
+            reused = [torch.full_like(values, float("nan")) for _ in range(50)]
+            result.square().sum().backward()
+            seen.append([result.detach().clone(), gradients_of([*first.parameters(), *second.parameters()])])
+            assert len(reused) == 50
+        assert_bitwise_equal(*seen)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2, 0, 2)])
 def test_hazard_11_callables_captured_together_may_be_replayed_in_any_order(device, order):
     layers = [Net().to(device) for _ in range(3)]
@@ -267,6 +284,68 @@ def test_hazard_12_an_input_gradient_is_right_when_two_graphed_branches_sum_into
         assert_bitwise_equal(run(forked(left, right), x), run(forked(*twins), x))
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
+def test_hazard_12_outputs_and_input_gradients_are_valid_for_longer_than_the_backwards_of_later_micro_batches(
+    device, is_chain
+):
+    stages = [Net().to(device) for _ in range(2)]
+    twins = [eager_twin(stage) for stage in stages]
+    samples = ((batch(device),), (batch(device),))
+    make_graphed_callables(tuple(stages), samples, chain=is_chain, max_in_flight=2)
+    inputs = [batch(device) for _ in range(5)]
+
+    def one_forward_one_backward(nets: list[nn.Module]) -> list:
+        received, sent = [], []
+        for number, x in enumerate(inputs):
+            received.append(x * 2)  # not a leaf: its gradient is sent to the stage before
+            received[-1].retain_grad()
+            sent.append(nets[1](nets[0](received[-1])))
+            if number > 0:
+                sent[number - 1].square().sum().backward()
+        sent[-1].square().sum().backward()
+        return [[t.detach().clone() for t in sent], gradients_of(received)]
+
+    for _ in range(2):
+        assert_bitwise_equal(one_forward_one_backward(stages), one_forward_one_backward(twins))
+
+
+@pytest.mark.parametrize("is_hook", [False, True])
+def test_hazard_28_the_first_replay_reads_the_weights_that_are_gathered_after_capture(device, is_hook):
+    model = Net().to(device)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    gathered = [[torch.randn_like(parameter) for parameter in model.parameters()] for _ in range(3)]
+    arriving: list[Tensor] = []
+    side = torch.cuda.Stream() if device == "cuda" else None
+
+    def gather(net: nn.Module) -> None:
+        """As an all-gather does: on a stream of its own, after the last backward and before the next forward."""
+        if side is not None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), contextlib.nullcontext() if side is None else torch.cuda.stream(side):
+            if side is not None:
+                torch.cuda._sleep(20_000_000)
+            for parameter, values in zip(net.parameters(), arriving, strict=True):
+                parameter.copy_(values)
+        if side is not None:
+            torch.cuda.current_stream().wait_stream(side)
+
+    if is_hook:
+        for net in (model, twin):
+            net.register_forward_pre_hook(lambda net, args: gather(net))
+    for weights in gathered:
+        arriving[:] = weights
+        x, seen = batch(device), []
+        for net in (model, twin):
+            if not is_hook:
+                gather(net)
+            seen.append([run(net, x), gradients_of(list(net.parameters()))])
+        assert_bitwise_equal(*seen)
+    assert model.te_graph.info()["forward_replays"] == 3
+
+
 def test_hazard_27_the_last_reference_frees_a_module_and_its_graphs_without_the_garbage_collector(device):
     gc.collect()
     gc.disable()
@@ -305,3 +384,16 @@ def test_hazard_27_reset_frees_a_function_and_what_only_its_graph_held(device):
         assert watched() is None
     finally:
         gc.enable()
+
+
+def test_hazard_09_an_input_whose_memory_has_been_freed_is_refused_as_in_eager_execution(device):
+    model = Net().to(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    for net in (twin, model):
+        x = batch(device)
+        x.untyped_storage().resize_(0)
+        with pytest.raises((RuntimeError, ValueError)):
+            net(x)
+    x = batch(device)
+    assert_bitwise_equal(run(model, x), run(twin, x))

@@ -62,6 +62,28 @@ def test_hazard_04_an_input_of_the_same_shape_and_other_strides_is_right(device,
     assert_bitwise_equal(step(model), step(twin))
 
 
+@pytest.mark.parametrize(
+    "restride",
+    [lambda t: t.t(), lambda t: t[:1].expand(4, 4), lambda t: t[:, :1].expand(4, 4)],
+)
+def test_hazard_04_an_input_at_the_static_address_with_other_strides_is_right(device, restride):
+    """In a chain the input of the second is where the first has written its result."""
+    first, second = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
+    twins = eager_twin(first), eager_twin(second)
+    make_graphed_callables((first, second), (torch.randn(4, 4, device=device, requires_grad=True),), chain=True)
+    for _ in range(3):
+        x, seen = torch.randn(4, 4, device=device, requires_grad=True), []
+        for one, other in ((first, second), twins):
+            hidden = one(leaf_copy(x))
+            view = restride(hidden)
+            assert (view.data_ptr(), view.shape) == (hidden.data_ptr(), hidden.shape)
+            result = other(view)
+            backward_of(result)
+            seen.append([hidden.detach(), result.detach(), gradients_of([*one.parameters(), *other.parameters()])])
+            del hidden, view, result
+        assert_bitwise_equal(*seen)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_hazard_05_an_input_with_another_requires_grad_than_the_sample_is_refused(device, captured):
     model = mlp(device)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, leaf_copy, run, snapshot, train
 
-from te_graph import make_graphed_callables
+from te_graph import make_graphed_callables, reset_main_grads
 
 repeatable = pytest.fixture(deterministic, autouse=True)
 
@@ -172,6 +172,28 @@ STAGES = [
     ("forward", WARM_UPS + 1, read_on_host),
     ("backward", WARM_UPS + 1, read_on_host),
 ]
+
+
+def test_hazard_16_a_flag_set_for_one_model_is_not_seen_by_another(device):
+    """The flag says that the next backward overwrites ``main_grad``: there is one for each parameter, not for all."""
+    models = [nn.Linear(4, 4).to(device, torch.bfloat16) for _ in range(3)]
+    twins, samples = [eager_twin(model) for model in models], (batch(device).bfloat16().detach(),)
+    make_graphed_callables(models[0], samples, grad_dtype=torch.float32)
+    make_graphed_callables(tuple(models[1:]), (samples, samples), grad_dtype=torch.float32)
+    sums: dict[int, list[Tensor]] = {}
+    for resets in ((), (0,), (1,), (2,), (0, 2)):
+        for number in resets:
+            reset_main_grads(list(models[number].parameters()))
+            sums.pop(number)
+        x = batch(device).bfloat16().detach()
+        for number, (model, twin) in enumerate(zip(models, twins, strict=True)):
+            run(model, x)
+            run(twin, x)
+            grads = [parameter.grad.float() for parameter in twin.parameters()]
+            sums[number] = [one + other for one, other in zip(sums.get(number, [0, 0]), grads, strict=True)]
+            twin.zero_grad()
+        found = {number: [p.main_grad for p in model.parameters()] for number, model in enumerate(models)}
+        assert_bitwise_equal(found, {number: sums[number] for number in found})
 
 
 @pytest.mark.parametrize(("direction", "number", "error"), STAGES)

@@ -9,8 +9,9 @@ namespace te_graph::graph {
 
 std::ostream& operator<<(std::ostream& out, const GradientSituation& now) {
     return out << "reached " << now.reached << ", inputs only " << now.inputs_only << ", through autograd "
-               << now.through_autograd << ", main_grad " << now.has_main_grad << ", overwrite main_grad "
-               << now.overwrite_main_grad << ", .grad " << now.has_grad << ", .grad fits " << now.grad_fits;
+               << now.through_autograd << ", hooked since " << now.hooked_since << ", frozen since " << now.frozen_since
+               << ", main_grad " << now.has_main_grad << ", overwrite main_grad " << now.overwrite_main_grad
+               << ", .grad " << now.has_grad << ", .grad fits " << now.grad_fits;
 }
 
 namespace {
@@ -23,12 +24,20 @@ struct Rule {
     bool (*applies)(const GradientSituation&);
 };
 
-bool graph_writes(const GradientSituation& now) { return now.reached && !now.inputs_only && !now.through_autograd; }
+bool graph_writes(const GradientSituation& now) {
+    return now.reached && !now.inputs_only && !now.through_autograd && !now.hooked_since && !now.frozen_since;
+}
 
 constexpr Rule kRules[] = {
     {GradientAction::kNothing,
-     [](const GradientSituation& now) { return !now.reached || (now.inputs_only && !now.through_autograd); }},
+     [](const GradientSituation& now) {
+         return !now.reached || (!now.through_autograd && (now.inputs_only || (now.frozen_since && !now.hooked_since)));
+     }},
     {GradientAction::kReturn, [](const GradientSituation& now) { return now.reached && now.through_autograd; }},
+    {GradientAction::kCallHooks,
+     [](const GradientSituation& now) {
+         return now.reached && !now.inputs_only && !now.through_autograd && now.hooked_since;
+     }},
     {GradientAction::kStoreMainGrad,
      [](const GradientSituation& now) { return graph_writes(now) && now.has_main_grad && now.overwrite_main_grad; }},
     {GradientAction::kAddMainGrad,
@@ -46,15 +55,17 @@ constexpr Rule kRules[] = {
 };
 
 TEST(PlanGradient, FollowsTheTableInEverySituation) {
-    for (unsigned bits = 0; bits < 1u << 7; ++bits) {
+    for (unsigned bits = 0; bits < 1u << 9; ++bits) {
         const auto flag = [bits](unsigned place) { return (bits >> place & 1) != 0; };
         const GradientSituation now{.reached = flag(0),
                                     .inputs_only = flag(1),
                                     .through_autograd = flag(2),
-                                    .has_main_grad = flag(3),
-                                    .overwrite_main_grad = flag(4),
-                                    .has_grad = flag(5),
-                                    .grad_fits = flag(6)};
+                                    .hooked_since = flag(3),
+                                    .frozen_since = flag(4),
+                                    .has_main_grad = flag(5),
+                                    .overwrite_main_grad = flag(6),
+                                    .has_grad = flag(7),
+                                    .grad_fits = flag(8)};
         int rules = 0;
         for (const Rule& rule : kRules) {
             rules += rule.applies(now);

@@ -1,10 +1,14 @@
-// The slot state machine: free -> leased -> free, on whatever thread the lease is dropped.
+// The slot state machine: free -> leased, also several times -> free, on whatever thread a lease is dropped; a slot in use
+// keeps the slots of its number in the predecessors busy.
 #include "graph/slot_pool.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <memory>
 #include <optional>
+#include <random>
 #include <set>
 #include <thread>
 #include <type_traits>
@@ -15,10 +19,25 @@
 namespace te_graph::graph {
 namespace {
 
-std::shared_ptr<SlotPool> pool_of(int slots) {
-    auto pool = std::make_shared<SlotPool>();
+using Pool = std::shared_ptr<SlotPool>;
+
+Pool pool_of(int slots, Pool predecessor = nullptr) {
+    auto pool = std::make_shared<SlotPool>(std::move(predecessor));
     for (int i = 0; i < slots; ++i) pool->add();
     return pool;
+}
+
+// Pools of which each is the predecessor of the next.
+std::vector<Pool> chain_of(int pools, int slots) {
+    std::vector<Pool> chain;
+    for (int i = 0; i < pools; ++i) chain.push_back(pool_of(slots, chain.empty() ? nullptr : chain.back()));
+    return chain;
+}
+
+std::vector<int> in_flight(const std::vector<Pool>& pools) {
+    std::vector<int> counts;
+    for (const Pool& pool : pools) counts.push_back(pool->in_flight());
+    return counts;
 }
 
 TEST(SlotPool, WithoutSlotsHasNoneFree) {
@@ -70,6 +89,68 @@ TEST(SlotPool, DroppingALeaseFreesItsSlotAndNoOther) {
     EXPECT_EQ(pool->first_free(), -1);
 }
 
+TEST(SlotPool, ASlotLeasedSeveralTimesIsBusyUntilTheLastLeaseIsDropped) {
+    const auto pool = pool_of(2);
+    std::vector<SlotLease> leases;
+    for (int i = 0; i < 3; ++i) leases.push_back(pool->lease(1));
+    while (!leases.empty()) {
+        EXPECT_EQ(pool->in_flight(), 1);  // one slot, however often it is leased
+        EXPECT_FALSE(pool->is_free(1));
+        EXPECT_TRUE(pool->is_free(0));
+        leases.pop_back();
+    }
+    EXPECT_TRUE(pool->is_free(1));
+    EXPECT_EQ(pool->in_flight(), 0);
+}
+
+TEST(SlotPool, ASlotInUseKeepsTheSlotOfItsNumberBusyInAllPredecessorsAndInNoSuccessor) {
+    const auto chain = chain_of(3, 2);
+    std::optional<SlotLease> middle(chain[1]->lease(1));
+    EXPECT_EQ(in_flight(chain), (std::vector{1, 1, 0}));
+    EXPECT_FALSE(chain[0]->is_free(1));
+    EXPECT_EQ(chain[0]->first_free(), 0);
+    EXPECT_EQ(chain[2]->first_free(), 0);
+    std::optional<SlotLease> last(chain[2]->lease(0));
+    EXPECT_EQ(in_flight(chain), (std::vector{2, 2, 1}));
+    EXPECT_EQ(chain[0]->first_free(), -1);
+    middle.reset();
+    EXPECT_EQ(in_flight(chain), (std::vector{1, 1, 1}));
+    EXPECT_TRUE(chain[0]->is_free(1));
+    last.reset();
+    EXPECT_EQ(in_flight(chain), (std::vector{0, 0, 0}));
+}
+
+TEST(SlotPool, ThePredecessorIsHeldByTheFirstLeaseAndLetGoWithTheLast) {
+    const auto chain = chain_of(2, 1);
+    std::optional<SlotLease> first(chain[1]->lease(0)), second(chain[1]->lease(0)), own(chain[0]->lease(0));
+    first.reset();
+    own.reset();
+    EXPECT_EQ(in_flight(chain), (std::vector{1, 1}));  // for the sake of the second lease of the successor
+    second.reset();
+    EXPECT_EQ(in_flight(chain), (std::vector{0, 0}));
+    first.emplace(chain[1]->lease(0));  // and again
+    EXPECT_EQ(in_flight(chain), (std::vector{1, 1}));
+}
+
+TEST(SlotPool, ALeaseOfThePredecessorOutlivesThatOfTheSuccessor) {
+    const auto chain = chain_of(3, 1);
+    std::optional<SlotLease> own(chain[0]->lease(0)), last(chain[2]->lease(0));
+    last.reset();
+    EXPECT_EQ(in_flight(chain), (std::vector{1, 0, 0}));
+    own.reset();
+    EXPECT_EQ(in_flight(chain), (std::vector{0, 0, 0}));
+}
+
+TEST(SlotPool, APredecessorOfTwoIsBusyUntilNeitherNeedsItsSlot) {
+    const auto predecessor = pool_of(1);
+    const auto left = pool_of(1, predecessor), right = pool_of(1, predecessor);
+    std::optional<SlotLease> one(left->lease(0)), other(right->lease(0));
+    one.reset();
+    EXPECT_FALSE(predecessor->is_free(0));
+    other.reset();
+    EXPECT_TRUE(predecessor->is_free(0));
+}
+
 TEST(SlotPool, FollowsAModelThroughRandomLeasesAndReleases) {
     auto generator = seeded_generator();
     const auto pool = pool_of(7);
@@ -86,6 +167,40 @@ TEST(SlotPool, FollowsAModelThroughRandomLeasesAndReleases) {
             const int lowest = pool->first_free();
             leases[lowest].emplace(pool->lease(lowest));
             free.erase(lowest);
+        }
+    }
+}
+
+TEST(SlotPool, AChainFollowsAModelThroughRandomLeasesAndReleases) {
+    constexpr int kPools = 4, kSlots = 5;
+    auto generator = seeded_generator();
+    const auto chain = chain_of(kPools, kSlots);
+    struct Taken {
+        int pool;
+        std::unique_ptr<SlotLease> lease;
+    };
+    std::vector<Taken> taken;
+    // A slot is busy while a lease on it, or on that number in a later pool, lives.
+    const auto is_free = [&](int pool, int slot) {
+        return std::none_of(taken.begin(), taken.end(),
+                            [&](const Taken& one) { return one.pool >= pool && one.lease->slot() == slot; });
+    };
+    for (int step = 0; step < 4000; ++step) {
+        if (taken.empty() || (taken.size() < 12 && generator() % 2)) {
+            const int pool = static_cast<int>(generator() % kPools), slot = static_cast<int>(generator() % kSlots);
+            taken.push_back({pool, std::make_unique<SlotLease>(chain[pool]->lease(slot))});
+        } else {
+            taken.erase(taken.begin() + static_cast<int64_t>(generator() % taken.size()));
+        }
+        for (int pool = 0; pool < kPools; ++pool) {
+            int busy = 0, first_free = -1;
+            for (int slot = kSlots - 1; slot >= 0; --slot) {
+                ASSERT_EQ(chain[pool]->is_free(slot), is_free(pool, slot)) << "pool " << pool << ", slot " << slot;
+                busy += !is_free(pool, slot);
+                if (is_free(pool, slot)) first_free = slot;
+            }
+            ASSERT_EQ(chain[pool]->in_flight(), busy);
+            ASSERT_EQ(chain[pool]->first_free(), first_free);
         }
     }
 }
@@ -120,6 +235,17 @@ TEST(SlotLease, KeepsThePoolAliveUntilItIsDropped) {
     EXPECT_TRUE(watch.expired());
 }
 
+TEST(SlotLease, KeepsThePredecessorsAliveUntilItIsDropped) {
+    auto chain = chain_of(3, 1);
+    const std::weak_ptr<SlotPool> watch = chain[0];
+    std::optional<SlotLease> lease(chain[2]->lease(0));
+    chain.clear();
+    ASSERT_FALSE(watch.expired());
+    EXPECT_EQ(watch.lock()->in_flight(), 1);
+    lease.reset();
+    EXPECT_TRUE(watch.expired());
+}
+
 TEST(SlotLease, MayBeDroppedOnAnyThread) {
     constexpr int kThreads = 4, kSlotsPerThread = 64;
     const auto pool = pool_of(kThreads * kSlotsPerThread);
@@ -137,6 +263,49 @@ TEST(SlotLease, MayBeDroppedOnAnyThread) {
     for (std::thread& thread : threads) thread.join();
     EXPECT_EQ(pool->in_flight(), 0);
     EXPECT_EQ(pool->first_free(), 0);
+}
+
+TEST(SlotLease, MayBeDroppedOnAnyThreadWhenPoolsAreChained) {
+    constexpr int kThreads = 4, kSlots = 64, kLeasesPerSlot = 3;
+    const auto chain = chain_of(3, kSlots);
+    std::vector<std::vector<SlotLease>> shares(kThreads);
+    for (int i = 0; i < kSlots * kLeasesPerSlot; ++i) {
+        for (const Pool& pool : chain) shares[(i / kSlots + i) % kThreads].push_back(pool->lease(i % kSlots));
+    }
+    std::vector<std::thread> threads;
+    for (auto& share : shares) threads.emplace_back([&share] { share.clear(); });
+    std::vector<int> before(3, kSlots);
+    for (int look = 0; look < 1000; ++look) {
+        const auto now = in_flight(chain);
+        for (int pool = 0; pool < 3; ++pool) EXPECT_LE(now[pool], before[pool]);
+        // Looked at from the front: what a later pool still uses was in use in front of it.
+        EXPECT_GE(now[0], now[1]);
+        EXPECT_GE(now[1], now[2]);
+        before = now;
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(in_flight(chain), (std::vector{0, 0, 0}));
+}
+
+TEST(SlotLease, MayBeTakenAndDroppedByManyThreadsOnAllPoolsOfAChainAtOnce) {
+    constexpr int kThreads = 4, kSlots = 3, kRounds = 3000;
+    const auto chain = chain_of(3, kSlots);
+    const SlotLease held = chain[1]->lease(2);
+    std::atomic<int> wrong{0};
+    std::vector<std::thread> threads;
+    for (int thread = 0; thread < kThreads; ++thread) {
+        threads.emplace_back([&, thread] {
+            std::mt19937_64 generator(thread);
+            for (int round = 0; round < kRounds; ++round) {
+                const auto pool = static_cast<int>(generator() % 3), slot = static_cast<int>(generator() % kSlots);
+                const SlotLease lease = chain[pool]->lease(slot);
+                for (int below = 0; below <= pool; ++below) wrong += chain[below]->is_free(slot);
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(in_flight(chain), (std::vector{1, 1, 0}));
 }
 
 }  // namespace

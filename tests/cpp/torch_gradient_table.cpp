@@ -122,7 +122,7 @@ protected:
 };
 
 TEST_F(BoundTable, SetSendsNothingBeforeUpload) {
-    table.set(0, Mode::kStore, memory[0]);
+    table.set(0, {Mode::kStore, memory[0]});
     EXPECT_EQ(sent(table, 0).mode, Mode::kSkip);
     EXPECT_EQ(table.uploads(), 0);
     table.upload();
@@ -136,16 +136,16 @@ TEST_F(BoundTable, UploadsAreCountedOnlyWhenAnEntryChanged) {
     table.upload();
     EXPECT_EQ(table.uploads(), 0);
     for (int replay = 0; replay < 3; ++replay) {
-        table.set(0, Mode::kStore, memory[0]);
-        table.set(1, Mode::kAdd, memory[1]);
+        table.set(0, {Mode::kStore, memory[0]});
+        table.set(1, {Mode::kAdd, memory[1]});
         table.upload();
         EXPECT_EQ(table.uploads(), 1);
     }
-    table.set(0, Mode::kAdd, memory[0]);  // another mode
+    table.set(0, {Mode::kAdd, memory[0]});  // another mode
     table.upload();
     EXPECT_EQ(table.uploads(), 2);
     const at::Tensor other = at::zeros({7});
-    table.set(1, Mode::kAdd, other.mutable_data_ptr());  // another destination
+    table.set(1, {Mode::kAdd, other.mutable_data_ptr()});  // another destination
     table.upload();
     EXPECT_EQ(table.uploads(), 3);
     EXPECT_EQ(sent(table, 0).mode, Mode::kAdd);
@@ -155,29 +155,94 @@ TEST_F(BoundTable, UploadsAreCountedOnlyWhenAnEntryChanged) {
 }
 
 TEST_F(BoundTable, TheDestinationOfASkippedEntryIsOfNoImportance) {
-    table.set(0, Mode::kSkip, memory[0]);
+    table.set(0, {Mode::kSkip, memory[0]});
     table.upload();
     EXPECT_EQ(table.uploads(), 0);
-    table.set(0, Mode::kStore, memory[0]);
-    table.set(0, Mode::kSkip, nullptr);
+    table.set(0, {Mode::kStore, memory[0]});
+    table.set(0, {Mode::kSkip, nullptr});
     table.upload();
     EXPECT_EQ(sent(table, 0).mode, Mode::kSkip);
-    table.set(0, Mode::kStore, memory[0]);
+    table.set(0, {Mode::kStore, memory[0]});
     table.upload();
     EXPECT_EQ(sent(table, 0).mode, Mode::kStore);
     EXPECT_EQ(sent(table, 0).destination, memory[0]);
 }
 
 TEST_F(BoundTable, TheLastOfSeveralSetsBeforeAnUploadHolds) {
-    table.set(0, Mode::kStore, memory[1]);
-    table.set(0, Mode::kAdd, memory[0]);
+    table.set(0, {Mode::kStore, memory[1]});
+    table.set(0, {Mode::kAdd, memory[0]});
     table.upload();
     EXPECT_EQ(sent(table, 0).mode, Mode::kAdd);
     EXPECT_EQ(sent(table, 0).destination, memory[0]);
 }
 
+// The same order for every entry.
+auto all(Mode mode, void* destination = nullptr) {
+    return [=](size_t) { return GradientTable::Order{mode, destination}; };
+}
+
+TEST(GradientTable, WithoutEntriesSaysWhateverItIsAskedFor) { EXPECT_TRUE(float_table({}).says(all(Mode::kAdd))); }
+
+TEST_F(BoundTable, SaysAtFirstThatEveryEntryIsSkippedWhateverItsDestination) {
+    EXPECT_TRUE(table.says(all(Mode::kSkip)));
+    EXPECT_TRUE(table.says(all(Mode::kSkip, memory[0])));
+    EXPECT_FALSE(table.says(all(Mode::kStore, memory[0])));
+    EXPECT_FALSE(table.says(all(Mode::kAdd)));
+}
+
+TEST_F(BoundTable, SaysAnOrderOnlyOnceItHasBeenSent) {
+    const auto orders = [&](size_t i) { return GradientTable::Order{i == 0 ? Mode::kStore : Mode::kAdd, memory[i]}; };
+    EXPECT_FALSE(table.says(orders));
+    for (size_t i = 0; i < 2; ++i) table.set(i, orders(i));
+    EXPECT_FALSE(table.says(orders));
+    EXPECT_FALSE(table.says(all(Mode::kSkip)));
+    table.upload();
+    EXPECT_TRUE(table.says(orders));
+    EXPECT_FALSE(table.says(all(Mode::kSkip)));
+}
+
+TEST_F(BoundTable, SaysOfEachEntryModeAndDestination) {
+    const auto wanted = [&](size_t i) { return GradientTable::Order{Mode::kAdd, memory[i]}; };
+    for (size_t i = 0; i < 2; ++i) table.set(i, wanted(i));
+    table.upload();
+    for (size_t other = 0; other < 2; ++other) {
+        const auto with = [&](GradientTable::Order order) {
+            return table.says([=, this](size_t i) { return i == other ? order : wanted(i); });
+        };
+        EXPECT_TRUE(with({Mode::kAdd, memory[other]}));
+        EXPECT_FALSE(with({Mode::kStore, memory[other]}));
+        EXPECT_FALSE(with({Mode::kSkip, memory[other]}));
+        EXPECT_FALSE(with({Mode::kAdd, memory[1 - other]}));
+    }
+}
+
+TEST_F(BoundTable, SetAsItAlreadyIsLeavesNothingToSend) {
+    table.set(0, {Mode::kAdd, memory[0]});
+    table.upload();
+    table.set(0, {Mode::kAdd, memory[0]});
+    table.set(1, {Mode::kSkip, memory[1]});
+    EXPECT_TRUE(table.says([&](size_t i) {
+        return GradientTable::Order{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
+    }));
+    table.upload();
+    EXPECT_EQ(table.uploads(), 1);
+}
+
+TEST_F(BoundTable, SetAndSetBackEndsAsItWas) {
+    table.set(0, {Mode::kAdd, memory[0]});
+    table.upload();
+    table.set(0, {Mode::kStore, memory[1]});
+    table.set(0, {Mode::kAdd, memory[0]});
+    table.upload();
+    EXPECT_EQ(sent(table, 0).mode, Mode::kAdd);
+    EXPECT_EQ(sent(table, 0).destination, memory[0]);
+    EXPECT_TRUE(table.says([&](size_t i) {
+        return GradientTable::Order{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
+    }));
+}
+
 TEST_F(BoundTable, UploadChangesOnlyDestinationAndMode) {
-    table.set(1, Mode::kAdd, memory[1]);
+    table.set(1, {Mode::kAdd, memory[1]});
     table.upload();
     const Entry entry = sent(table, 1);
     EXPECT_EQ(entry.source, sources[1].const_data_ptr());
@@ -190,7 +255,7 @@ TEST_F(BoundTable, ReplaysStoreThenAddThenSkipAsTold) {
     const at::Tensor untouched = destinations[1].clone();
     at::Tensor expected = sources[0].clone();
     for (const Mode mode : {Mode::kStore, Mode::kAdd, Mode::kSkip}) {
-        table.set(0, mode, mode == Mode::kSkip ? nullptr : memory[0]);
+        table.set(0, {mode, mode == Mode::kSkip ? nullptr : memory[0]});
         table.upload();
         replay(table);
         if (mode == Mode::kAdd) expected += sources[0];

@@ -1,0 +1,148 @@
+"""What the tests of chains share: layers, their eager twins, and the comparison of both after the same scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy
+
+from te_graph import _C, make_graphed_callables
+
+Scenario = Callable[[Sequence[nn.Module], Tensor], Any]
+
+
+class Layer(nn.Module):
+    """Saves its input for the backward, and not its result: [n, 6] -> [n, 6]."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(6, 9), nn.Dropout(dropout), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
+        return self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Shift(nn.Module):
+    """Saves neither input nor result: [n, 6] -> [n, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
+        return x * 2 + self.shift
+
+
+class Squash(nn.Module):
+    """Saves its result: [n, 6] -> [n, 6]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
+        return torch.tanh(self.linear(x))
+
+
+def batch(device: str, rows: int = 4, requires_grad: bool = True) -> Tensor:
+    return torch.randn(rows, 6, device=device, requires_grad=requires_grad)  # [rows, 6]
+
+
+def layers_on(device: str, *kinds: type[nn.Module]) -> list[nn.Module]:
+    """A layer of each kind; three of ``Layer`` when none is given."""
+    return [kind().to(device) for kind in kinds or (Layer, Layer, Layer)]
+
+
+def in_turn(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Call the layers one after the other, holding nothing in between: [n, 6] -> [n, 6]."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def chain(layers: Sequence[nn.Module], *samples: Any, **options: Any) -> list[nn.Module]:
+    """Capture ``layers`` as a chain, by the sample of the first if there are no others; returns their eager twins."""
+    twins = list(eager_twin(nn.ModuleList(layers)))
+    make_graphed_callables(tuple(layers), samples, chain=True, **options)
+    return twins
+
+
+def parameters_of(layers: Sequence[nn.Module]) -> list[Tensor]:
+    return [parameter for layer in layers for parameter in layer.parameters()]
+
+
+def assert_same(layers: Sequence[nn.Module], twins: Sequence[nn.Module], scenario: Scenario, x: Tensor) -> None:
+    """Run ``scenario`` on both with copies of ``x`` [n, 6] and one generator state; compare all that there is to see.
+
+    That is what it returns, or the kind of error that it raises, and the gradients of ``x`` and of all parameters.
+    """
+    seed = int(torch.randint(2**31, ()))
+    seen = []
+    for nets in (twins, layers):
+        leaf = leaf_copy(x)
+        torch.manual_seed(seed)
+        result = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), scenario(nets, leaf))
+        seen.append([result, gradients_of([leaf, *parameters_of(nets)])])
+    assert_bitwise_equal(seen[1], seen[0])
+
+
+def assert_same_steps(
+    layers: Sequence[nn.Module],
+    twins: Sequence[nn.Module],
+    scenario: Scenario,
+    device: str,
+    micro_batches: int = 2,
+) -> None:
+    """``assert_same`` for two steps, one for each kind of ``zero_grad``."""
+    for set_to_none in (True, False):
+        for net in (*layers, *twins):
+            net.zero_grad(set_to_none)
+        for _ in range(micro_batches):
+            assert_same(layers, twins, scenario, batch(device))
+
+
+def counts(layers: Sequence[nn.Module], fact: str) -> list[Any]:
+    """One fact of ``te_graph.info()`` for each layer."""
+    return [layer.te_graph.info()[fact] for layer in layers]
+
+
+def eager_calls(layers: Sequence[nn.Module]) -> list[int]:
+    return [sum(reasons.values()) for reasons in counts(layers, "eager_calls")]
+
+
+def watched_slots(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What each slot of the captures to come reads and writes, filled at capture: addresses of its static tensors."""
+    slots: list[dict[str, Any]] = []
+    add_slot = _C.GraphedCallable.add_slot
+
+    def watched(graphed: Any, **slot: Any) -> None:
+        add_slot(graphed, **slot)
+        slots.append(
+            {
+                "inputs": [tensor.data_ptr() for tensor in slot["inputs"]],
+                "outputs": [tensor.data_ptr() for tensor in slot["outputs"]],
+                "grad_outputs": [staging.tensor.data_ptr() for staging in slot["grad_outputs"]],
+                "grad_inputs": [None if grad is None else grad.data_ptr() for grad in slot["grad_inputs"]],
+            }
+        )
+
+    monkeypatch.setattr(_C.GraphedCallable, "add_slot", watched)
+    return slots
+
+
+def nodes_below(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+    """The nodes of graphed callables that the backward from ``tensor`` [...] runs."""
+    seen, stack = set(), [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith("GraphedBackward"):
+            yield node
+        stack += [following for following, _ in node.next_functions]

@@ -1,0 +1,74 @@
+"""Random operations on graphed layers leave, after each of them, what they leave on an eager twin, or are refused.
+
+Each run draws its operations from a new seed. A failure tells it: TE_GRAPH_STRESS_SEED=<seed> repeats the run.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from stress import World
+from stress_calls import CALLS
+from stress_changes import CHANGES
+from stress_model import KINDS
+from twins import deterministic
+
+repeatable = pytest.fixture(deterministic, autouse=True)
+
+OPERATIONS = (*CALLS, *CHANGES)
+OPTIONS = (
+    {"accumulate_grads": False},
+    {"hooks": "captured"},
+    {"on_exhausted": "eager"},
+    {"on_mismatch": "eager"},
+    {"on_mismatch": "capture"},
+    {"chain": True},
+    {"chain": True, "on_mismatch": "capture", "on_exhausted": "eager"},
+)
+
+
+@pytest.fixture(autouse=True)
+def garbage_of_earlier_tests_is_out_of_the_way() -> Iterator[None]:
+    """Collections are one of the operations; this makes them cheap."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def stress(device: str, kind: str, options: dict[str, Any], steps: int) -> World:
+    seed = int(os.environ.get("TE_GRAPH_STRESS_SEED", int.from_bytes(os.urandom(4), "little")))
+    world = World(device, kind, options, seed)
+    try:
+        world.run(OPERATIONS, steps)
+    except AssertionError as error:
+        raise AssertionError(f"TE_GRAPH_STRESS_SEED={seed}: {error}") from error
+    return world
+
+
+def assert_that_all_was_done(world: World) -> None:
+    missing = {operation.name for operation in OPERATIONS} - {name for name, _ in world.counts}
+    assert not missing, f"never done: {missing}"
+    assert world.calls["replayed"] > world.calls["eager"], f"calls of layers: {dict(world.calls)}"
+    assert world.counts["backward", "replayed"] > world.counts["backward", "eager"], dict(world.counts)
+    for tensor in world.sides[0].model.state_dict().values():
+        assert torch.isfinite(tensor).all(), "the values say nothing any more"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_500_random_operations_leave_what_eager_execution_leaves(device: str, kind: str) -> None:
+    world = stress(device, kind, {}, steps=500)
+    assert_that_all_was_done(world)
+    assert world.calls["replayed"] > world.calls.total() / 2, f"calls of layers: {dict(world.calls)}"
+    refused = {name for name, outcome in world.counts if outcome == "raised"}
+    assert refused >= {"forwards_until_all_slots_are_used", "forward_with_other_arguments"}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()))
+def test_random_operations_leave_what_eager_execution_leaves_with_options(device: str, options: dict) -> None:
+    assert_that_all_was_done(stress(device, "tied", options, steps=250))
