@@ -30,8 +30,10 @@ from stress_model import (
     Stopped,
     assert_same,
     circumstances,
+    generator_state,
     inner_modules,
     refusal_of,
+    set_generator_state,
     stop,
 )
 from torch import Tensor
@@ -179,14 +181,14 @@ class World:
 
         Where it may raise, it must raise the same on both; then the list is empty.
         """
-        state, ends, results, errors = self._generator_state(), [], [], []
+        state, ends, results, errors = generator_state(self.device), [], [], []
         for side in self.sides:
-            self._set_generator_state(state)
+            set_generator_state(self.device, state)
             try:
                 results.append(action(side))
             except may_raise as error:
                 errors.append(f"{type(error).__name__}: {error}")
-            ends.append(self._generator_state())
+            ends.append(generator_state(self.device))
         assert torch.equal(*ends), "the generators are not in the same state"
         assert not errors or (not results and errors[0] == errors[1]), f"raised on one side only: {errors}"
         return results
@@ -217,10 +219,10 @@ class World:
         self.captured.clear()
         self.captures += 1
         groups = [layers] if together else [[layer] for layer in layers]
-        state = self._generator_state()
+        state = generator_state(self.device)
         for group in groups:
             samples = tuple((torch.randn(BATCH, WIDTH, device=self.device, requires_grad=True),) for _ in group)
-            self._set_generator_state(state)
+            set_generator_state(self.device, state)
             _, refusal = refusal_of(
                 lambda group=group, samples=samples: tg.make_graphed_callables(
                     tuple(group), samples, max_in_flight=max_in_flight, **self.options
@@ -235,7 +237,7 @@ class World:
             self.count("done")
             for layer in group:
                 self.captured[layers.index(layer)] = (layer.te_graph, circumstances(layer), layer.training)
-        assert torch.equal(self._generator_state(), state), "the capture moved the generator"
+        assert torch.equal(generator_state(self.device), state), "the capture moved the generator"
         self.slots = max_in_flight
 
     def changed(self, number: int) -> list[str]:
@@ -255,9 +257,9 @@ class World:
         refusals, required = self._expected_refusals(number, inputs[GRAPHED])
         handle = layer.te_graph if number in self.captured else None
         replays = handle.info()["forward_replays"] if handle else 0
-        state = self._generator_state()
+        state = generator_state(self.device)
         output, refusal = refusal_of(lambda: layer(inputs[GRAPHED]))
-        end = self._generator_state()
+        end = generator_state(self.device)
         replayed = handle is not None and handle.info()["forward_replays"] > replays
         outcome = "raised" if refusal else "replayed" if replayed else "eager"
         self.count(outcome)
@@ -268,12 +270,12 @@ class World:
             self.note(f"layer {number} refused")
             return None
         assert not required, f"layer {number} was called in spite of {refusals}"
-        self._set_generator_state(state)
+        set_generator_state(self.device, state)
         own_results: list[Tensor] = []
         hook = twin.register_forward_hook(lambda module, args, result: own_results.append(result), prepend=True)
         expected = twin(inputs[EAGER])
         hook.remove()
-        assert torch.equal(end, self._generator_state()), "the generators are not in the same state"
+        assert torch.equal(end, generator_state(self.device)), "the generators are not in the same state"
         addresses = circumstances(layer)[MOVED]
         call = Call(number, handle if replayed else None, addresses, own_results[0].grad_fn)
         return [output, expected], call
@@ -448,9 +450,3 @@ class World:
         for number, hooks in enumerate(zip(*(side.hooks for side in self.sides), strict=True)):
             for pair in zip(*(hook.log for hook in hooks), strict=True):
                 yield f"what hook {number} saw", *pair
-
-    def _generator_state(self) -> Tensor:
-        return torch.cuda.get_rng_state() if self.device == "cuda" else torch.get_rng_state()
-
-    def _set_generator_state(self, state: Tensor) -> None:  # [bytes], uint8
-        torch.cuda.set_rng_state(state) if self.device == "cuda" else torch.set_rng_state(state)

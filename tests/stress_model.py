@@ -187,3 +187,11 @@ def stop(grads: tuple[Tensor, ...]) -> None:
 
 def inner_modules(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if module is not layer]
+
+
+def generator_state(device: str) -> Tensor:  # [bytes], uint8
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(device: str, state: Tensor) -> None:  # [bytes], uint8
+    torch.cuda.set_rng_state(state) if device == "cuda" else torch.set_rng_state(state)
