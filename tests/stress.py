@@ -80,14 +80,12 @@ class World:
         kept: pairs of tensors [...] that the user holds on to.
         pending: forwards whose backward has not run, oldest first.
         slots: ``max_in_flight`` of the last capture.
-        captures: how many there were.
+        captures: how many.
         reads_in_place: whether layers read results of each other where they lie.
         paths: numbers of the layers that forwards call in turn.
         is_chain: whether the layers feed each other: they are captured by one call, and called in order.
         repairs: number of the step at which it is due, and what it does.
-        counts: (operation, "replayed" | "eager" | "raised" | "done") -> how often.
-        calls: the same outcomes of all calls of layers.
-        journal: what was done.
+        counts, calls: outcomes ("replayed" | "eager" | "raised" | "done") of each operation, and of calls of layers.
     """
 
     def __init__(self, device: str, kind: str, options: dict[str, Any], seed: int) -> None:
