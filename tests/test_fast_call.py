@@ -12,6 +12,9 @@ import pickle
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +272,37 @@ def test_threads_may_call_one_module_at_the_same_time(device):
     with torch.no_grad():
         assert_bitwise_equal(results, [[("result", twin(x)) for x in batches] for batches in inputs])
     assert replays(model) == 40
+
+
+def in_another_thread(action: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(action).result()
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_result_that_another_thread_holds_is_not_moved_under_it(device, chain):
+    """An operation may have read the address of a result just before a replay in another thread overwrites it."""
+    models = [mlp(device), nn.Tanh()]
+    twins = [eager_twin(model) for model in models]
+    with torch.no_grad():
+        make_graphed_callables(tuple(models), ((sample(device),), (twins[0](sample(device)),)), chain=chain)
+
+        def forward(nets: list[nn.Module], x: Tensor) -> Tensor:  # [3, 7] -> [3, 5]
+            with torch.no_grad():
+                return nets[1](nets[0](x))
+
+        first, second = sample(device), sample(device)
+        kept = in_another_thread(lambda: forward(models, first))
+        address = kept.data_ptr()
+        with pytest.raises(RuntimeError, match=r"other threads hold results .* max_in_flight= at least the number of"):
+            forward(models, second)
+        assert kept.data_ptr() == address
+        assert_bitwise_equal(kept, forward(twins, first))
+        del kept
+        for number in range(2):
+            last = in_another_thread(lambda: forward(models, second)) if number else forward(models, second)
+            assert_bitwise_equal(last, forward(twins, second))
+            del last
 
 
 def test_each_thread_has_its_own_grad_mode(device, slow):

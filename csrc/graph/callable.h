@@ -145,6 +145,8 @@ private:
                                  int& slot) const;
     std::string difference_of_inputs(const std::vector<at::Tensor>& inputs) const;
     std::optional<Refusal> choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
+    std::optional<Refusal> choose_linked_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
+    Refusal held_elsewhere() const;
     bool finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
     void attach_node(SlotLease lease, Guard::Tensors externals, const std::vector<at::Tensor>& inputs,
                      std::vector<at::Tensor>& outputs);

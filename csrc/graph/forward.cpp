@@ -108,17 +108,23 @@ bool GraphedCallable::finds_linked_inputs(const Slot& slot, const std::vector<at
 }
 
 std::optional<Refusal> GraphedCallable::choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const {
-    if (!predecessor_) {
-        slot = pool_->first_free();
-        if (slot >= 0) return std::nullopt;
-        const std::string size = std::to_string(slots_.size());
-        return Refusal{Refusal::Kind::kExhausted,
-                       name_ + ": a forward is called while " + size +
-                           " earlier ones still wait for their backward; capture with max_in_flight=" +
-                           std::to_string(slots_.size() + 1) +
-                           " or more, or run that backward (or drop its outputs) first"};
+    if (predecessor_) return choose_linked_slot(inputs, slot);
+    bool is_any_free = false;
+    const int count = static_cast<int>(slots_.size());
+    for (slot = 0; slot < count; ++slot) {
+        if (!pool_->is_free(slot)) continue;
+        if (!lent_[slot]->are_held_elsewhere(position_)) return std::nullopt;
+        is_any_free = true;
     }
-    // Where the input lies tells the slot: results of the predecessor that are lent keep their place until overwritten.
+    if (is_any_free) return held_elsewhere();
+    return Refusal{Refusal::Kind::kExhausted,
+                   name_ + ": a forward is called while " + std::to_string(count) +
+                       " earlier ones still wait for their backward; capture with max_in_flight=" +
+                       std::to_string(count + 1) + " or more, or run that backward (or drop its outputs) first"};
+}
+
+// Where the input lies tells the slot: results of the predecessor that are lent keep their place until overwritten.
+std::optional<Refusal> GraphedCallable::choose_linked_slot(const std::vector<at::Tensor>& inputs, int& slot) const {
     for (slot = 0; slot < static_cast<int>(slots_.size()); ++slot) {
         if (finds_linked_inputs(*slots_[slot], inputs)) break;
     }
@@ -126,11 +132,20 @@ std::optional<Refusal> GraphedCallable::choose_slot(const std::vector<at::Tensor
         return Refusal{Refusal::Kind::kUnlinked,
                        name_ + ": its input is not the result of its predecessor in the chain, or no longer in place"};
     }
-    if (pool_->is_free(slot)) return std::nullopt;
-    return Refusal{Refusal::Kind::kExhausted,
-                   name_ +
-                       ": called a second time on one result of its predecessor in the chain, while the first call "
-                       "waits for its backward; run that backward first, or pass a clone, which runs eagerly"};
+    if (!pool_->is_free(slot)) {
+        return Refusal{Refusal::Kind::kExhausted,
+                       name_ +
+                           ": called a second time on one result of its predecessor in the chain, while the first call "
+                           "waits for its backward; run that backward first, or pass a clone, which runs eagerly"};
+    }
+    return lent_[slot]->are_held_elsewhere(position_) ? std::optional(held_elsewhere()) : std::nullopt;
+}
+
+Refusal GraphedCallable::held_elsewhere() const {
+    return {Refusal::Kind::kExhausted,
+            name_ +
+                ": a forward is called while other threads hold results of earlier ones, whose memory it would take; "
+                "capture with max_in_flight= at least the number of threads, or drop or clone results there"};
 }
 
 // Modes that see every operation, of which a replay has none. Empty when there is none.

@@ -1,7 +1,9 @@
 #include "graph/handout.h"
 
 #include <c10/core/Allocator.h>
+#include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <cstring>
 
 #ifdef TE_GRAPH_CUDA
@@ -23,6 +25,12 @@ c10::intrusive_ptr<c10::StorageImpl> lend(const c10::Storage& memory) {
                                                  std::move(pointer), owner->allocator(), /*resizable=*/false);
 }
 
+// Something that only this thread has; null on one that runs a backward.
+const void* this_thread() {
+    static thread_local const char mark = 0;
+    return torch::autograd::get_current_graph_task_id() == -1 ? &mark : nullptr;
+}
+
 void move_to_own_memory(c10::StorageImpl& storage) {
     const size_t bytes = storage.nbytes();
     at::DataPtr copy = c10::GetAllocator(storage.device_type())->allocate(bytes);
@@ -41,14 +49,22 @@ void move_to_own_memory(c10::StorageImpl& storage) {
 
 void Handouts::add(c10::intrusive_ptr<c10::StorageImpl> storage, int position) {
     const std::lock_guard lock(mutex_);
-    lent_.push_back({position, std::move(storage)});
+    lent_.push_back({position, this_thread(), std::move(storage)});
+}
+
+bool Handouts::are_held_elsewhere(int position) {
+    const void* const thread = this_thread();
+    if (!thread) return false;
+    const std::lock_guard lock(mutex_);
+    return std::any_of(lent_.begin(), lent_.end(), [&](const Lent& lent) {
+        return lent.position >= position && lent.thread && lent.thread != thread && lent.is_held();
+    });
 }
 
 void Handouts::protect(int position) {
     const std::lock_guard lock(mutex_);
     for (; !lent_.empty() && lent_.back().position >= position; lent_.pop_back()) {
-        c10::StorageImpl& storage = *lent_.back().storage;
-        if (lent_.back().storage.use_count() > 1 && storage.nbytes() > 0) move_to_own_memory(storage);
+        if (lent_.back().is_held()) move_to_own_memory(*lent_.back().storage);
     }
 }
 

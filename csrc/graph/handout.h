@@ -18,17 +18,24 @@ namespace te_graph::graph {
 //
 // Graphs that run one after the other may share memory: each may overwrite its own results and those of later ones, not
 // those of earlier ones. They share one list, and have positions.
+//
+// What one thread was lent another one must not move: an operation may just have read the address.
 class Handouts {
 public:
     // All of `position` and later ones have been protected.
     void add(c10::intrusive_ptr<c10::StorageImpl> storage, int position = 0);
+    // True when other threads hold some of what protect() would move. A thread of autograd stands for the one that waits
+    // for its backward.
+    bool are_held_elsewhere(int position = 0);
     // To be called before the memory of `position` and later ones is overwritten, on the stream that will overwrite it.
     void protect(int position = 0);
 
 private:
     struct Lent {
         int position;
+        const void* thread;  // null for those of autograd
         c10::intrusive_ptr<c10::StorageImpl> storage;
+        bool is_held() const { return storage.use_count() > 1 && storage->nbytes() > 0; }
     };
     std::mutex mutex_;
     std::vector<Lent> lent_;  // positions ascend

@@ -35,15 +35,6 @@ public:
     // keeps that slot busy, and so on: a result that nobody waits for is still read, and must not be written again.
     explicit SlotPool(std::shared_ptr<SlotPool> predecessor = nullptr) : predecessor_(std::move(predecessor)) {}
 
-    // The first free slot, or -1 when all `size()` are in flight.
-    int first_free() const {
-        const std::lock_guard lock(mutex_);
-        for (size_t slot = 0; slot < leases_.size(); ++slot) {
-            if (leases_[slot] == 0) return static_cast<int>(slot);
-        }
-        return -1;
-    }
-
     bool is_free(int slot) const {
         const std::lock_guard lock(mutex_);
         return leases_[slot] == 0;

@@ -21,6 +21,14 @@ namespace {
 
 using Pool = std::shared_ptr<SlotPool>;
 
+// The number of the first slot that is free, or -1.
+int first_free(const SlotPool& pool) {
+    for (int slot = 0; slot < pool.size(); ++slot) {
+        if (pool.is_free(slot)) return slot;
+    }
+    return -1;
+}
+
 Pool pool_of(int slots, Pool predecessor = nullptr) {
     auto pool = std::make_shared<SlotPool>(std::move(predecessor));
     for (int i = 0; i < slots; ++i) pool->add();
@@ -44,7 +52,7 @@ TEST(SlotPool, WithoutSlotsHasNoneFree) {
     const auto pool = pool_of(0);
     EXPECT_EQ(pool->size(), 0);
     EXPECT_EQ(pool->in_flight(), 0);
-    EXPECT_EQ(pool->first_free(), -1);
+    EXPECT_EQ(first_free(*pool), -1);
 }
 
 TEST(SlotPool, LendsTheLowestFreeSlotUntilAllAreInFlight) {
@@ -52,28 +60,28 @@ TEST(SlotPool, LendsTheLowestFreeSlotUntilAllAreInFlight) {
     std::vector<SlotLease> leases;
     for (int slot = 0; slot < 3; ++slot) {
         EXPECT_EQ(pool->in_flight(), slot);
-        ASSERT_EQ(pool->first_free(), slot);
+        ASSERT_EQ(first_free(*pool), slot);
         leases.push_back(pool->lease(slot));
         EXPECT_EQ(leases.back().slot(), slot);
     }
     EXPECT_EQ(pool->in_flight(), 3);
-    EXPECT_EQ(pool->first_free(), -1);
+    EXPECT_EQ(first_free(*pool), -1);
     EXPECT_EQ(pool->size(), 3);
 }
 
 TEST(SlotPool, FirstFreeDoesNotTakeTheSlot) {
     const auto pool = pool_of(2);
-    EXPECT_EQ(pool->first_free(), 0);
-    EXPECT_EQ(pool->first_free(), 0);
+    EXPECT_EQ(first_free(*pool), 0);
+    EXPECT_EQ(first_free(*pool), 0);
     EXPECT_EQ(pool->in_flight(), 0);
 }
 
 TEST(SlotPool, ASlotAddedWhileAllAreInFlightIsFree) {
     const auto pool = pool_of(1);
     const SlotLease lease = pool->lease(0);
-    EXPECT_EQ(pool->first_free(), -1);
+    EXPECT_EQ(first_free(*pool), -1);
     pool->add();
-    EXPECT_EQ(pool->first_free(), 1);
+    EXPECT_EQ(first_free(*pool), 1);
     EXPECT_EQ(pool->in_flight(), 1);
 }
 
@@ -84,9 +92,9 @@ TEST(SlotPool, DroppingALeaseFreesItsSlotAndNoOther) {
     const SlotLease last = pool->lease(2);
     middle.reset();
     EXPECT_EQ(pool->in_flight(), 2);
-    EXPECT_EQ(pool->first_free(), 1);
+    EXPECT_EQ(first_free(*pool), 1);
     const SlotLease again = pool->lease(1);
-    EXPECT_EQ(pool->first_free(), -1);
+    EXPECT_EQ(first_free(*pool), -1);
 }
 
 TEST(SlotPool, ASlotLeasedSeveralTimesIsBusyUntilTheLastLeaseIsDropped) {
@@ -108,11 +116,11 @@ TEST(SlotPool, ASlotInUseKeepsTheSlotOfItsNumberBusyInAllPredecessorsAndInNoSucc
     std::optional<SlotLease> middle(chain[1]->lease(1));
     EXPECT_EQ(in_flight(chain), (std::vector{1, 1, 0}));
     EXPECT_FALSE(chain[0]->is_free(1));
-    EXPECT_EQ(chain[0]->first_free(), 0);
-    EXPECT_EQ(chain[2]->first_free(), 0);
+    EXPECT_EQ(first_free(*chain[0]), 0);
+    EXPECT_EQ(first_free(*chain[2]), 0);
     std::optional<SlotLease> last(chain[2]->lease(0));
     EXPECT_EQ(in_flight(chain), (std::vector{2, 2, 1}));
-    EXPECT_EQ(chain[0]->first_free(), -1);
+    EXPECT_EQ(first_free(*chain[0]), -1);
     middle.reset();
     EXPECT_EQ(in_flight(chain), (std::vector{1, 1, 1}));
     EXPECT_TRUE(chain[0]->is_free(1));
@@ -157,14 +165,14 @@ TEST(SlotPool, FollowsAModelThroughRandomLeasesAndReleases) {
     std::vector<std::optional<SlotLease>> leases(7);
     std::set<int> free{0, 1, 2, 3, 4, 5, 6};
     for (int step = 0; step < 2000; ++step) {
-        ASSERT_EQ(pool->first_free(), free.empty() ? -1 : *free.begin());
+        ASSERT_EQ(first_free(*pool), free.empty() ? -1 : *free.begin());
         ASSERT_EQ(pool->in_flight(), 7 - static_cast<int>(free.size()));
         const int slot = static_cast<int>(generator() % 7);
         if (leases[slot]) {
             leases[slot].reset();
             free.insert(slot);
         } else if (!free.empty()) {
-            const int lowest = pool->first_free();
+            const int lowest = first_free(*pool);
             leases[lowest].emplace(pool->lease(lowest));
             free.erase(lowest);
         }
@@ -193,14 +201,14 @@ TEST(SlotPool, AChainFollowsAModelThroughRandomLeasesAndReleases) {
             taken.erase(taken.begin() + static_cast<int64_t>(generator() % taken.size()));
         }
         for (int pool = 0; pool < kPools; ++pool) {
-            int busy = 0, first_free = -1;
+            int busy = 0, first = -1;
             for (int slot = kSlots - 1; slot >= 0; --slot) {
                 ASSERT_EQ(chain[pool]->is_free(slot), is_free(pool, slot)) << "pool " << pool << ", slot " << slot;
                 busy += !is_free(pool, slot);
-                if (is_free(pool, slot)) first_free = slot;
+                if (is_free(pool, slot)) first = slot;
             }
             ASSERT_EQ(chain[pool]->in_flight(), busy);
-            ASSERT_EQ(chain[pool]->first_free(), first_free);
+            ASSERT_EQ(first_free(*chain[pool]), first);
         }
     }
 }
@@ -262,7 +270,7 @@ TEST(SlotLease, MayBeDroppedOnAnyThread) {
     }
     for (std::thread& thread : threads) thread.join();
     EXPECT_EQ(pool->in_flight(), 0);
-    EXPECT_EQ(pool->first_free(), 0);
+    EXPECT_EQ(first_free(*pool), 0);
 }
 
 TEST(SlotLease, MayBeDroppedOnAnyThreadWhenPoolsAreChained) {
