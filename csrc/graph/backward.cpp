@@ -121,8 +121,9 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     if (exec_info && exec_info->empty()) exec_info = nullptr;
     const bool got_all = std::find(got.begin(), got.end(), false) == got.end();
-    if (got_all && !exec_info && repeats_last(flight)) return;
     Slot& slot = slot_of(flight);
+    slot.repetition.happens = got_all && !exec_info && repeats_last(flight);
+    if (slot.repetition.happens) return;
     slot.pending.resize(parameters_.size());
     auto edge = flight.autograd_parameters.begin();
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -166,9 +167,9 @@ bool GraphedCallable::repeats_last(const Flight& flight) const {
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];
         if (spec.main_grad >= 0 && spec.flag->overwrite) return false;
-        const at::Tensor& parameter = externals[spec.tensor];
-        if (has_gradient_hooks(parameter) || !parameter.requires_grad()) return false;
-        const at::Tensor& tensor = spec.main_grad >= 0 ? externals[spec.main_grad] : parameter.grad();
+        const torch::autograd::AutogradMeta* const meta = meta_of(externals[spec.tensor]);
+        if (!meta || !meta->requires_grad_ || has_gradient_hooks(*meta)) return false;
+        const at::Tensor& tensor = spec.main_grad >= 0 ? externals[spec.main_grad] : meta->grad_;
         const auto& [impl, facts] = last.destinations[i];
         if (tensor.unsafeGetTensorImpl() != impl || !facts.match(tensor)) return false;
     }
@@ -261,6 +262,10 @@ void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_lis
                 results.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
             }
         }
+    }
+    if (slot.repetition.happens) {
+        for (const auto& [impl, facts] : slot.repetition.destinations) impl->bump_version();
+        return;
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const at::Tensor& parameter = (*flight.externals)[parameters_[i].tensor];

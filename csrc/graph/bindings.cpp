@@ -98,7 +98,8 @@ void bind(py::module_& m) {
         },
         py::arg("callable"), py::arg("plain"), py::arg("tensors"), py::arg("grad_mode"));
     m.def("is_capturing", &is_capturing, py::arg("device"));
-    m.def("has_gradient_hooks", &has_gradient_hooks, py::arg("leaf"));
+    m.def(
+        "has_gradient_hooks", [](const at::Tensor& leaf) { return has_gradient_hooks(leaf); }, py::arg("leaf"));
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));

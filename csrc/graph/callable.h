@@ -58,8 +58,8 @@ struct Pending {
 
 // What the last backward added to, if it did nothing else: with the same again there is nothing to decide.
 struct Repetition {
-    bool is_possible = false;
-    std::vector<std::pair<const c10::TensorImpl*, TensorFacts>> destinations;  // [parameters]
+    bool is_possible = false, happens = false;
+    std::vector<std::pair<c10::TensorImpl*, TensorFacts>> destinations;  // [parameters], borrowed while it happens
 };
 
 // Backward graphs that were launched one after the other, as one.

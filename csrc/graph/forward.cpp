@@ -151,7 +151,7 @@ Refusal GraphedCallable::held_elsewhere() const {
 // Modes that see every operation, of which a replay has none. Empty when there is none.
 static const char* mode_of(const std::vector<at::Tensor>& inputs) {
     const auto has_tangent = [](const at::Tensor& tensor) {
-        const auto* const meta = impl::get_autograd_meta(tensor);
+        const auto* const meta = meta_of(tensor);
         return meta && meta->fw_grad_ && !meta->fw_grad_->empty();
     };
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return "called under a TorchDispatchMode";

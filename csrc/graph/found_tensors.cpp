@@ -1,7 +1,6 @@
 #include "graph/found_tensors.h"
 
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 namespace py = pybind11;
 
@@ -18,15 +17,6 @@ FoundTensors::~FoundTensors() {
     if (!Py_IsInitialized()) return;  // the interpreter is gone, and with it the objects
     const py::gil_scoped_acquire gil;
     for (PyObject* const object : objects_) Py_DECREF(object);
-}
-
-const at::Tensor& FoundTensors::operator[](size_t i) const { return THPVariable_Unpack(objects_[i]); }
-
-bool FoundTensors::are_unswapped() const {
-    for (size_t i = 0; i < objects_.size(); ++i) {
-        if ((*this)[i].unsafeGetTensorImpl() != impls_[i]) return false;
-    }
-    return true;
 }
 
 int FoundTensors::visit(visitproc visit, void* arg) const {

@@ -5,8 +5,8 @@
 // reference for all means that a call counts none: each count is a cache line that the thread of the backward has.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <vector>
 
@@ -23,9 +23,9 @@ public:
 
     size_t size() const { return objects_.size(); }
     // Needs no GIL.
-    const at::Tensor& operator[](size_t i) const;
-    // True while the Python objects still stand for the tensors that were found: torch.utils.swap_tensors changes that.
-    bool are_unswapped() const;
+    const at::Tensor& operator[](size_t i) const { return THPVariable_Unpack(objects_[i]); }
+    // True while the Python object still stands for the tensor that was found: torch.utils.swap_tensors changes that.
+    bool is_unswapped(size_t i) const { return (*this)[i].unsafeGetTensorImpl() == impls_[i]; }
 
     int visit(visitproc visit, void* arg) const;
 

@@ -129,9 +129,9 @@ bool Guard::is_as_last_time(PyObject* root) const {
         if (!object || object != reached_[i] || !step.expected.matches(object)) return false;
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
-        if (!is_same(tensors_[i], (*found_)[i], true)) return false;
+        if (!found_->is_unswapped(i) || !is_same(tensors_[i], (*found_)[i], true)) return false;
     }
-    return found_->are_unswapped();
+    return true;
 }
 
 std::string Guard::walk(PyObject* root, std::vector<PyObject*>& found) const {
@@ -164,8 +164,9 @@ std::string Guard::walk(PyObject* root, std::vector<PyObject*>& found) const {
 }
 
 std::string Guard::check_tensors(const FoundTensors& found) const {
-    if (!found.are_unswapped()) return "a tensor was swapped with another one";
     for (size_t i = 0; i < tensors_.size(); ++i) {
+        if (!found.is_unswapped(i)) return tensor_name(i) + " was swapped with another tensor";
+        if (is_same(tensors_[i], found[i], false)) continue;
         if (std::string change = compare(tensors_[i], found[i], false); !change.empty()) return tensor_name(i) + change;
     }
     return {};

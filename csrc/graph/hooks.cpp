@@ -6,15 +6,6 @@ namespace te_graph::graph {
 
 namespace impl = torch::autograd::impl;
 
-bool has_gradient_hooks(const at::Tensor& leaf) {
-    const auto* const meta = impl::get_autograd_meta(leaf);
-    if (!meta) return false;
-    if (!meta->hooks_.empty() || meta->post_acc_grad_hooks_) return true;
-    if (meta->grad_accumulator_.expired()) return false;
-    const auto accumulator = meta->grad_accumulator_.lock();
-    return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
-}
-
 namespace {
 
 void run(const NodePointer& accumulator, torch::autograd::variable_list grads) {

@@ -58,8 +58,10 @@ bool GraphedCallable::leaves_nothing_behind(const Flight& flight) const {
         return pending.action == GradientAction::kAddEagerly || pending.action == GradientAction::kReturn ||
                pending.action == GradientAction::kCallHooks;
     };
-    const auto& pending = slot_of(flight).pending;
-    return flight.input_edges.empty() && std::none_of(pending.begin(), pending.end(), stays);
+    const Slot& slot = slot_of(flight);
+    const auto& pending = slot.pending;
+    return flight.input_edges.empty() &&
+           (slot.repetition.happens || std::none_of(pending.begin(), pending.end(), stays));
 }
 
 // The graph of all `flights`, or null when they have to be launched one by one: gradients that are missing between them

@@ -28,8 +28,8 @@ public:
     }
     bool match(const at::Tensor& tensor) const {
         const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-        return is_address_of(impl) && impl.dtype() == dtype_ && impl.sizes() == sizes() &&
-               impl.strides() == strides() && has_bits_of(tensor);
+        return is_address_of(impl) && impl.dtype() == dtype_ && are_equal(impl.sizes(), sizes()) &&
+               are_equal(impl.strides(), strides()) && has_bits_of(tensor);
     }
 
     at::ScalarType dtype() const { return c10::typeMetaToScalarType(dtype_); }
@@ -39,7 +39,15 @@ public:
 private:
     // Of the storage, also where the tensor has no elements.
     static const void* base_of(const c10::TensorImpl& impl) {
-        return impl.has_storage() ? impl.unsafe_storage().unsafeGetStorageImpl()->data_ptr().get() : nullptr;
+        const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+        return storage ? storage->data_ptr().get() : nullptr;
+    }
+    static bool are_equal(at::IntArrayRef a, at::IntArrayRef b) {
+        if (a.size() != b.size()) return false;
+        for (size_t i = 0; i < a.size(); ++i) {
+            if (a[i] != b[i]) return false;
+        }
+        return true;
     }
 
     const void* base_ = nullptr;

@@ -25,7 +25,7 @@ TEST_F(FoundTensorsTest, AreTheTensorsOfTheObjects) {
     ASSERT_EQ(found->size(), 2u);
     EXPECT_TRUE((*found)[0].is_same(py::cast<at::Tensor>(first)));
     EXPECT_TRUE((*found)[1].is_same(py::cast<at::Tensor>(second)));
-    EXPECT_TRUE(found->are_unswapped());
+    EXPECT_TRUE(found->is_unswapped(0));
 }
 
 TEST_F(FoundTensorsTest, HoldEachObjectOnceAndNoTensor) {
@@ -44,14 +44,14 @@ TEST_F(FoundTensorsTest, KeepATensorAliveThatNobodyElseHolds) {
 TEST_F(FoundTensorsTest, NoticeThatAnObjectStandsForAnotherTensor) {
     const py::object other = py::cast(at::rand({3}));
     py::module_::import("torch").attr("utils").attr("swap_tensors")(first, other);
-    EXPECT_FALSE(found->are_unswapped());
+    EXPECT_FALSE(found->is_unswapped(0));
     py::module_::import("torch").attr("utils").attr("swap_tensors")(first, other);
-    EXPECT_TRUE(found->are_unswapped());
+    EXPECT_TRUE(found->is_unswapped(0));
 }
 
 TEST_F(FoundTensorsTest, NoticeNothingWhereATensorGetsOtherData) {
     (*found)[0].set_data(at::rand({3}));
-    EXPECT_TRUE(found->are_unswapped());
+    EXPECT_TRUE(found->is_unswapped(0));
 }
 
 TEST_F(FoundTensorsTest, VisitEachObject) {
