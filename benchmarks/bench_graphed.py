@@ -34,7 +34,7 @@ from common import (
 from harness import Measurements, complete, describe, finish, header, make_parser
 from launches import count_launches, trace_step
 from torch import Tensor
-from workloads import VARIANTS, Shape, Workload, block_workload
+from workloads import VARIANTS, Shape, Workload, block_workload, import_packages
 
 LAYERS = 8
 FULL, QUICK = Effort(repeats=9, seconds=0.15, bursts=20), Effort(repeats=3, seconds=0.02, bursts=3)
@@ -95,6 +95,7 @@ def measure(shape: str, variant: str, device: str, seed: int, effort: Effort) ->
     Raises:
         RuntimeError: te_graph's layers did not replay, so their times say nothing.
     """
+    import_packages([variant])
     workload = block_workload(SHAPES[shape], LAYERS, device, seed)
     step = VARIANTS[variant].build(workload)
     sample = {**measure_step(step, device, effort), "split": None, "launches": None, "error": None}
@@ -111,6 +112,7 @@ def measure(shape: str, variant: str, device: str, seed: int, effort: Effort) ->
 
 def check(shape: str, variants: Sequence[str], device: str, seed: int) -> dict[str, bool]:
     """Whether the gradients that two steps leave equal eager ones bit for bit; for a process of its own."""
+    import_packages(variants)
     make_deterministic()
 
     def gradients(variant: str) -> list[Tensor]:

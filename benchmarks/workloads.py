@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -125,6 +126,14 @@ def block_workload(shape: Shape, layers: int, device: str, seed: int) -> Workloa
     factory = {"device": device, "dtype": torch.bfloat16}
     blocks = [Block(shape, **factory) for _ in range(layers)]
     return Workload(blocks, torch.randn(1, shape.tokens, shape.hidden, **factory, requires_grad=True))
+
+
+def import_packages(variants: Iterable[str]) -> None:
+    """Import what `variants` need before the GPU is used: a package may bring a library, such as cuDNN, that does not
+    load any more once torch has loaded parts of its own."""
+    for name in variants:
+        if VARIANTS[name].package:
+            importlib.import_module(f"{VARIANTS[name].package}.pytorch")
 
 
 def own_samples(workload: Workload) -> tuple[tuple[Tensor], ...]:
