@@ -14,7 +14,7 @@ A complete run is kept as results/graphed.json, a part of it only where --out sa
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -59,7 +59,8 @@ def split_host_time(workload: Workload, device: str, effort: Effort) -> dict[str
     Returns:
         forward, backward: host times of one step's calls of the layers and of its one call of backward; the engine's
         work, which is autograd's, is in the latter. bare_forward, bare_backward: host times of the same graphs'
-        `replay` in a Python loop. bare_wall: wall times of that loop.
+        `replay` in a Python loop. bare_wall: wall times of that loop. bare_engine: host times of one call of backward
+        through a single view, which is what autograd itself takes.
     """
     graphs, synchronize = workload.graphs, synchronizer(device)
     if len(graphs) != 2 * LAYERS:
@@ -75,14 +76,23 @@ def split_host_time(workload: Workload, device: str, effort: Effort) -> dict[str
     bare = (partial(launch, graphs[:LAYERS]), partial(launch, graphs[LAYERS:]))
     forward, backward = time_host((workload.forward, workload.backward), synchronize, effort.bursts)
     bare_forward, bare_backward = time_host(bare, synchronize, effort.bursts)
+    _, bare_engine = time_host(one_view(workload.x), synchronize, effort.bursts)
     bare_wall = time_wall(partial(launch, graphs), synchronize, replace(effort, repeats=min(effort.repeats, 3)))
     return {
         "forward": forward,
         "backward": backward,
         "bare_forward": bare_forward,
         "bare_backward": bare_backward,
+        "bare_engine": bare_engine,
         "bare_wall": bare_wall,
     }
+
+
+def one_view(leaf: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A forward that views `leaf` [...], and its backward, which adds to the gradient of `leaf`."""
+    views: list[Tensor] = []
+    grad = leaf.detach().clone().zero_()
+    return lambda: views.append(leaf.view_as(leaf)), lambda: views.pop().backward(grad)
 
 
 def measure(shape: str, variant: str, device: str, seed: int, effort: Effort) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def test_the_host_time_of_te_graph_is_split_and_what_its_graphs_take_is_told(cpu
     assert eager["split_us_per_layer"] is None and eager["replays"] is None
     for row in graphed:
         split, replays = row["split_us_per_layer"], row["replays"]
-        assert list(split) == ["forward", "backward", "bare_forward", "bare_backward", "bare_wall"]
+        assert list(split) == ["forward", "backward", "bare_forward", "bare_backward", "bare_engine", "bare_wall"]
         assert all(value > 0 for value in split.values())
         assert set(replays) == {"nodes", "graph_mib", "capture_seconds"} and all(
             value > 0 for value in replays.values()
