@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from stress import Operation, World
-from stress_model import BATCH, EAGER, GRAPHED, WIDTH, Pending, Side, assert_same, refusal_of
+from stress import World
+from stress_model import BATCH, EAGER, GRAPHED, WIDTH, Operation, Pending, Side, assert_same, refusal_of
 from torch import Tensor
 
 # Forwards.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from stress import Operation, World
-from stress_model import EAGER, Hook, Side
+from stress import World
+from stress_model import EAGER, Hook, Operation, Side
 from torch import Tensor
 
 # Gradients and steps.

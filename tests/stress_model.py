@@ -65,6 +65,25 @@ class Stack(nn.Module):
             third.up.weight = first.up.weight
 
 
+@dataclass(frozen=True)
+class Operation:
+    """One kind of thing that a user may do.
+
+    Attributes:
+        run: does it on both sides of a ``stress.World``.
+        weight: how often it comes in one round of all operations.
+        is_possible: whether it can be done now; it is put off until it can.
+    """
+
+    run: Callable[[Any], None]
+    weight: int
+    is_possible: Callable[[Any], bool] = lambda world: True
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
 @dataclass(eq=False)
 class Hook:
     """A registered hook, the tensors [...] that it has seen, and what has to be held for it to stay."""
