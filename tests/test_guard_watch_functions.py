@@ -225,7 +225,9 @@ def test_a_call_looks_nothing_up_unless_a_dictionary_changed(device):
         net(batch(device))
         counts.append(Name.lookups)
     assert (counts[0], counts[2]) == (0, 0)
-    assert counts[1] > 0 and counts[3] > 0
+    assert counts[3] > 0
+    # From 3.13 on the dictionary of an instance is looked at in each call, since it cannot be watched.
+    assert (counts[1] > 0) == (sys.version_info < (3, 13))
 
 
 def test_changes_are_seen_when_all_watchers_are_taken():

@@ -93,11 +93,15 @@ int Guard::add_tensor(int step, const at::Tensor& tensor) {
     return steps_[step].tensor;
 }
 
-// Items of dictionaries, except those of a function's globals, which training scripts change all the time.
+// Items of dictionaries, except those of a function's globals, which training scripts change all the time, and of
+// instances where Python keeps their values in the object: attributes then change without a word to who watches.
 bool Guard::is_in_watched_dict(const Step& step) const {
+    constexpr bool kHasValuesInObjects = PY_VERSION_HEX >= 0x030D0000;
     const bool is_dict =
         step.kind == StepKind::kItem || step.kind == StepKind::kAbsent || step.kind == StepKind::kLength;
-    return is_dict && (step.parent < 0 || steps_[step.parent].kind != StepKind::kAttribute);
+    if (!is_dict || step.parent < 0) return is_dict;
+    const StepKind parent = steps_[step.parent].kind;
+    return parent != StepKind::kAttribute && !(kHasValuesInObjects && parent == StepKind::kInstanceDict);
 }
 
 std::string Guard::check(PyObject* root, Tensors& found) const {
