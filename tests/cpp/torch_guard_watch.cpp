@@ -50,7 +50,7 @@ TEST_F(GuardTest, ADictIsLookedIntoAgainOnlyAfterAChange) {
     root["child"] = py::list();
     for (int repeat = 0; repeat < 2; ++repeat) {  // what was refused is looked at again
         EXPECT_EQ(check(root), "child was replaced by another object");
-        EXPECT_EQ(counted.lookups(), 1);
+        EXPECT_EQ(counted.lookups(), repeat == 0 ? 1 + kLookupsWhenUnchanged : 1);
     }
     root["child"] = child;
     EXPECT_EQ(check(root), "");
