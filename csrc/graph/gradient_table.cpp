@@ -87,7 +87,8 @@ void GradientTable::upload() {
     std::vector<multi_tensor::EntryUpdate> updates;
     updates.reserve(changed_.size());
     for (const size_t index : changed_) {
-        updates.push_back({current_[index].destination, static_cast<int32_t>(index), current_[index].mode});
+        updates.push_back(
+            {nullptr, current_[index].destination, static_cast<int32_t>(index), current_[index].mode, false});
         is_changed_[index] = false;
     }
     changed_.clear();

@@ -1,104 +1,196 @@
-// destination (=|+=) source over a table of tensors, in one launch.
-//
-// Grid: one block of 256 threads per chunk of 8192 elements of one tensor. Each thread moves 8 elements at a time with
-// 16-byte accesses; where an address is not 16-byte aligned the block moves single elements instead.
-// Bytes per element: source read + destination written (+ destination read when adding): 6 for bf16 += bf16.
-// Determinism: every element has one writer and one addition, so the bits depend on nothing but the operands.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <algorithm>
-#include <type_traits>
-
+// Grid: blocks of 256 threads, each taking every n-th chunk. Each thread moves 8 elements at a time with 16-byte accesses;
+// where an address is not 16-byte aligned, single elements.
+// Bytes per element: source read + destination written (+ destination read when adding, + source written when zeroed):
+// 6 for bf16 += bf16, 10 for fp32 += bf16. The sum of squares costs none.
+// Determinism: every element has one writer and one addition; squares are summed in the order of norm.h.
 #include "multi_tensor/accumulate.h"
+
+#include "multi_tensor/block_sum.cuh"
+#include "multi_tensor/factor.h"
+#include "multi_tensor/inline_table.cuh"
 
 namespace te_graph::multi_tensor {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kVector = 8;
-constexpr int kMaxUpdates = 128;  // 16 bytes each: 2 KB of the 4 KB that every driver passes as kernel arguments
+constexpr int kMaxUpdates = 128;  // 24 bytes each: 3 KB of the 4 KB that every driver passes as kernel arguments
+constexpr int kBlocksPerMultiprocessor = 16;
 
-__device__ float widen(float value) { return value; }
-__device__ double widen(double value) { return value; }
-__device__ float widen(__half value) { return __half2float(value); }
-__device__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+// What a chunk is to undergo; the same for all threads of a block.
+template <typename W>
+struct Step {
+    bool add;
+    bool has_scale;
+    W scale;
+    bool zero_source;
+};
 
-template <typename T, typename Wide>
-__device__ T narrow(Wide value) {
-    if constexpr (std::is_same_v<T, __half>) {
-        return __float2half_rn(value);
-    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        return __float2bfloat16_rn(value);
+template <typename Source, typename Destination, typename W>
+__device__ Destination combine(Source source, Destination destination, const Step<W>& step) {
+    if constexpr (std::is_same_v<Source, Destination>) {
+        if (!step.add && !step.has_scale) return source;
+    }
+    W value = static_cast<W>(widen(source));
+    if (step.has_scale) {
+        if constexpr (std::is_same_v<W, double>) value = __dmul_rn(value, step.scale);
+        if constexpr (std::is_same_v<W, float>) value = __fmul_rn(value, step.scale);
+    }
+    if (step.add) value += static_cast<W>(widen(destination));
+    return narrow<Destination>(value);
+}
+
+// kLanes: elements behind the last vector, too, belong to the thread that norm.h gives them to. see(k, element) gets what
+// was written, k being the number of its lane within the thread.
+template <bool kLanes, typename Source, typename Destination, typename W, typename See>
+__device__ void accumulate_chunk(Source* __restrict__ source, Destination* __restrict__ destination, int count,
+                                 const Step<W>& step, const See& see) {
+    const int vectors = is_aligned(source, destination) ? count / kVector : 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < vectors; i += kThreads) {
+        auto* const place = reinterpret_cast<Vector<Source>*>(source) + i;
+        const Vector<Source> from = *place;
+        auto* const to = reinterpret_cast<Vector<Destination>*>(destination) + i;
+        Vector<Destination> result{};
+        if (step.add) result = *to;
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) {
+            result.values[k] = combine(from.values[k], result.values[k], step);
+            see(k, result.values[k]);
+        }
+        *to = result;
+        if (step.zero_source) *place = Vector<Source>{};
+    }
+    const auto single = [&](int i, int k) {
+        const Destination result = combine(source[i], step.add ? destination[i] : Destination{}, step);
+        see(k, result);
+        destination[i] = result;
+        if (step.zero_source) source[i] = Source{};
+    };
+    if constexpr (kLanes) {
+        for (int first = threadIdx.x * kVector; first < count; first += kRound) {
+            if (first < vectors * kVector) continue;
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                if (first + k < count) single(first + k, k);
+            }
+        }
     } else {
-        return value;
+        for (int i = vectors * kVector + threadIdx.x; i < count; i += kThreads) single(i, 0);
+    }
+}
+
+// The type in which a pair is computed.
+template <typename Source, typename Destination>
+using PairWide =
+    std::conditional_t<std::is_same_v<Source, double> || std::is_same_v<Destination, double>, double, float>;
+
+template <typename Source, typename Destination, typename Function>
+__device__ void with_pair(const Piece& piece, const Function& function) {
+    function(static_cast<Source*>(const_cast<void*>(piece.source)) + piece.begin,
+             static_cast<Destination*>(piece.destination) + piece.begin);
+}
+
+// Calls function(source, destination) with pointers to the chunk's elements, for the pairs that training uses. Returns
+// false for the others (fp16 <-> bf16, fp64 <-> anything else).
+template <typename Function>
+__device__ bool with_common_pair(const Piece& piece, const Function& function) {
+    const DType source = piece.source_dtype, destination = piece.destination_dtype;
+    if (source == destination) {
+        with_type(source, [&]<typename T>() { with_pair<T, T>(piece, function); });
+    } else if (destination == DType::kFloat32 && source == DType::kBFloat16) {
+        with_pair<__nv_bfloat16, float>(piece, function);
+    } else if (destination == DType::kFloat32 && source == DType::kFloat16) {
+        with_pair<__half, float>(piece, function);
+    } else if (source == DType::kFloat32 && destination == DType::kBFloat16) {
+        with_pair<float, __nv_bfloat16>(piece, function);
+    } else if (source == DType::kFloat32 && destination == DType::kFloat16) {
+        with_pair<float, __half>(piece, function);
+    } else {
+        return false;
+    }
+    return true;
+}
+
+// For pairs that are stored only, element by element through fp64, which holds all others exactly.
+__device__ void store_rare_pair(const Piece& piece, const Step<double>& step, bool& is_infinite) {
+    for (int64_t i = piece.begin + threadIdx.x; i < piece.begin + piece.count; i += kThreads) {
+        double value = 0;
+        with_type(piece.source_dtype, [&]<typename Source>() {
+            auto* const place = static_cast<Source*>(const_cast<void*>(piece.source)) + i;
+            value = widen(*place);
+            if (step.zero_source) *place = Source{};
+        });
+        if (step.has_scale) value = __dmul_rn(value, step.scale);
+        with_type(piece.destination_dtype, [&]<typename Destination>() {
+            const auto result = narrow<Destination>(value);
+            is_infinite |= !is_finite(widen(result));
+            static_cast<Destination*>(piece.destination)[i] = result;
+        });
+    }
+}
+
+// What the gradients of a graph need, and most other calls.
+template <typename Table>
+__global__ void __launch_bounds__(kThreads)
+    plain_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
+    for (int64_t number = blockIdx.x; number < table.num_chunks; number += gridDim.x) {
+        const Piece piece = table.piece(number);
+        const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
+        if (mode == Mode::kSkip) continue;
+        const auto plain = [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
+            const Step<PairWide<Source, Destination>> step{mode == Mode::kAdd, false, 1, false};
+            accumulate_chunk<false>(source, destination, piece.count, step, [](int, Destination) {});
+        };
+        bool is_infinite = false;
+        if (!with_common_pair(piece, plain)) store_rare_pair(piece, {false, false, 1, false}, is_infinite);
     }
 }
 
 template <typename T>
-struct alignas(16) Vector {
-    T values[kVector];
-};
-
-template <typename Source, typename Destination>
-__device__ Destination combine(Source source, Destination destination, bool add) {
-    if (add) return narrow<Destination>(widen(destination) + widen(source));
-    if constexpr (std::is_same_v<Source, Destination>) {
-        return source;
-    } else {
-        return narrow<Destination>(widen(source));
-    }
+__device__ void zero_chunk(T* elements, int count) {
+    for (int i = threadIdx.x; i < count; i += kThreads) elements[i] = T{};
 }
 
-template <typename Source, typename Destination>
-__device__ void accumulate_chunk(const Source* __restrict__ source, Destination* __restrict__ destination, int count,
-                                 bool add) {
-    const bool aligned = (reinterpret_cast<uintptr_t>(source) | reinterpret_cast<uintptr_t>(destination)) % 16 == 0;
-    const int vectors = aligned ? count / kVector : 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += kThreads) {
-        const auto from = reinterpret_cast<const Vector<Source>*>(source)[i];
-        auto* const to = reinterpret_cast<Vector<Destination>*>(destination) + i;
-        Vector<Destination> result{};
-        if (add) result = *to;
-#pragma unroll
-        for (int k = 0; k < kVector; ++k) result.values[k] = combine(from.values[k], result.values[k], add);
-        *to = result;
-    }
-    for (int i = vectors * kVector + threadIdx.x; i < count; i += kThreads) {
-        destination[i] = combine(source[i], add ? destination[i] : Destination{}, add);
-    }
-}
-
-template <typename Source, typename Destination>
-__device__ void accumulate_entry(const Entry& entry, int64_t begin, int count) {
-    accumulate_chunk(static_cast<const Source*>(entry.source) + begin,
-                     static_cast<Destination*>(entry.destination) + begin, count, entry.mode == Mode::kAdd);
-}
-
+// All that an Accumulation can ask for.
+template <typename Table>
 __global__ void __launch_bounds__(kThreads)
-    accumulate_kernel(const Entry* __restrict__ table, const Chunk* __restrict__ chunks) {
-    const Chunk chunk = chunks[blockIdx.x];
-    const Entry entry = table[chunk.entry];
-    if (entry.mode == Mode::kSkip) return;
-    const int64_t begin = chunk.index * kChunkElements;
-    const int count = static_cast<int>(min(entry.numel - begin, kChunkElements));
-
-    // is_supported() was checked when the entry was made, so a narrow source with a wide destination means fp32.
-    switch (entry.source_dtype) {
-        case DType::kFloat32:
-            return accumulate_entry<float, float>(entry, begin, count);
-        case DType::kFloat64:
-            return accumulate_entry<double, double>(entry, begin, count);
-        case DType::kFloat16:
-            if (entry.destination_dtype == DType::kFloat32) return accumulate_entry<__half, float>(entry, begin, count);
-            return accumulate_entry<__half, __half>(entry, begin, count);
-        case DType::kBFloat16:
-            if (entry.destination_dtype == DType::kFloat32) {
-                return accumulate_entry<__nv_bfloat16, float>(entry, begin, count);
-            }
-            return accumulate_entry<__nv_bfloat16, __nv_bfloat16>(entry, begin, count);
+    full_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
+    if (accumulation.noop != nullptr && *accumulation.noop != 0) return;
+    __shared__ BlockState block;
+    clear(block);
+    const double scale = read(accumulation.scale);
+    const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
+    bool is_infinite = false;
+    int turn = 0;
+    for (int64_t number = blockIdx.x; number < table.num_chunks; number += gridDim.x, turn ^= 1) {
+        const Piece piece = table.piece(number);
+        const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
+        const bool is_common = with_common_pair(
+            piece, [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
+                using W = PairWide<Source, Destination>;
+                if (mode == Mode::kSkip) {
+                    if (accumulation.zero_source) zero_chunk(source, piece.count);
+                    return;
+                }
+                const Step<W> step{mode == Mode::kAdd, has_scale, static_cast<W>(scale), accumulation.zero_source};
+                Wide<Destination> lanes[kVector] = {};
+                accumulate_chunk<true>(source, destination, piece.count, step, [&](int k, Destination element) {
+                    is_infinite |= !is_finite(widen(element));
+                    lanes[k] = join<Norm::kSquare>(lanes[k], term<Norm::kSquare>(element, 2));
+                });
+                if (accumulation.sum_squares != nullptr) {
+                    put_thread_sum<Norm::kSquare>(block, turn, lanes_sum<Norm::kSquare>(lanes));
+                }
+            });
+        if (!is_common) store_rare_pair(piece, {false, has_scale, scale, accumulation.zero_source}, is_infinite);
+        if (accumulation.sum_squares == nullptr) continue;
+        __syncthreads();
+        if (threadIdx.x >= 32 || mode == Mode::kSkip) continue;
+        const bool is_double = piece.destination_dtype == DType::kFloat64;
+        const double sum = chunk_sum<Norm::kSquare>(block, turn, is_double);
+        if (threadIdx.x == 0) add_to_block<Norm::kSquare>(block, sum);
     }
+    if (accumulation.sum_squares != nullptr) flush<Norm::kSquare>(block, accumulation.sum_squares);
+    if (is_infinite && accumulation.found_inf != nullptr) *accumulation.found_inf = 1;
 }
 
 struct UpdateBatch {
@@ -110,16 +202,23 @@ __global__ void update_entries_kernel(Entry* table, const __grid_constant__ Upda
     const int i = threadIdx.x;
     if (i >= count) return;
     Entry& entry = table[batch.updates[i].entry];
+    if (batch.updates[i].has_source) entry.source = batch.updates[i].source;
     entry.destination = batch.updates[i].destination;
     entry.mode = batch.updates[i].mode;
 }
 
 }  // namespace
 
-cudaError_t launch_accumulate(const Entry* table, const Chunk* chunks, int64_t num_chunks, cudaStream_t stream) {
-    if (num_chunks == 0) return cudaSuccess;
-    accumulate_kernel<<<static_cast<unsigned>(num_chunks), kThreads, 0, stream>>>(table, chunks);
-    return cudaGetLastError();
+cudaError_t launch_accumulate(const Work& work, const Accumulation& accumulation, cudaStream_t stream) {
+    return launch_over<true>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
+        if (chunks == 0) return;
+        const unsigned blocks = blocks_for(chunks, kBlocksPerMultiprocessor);
+        if (accumulation.is_plain()) {
+            plain_kernel<<<blocks, kThreads, 0, stream>>>(table, accumulation);
+        } else {
+            full_kernel<<<blocks, kThreads, 0, stream>>>(table, accumulation);
+        }
+    });
 }
 
 cudaError_t launch_update_entries(Entry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream) {

@@ -1,83 +1,52 @@
-// Gradient accumulation over a table of tensors: the last node of every captured backward graph. No Torch here.
+// Accumulation and copies over pairs of tensors: the last node of every captured backward graph, the widening of bf16
+// gradients into fp32 ones, casts of parameters. No Torch here.
 //
-//   mode store: destination[i] = source[i]
-//   mode add:   destination[i] = destination[i] + source[i], summed in fp32 (fp64 for fp64), rounded once
+//   mode store: destination[i] = source[i] * scale
+//   mode add:   destination[i] = destination[i] + source[i] * scale, in fp32 (fp64 from fp64), rounded once
 //   mode skip:  destination is not touched
 //
-// The table lives in device memory, so a captured launch serves any destination and any mode: the host changes entries
-// between replays, ordered on the stream, and the graph is never edited.
+// Added may be equal dtypes, or fp16 / bf16 into fp32; stored any into any, and the sum of squares goes with what may be
+// added. Without a scale, a source of the destination's dtype is stored bit by bit. Fused into the pass, where asked for: zeroing
+// of the source, the sum of squares of what was written, and whether all of that was finite.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <vector>
-
-#ifdef TE_GRAPH_CUDA
-#include <cuda_runtime_api.h>
-#endif
+#include "multi_tensor/rescale.h"
+#include "multi_tensor/table.h"
 
 namespace te_graph::multi_tensor {
-
-enum class DType : uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
-enum class Mode : uint8_t { kSkip, kStore, kAdd };
-
-// One tensor. 32 bytes, so that a block fetches its entry with two 16-byte loads.
-struct alignas(32) Entry {
-    const void* source;  // [numel]
-    void* destination;   // [numel]
-    int64_t numel;
-    DType source_dtype;
-    DType destination_dtype;
-    Mode mode;
-    uint8_t reserved[5];
-};
-static_assert(sizeof(Entry) == 32);
-
-// The part of one tensor that one block (or one CPU iteration) handles: elements
-// [index * kChunkElements, min(numel, (index + 1) * kChunkElements)). Chunks start at each tensor's first element, so
-// their alignment is the tensor's own.
-struct Chunk {
-    int32_t entry;
-    int32_t index;
-};
-
-// 8192 elements: small enough that a transformer layer of hidden size 512 fills 132 multiprocessors, large enough that
-// reading the entry is below 1 % of the bytes moved.
-constexpr int64_t kChunkElements = 8192;
 
 // A change of one entry, small enough that 128 of them travel as kernel arguments: nothing on the host has to outlive
 // the launch.
 struct EntryUpdate {
+    const void* source;
     void* destination;
     int32_t entry;
     Mode mode;
+    bool has_source;  // else the entry's source stays
 };
 
-// True when `source` may be added into `destination`: equal dtypes, or fp16 / bf16 into fp32.
-constexpr bool is_supported(DType source, DType destination) {
-    return source == destination ||
-           (destination == DType::kFloat32 && (source == DType::kFloat16 || source == DType::kBFloat16));
-}
+struct Accumulation {
+    Scalar scale;                     // of the sources; the number 1 means none
+    bool zero_source = false;         // sources are zeroed, in entries that are skipped too
+    uint64_t* sum_squares = nullptr;  // [kStateWords] (exact_sum.h): as norm.h would find in the destinations for p = 2
+    float* found_inf = nullptr;       // [1], set to 1 if something written is not finite
+    const float* noop = nullptr;      // [1]: where it is not 0, nothing at all is written
+    bool has_mode = false;            // `mode` holds for all entries, whatever theirs is
+    Mode mode = Mode::kAdd;
 
-// Splits tensors of the given sizes into chunks, in order. Empty tensors get none.
-inline std::vector<Chunk> make_chunks(const std::vector<int64_t>& numels) {
-    std::vector<Chunk> chunks;
-    for (size_t entry = 0; entry < numels.size(); ++entry) {
-        const int64_t parts = (numels[entry] + kChunkElements - 1) / kChunkElements;
-        for (int64_t index = 0; index < parts; ++index) {
-            chunks.push_back({static_cast<int32_t>(entry), static_cast<int32_t>(index)});
-        }
+    // Whether it only stores or adds, as the gradients of a graph are.
+    bool is_plain() const {
+        return scale.data == nullptr && scale.value == 1 && !zero_source && !sum_squares && !found_inf && !noop;
     }
-    return chunks;
-}
+};
 
 // CPU: the executable specification.
-void accumulate_cpu(const Entry* table, const Chunk* chunks, int64_t num_chunks);
+void accumulate_cpu(const Work& work, const Accumulation& accumulation);
 void update_entries_cpu(Entry* table, const EntryUpdate* updates, int64_t count);
 
 #ifdef TE_GRAPH_CUDA
-// table: [entries], chunks: [num_chunks], both in device memory. No allocation, no host sync.
-cudaError_t launch_accumulate(const Entry* table, const Chunk* chunks, int64_t num_chunks, cudaStream_t stream);
+// No allocation, no host sync. One launch for a table or up to kInlinePairs pairs, else several.
+cudaError_t launch_accumulate(const Work& work, const Accumulation& accumulation, cudaStream_t stream);
 // updates: [count] in host memory, of distinct entries; read before the call returns.
 cudaError_t launch_update_entries(Entry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream);
 #endif

@@ -1,56 +1,219 @@
-// Checks and registration of the multi-tensor ops.
-#include <ATen/core/Tensor.h>
+// Registration of the multi-tensor ops over lists of tensors.
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include "common/check.h"
-#include "multi_tensor/accumulate.h"
+#include <algorithm>
 
-#ifdef TE_GRAPH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "multi_tensor/run.h"
+#include "multi_tensor/tensor_list.h"
 
 namespace te_graph::multi_tensor {
 namespace {
 
-constexpr const char* kAccumulate = "multi_tensor_accumulate_table_";
-constexpr int64_t kEntryWords = sizeof(Entry) / sizeof(int64_t);
+constexpr const char* kNorm = "multi_tensor_norm";
+constexpr const char* kFinish = "multi_tensor_norm_finish";
+constexpr const char* kNorms = "multi_tensor_norms";
+constexpr const char* kClip = "multi_tensor_clip_";
+constexpr const char* kScale = "multi_tensor_scale_";
+constexpr const char* kZero = "multi_tensor_zero_";
+constexpr const char* kCopy = "multi_tensor_copy_";
+constexpr const char* kAccumulate = "multi_tensor_accumulate_";
 
-void check_accumulate(const at::Tensor& table,   // [entries, 4] int64
-                      const at::Tensor& chunks)  // [chunks, 2] int32
+at::TensorOptions state_options(at::Device device) { return at::TensorOptions().dtype(at::kLong).device(device); }
+
+// A sum of nothing: [kStateWords] int64.
+at::Tensor new_state(at::Device device) {
+    const at::Tensor state = at::empty({kStateWords}, state_options(device));
+    auto* const words = static_cast<uint64_t*>(state.mutable_data_ptr());
+    run_on(
+        device, [&] { std::fill_n(words, kStateWords, 0); }, TE_GRAPH_LAUNCH(launch_clear(words, stream)));
+    return state;
+}
+
+at::Tensor norm(at::TensorList tensors, double p) {
+    check_p(kNorm, p);
+    const TensorEntries entries(kNorm, tensors, false);
+    const at::Tensor state = new_state(entries.device());
+    const at::Tensor out = at::empty({}, state.options().dtype(norm_dtype(entries.has_double())));
+    run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
+    return out;
+}
+
+at::Tensor norm_partial(at::TensorList tensors, double p) {
+    check_p("multi_tensor_norm_partial", p);
+    const TensorEntries entries("multi_tensor_norm_partial", tensors, false);
+    const at::Tensor state = new_state(entries.device());
+    run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), {});
+    return state;
+}
+
+at::Tensor norm_finish(const at::Tensor& partial,  // [kStateWords] int64
+                       double p, at::ScalarType dtype) {
+    check_p(kFinish, p);
+    TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kFinish, ": expected dtype float32 or float64, got ",
+                     dtype);
+    const uint64_t* const state = state_of(kFinish, "partial", partial, partial.device());
+    const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
+    const NormResult result = result_in(out);
+    run_on(
+        partial.device(), [&] { finish_norm_cpu(state, p, result); },
+        TE_GRAPH_LAUNCH(launch_finish_norm(state, p, result, stream)));
+    return out;
+}
+
+at::Tensor norms(at::TensorList tensors, double p) {
+    check_p(kNorms, p);
+    const TensorEntries entries(kNorms, tensors, false);
+    const Work work = entries.work();
+    const at::Tensor out =
+        at::empty({work.count}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
+    const int64_t states = entries.device().is_cpu() ? 0 : work.count;
+    const at::Tensor scratch = at::empty({states, kStateWords}, state_options(entries.device()));
+    const NormResult result = result_in(out);
+    [[maybe_unused]] auto* const words = static_cast<uint64_t*>(scratch.mutable_data_ptr());
+    run_on(
+        entries.device(), [&] { norms_cpu(work, p, result); },
+        TE_GRAPH_LAUNCH(launch_norms(work, p, words, result, stream)));
+    return out;
+}
+
+void clip(at::TensorList tensors,
+          const at::Tensor& total_norm,  // [] or [1]
+          double max_norm, double eps,
+          const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
-    check_dtype(kAccumulate, "table", table, at::kLong);
-    check_dtype(kAccumulate, "chunks", chunks, at::kInt);
-    check_table(kAccumulate, "table", table, kEntryWords);
-    check_table(kAccumulate, "chunks", chunks, 2);
-    check_device(kAccumulate, "chunks", chunks, table.device());
-    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(table.const_data_ptr()) % alignof(Entry) == 0, kAccumulate,
-                      ": expected table aligned to ", alignof(Entry), " bytes, got storage offset ",
-                      table.storage_offset());
+    TensorEntries entries(kClip, tensors, true);
+    run_rescale(entries.device(), entries.work(),
+                clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device()));
+    entries.finish();
 }
 
-void accumulate_table_cpu(const at::Tensor& table, const at::Tensor& chunks) {
-    check_accumulate(table, chunks);
-    accumulate_cpu(static_cast<const Entry*>(table.const_data_ptr()),
-                   static_cast<const Chunk*>(chunks.const_data_ptr()), chunks.size(0));
+void scale_by(at::TensorList tensors,
+              const at::Tensor& scale,                     // [] or [1]
+              const std::optional<at::Tensor>& found_inf)  // [] or [1]
+{
+    TensorEntries entries(kScale, tensors, true);
+    run_rescale(entries.device(), entries.work(),
+                {.scale = scalar_of(kScale, "scale", scale, entries.device()),
+                 .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())});
+    entries.finish();
 }
 
-#ifdef TE_GRAPH_CUDA
-void accumulate_table_cuda(const at::Tensor& table, const at::Tensor& chunks) {
-    check_accumulate(table, chunks);
-    const c10::cuda::CUDAGuard guard(table.device());
-    C10_CUDA_CHECK(launch_accumulate(static_cast<const Entry*>(table.const_data_ptr()),
-                                     static_cast<const Chunk*>(chunks.const_data_ptr()), chunks.size(0),
-                                     c10::cuda::getCurrentCUDAStream()));
+void scale_by_number(at::TensorList tensors, double scale,
+                     const std::optional<at::Tensor>& found_inf)  // [] or [1]
+{
+    TensorEntries entries(kScale, tensors, true);
+    run_rescale(entries.device(), entries.work(),
+                {.scale = {.value = scale}, .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())});
+    entries.finish();
 }
-#endif
+
+void zero(at::TensorList tensors) {
+    TensorEntries entries(kZero, tensors, true);
+    run_zero(entries.device(), entries.work());
+    entries.finish();
+}
+
+void copy(at::TensorList destination, at::TensorList source,
+          const std::optional<at::Tensor>& scale,      // [] or [1]
+          const std::optional<at::Tensor>& found_inf)  // [] or [1]
+{
+    TORCH_CHECK_VALUE(!destination.empty() || source.empty(), kCopy, ": expected no sources, got ", source.size());
+    if (destination.empty()) return;
+    TensorEntries entries(kCopy, destination, source, false);
+    Accumulation accumulation =
+        accumulation_of(kCopy, scale, false, std::nullopt, found_inf, std::nullopt, entries.device());
+    accumulation.has_mode = true;
+    accumulation.mode = Mode::kStore;
+    run_accumulate(entries.device(), entries.work(), accumulation);
+    entries.finish();
+}
+
+void accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+                const std::optional<at::Tensor>& scale,        // [] or [1]
+                const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                const std::optional<at::Tensor>& found_inf,    // [] or [1]
+                const std::optional<at::Tensor>& noop)         // [] or [1]
+{
+    TORCH_CHECK_VALUE(!destination.empty() || source.empty(), kAccumulate, ": expected no sources, got ",
+                      source.size());
+    if (destination.empty()) return;
+    TensorEntries entries(kAccumulate, destination, source, zero_source);
+    for (size_t i = 0; i < entries.entries().size(); ++i) {
+        TORCH_CHECK_TYPE(is_supported(entries.entries()[i].source_dtype, entries.entries()[i].destination_dtype),
+                         kAccumulate, ": expected source[", i, "] of the destination's dtype, or float16 or bfloat16 ",
+                         "for float32, got ", source[i].scalar_type(), " for ", destination[i].scalar_type());
+    }
+    Accumulation accumulation =
+        accumulation_of(kAccumulate, scale, zero_source, sum_squares, found_inf, noop, entries.device());
+    accumulation.has_mode = true;
+    accumulation.mode = store ? Mode::kStore : Mode::kAdd;
+    run_accumulate(entries.device(), entries.work(), accumulation);
+    entries.finish();
+}
+
+// Shapes and dtypes alone, for torch.compile and fake tensors.
+at::Tensor norm_meta(at::TensorList tensors, double p) {
+    check_p(kNorm, p);
+    bool has_double = false;
+    for (const at::Tensor& tensor : tensors) has_double |= tensor.scalar_type() == at::kDouble;
+    return at::empty({}, tensors[0].options().dtype(norm_dtype(has_double)));
+}
+at::Tensor norm_partial_meta(at::TensorList tensors, double) {
+    return at::empty({kStateWords}, tensors[0].options().dtype(at::kLong));
+}
+at::Tensor norm_finish_meta(const at::Tensor& partial, double, at::ScalarType dtype) {
+    return at::empty({}, partial.options().dtype(dtype));
+}
+at::Tensor norms_meta(at::TensorList tensors, double p) {
+    return at::empty({static_cast<int64_t>(tensors.size())}, norm_meta(tensors, p).options());
+}
+
+void implement(torch::Library& m) {
+    m.impl("multi_tensor_norm", norm);
+    m.impl("multi_tensor_norm_partial", norm_partial);
+    m.impl("multi_tensor_norm_finish", norm_finish);
+    m.impl("multi_tensor_norms", norms);
+    m.impl("multi_tensor_clip_", clip);
+    m.impl("multi_tensor_scale_", scale_by);
+    m.impl("multi_tensor_scale_.Scalar", scale_by_number);
+    m.impl("multi_tensor_zero_", zero);
+    m.impl("multi_tensor_copy_", copy);
+    m.impl("multi_tensor_accumulate_", accumulate);
+}
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(te_graph, CPU, m) { m.impl("multi_tensor_accumulate_table_", accumulate_table_cpu); }
-
+TORCH_LIBRARY_IMPL(te_graph, CPU, m) { implement(m); }
 #ifdef TE_GRAPH_CUDA
-TORCH_LIBRARY_IMPL(te_graph, CUDA, m) { m.impl("multi_tensor_accumulate_table_", accumulate_table_cuda); }
+TORCH_LIBRARY_IMPL(te_graph, CUDA, m) { implement(m); }
 #endif
+
+TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
+    m.impl("multi_tensor_norm", norm_meta);
+    m.impl("multi_tensor_norm_partial", norm_partial_meta);
+    m.impl("multi_tensor_norm_finish", norm_finish_meta);
+    m.impl("multi_tensor_norms", norms_meta);
+    m.impl("multi_tensor_clip_",
+           [](at::TensorList, const at::Tensor&, double, double, const std::optional<at::Tensor>&) {});
+    m.impl("multi_tensor_scale_", [](at::TensorList, const at::Tensor&, const std::optional<at::Tensor>&) {});
+    m.impl("multi_tensor_scale_.Scalar", [](at::TensorList, double, const std::optional<at::Tensor>&) {});
+    m.impl("multi_tensor_zero_", [](at::TensorList) {});
+    m.impl("multi_tensor_copy_",
+           [](at::TensorList, at::TensorList, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {});
+    m.impl("multi_tensor_accumulate_",
+           [](at::TensorList, at::TensorList, bool, bool, const std::optional<at::Tensor>&,
+              const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {});
+}
+
+// No formulas: a result through which somebody wants a gradient says so, and a leaf that requires one is not written.
+TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
+    for (const char* name :
+         {"multi_tensor_norm", "multi_tensor_norm_partial", "multi_tensor_norm_finish", "multi_tensor_norms",
+          "multi_tensor_clip_", "multi_tensor_scale_", "multi_tensor_scale_.Scalar", "multi_tensor_zero_",
+          "multi_tensor_copy_", "multi_tensor_accumulate_"}) {
+        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    }
+}
 
 }  // namespace te_graph::multi_tensor

@@ -164,10 +164,7 @@ inline Entry entry_of(const GuardedTensor& source, GuardedTensor& destination, M
 
 // Runs the CPU loops over the whole of each entry.
 inline void accumulate_on_cpu(const std::vector<Entry>& table) {
-    std::vector<int64_t> numels;
-    for (const Entry& entry : table) numels.push_back(entry.numel);
-    const std::vector<Chunk> chunks = make_chunks(numels);
-    accumulate_cpu(table.data(), chunks.data(), static_cast<int64_t>(chunks.size()));
+    accumulate_cpu({.entries = table.data(), .count = static_cast<int64_t>(table.size())}, {});
 }
 
 }  // namespace te_graph::multi_tensor

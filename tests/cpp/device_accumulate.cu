@@ -78,8 +78,8 @@ struct Problem {
         }
     }
 
-    // Runs the kernel on a copy of the tensors; returns the destinations.
-    std::vector<GuardedTensor> run_on_device() const {
+    // Runs the kernel on a copy of the tensors, in a table or as kernel arguments; returns the destinations.
+    std::vector<GuardedTensor> run_on_device(bool is_inline = false) const {
         std::vector<DeviceTensor> from, to;
         std::vector<Entry> table;
         std::vector<int64_t> numels;
@@ -92,9 +92,10 @@ struct Problem {
         }
         const std::vector<Chunk> chunks = make_chunks(numels);
         const Buffer device_table = upload(table), device_chunks = upload(chunks);
-        check(launch_accumulate(reinterpret_cast<const Entry*>(device_table.at(0)),
-                                reinterpret_cast<const Chunk*>(device_chunks.at(0)),
-                                static_cast<int64_t>(chunks.size()), nullptr));
+        const Work in_table{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
+                            reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size())};
+        const Work inlined{.entries = table.data(), .count = static_cast<int64_t>(table.size())};
+        check(launch_accumulate(is_inline ? inlined : in_table, {}, nullptr));
         check(cudaDeviceSynchronize());
 
         std::vector<GuardedTensor> results;
@@ -121,7 +122,10 @@ TEST(AccumulateDevice, EveryPairModeSizeAndOffsetGivesTheBitsOfTheCpuLoopsAndWri
     auto generator = seeded_generator();
     for (const Case& now : all_cases()) {
         const Problem problem({now}, generator);
-        ASSERT_TRUE(same_bytes(problem.run_on_device()[0], problem.run_on_cpu()[0])) << testing::PrintToString(now);
+        for (const bool is_inline : {false, true}) {
+            ASSERT_TRUE(same_bytes(problem.run_on_device(is_inline)[0], problem.run_on_cpu()[0]))
+                << testing::PrintToString(now);
+        }
     }
 }
 
@@ -130,8 +134,11 @@ TEST(AccumulateDevice, OneLaunchServesEntriesOfAllPairsAndModes) {
     std::vector<Case> cases = all_cases();
     std::shuffle(cases.begin(), cases.end(), generator);
     const Problem problem(cases, generator);
-    const auto actual = problem.run_on_device(), expected = problem.run_on_cpu();
-    for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(same_bytes(actual[i], expected[i])) << cases[i];
+    const auto expected = problem.run_on_cpu();
+    for (const bool is_inline : {false, true}) {
+        const auto actual = problem.run_on_device(is_inline);
+        for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(same_bytes(actual[i], expected[i])) << cases[i];
+    }
 }
 
 TEST(AccumulateDevice, ResultsRepeatBitForBit) {
@@ -175,7 +182,7 @@ TEST(AccumulateDevice, EveryBitPatternGivesWhatTheCpuLoopsGive) {
 }
 
 TEST(AccumulateDevice, NoChunksMeansNoLaunch) {
-    check(launch_accumulate(nullptr, nullptr, 0, nullptr));
+    check(launch_accumulate({nullptr, 0}, {}, nullptr));
     check(cudaDeviceSynchronize());
 }
 
@@ -211,9 +218,9 @@ TEST(AccumulateDevice, TensorsOfMoreThanTwoToThe31ElementsAreAddedWholly) {
     const std::vector<Entry> table{{source.at(0), destination.at(0), kNumel, bf16, bf16, Mode::kAdd, {}}};
     const std::vector<Chunk> chunks = make_chunks({kNumel});
     const Buffer device_table = upload(table), device_chunks = upload(chunks);
-    check(launch_accumulate(reinterpret_cast<const Entry*>(device_table.at(0)),
-                            reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size()),
-                            nullptr));
+    const Work work{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
+                    reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size())};
+    check(launch_accumulate(work, {}, nullptr));
     check(cudaDeviceSynchronize());
 
     // All of it: added exactly once up to the last element, and untouched behind it.
@@ -256,14 +263,15 @@ TEST(UpdateEntriesDevice, GivesTheTableOfTheCpuLoopsForAnyNumberOfUpdates) {
         std::shuffle(order.begin(), order.end(), generator);
         std::vector<EntryUpdate> updates;
         for (int64_t i = 0; i < count; ++i) {
-            updates.push_back({reinterpret_cast<void*>(generator()), order[i], static_cast<Mode>(generator() % 3)});
+            updates.push_back({reinterpret_cast<const void*>(generator()), reinterpret_cast<void*>(generator()),
+                               order[i], static_cast<Mode>(generator() % 3), generator() % 2 == 0});
         }
         const Buffer device_table = upload(table);
         std::vector<Entry> actual(table.size()), expected = table;
         update_entries_cpu(expected.data(), updates.data(), count);
         check(launch_update_entries(reinterpret_cast<Entry*>(device_table.at(0)), updates.data(), count, nullptr));
         // The updates were read before the call returned.
-        std::fill(updates.begin(), updates.end(), EntryUpdate{nullptr, 0, Mode::kSkip});
+        std::fill(updates.begin(), updates.end(), EntryUpdate{nullptr, nullptr, 0, Mode::kSkip, true});
         device_table.read(0, actual.data(), actual.size() * sizeof(Entry));
         EXPECT_EQ(std::memcmp(actual.data(), expected.data(), actual.size() * sizeof(Entry)), 0) << count;
     }
@@ -286,8 +294,9 @@ TEST(AccumulateDevice, ACapturedLaunchFollowsTheTableFromReplayToReplay) {
     cudaGraphExec_t replayable;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    check(launch_accumulate(entries, reinterpret_cast<const Chunk*>(device_chunks.at(0)),
-                            static_cast<int64_t>(chunks.size()), stream));
+    const Work work{entries, 0, reinterpret_cast<const Chunk*>(device_chunks.at(0)),
+                    static_cast<int64_t>(chunks.size())};
+    check(launch_accumulate(work, {}, stream));
     check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&replayable, graph, 0));
 
@@ -298,7 +307,7 @@ TEST(AccumulateDevice, ACapturedLaunchFollowsTheTableFromReplayToReplay) {
         Mode mode;
     } constexpr kReplays[] = {{0, Mode::kSkip}, {0, Mode::kStore}, {0, Mode::kAdd}, {1, Mode::kAdd}, {1, Mode::kSkip}};
     for (const auto& now : kReplays) {
-        const EntryUpdate update{destinations[now.destination]->data(), 0, now.mode};
+        const EntryUpdate update{nullptr, destinations[now.destination]->data(), 0, now.mode, false};
         check(launch_update_entries(entries, &update, 1, stream));
         check(cudaGraphLaunch(replayable, stream));
         accumulate_on_cpu({entry_of(source, expected[now.destination], now.mode)});

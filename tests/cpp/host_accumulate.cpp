@@ -108,7 +108,7 @@ TEST(AccumulateCpu, OnlyTheChunksThatAreListedAreWritten) {
         GuardedTensor destination = before;
         const Entry entry = entry_of(source, destination, Mode::kStore);
         const Chunk chunks[] = {{0, 3}, {0, 1}};
-        accumulate_cpu(&entry, chunks, 2);
+        accumulate_cpu({&entry, 0, chunks, 2}, {});
 
         GuardedTensor expected = reference(source, before, Mode::kStore);
         for (int64_t i = 0; i < 3 * kChunkElements; ++i) {
@@ -121,8 +121,8 @@ TEST(AccumulateCpu, OnlyTheChunksThatAreListedAreWritten) {
 TEST(AccumulateCpu, ASkippedEntryMayHaveNoDestinationAndNoSource) {
     const Entry entry{nullptr, nullptr, 9, DType::kFloat32, DType::kFloat32, Mode::kSkip, {}};
     const Chunk chunk{0, 0};
-    accumulate_cpu(&entry, &chunk, 1);
-    accumulate_cpu(nullptr, nullptr, 0);
+    accumulate_cpu({&entry, 0, &chunk, 1}, {});
+    accumulate_cpu({nullptr, 0}, {});
 }
 
 TEST(AccumulateCpu, NanAndInfinityPropagate) {
@@ -259,7 +259,7 @@ TEST(MakeChunks, CountBeyondTwoToThe31Elements) {
     EXPECT_EQ(chunks.back().index * kChunkElements, numel - 1);
 }
 
-TEST(UpdateEntries, ChangeDestinationAndModeOfTheNamedEntriesAndNothingElse) {
+TEST(UpdateEntries, ChangeDestinationModeAndGivenSourcesOfTheNamedEntriesAndNothingElse) {
     auto generator = seeded_generator();
     std::vector<Entry> table(50);
     for (Entry& entry : table) {
@@ -276,7 +276,10 @@ TEST(UpdateEntries, ChangeDestinationAndModeOfTheNamedEntriesAndNothingElse) {
     for (const int32_t index : {49, 0, 17, 18}) {
         void* const destination = reinterpret_cast<void*>(generator());
         const Mode mode = index % 2 ? Mode::kAdd : Mode::kSkip;
-        updates.push_back({destination, index, mode});
+        const void* const source = reinterpret_cast<const void*>(generator());
+        const bool has_source = index > 17;
+        updates.push_back({source, destination, index, mode, has_source});
+        if (has_source) expected[index].source = source;
         expected[index].destination = destination;
         expected[index].mode = mode;
     }

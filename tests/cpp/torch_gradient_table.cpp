@@ -29,8 +29,9 @@ Entry sent(const GradientTable& table, size_t index) {
 }
 
 void replay(const GradientTable& table) {
-    multi_tensor::accumulate_cpu(static_cast<const Entry*>(table.entries().const_data_ptr()),
-                                 static_cast<const Chunk*>(table.chunks().const_data_ptr()), table.chunks().size(0));
+    multi_tensor::accumulate_cpu({static_cast<const Entry*>(table.entries().const_data_ptr()), 0,
+                                  static_cast<const Chunk*>(table.chunks().const_data_ptr()), table.chunks().size(0)},
+                                 {});
 }
 
 GradientTable float_table(const std::vector<int64_t>& sizes) {

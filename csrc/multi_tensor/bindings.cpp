@@ -1,0 +1,218 @@
+// What Python code has at hand besides the ops: lists of tensors that stay in C++ from one op to the next, and plans.
+#include "multi_tensor/bindings.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+
+#include "multi_tensor/exact_sum.h"
+#include "multi_tensor/plan.h"
+
+namespace py = pybind11;
+
+namespace te_graph::multi_tensor {
+namespace {
+
+using Flag = std::optional<at::Tensor>;  // [] or [1] fp32
+
+// Calls an op through the dispatcher, so that dispatch modes see it, but past autograd, which would box every tensor.
+template <typename Result, typename... Arguments>
+class Op {
+public:
+    explicit Op(const char* name)
+        : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Arguments...)>()) {}
+    Result operator()(Arguments... arguments) const {
+        const at::AutoDispatchBelowADInplaceOrView guard;
+        return handle_.call(std::forward<Arguments>(arguments)...);
+    }
+
+private:
+    c10::TypedOperatorHandle<Result(Arguments...)> handle_;
+};
+
+// Tensors of one device.
+struct TensorList {
+    std::vector<at::Tensor> tensors;
+
+    at::Device device() const { return tensors.front().device(); }
+    bool has_double() const {
+        for (const at::Tensor& tensor : tensors) {
+            if (tensor.scalar_type() == at::kDouble) return true;
+        }
+        return false;
+    }
+    at::Tensor norm(double p) const {
+        static const Op<at::Tensor, at::TensorList, double> op("te_graph::multi_tensor_norm");
+        return op(tensors, p);
+    }
+    at::Tensor norm_partial(double p) const {
+        static const Op<at::Tensor, at::TensorList, double> op("te_graph::multi_tensor_norm_partial");
+        return op(tensors, p);
+    }
+    void clip(const at::Tensor& total_norm,  // [] or [1]
+              double max_norm, double eps, const Flag& found_inf) const {
+        static const Op<void, at::TensorList, const at::Tensor&, double, double, const Flag&> op(
+            "te_graph::multi_tensor_clip_");
+        op(tensors, total_norm, max_norm, eps, found_inf);
+    }
+    void zero() const {
+        static const Op<void, at::TensorList> op("te_graph::multi_tensor_zero_");
+        op(tensors);
+    }
+    void accumulate(const TensorList& sources, bool store, bool zero_source, const Flag& sum_squares,
+                    const Flag& found_inf, const Flag& noop) const {
+        static const Op<void, at::TensorList, at::TensorList, bool, bool, const Flag&, const Flag&, const Flag&,
+                        const Flag&>
+            op("te_graph::multi_tensor_accumulate_");
+        op(tensors, sources.tensors, store, zero_source, std::nullopt, sum_squares, found_inf, noop);
+    }
+};
+
+// Subclasses and tensors of other kinds are for Python to take apart.
+bool is_plain(const at::Tensor& tensor) {
+    return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_complex();
+}
+
+// The tensors of a sequence (of gradients=true: their .grad where there is one), by device. None if any is not plain.
+std::optional<std::vector<TensorList>> collect(const py::sequence& sequence, bool gradients) {
+    std::vector<TensorList> lists;
+    const auto add = [&](const at::Tensor& tensor) {
+        if (lists.empty() || lists.back().device() != tensor.device()) {
+            for (TensorList& list : lists) {
+                if (list.device() == tensor.device()) {
+                    list.tensors.push_back(tensor);
+                    return;
+                }
+            }
+            lists.emplace_back();
+        }
+        lists.back().tensors.push_back(tensor);
+    };
+    const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a sequence"));
+    if (!items) throw py::error_already_set();
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        PyObject* const item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+        if (!THPVariable_Check(item)) {
+            throw py::type_error("expected a sequence of tensors, got " + std::string(Py_TYPE(item)->tp_name) +
+                                 " at position " + std::to_string(i));
+        }
+        const at::Tensor& tensor = THPVariable_Unpack(item);
+        if (!is_plain(tensor)) return std::nullopt;
+        if (!gradients) {
+            add(tensor);
+            continue;
+        }
+        // Not grad(), which warns of tensors that are not leaves.
+        const at::Tensor& grad = tensor.unsafeGetTensorImpl()->grad();
+        if (!grad.defined()) continue;
+        if (!is_plain(grad)) return std::nullopt;
+        add(grad);
+    }
+    return lists;
+}
+
+at::Tensor plan_norm(const Plan& plan, double p) {
+    static const Op<at::Tensor, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, at::ScalarType> op(
+        "te_graph::multi_tensor_norm_table");
+    return op(plan.table(), plan.chunks(), plan.state(), p, plan.norm_dtype());
+}
+
+void plan_clip(const Plan& plan,
+               const at::Tensor& total_norm,  // [] or [1]
+               double max_norm, double eps, const Flag& found_inf) {
+    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, const Flag&> op(
+        "te_graph::multi_tensor_clip_table_");
+    op(plan.table(), plan.chunks(), total_norm, max_norm, eps, found_inf);
+}
+
+void plan_accumulate(const Plan& plan, bool store, bool zero_source, const Flag& scale, const Flag& sum_squares,
+                     const Flag& found_inf, const Flag& noop) {
+    TORCH_CHECK_VALUE(plan.has_sources(), "MultiTensorPlan: expected a plan with sources");
+    TORCH_CHECK_TYPE((store && !sum_squares) || plan.may_accumulate(),
+                     "MultiTensorPlan: expected sources of their destinations' dtypes, or float16 or bfloat16 for "
+                     "float32, got others");
+    static const Op<void, const at::Tensor&, const at::Tensor&, std::optional<bool>, bool, const Flag&, const Flag&,
+                    const Flag&, const Flag&>
+        op("te_graph::multi_tensor_accumulate_table_");
+    plan.check(true, zero_source);
+    op(plan.table(), plan.chunks(), store, zero_source, scale, sum_squares, found_inf, noop);
+}
+
+void plan_scale(const Plan& plan,
+                const at::Tensor& scale,  // [] or [1]
+                const Flag& found_inf) {
+    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, const Flag&> op(
+        "te_graph::multi_tensor_scale_table_");
+    plan.check(true, false);
+    op(plan.table(), plan.chunks(), scale, found_inf);
+}
+
+void plan_zero(const Plan& plan) {
+    static const Op<void, const at::Tensor&, const at::Tensor&> op("te_graph::multi_tensor_zero_table_");
+    plan.check(true, false);
+    op(plan.table(), plan.chunks());
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+    m.attr("NORM_STATE_WORDS") = kStateWords;
+    m.def("collect", &collect, py::arg("sequence"), py::arg("gradients"));
+
+    py::class_<TensorList>(m, "TensorList")
+        .def(py::init([](std::vector<at::Tensor> tensors) { return TensorList{std::move(tensors)}; }),
+             py::arg("tensors"))
+        .def_property_readonly("device", &TensorList::device)
+        .def_property_readonly("has_double", &TensorList::has_double)
+        .def("__len__", [](const TensorList& list) { return list.tensors.size(); })
+        .def("norm", &TensorList::norm, py::arg("p"), py::call_guard<py::gil_scoped_release>())
+        .def("norm_partial", &TensorList::norm_partial, py::arg("p"), py::call_guard<py::gil_scoped_release>())
+        .def("zero_", &TensorList::zero, py::call_guard<py::gil_scoped_release>())
+        .def("accumulate_", &TensorList::accumulate, py::arg("sources"), py::arg("store"), py::arg("zero_source"),
+             py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"), py::call_guard<py::gil_scoped_release>())
+        .def("clip_", &TensorList::clip, py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"),
+             py::arg("found_inf"), py::call_guard<py::gil_scoped_release>());
+
+    py::class_<Plan>(m, "Plan")
+        .def(py::init<const Plan::Tensors&, const Plan::Tensors&>(), py::arg("tensors"), py::arg("sources"))
+        .def_property_readonly("table", &Plan::table)
+        .def_property_readonly("chunks", &Plan::chunks)
+        .def_property_readonly("state", &Plan::state)
+        .def("__len__", &Plan::size)
+        .def("check", [](const Plan& plan) { plan.check(false, false); })
+        .def("update", &Plan::update, py::arg("tensors"), py::arg("sources"))
+        .def(
+            "norm",
+            [](const Plan& plan, double p) {
+                plan.check(false, false);
+                return plan_norm(plan, p);
+            },
+            py::arg("p"))
+        .def(
+            "clip_",
+            [](const Plan& plan, const at::Tensor& total_norm, double max_norm, double eps, const Flag& found_inf) {
+                plan.check(true, false);
+                plan_clip(plan, total_norm, max_norm, eps, found_inf);
+            },
+            py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"), py::arg("found_inf"))
+        .def(
+            "clip_norm_",
+            [](const Plan& plan, double max_norm, double p, const Flag& found_inf) {
+                plan.check(true, false);
+                at::Tensor total_norm = plan_norm(plan, p);
+                plan_clip(plan, total_norm, max_norm, 1e-6, found_inf);
+                return total_norm;
+            },
+            py::arg("max_norm"), py::arg("p"), py::arg("found_inf"))
+        .def("scale_", &plan_scale, py::arg("scale"), py::arg("found_inf"))
+        .def("zero_", &plan_zero)
+        .def("accumulate_", &plan_accumulate, py::arg("store"), py::arg("zero_source"), py::arg("scale"),
+             py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"));
+}
+
+}  // namespace te_graph::multi_tensor

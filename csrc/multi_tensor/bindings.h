@@ -1,0 +1,9 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace te_graph::multi_tensor {
+
+void bind(pybind11::module_& m);
+
+}  // namespace te_graph::multi_tensor

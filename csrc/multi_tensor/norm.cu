@@ -1,0 +1,165 @@
+// Grid: blocks of 256 threads, each taking every n-th chunk. A block sums a chunk in the order that norm.h fixes, with 8
+// consecutive elements per thread and round, and adds the sum to the exact sum that it keeps in shared memory; at its end
+// it adds that to the state in global memory, some three atomics. The block that comes last writes the norm and clears
+// the state for the next launch.
+// Bytes per element: one read.
+// Determinism: the order within a chunk is fixed, all else is integer addition, so the bits depend on the elements alone.
+#include "multi_tensor/block_sum.cuh"
+#include "multi_tensor/inline_table.cuh"
+#include "multi_tensor/norm.h"
+
+namespace te_graph::multi_tensor {
+namespace {
+
+constexpr int kBlocksPerMultiprocessor = 6;
+
+// What this thread's lanes of a chunk come to.
+template <Norm kNorm, typename T>
+__device__ Wide<T> thread_sum(const T* __restrict__ elements, int count, float p) {
+    Wide<T> lanes[kVector] = {};
+    if (count == kChunkElements && is_aligned(elements)) {
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+            const auto vector = reinterpret_cast<const Vector<T>*>(elements)[round * kThreads + threadIdx.x];
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) lanes[k] = join<kNorm>(lanes[k], term<kNorm>(vector.values[k], p));
+        }
+    } else {
+        for (int first = threadIdx.x * kVector; first < count; first += kRound) {
+#pragma unroll
+            for (int k = 0; k < kVector; ++k) {
+                if (first + k < count) lanes[k] = join<kNorm>(lanes[k], term<kNorm>(elements[first + k], p));
+            }
+        }
+    }
+    return lanes_sum<kNorm>(lanes);
+}
+
+struct NormArguments {
+    double p;
+    uint64_t* state;  // [kStateWords], or [entries, kStateWords] if per_entry
+    NormResult result;
+    bool per_entry;
+    bool is_last;
+};
+
+__device__ void write_norm(double value, NormResult result, int64_t index) {
+    if (result.is_double) {
+        static_cast<double*>(result.out)[index] = value;
+    } else {
+        static_cast<float*>(result.out)[index] = static_cast<float>(value);
+    }
+}
+
+template <Norm kNorm, typename Table>
+__global__ void __launch_bounds__(kThreads)
+    norm_kernel(const __grid_constant__ Table table, int64_t first_entry, NormArguments arguments) {
+    __shared__ BlockState block;
+    __shared__ bool is_last_block;
+    clear(block);
+    int turn = 0;
+    for (int64_t number = blockIdx.x; number < table.num_chunks; number += gridDim.x, turn ^= 1) {
+        const Piece piece = table.piece(number);
+        with_type(piece.destination_dtype, [&]<typename T>() {
+            const auto* const elements = static_cast<const T*>(piece.destination) + piece.begin;
+            const auto p = static_cast<float>(arguments.p);
+            put_thread_sum<kNorm>(block, turn, thread_sum<kNorm>(elements, piece.count, p));
+        });
+        // One barrier per chunk: until all are here again, the other half of `sums` is written.
+        __syncthreads();
+        if (threadIdx.x >= 32) continue;
+        const double sum = chunk_sum<kNorm>(block, turn, piece.destination_dtype == DType::kFloat64);
+        if (threadIdx.x != 0) continue;
+        if (arguments.per_entry) {
+            add_to_global<kNorm>(arguments.state + (first_entry + piece.entry) * kStateWords, sum);
+        } else {
+            add_to_block<kNorm>(block, sum);
+        }
+    }
+    if (arguments.per_entry) return;
+
+    flush<kNorm>(block, arguments.state);
+    if (arguments.result.out == nullptr || !arguments.is_last) return;
+
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        auto* const ticket = reinterpret_cast<unsigned long long*>(arguments.state + kTicket);
+        is_last_block = atomicAdd(ticket, 1ull) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!is_last_block) return;
+    __threadfence();
+    for (int i = threadIdx.x; i < kStateWords; i += kThreads) {
+        block.words[i] = __ldcg(arguments.state + i);
+        arguments.state[i] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) write_norm(norm_value(block.words, kNorm, arguments.p), arguments.result, 0);
+}
+
+// Grid: one block per state.
+__global__ void finish_kernel(const uint64_t* states, Norm norm, double p, NormResult result) {
+    __shared__ uint64_t words[kStateWords];
+    const uint64_t* const state = states + int64_t{blockIdx.x} * kStateWords;
+    for (int i = threadIdx.x; i < kStateWords; i += blockDim.x) words[i] = state[i];
+    __syncthreads();
+    if (threadIdx.x == 0) write_norm(norm_value(words, norm, p), result, blockIdx.x);
+}
+
+template <Norm kNorm>
+cudaError_t launch(const Work& work, NormArguments arguments, cudaStream_t stream) {
+    return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
+        arguments.is_last = is_last;
+        // A list without elements has a norm, too.
+        const unsigned blocks = std::max(1u, blocks_for(chunks, kBlocksPerMultiprocessor));
+        norm_kernel<kNorm><<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
+    });
+}
+
+cudaError_t launch(const Work& work, const NormArguments& arguments, cudaStream_t stream) {
+    switch (norm_of(arguments.p)) {
+        case Norm::kMaximum:
+            return launch<Norm::kMaximum>(work, arguments, stream);
+        case Norm::kCount:
+            return launch<Norm::kCount>(work, arguments, stream);
+        case Norm::kAbsolute:
+            return launch<Norm::kAbsolute>(work, arguments, stream);
+        case Norm::kSquare:
+            return launch<Norm::kSquare>(work, arguments, stream);
+        case Norm::kPower:
+            return launch<Norm::kPower>(work, arguments, stream);
+    }
+    return cudaErrorInvalidValue;
+}
+
+cudaError_t finish(const uint64_t* states, int64_t count, double p, NormResult result, cudaStream_t stream) {
+    finish_kernel<<<static_cast<unsigned>(count), 96, 0, stream>>>(states, norm_of(p), p, result);
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_clear(uint64_t* state, cudaStream_t stream) {
+    return cudaMemsetAsync(state, 0, kStateWords * sizeof(uint64_t), stream);
+}
+
+cudaError_t launch_norm(const Work& work, double p, uint64_t* state, NormResult result, cudaStream_t stream) {
+    return launch(work, {p, state, result, false, false}, stream);
+}
+
+cudaError_t launch_norms(const Work& work, double p, uint64_t* states, NormResult result, cudaStream_t stream) {
+    if (work.count == 0) return cudaSuccess;
+    const size_t bytes = static_cast<size_t>(work.count) * kStateWords * sizeof(uint64_t);
+    if (const cudaError_t error = cudaMemsetAsync(states, 0, bytes, stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch(work, {p, states, result, true, false}, stream); error != cudaSuccess) {
+        return error;
+    }
+    return finish(states, work.count, p, result, stream);
+}
+
+cudaError_t launch_finish_norm(const uint64_t* state, double p, NormResult result, cudaStream_t stream) {
+    return finish(state, 1, p, result, stream);
+}
+
+}  // namespace te_graph::multi_tensor

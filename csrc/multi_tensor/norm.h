@@ -1,0 +1,67 @@
+// Norms over all tensors of a list, without a host sync and independent of how the list is ordered, grouped or launched.
+//
+//   p = 2, 1, other p > 0: (sum |x|^p)^(1/p)     p = inf: max |x|     p = 0: number of elements that are not zero
+//
+// Arithmetic: the sum of a chunk is taken in fp32 (fp64 for fp64 tensors) in one fixed order, and the chunks' sums are
+// added exactly (exact_sum.h). The order within a chunk: of its elements, number i goes to lane i % 2048, where elements
+// are added in turn; then lanes 8 t .. 8 t + 7 of each t in pairs; then pairs of t at distance 16, 8, 4, 2, 1 within 32;
+// then of those eight at distance 4, 2, 1. NaN and infinity propagate in every norm but p = 0.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "multi_tensor/exact_sum.h"
+#include "multi_tensor/table.h"
+
+namespace te_graph::multi_tensor {
+
+enum class Norm : uint8_t { kMaximum, kCount, kAbsolute, kSquare, kPower };
+
+// p: >= 0, not NaN.
+inline Norm norm_of(double p) {
+    if (p == 0) return Norm::kCount;
+    if (p == 1) return Norm::kAbsolute;
+    if (p == 2) return Norm::kSquare;
+    return std::isinf(p) ? Norm::kMaximum : Norm::kPower;
+}
+
+// What a state (exact_sum.h) says. Of kMaximum it has the bits of the largest |x| as fp64 in word 0, NaN above infinity,
+// so that states are joined by MAX.
+TE_GRAPH_HOST_DEVICE inline double norm_value(uint64_t* state, Norm norm, double p) {
+    if (norm == Norm::kMaximum) {
+        double value;
+        memcpy(&value, state, sizeof(value));
+        return value;
+    }
+    const double sum = rounded_sum(state);
+    if (norm == Norm::kSquare) return sqrt(sum);
+    return norm == Norm::kPower ? pow(sum, 1 / p) : sum;
+}
+
+// Lanes of a chunk, whose sums are taken first.
+constexpr int kLanes = 2048;
+
+// Where a norm goes: `out` is [1], fp32 or fp64, or nullptr to leave it in the state.
+struct NormResult {
+    void* out;
+    bool is_double;
+};
+
+// state: [kStateWords], added to; if there is an `out`, it must be zero before and is zero afterwards.
+void norm_cpu(const Work& work, double p, uint64_t* state, NormResult result);
+// Norm of each entry on its own: out[i] is what norm_cpu gives of entry i alone.
+void norms_cpu(const Work& work, double p, NormResult result);
+void finish_norm_cpu(const uint64_t* state, double p, NormResult result);
+
+#ifdef TE_GRAPH_CUDA
+// Sets a state to zero.
+cudaError_t launch_clear(uint64_t* state, cudaStream_t stream);
+// As on the CPU. No allocation, no host sync. One launch for a table or up to kInlineTensors entries, else several.
+cudaError_t launch_norm(const Work& work, double p, uint64_t* state, NormResult result, cudaStream_t stream);
+// states: [count, kStateWords] scratch memory.
+cudaError_t launch_norms(const Work& work, double p, uint64_t* states, NormResult result, cudaStream_t stream);
+cudaError_t launch_finish_norm(const uint64_t* state, double p, NormResult result, cudaStream_t stream);
+#endif
+
+}  // namespace te_graph::multi_tensor

@@ -1,0 +1,56 @@
+// A list of tensors prepared once: its table lies on the device, so a call passes a few pointers, a captured call works on
+// whatever tensors the table names when it is replayed, and the table can be changed in between.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "multi_tensor/table.h"
+
+namespace te_graph::multi_tensor {
+
+// Does not own the tensors. Memory of the table, the chunks and the state stays the same for the plan's life.
+class Plan {
+public:
+    using Tensors = std::vector<at::Tensor>;
+
+    // tensors, and sources of equal shapes if there are any: dense, of one device. Copies the table there, synchronously.
+    Plan(const Tensors& tensors, const Tensors& sources);
+
+    const at::Tensor& table() const { return table_; }    // [tensors, 4] int64
+    const at::Tensor& chunks() const { return chunks_; }  // [chunks, 2] int32
+    const at::Tensor& state() const { return state_; }    // [kStateWords] int64, zero between calls
+    at::ScalarType norm_dtype() const { return norm_dtype_; }
+    bool has_sources() const { return !sources_.empty(); }
+    bool may_accumulate() const { return may_accumulate_; }
+    size_t size() const { return tensors_.size(); }
+
+    // Raises if a tensor died, moved or changed its size. Tells autograd that those which are written are.
+    void check(bool writes_tensors, bool writes_sources) const;
+
+    // Other tensors of the same sizes and dtypes. The table is changed on the current stream: launches before it work on
+    // the old ones, launches and replays after it on the new ones.
+    void update(const Tensors& tensors, const Tensors& sources);
+
+private:
+    // What is remembered of one tensor.
+    struct Place {
+        c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
+        const void* data;
+        int64_t numel;
+    };
+    static void check(const std::vector<Place>& places, const char* list, bool is_written);
+    static std::vector<Place> places_of(const Tensors& tensors);
+    static std::vector<Entry> entries_of(const Tensors& tensors, const Tensors& sources);
+
+    std::vector<Entry> entries_;
+    std::vector<Place> tensors_;
+    std::vector<Place> sources_;
+    at::Tensor table_, chunks_, state_;
+    at::ScalarType norm_dtype_ = at::kFloat;
+    bool may_accumulate_ = true;
+};
+
+}  // namespace te_graph::multi_tensor

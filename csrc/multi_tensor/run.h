@@ -1,0 +1,131 @@
+// Calls of the CPU loops or of the launchers, by device; the arguments that ops and plans have in common.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <cmath>
+
+#include "common/check.h"
+#include "multi_tensor/accumulate.h"
+#include "multi_tensor/norm.h"
+#include "multi_tensor/rescale.h"
+
+#ifdef TE_GRAPH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace te_graph::multi_tensor {
+
+// on_cpu() for tensors on the CPU; launch(stream) for a GPU, on its current stream.
+template <typename OnCpu, typename Launch>
+void run_on(at::Device device, const OnCpu& on_cpu, [[maybe_unused]] const Launch& launch) {
+    if (device.is_cpu()) return on_cpu();
+#ifdef TE_GRAPH_CUDA
+    const c10::cuda::CUDAGuard guard(device);
+    C10_CUDA_CHECK(launch(c10::cuda::getCurrentCUDAStream()));
+#else
+    TORCH_CHECK(false, "te_graph was built without CUDA and got tensors on ", device);
+#endif
+}
+
+#ifdef TE_GRAPH_CUDA
+#define TE_GRAPH_LAUNCH(call) [&](cudaStream_t stream) { return call; }
+#else
+#define TE_GRAPH_LAUNCH(call) 0
+#endif
+
+inline void check_p(const char* op, double p) {
+    TORCH_CHECK_VALUE(p >= 0, op, ": expected p to be 0, positive or inf, got ", p);
+}
+
+// tensor: [] or [1].
+inline void check_one(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
+    TORCH_CHECK_VALUE(tensor.numel() == 1, op, ": expected ", argument, " of one element, got shape ", tensor.sizes());
+    check_device(op, argument, tensor, device);
+}
+
+// tensor: [] or [1], fp32 or fp64.
+inline Scalar scalar_of(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
+    check_one(op, argument, tensor, device);
+    const bool is_double = tensor.scalar_type() == at::kDouble;
+    if (!is_double) check_dtype(op, argument, tensor, at::kFloat);
+    return {.data = tensor.const_data_ptr(), .is_double = is_double};
+}
+
+// flag: [] or [1], fp32; nullptr if there is none.
+inline float* flag_of(const char* op, const char* argument, const std::optional<at::Tensor>& flag, at::Device device) {
+    if (!flag.has_value()) return nullptr;
+    check_one(op, argument, *flag, device);
+    check_dtype(op, argument, *flag, at::kFloat);
+    return static_cast<float*>(flag->mutable_data_ptr());
+}
+
+// state: [kStateWords] int64.
+inline uint64_t* state_of(const char* op, const char* argument, const at::Tensor& state, at::Device device) {
+    check_dtype(op, argument, state, at::kLong);
+    TORCH_CHECK_VALUE(state.dim() == 1 && state.size(0) == kStateWords && state.is_contiguous(), op, ": expected ",
+                      argument, " contiguous of shape [", kStateWords, "], got ", state.sizes());
+    check_device(op, argument, state, device);
+    return static_cast<uint64_t*>(state.mutable_data_ptr());
+}
+
+// out: [] or [n], fp32 or fp64.
+inline NormResult result_in(const at::Tensor& out) {
+    return {.out = out.mutable_data_ptr(), .is_double = out.scalar_type() == at::kDouble};
+}
+
+inline at::ScalarType norm_dtype(bool has_double) { return has_double ? at::kDouble : at::kFloat; }
+
+inline void run_norm(at::Device device, const Work& work, double p, uint64_t* state, NormResult result) {
+    run_on(
+        device, [&] { norm_cpu(work, p, state, result); },
+        TE_GRAPH_LAUNCH(launch_norm(work, p, state, result, stream)));
+}
+
+inline void run_rescale(at::Device device, const Work& work, const Rescaling& rescaling) {
+    run_on(
+        device, [&] { rescale_cpu(work, rescaling); }, TE_GRAPH_LAUNCH(launch_rescale(work, rescaling, stream)));
+}
+
+inline void run_zero(at::Device device, const Work& work) {
+    run_on(
+        device, [&] { zero_cpu(work); }, TE_GRAPH_LAUNCH(launch_zero(work, stream)));
+}
+
+inline void run_accumulate(at::Device device, const Work& work, const Accumulation& accumulation) {
+    run_on(
+        device, [&] { accumulate_cpu(work, accumulation); },
+        TE_GRAPH_LAUNCH(launch_accumulate(work, accumulation, stream)));
+}
+
+inline Rescaling clip_of(const char* op, const at::Tensor& total_norm, double max_norm, double eps,
+                         const std::optional<at::Tensor>& found_inf, at::Device device) {
+    TORCH_CHECK_VALUE(max_norm >= 0, op, ": expected max_norm to be 0 or positive, got ", max_norm);
+    TORCH_CHECK_VALUE(eps >= 0, op, ": expected eps to be 0 or positive, got ", eps);
+    return {.scale = scalar_of(op, "total_norm", total_norm, device),
+            .is_clip = true,
+            .max_norm = max_norm,
+            .eps = eps,
+            .found_inf = flag_of(op, "found_inf", found_inf, device)};
+}
+
+// The options of an accumulation; of a copy, no `noop`, sums or zeroing.
+inline Accumulation accumulation_of(const char* op, const std::optional<at::Tensor>& scale, bool zero_source,
+                                    const std::optional<at::Tensor>& sum_squares,
+                                    const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& noop,
+                                    at::Device device) {
+    Accumulation result;
+    if (scale) result.scale = scalar_of(op, "scale", *scale, device);
+    result.zero_source = zero_source;
+    if (sum_squares) result.sum_squares = state_of(op, "sum_squares", *sum_squares, device);
+    result.found_inf = flag_of(op, "found_inf", found_inf, device);
+    result.noop = flag_of(op, "noop", noop, device);
+    // Blocks that start late would see what early ones found, and leave the rest unwritten.
+    TORCH_CHECK_VALUE(result.noop == nullptr || result.noop != result.found_inf, op,
+                      ": expected found_inf and noop to be two tensors, got one");
+    return result;
+}
+
+}  // namespace te_graph::multi_tensor

@@ -1,0 +1,119 @@
+// Registration of the multi-tensor ops over tables in device memory.
+#include <torch/library.h>
+
+#include "multi_tensor/run.h"
+
+namespace te_graph::multi_tensor {
+namespace {
+
+constexpr int64_t kEntryWords = sizeof(Entry) / sizeof(int64_t);
+
+Work work_of(const char* op,
+             const at::Tensor& table,   // [entries, 4] int64
+             const at::Tensor& chunks)  // [chunks, 2] int32
+{
+    check_dtype(op, "table", table, at::kLong);
+    check_dtype(op, "chunks", chunks, at::kInt);
+    check_table(op, "table", table, kEntryWords);
+    check_table(op, "chunks", chunks, 2);
+    check_device(op, "chunks", chunks, table.device());
+    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(table.const_data_ptr()) % alignof(Entry) == 0, op,
+                      ": expected table aligned to ", alignof(Entry), " bytes, got storage offset ",
+                      table.storage_offset());
+    // Without chunks the list is empty: there may be no memory to point to.
+    static const Chunk none{};
+    return {.entries = static_cast<const Entry*>(table.const_data_ptr()),
+            .count = 0,
+            .chunks = chunks.size(0) == 0 ? &none : static_cast<const Chunk*>(chunks.const_data_ptr()),
+            .num_chunks = chunks.size(0)};
+}
+
+at::Tensor norm_table(const at::Tensor& table,    // [entries, 4] int64
+                      const at::Tensor& chunks,   // [chunks, 2] int32
+                      const at::Tensor& partial,  // [kStateWords] int64
+                      double p, at::ScalarType dtype) {
+    constexpr const char* kOp = "multi_tensor_norm_table";
+    check_p(kOp, p);
+    TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kOp, ": expected dtype float32 or float64, got ",
+                     dtype);
+    const Work work = work_of(kOp, table, chunks);
+    uint64_t* const state = state_of(kOp, "partial", partial, table.device());
+    const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
+    run_norm(table.device(), work, p, state, result_in(out));
+    return out;
+}
+
+void clip_table(const at::Tensor& table,       // [entries, 4] int64
+                const at::Tensor& chunks,      // [chunks, 2] int32
+                const at::Tensor& total_norm,  // [] or [1]
+                double max_norm, double eps,
+                const std::optional<at::Tensor>& found_inf)  // [] or [1]
+{
+    constexpr const char* kOp = "multi_tensor_clip_table_";
+    run_rescale(table.device(), work_of(kOp, table, chunks),
+                clip_of(kOp, total_norm, max_norm, eps, found_inf, table.device()));
+}
+
+void scale_table(const at::Tensor& table,                     // [entries, 4] int64
+                 const at::Tensor& chunks,                    // [chunks, 2] int32
+                 const at::Tensor& scale,                     // [] or [1]
+                 const std::optional<at::Tensor>& found_inf)  // [] or [1]
+{
+    constexpr const char* kOp = "multi_tensor_scale_table_";
+    run_rescale(table.device(), work_of(kOp, table, chunks),
+                {.scale = scalar_of(kOp, "scale", scale, table.device()),
+                 .found_inf = flag_of(kOp, "found_inf", found_inf, table.device())});
+}
+
+void zero_table(const at::Tensor& table,   // [entries, 4] int64
+                const at::Tensor& chunks)  // [chunks, 2] int32
+{
+    run_zero(table.device(), work_of("multi_tensor_zero_table_", table, chunks));
+}
+
+void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
+                      const at::Tensor& chunks,  // [chunks, 2] int32
+                      std::optional<bool> store, bool zero_source,
+                      const std::optional<at::Tensor>& scale,        // [] or [1]
+                      const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                      const std::optional<at::Tensor>& found_inf,    // [] or [1]
+                      const std::optional<at::Tensor>& noop)         // [] or [1]
+{
+    constexpr const char* kOp = "multi_tensor_accumulate_table_";
+    const Work work = work_of(kOp, table, chunks);
+    Accumulation accumulation = accumulation_of(kOp, scale, zero_source, sum_squares, found_inf, noop, table.device());
+    accumulation.has_mode = store.has_value();
+    accumulation.mode = store.value_or(false) ? Mode::kStore : Mode::kAdd;
+    run_accumulate(table.device(), work, accumulation);
+}
+
+void implement(torch::Library& m) {
+    m.impl("multi_tensor_norm_table", norm_table);
+    m.impl("multi_tensor_clip_table_", clip_table);
+    m.impl("multi_tensor_scale_table_", scale_table);
+    m.impl("multi_tensor_zero_table_", zero_table);
+    m.impl("multi_tensor_accumulate_table_", accumulate_table);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(te_graph, CPU, m) { implement(m); }
+#ifdef TE_GRAPH_CUDA
+TORCH_LIBRARY_IMPL(te_graph, CUDA, m) { implement(m); }
+#endif
+
+TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
+    using Optional = const std::optional<at::Tensor>&;
+    m.impl("multi_tensor_norm_table",
+           [](const at::Tensor&, const at::Tensor&, const at::Tensor& partial, double, at::ScalarType dtype) {
+               return at::empty({}, partial.options().dtype(dtype));
+           });
+    m.impl("multi_tensor_clip_table_",
+           [](const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, Optional) {});
+    m.impl("multi_tensor_scale_table_", [](const at::Tensor&, const at::Tensor&, const at::Tensor&, Optional) {});
+    m.impl("multi_tensor_zero_table_", [](const at::Tensor&, const at::Tensor&) {});
+    m.impl("multi_tensor_accumulate_table_", [](const at::Tensor&, const at::Tensor&, std::optional<bool>, bool,
+                                                Optional, Optional, Optional, Optional) {});
+}
+
+}  // namespace te_graph::multi_tensor

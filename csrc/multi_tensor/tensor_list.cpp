@@ -1,0 +1,173 @@
+#include "multi_tensor/tensor_list.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <bit>
+
+namespace te_graph::multi_tensor {
+namespace {
+
+// Sufficient for views made by slicing: each dimension steps over all that the smaller ones span.
+bool may_overlap(const at::Tensor& tensor) {
+    if (tensor.is_non_overlapping_and_dense()) return false;
+    std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride, size
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+        if (tensor.size(d) > 1) dimensions.emplace_back(tensor.stride(d), tensor.size(d));
+    }
+    std::sort(dimensions.begin(), dimensions.end());
+    int64_t span = 1;
+    for (const auto& [stride, size] : dimensions) {
+        if (stride < span) return tensor.numel() > 0;
+        span += stride * (size - 1);
+    }
+    return false;
+}
+
+bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
+
+// A set of addresses.
+class Addresses {
+public:
+    explicit Addresses(size_t count) : slots_(std::bit_ceil(2 * count + 1)) {}
+
+    // False if it was there before.
+    bool insert(const void* address) {
+        const size_t slot = find(address);
+        const bool is_new = slots_[slot] == nullptr;
+        slots_[slot] = address;
+        return is_new;
+    }
+    bool contains(const void* address) const { return slots_[find(address)] != nullptr; }
+
+private:
+    size_t find(const void* address) const {
+        // Addresses of tensors are multiples of 512 mostly.
+        size_t slot = (reinterpret_cast<uintptr_t>(address) * 0x9E3779B97F4A7C15u >> 20) & (slots_.size() - 1);
+        while (slots_[slot] != nullptr && slots_[slot] != address) slot = (slot + 1) & (slots_.size() - 1);
+        return slot;
+    }
+    std::vector<const void*> slots_;
+};
+
+}  // namespace
+
+DType dtype_of(const char* op, const char* argument, at::ScalarType dtype) {
+    switch (dtype) {
+        case at::kFloat:
+            return DType::kFloat32;
+        case at::kDouble:
+            return DType::kFloat64;
+        case at::kHalf:
+            return DType::kFloat16;
+        case at::kBFloat16:
+            return DType::kBFloat16;
+        default:
+            TORCH_CHECK_TYPE(false, op, ": expected ", argument,
+                             " of dtype float32, float64, float16 or bfloat16, got ", dtype);
+    }
+}
+
+void check_element(const char* op, const char* argument, size_t i, const at::Tensor& tensor, at::Device device) {
+    TORCH_CHECK_VALUE(tensor.defined(), op, ": expected ", argument, "[", i, "] to be a tensor, got None");
+    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": expected ", argument, "[", i, "] of layout Strided, got ",
+                     tensor.layout());
+    TORCH_CHECK_VALUE(tensor.device() == device, op, ": expected ", argument, "[", i, "] on ", device, ", got ",
+                      tensor.device());
+    TORCH_CHECK_VALUE(!may_overlap(tensor), op, ": expected ", argument, "[", i,
+                      "] without overlapping elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
+}
+
+void check_distinct(const char* op, at::TensorList written, at::TensorList read) {
+    Addresses addresses(written.size());
+    for (size_t i = 0; i < written.size(); ++i) {
+        TORCH_CHECK_VALUE(written[i].numel() == 0 || addresses.insert(written[i].const_data_ptr()), op, ": tensor ", i,
+                          " is in the list of what is written already, and would be changed twice");
+    }
+    for (size_t i = 0; i < read.size(); ++i) {
+        TORCH_CHECK_VALUE(read[i].numel() == 0 || !addresses.contains(read[i].const_data_ptr()), op, ": source ", i,
+                          " has the memory of a destination");
+    }
+}
+
+TensorEntries::TensorEntries(const char* op, at::TensorList tensors, bool is_written) : device_(tensors[0].device()) {
+    if (is_written) {
+        written_[0] = tensors;
+        check_distinct(op, tensors, {});
+    }
+    entries_.reserve(tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        const at::Tensor& tensor = tensors[i];
+        check_element(op, "tensors", i, tensor, device_);
+        const DType dtype = dtype_of(op, "tensors", tensor.scalar_type());
+        has_double_ |= dtype == DType::kFloat64;
+        void* data = nullptr;
+        if (!is_dense(tensor)) {
+            data = dense(tensor, is_written).mutable_data_ptr();
+        } else {
+            data = is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+        }
+        entries_.push_back({nullptr, data, tensor.numel(), dtype, dtype, Mode::kAdd, {}});
+    }
+}
+
+TensorEntries::TensorEntries(const char* op, at::TensorList destinations, at::TensorList sources,
+                             bool sources_are_written)
+    : device_(destinations[0].device()) {
+    TORCH_CHECK_VALUE(destinations.size() == sources.size(), op, ": expected as many sources as destinations, ",
+                      destinations.size(), ", got ", sources.size());
+    written_[0] = destinations;
+    check_distinct(op, destinations, sources);
+    if (sources_are_written) {
+        written_[1] = sources;
+        check_distinct(op, sources, {});
+    }
+    entries_.reserve(destinations.size());
+    for (size_t i = 0; i < destinations.size(); ++i) {
+        const at::Tensor &destination = destinations[i], &source = sources[i];
+        check_element(op, "destination", i, destination, device_);
+        check_element(op, "source", i, source, device_);
+        const bool are_flat = destination.is_contiguous() && source.is_contiguous();
+        TORCH_CHECK_VALUE(are_flat ? destination.numel() == source.numel() : destination.sizes() == source.sizes(), op,
+                          ": expected source[", i, "] of shape ", destination.sizes(), ", got ", source.sizes());
+        const DType to = dtype_of(op, "destination", destination.scalar_type());
+        has_double_ |= to == DType::kFloat64;
+        const at::Tensor written = is_dense(destination) ? destination : dense(destination, true);
+        const at::Tensor read = are_flat || (is_dense(source) && source.strides() == written.strides())
+                                    ? source
+                                    : like(source, written, sources_are_written);
+        const void* const from = sources_are_written ? read.mutable_data_ptr() : read.const_data_ptr();
+        entries_.push_back({from,
+                            written.mutable_data_ptr(),
+                            destination.numel(),
+                            dtype_of(op, "source", source.scalar_type()),
+                            to,
+                            Mode::kAdd,
+                            {}});
+    }
+}
+
+at::Tensor TensorEntries::dense(const at::Tensor& tensor, bool is_written) {
+    copies_.push_back({tensor.contiguous(), is_written ? std::optional(tensor) : std::nullopt});
+    return copies_.back().tensor;
+}
+
+at::Tensor TensorEntries::like(const at::Tensor& source, const at::Tensor& destination, bool is_written) {
+    at::Tensor copy = at::empty_strided(destination.sizes(), destination.strides(), source.options());
+    copy.copy_(source);
+    copies_.push_back({copy, is_written ? std::optional(source) : std::nullopt});
+    return copy;
+}
+
+void TensorEntries::finish() {
+    for (const Copy& copy : copies_) {
+        if (copy.target) copy.target->copy_(copy.tensor);
+    }
+    for (const at::TensorList list : written_) {
+        for (const at::Tensor& tensor : list) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+}
+
+}  // namespace te_graph::multi_tensor

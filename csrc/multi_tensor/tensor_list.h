@@ -1,0 +1,56 @@
+// Lists of tensors as the kernels take them: checked, and as entries. The ops share it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "multi_tensor/table.h"
+
+namespace te_graph::multi_tensor {
+
+// The kernels' name of `dtype`; a TypeError for dtypes that they do not know.
+DType dtype_of(const char* op, const char* argument, at::ScalarType dtype);
+
+// Raises unless list[i] (any shape) is a dense floating-point tensor on `device` without overlapping elements.
+void check_element(const char* op, const char* argument, size_t i, const at::Tensor& tensor, at::Device device);
+
+// Raises if two tensors that are written, or a written and a read one, begin at the same address.
+void check_distinct(const char* op, at::TensorList written, at::TensorList read);
+
+// Any list of tensors as entries over memory without gaps. Tensors with gaps, and sources laid out otherwise than their
+// destinations, are represented by copies; finish() writes back those that were to be written.
+class TensorEntries {
+public:
+    // One list; `is_written` if the op changes it.
+    TensorEntries(const char* op, at::TensorList tensors, bool is_written);
+    // Pairs: sources[i] into destinations[i], of equal shape, or both contiguous with equally many elements.
+    TensorEntries(const char* op, at::TensorList destinations, at::TensorList sources, bool sources_are_written);
+
+    Work work() const { return {.entries = entries_.data(), .count = static_cast<int64_t>(entries_.size())}; }
+    const std::vector<Entry>& entries() const { return entries_; }
+    at::Device device() const { return device_; }
+    bool has_double() const { return has_double_; }  // among the destinations
+    // Whether all entries are the tensors' own memory.
+    bool is_direct() const { return copies_.empty(); }
+
+    // After the launch: writes copies back and tells autograd what was written.
+    void finish();
+
+private:
+    struct Copy {
+        at::Tensor tensor;                 // whose values they are
+        std::optional<at::Tensor> target;  // where they are to go afterwards
+    };
+    at::Tensor dense(const at::Tensor& tensor, bool is_written);
+    at::Tensor like(const at::Tensor& source, const at::Tensor& destination, bool is_written);
+
+    std::vector<Entry> entries_;
+    std::vector<Copy> copies_;
+    at::TensorList written_[2];
+    at::Device device_;
+    bool has_double_ = false;
+};
+
+}  // namespace te_graph::multi_tensor

@@ -1,0 +1,96 @@
+"""Lists of tensors for the multi-tensor ops: taken apart by device, tensor subclasses unwrapped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass
+class Part:
+    """Tensors, [...] each, of one device, whose norm is shared with the ranks of the same process groups.
+
+    Attributes:
+        tensors: the local tensors.
+        groups: the groups over which other parts of the same tensors lie.
+    """
+
+    tensors: _C.TensorList
+    groups: Sequence[ProcessGroup] = ()
+
+
+@dataclass
+class _Builder:
+    """Collects the parts of a list that holds more than plain tensors, for a p-norm."""
+
+    p: float
+    tensors: dict[tuple, list[Tensor]] = field(default_factory=dict)
+    groups: dict[tuple, tuple[ProcessGroup, ...]] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor) -> None:
+        """Enter ``tensor`` [...]; of a DTensor what is on this rank."""
+        groups: tuple[ProcessGroup, ...] = ()
+        if is_dtensor(tensor):
+            tensor, groups = local_part(tensor)
+        if tensor.is_complex():
+            if self.p != 2:
+                raise TypeError(f"te_graph: expected complex tensors with norm_type 2 only, got norm_type {self.p}")
+            tensor = torch.view_as_real(tensor)
+        key = (tensor.device, *(group.group_name for group in groups))
+        self.tensors.setdefault(key, []).append(tensor)
+        self.groups[key] = groups
+
+    def parts(self) -> list[Part]:
+        return [Part(_C.TensorList(tensors), self.groups[key]) for key, tensors in self.tensors.items()]
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """True for DTensors, without importing them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Any) -> tuple[Tensor, tuple[ProcessGroup, ...]]:
+    """What a DTensor [...] holds on this rank, and the groups over whose ranks the rest lies."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(
+            f"expected a DTensor that is sharded or replicated, got placements {tensor.placements}: "
+            "redistribute() it first"
+        )
+    groups = tuple(
+        tensor.device_mesh.get_group(dimension)
+        for dimension, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    )
+    local = tensor._local_tensor
+    return (local.wait() if hasattr(local, "wait") else local), groups
+
+
+def parts_of(tensors: Sequence[Tensor], gradients: bool, p: float = 2.0) -> list[Part]:
+    """The tensors, [...] each, or their gradients where they have one, by device and process groups, for a p-norm."""
+    lists = _C.collect(tensors, gradients)
+    if lists is not None:
+        return [Part(tensors) for tensors in lists]
+    builder = _Builder(p)
+    for tensor in tensors:
+        tensor = tensor.grad if gradients else tensor
+        if tensor is not None:
+            builder.add(tensor)
+    return builder.parts()
+
+
+def as_sequence(tensors: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
+    """One tensor, or any iterable of them, as a list or tuple."""
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return tensors if isinstance(tensors, list | tuple) else list(tensors)

@@ -1,0 +1,117 @@
+"""What the tests of multi-tensor ops share: norms in float64, lists of awkward tensors, and fences around outputs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+import te_graph
+
+CHUNK = 8192  # elements that are summed in fp32 before the exact combine
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+T = TypeVar("T")
+FENCE = 64  # elements before and behind a fenced tensor; a multiple of 16 bytes for every dtype
+
+
+def reference_norm(tensors: Sequence[Tensor], p: float) -> float:
+    """The norm of all elements of ``tensors`` [...] as one vector, in float64; 0 of no element."""
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *(t.detach().cpu().double().flatten() for t in tensors)])
+    if values.numel() == 0:
+        return 0.0
+    if p == 0:
+        return float((values != 0).sum())
+    if p == math.inf:
+        return float(values.abs().amax())
+    largest = float(values.abs().amax())
+    if largest == 0 or not math.isfinite(largest):
+        return float(values.abs().sum())
+    return largest * float((values.abs() / largest).pow(p).sum()) ** (1 / p)
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """What ops on ``tensors`` [...] compute and return in."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def product(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Reference: ``tensor`` [...] times ``factor`` [], computed in fp32 (fp64 for fp64), rounded once."""
+    wide = wide_dtype(tensor)
+    return (tensor.to(wide) * factor.to(tensor.device, wide)).to(tensor.dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of ``tensor`` [...] in logical order, [bytes]: NaN equals itself, 0.0 differs from -0.0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device) and torch.equal(bits(a), bits(b))
+
+
+def all_same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(same_bits, a, b))
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Dense copies with the strides of dense ``tensors`` [...]."""
+    return [t.detach().clone() for t in tensors]
+
+
+def random_list(sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: str) -> list[Tensor]:
+    """Normally distributed tensors of ``sizes`` elements each, whose dtypes go round ``dtypes``."""
+    return [
+        torch.randn(size, device=device, dtype=torch.float64).to(dtypes[i % len(dtypes)])
+        for i, size in enumerate(sizes)
+    ]
+
+
+class Fences:
+    """Copies of tensors inside storages that are full of NaN, where a write beside one is seen."""
+
+    def __init__(self) -> None:
+        self._wholes: list[tuple[Tensor, Tensor]] = []
+
+    def place(self, tensor: Tensor, offset: int = 0) -> Tensor:
+        """A copy of ``tensor`` [...], dense, with its strides, ``offset`` elements beyond an aligned address."""
+        start, numel = FENCE + offset, tensor.numel()
+        whole = torch.full((start + numel + FENCE,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+        inner = whole.as_strided(tensor.shape, tensor.stride(), start)
+        inner.copy_(tensor)
+        self._wholes += [(whole[:start], whole[:start].clone()), (whole[start + numel :], whole[:FENCE].clone())]
+        return inner
+
+    def assert_intact(self) -> None:
+        assert all(same_bits(*pair) for pair in self._wholes), "memory beside a tensor was written"
+
+
+@contextlib.contextmanager
+def no_sync(device: str) -> Iterator[None]:
+    """On CUDA, torch calls that wait for the device raise inside."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(function: Callable[[], T], device: str) -> tuple[Callable[[], None], T]:
+    """Run ``function`` once, then capture it: what replays it, and what it returned at capture."""
+    function()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = function()
+    else:
+        graph = te_graph.Recorder()
+        with graph.capture():
+            result = function()
+    return graph.replay, result
