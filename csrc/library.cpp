@@ -18,9 +18,11 @@ TORCH_LIBRARY(te_graph, m) {
     def("multi_tensor_norm_finish(Tensor partial, float p=2.0, ScalarType dtype=float) -> Tensor");
     def("multi_tensor_norms(Tensor[] tensors, float p=2.0) -> Tensor");
 
-    // In place. total_norm, scale, found_inf, noop: [] or [1], fp32 (total_norm and scale also fp64).
+    // In place. clip_norm_: norm and clip in one, returns the norm. total_norm, scale, found_inf, noop: [] or [1], fp32 (total_norm and scale also fp64).
     def("multi_tensor_clip_(Tensor(a!)[] tensors, Tensor total_norm, float max_norm, *, float eps=1e-06, "
         "Tensor(b!)? found_inf=None) -> ()");
+    def("multi_tensor_clip_norm_(Tensor(a!)[] tensors, float max_norm, float p=2.0, *, Tensor(b!)? found_inf=None) -> "
+        "Tensor");
     def("multi_tensor_scale_(Tensor(a!)[] tensors, Tensor scale, *, Tensor(b!)? found_inf=None) -> ()");
     def("multi_tensor_scale_.Scalar(Tensor(a!)[] tensors, float scale, *, Tensor(b!)? found_inf=None) -> ()");
     def("multi_tensor_zero_(Tensor(a!)[] tensors) -> ()");

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from te_graph.norms import raise_if_nonfinite, total_norm
+from te_graph.norms import is_local, raise_if_nonfinite, total_norm
 from te_graph.tensor_lists import Part, as_sequence, is_dtensor, parts_of
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ def clip_grad_norm_(
     max_norm = _checked(max_norm)
     sequence = _parameters(parameters)
     parts = parts_of(sequence, True, norm_type)
+    if is_local(parts, process_groups) and not error_if_nonfinite:
+        return parts[0].tensors.clip_norm_(max_norm, float(norm_type), found_inf)
     norm = total_norm(parts, norm_type, process_groups, sequence)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)

@@ -47,7 +47,7 @@ void accumulate_cpu(const Work& work, const Accumulation& accumulation) {
         if (mode == Mode::kSkip || accumulation.sum_squares == nullptr) return;
         using W = Wide<Destination>;
         const auto square = [=](int64_t i) { return static_cast<W>(widen(to[i])) * static_cast<W>(widen(to[i])); };
-        const W sum = chunk_sum<W>(begin, end, square, [](W a, W b) { return a + b; });
+        const W sum = chunk_sum<kVector<Destination>, W>(begin, end, square, [](W a, W b) { return a + b; });
         add_exactly(sum, [&](int word, uint64_t amount) { accumulation.sum_squares[word] += amount; });
     };
     for_each_chunk(work, [&](const Entry& entry, int64_t begin, int64_t end) {

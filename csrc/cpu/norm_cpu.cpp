@@ -28,9 +28,9 @@ double chunk_norm(const T* elements, int64_t begin, int64_t end, Norm norm, doub
     using W = Wide<T>;
     const auto term_of = [=](int64_t i) { return term(static_cast<W>(widen(elements[i])), norm, p); };
     if (norm == Norm::kMaximum) {
-        return chunk_sum<W>(begin, end, term_of, [](W a, W b) { return a != a || a > b ? a : b; });
+        return chunk_sum<kVector<T>, W>(begin, end, term_of, [](W a, W b) { return a != a || a > b ? a : b; });
     }
-    return chunk_sum<W>(begin, end, term_of, [](W a, W b) { return a + b; });
+    return chunk_sum<kVector<T>, W>(begin, end, term_of, [](W a, W b) { return a + b; });
 }
 
 void add(double sum, Norm norm, uint64_t* state) {

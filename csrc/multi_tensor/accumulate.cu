@@ -1,5 +1,5 @@
-// Grid: blocks of 256 threads, each taking every n-th chunk. Each thread moves 8 elements at a time with 16-byte accesses;
-// where an address is not 16-byte aligned, single elements.
+// Grid: blocks of 256 threads, each taking every n-th chunk. Threads access 16 bytes of the wider tensor at a
+// time; where an address is not a multiple of 16, single elements.
 // Bytes per element: source read + destination written (+ destination read when adding, + source written when zeroed):
 // 6 for bf16 += bf16, 10 for fp32 += bf16. The sum of squares costs none.
 // Determinism: every element has one writer and one addition; squares are summed in the order of norm.h.
@@ -13,7 +13,6 @@ namespace te_graph::multi_tensor {
 namespace {
 
 constexpr int kMaxUpdates = 128;  // 24 bytes each: 3 KB of the 4 KB that every driver passes as kernel arguments
-constexpr int kBlocksPerMultiprocessor = 16;
 
 // What a chunk is to undergo; the same for all threads of a block.
 template <typename W>
@@ -43,21 +42,23 @@ __device__ Destination combine(Source source, Destination destination, const Ste
 template <bool kLanes, typename Source, typename Destination, typename W, typename See>
 __device__ void accumulate_chunk(Source* __restrict__ source, Destination* __restrict__ destination, int count,
                                  const Step<W>& step, const See& see) {
-    const int vectors = is_aligned(source, destination) ? count / kVector : 0;
+    // 16 bytes of the wider one.
+    constexpr int kCount = std::min(kVector<Source>, kVector<Destination>);
+    const int vectors = is_aligned(source, destination) ? count / kCount : 0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < vectors; i += kThreads) {
-        auto* const place = reinterpret_cast<Vector<Source>*>(source) + i;
-        const Vector<Source> from = *place;
-        auto* const to = reinterpret_cast<Vector<Destination>*>(destination) + i;
-        Vector<Destination> result{};
+        auto* const place = reinterpret_cast<Vector<Source, kCount>*>(source) + i;
+        const Vector<Source, kCount> from = *place;
+        auto* const to = reinterpret_cast<Vector<Destination, kCount>*>(destination) + i;
+        Vector<Destination, kCount> result{};
         if (step.add) result = *to;
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) {
+        for (int k = 0; k < kCount; ++k) {
             result.values[k] = combine(from.values[k], result.values[k], step);
             see(k, result.values[k]);
         }
         *to = result;
-        if (step.zero_source) *place = Vector<Source>{};
+        if (step.zero_source) *place = Vector<Source, kCount>{};
     }
     const auto single = [&](int i, int k) {
         const Destination result = combine(source[i], step.add ? destination[i] : Destination{}, step);
@@ -66,15 +67,15 @@ __device__ void accumulate_chunk(Source* __restrict__ source, Destination* __res
         if (step.zero_source) source[i] = Source{};
     };
     if constexpr (kLanes) {
-        for (int first = threadIdx.x * kVector; first < count; first += kRound) {
-            if (first < vectors * kVector) continue;
+        for (int first = threadIdx.x * kCount; first < count; first += kThreads * kCount) {
+            if (first < vectors * kCount) continue;
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) {
+            for (int k = 0; k < kCount; ++k) {
                 if (first + k < count) single(first + k, k);
             }
         }
     } else {
-        for (int i = vectors * kVector + threadIdx.x; i < count; i += kThreads) single(i, 0);
+        for (int i = vectors * kCount + threadIdx.x; i < count; i += kThreads) single(i, 0);
     }
 }
 
@@ -132,17 +133,16 @@ __device__ void store_rare_pair(const Piece& piece, const Step<double>& step, bo
 template <typename Table>
 __global__ void __launch_bounds__(kThreads)
     plain_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
-    for (int64_t number = blockIdx.x; number < table.num_chunks; number += gridDim.x) {
-        const Piece piece = table.piece(number);
+    for_each_piece<false>(table, [&](const Piece& piece) {
         const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
-        if (mode == Mode::kSkip) continue;
+        if (mode == Mode::kSkip) return;
         const auto plain = [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
             const Step<PairWide<Source, Destination>> step{mode == Mode::kAdd, false, 1, false};
             accumulate_chunk<false>(source, destination, piece.count, step, [](int, Destination) {});
         };
         bool is_infinite = false;
         if (!with_common_pair(piece, plain)) store_rare_pair(piece, {false, false, 1, false}, is_infinite);
-    }
+    });
 }
 
 template <typename T>
@@ -161,8 +161,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
     bool is_infinite = false;
     int turn = 0;
-    for (int64_t number = blockIdx.x; number < table.num_chunks; number += gridDim.x, turn ^= 1) {
-        const Piece piece = table.piece(number);
+    for_each_piece<false>(table, [&](const Piece& piece) {
         const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
         const bool is_common = with_common_pair(
             piece, [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
@@ -172,7 +171,7 @@ __global__ void __launch_bounds__(kThreads)
                     return;
                 }
                 const Step<W> step{mode == Mode::kAdd, has_scale, static_cast<W>(scale), accumulation.zero_source};
-                Wide<Destination> lanes[kVector] = {};
+                Wide<Destination> lanes[kVector<Destination>] = {};
                 accumulate_chunk<true>(source, destination, piece.count, step, [&](int k, Destination element) {
                     is_infinite |= !is_finite(widen(element));
                     lanes[k] = join<Norm::kSquare>(lanes[k], term<Norm::kSquare>(element, 2));
@@ -182,13 +181,15 @@ __global__ void __launch_bounds__(kThreads)
                 }
             });
         if (!is_common) store_rare_pair(piece, {false, has_scale, scale, accumulation.zero_source}, is_infinite);
-        if (accumulation.sum_squares == nullptr) continue;
+        if (accumulation.sum_squares == nullptr || mode == Mode::kSkip) return;
         __syncthreads();
-        if (threadIdx.x >= 32 || mode == Mode::kSkip) continue;
-        const bool is_double = piece.destination_dtype == DType::kFloat64;
-        const double sum = chunk_sum<Norm::kSquare>(block, turn, is_double);
-        if (threadIdx.x == 0) add_to_block<Norm::kSquare>(block, sum);
-    }
+        if (threadIdx.x < 32) {
+            const bool is_double = piece.destination_dtype == DType::kFloat64;
+            const double sum = chunk_sum<Norm::kSquare>(block, turn, is_double);
+            if (threadIdx.x == 0) add_to_block<Norm::kSquare>(block, sum);
+        }
+        turn ^= 1;
+    });
     if (accumulation.sum_squares != nullptr) flush<Norm::kSquare>(block, accumulation.sum_squares);
     if (is_infinite && accumulation.found_inf != nullptr) *accumulation.found_inf = 1;
 }
@@ -212,12 +213,9 @@ __global__ void update_entries_kernel(Entry* table, const __grid_constant__ Upda
 cudaError_t launch_accumulate(const Work& work, const Accumulation& accumulation, cudaStream_t stream) {
     return launch_over<true>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
         if (chunks == 0) return;
-        const unsigned blocks = blocks_for(chunks, kBlocksPerMultiprocessor);
-        if (accumulation.is_plain()) {
-            plain_kernel<<<blocks, kThreads, 0, stream>>>(table, accumulation);
-        } else {
-            full_kernel<<<blocks, kThreads, 0, stream>>>(table, accumulation);
-        }
+        using Table = std::decay_t<decltype(table)>;
+        const auto kernel = accumulation.is_plain() ? plain_kernel<Table> : full_kernel<Table>;
+        kernel<<<blocks_for(kernel, chunks), kThreads, 0, stream>>>(table, accumulation);
     });
 }
 

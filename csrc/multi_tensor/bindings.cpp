@@ -11,6 +11,7 @@
 
 #include "multi_tensor/exact_sum.h"
 #include "multi_tensor/plan.h"
+#include "multi_tensor/rescale.h"
 
 namespace py = pybind11;
 
@@ -58,6 +59,11 @@ struct TensorList {
         static const Op<void, at::TensorList, const at::Tensor&, double, double, const Flag&> op(
             "te_graph::multi_tensor_clip_");
         op(tensors, total_norm, max_norm, eps, found_inf);
+    }
+    at::Tensor clip_norm(double max_norm, double p, const Flag& found_inf) const {
+        static const Op<at::Tensor, at::TensorList, double, double, const Flag&> op(
+            "te_graph::multi_tensor_clip_norm_");
+        return op(tensors, max_norm, p, found_inf);
     }
     void zero() const {
         static const Op<void, at::TensorList> op("te_graph::multi_tensor_zero_");
@@ -172,6 +178,8 @@ void bind(py::module_& m) {
         .def("__len__", [](const TensorList& list) { return list.tensors.size(); })
         .def("norm", &TensorList::norm, py::arg("p"), py::call_guard<py::gil_scoped_release>())
         .def("norm_partial", &TensorList::norm_partial, py::arg("p"), py::call_guard<py::gil_scoped_release>())
+        .def("clip_norm_", &TensorList::clip_norm, py::arg("max_norm"), py::arg("p"), py::arg("found_inf"),
+             py::call_guard<py::gil_scoped_release>())
         .def("zero_", &TensorList::zero, py::call_guard<py::gil_scoped_release>())
         .def("accumulate_", &TensorList::accumulate, py::arg("sources"), py::arg("store"), py::arg("zero_source"),
              py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"), py::call_guard<py::gil_scoped_release>())
@@ -205,7 +213,7 @@ void bind(py::module_& m) {
             [](const Plan& plan, double max_norm, double p, const Flag& found_inf) {
                 plan.check(true, false);
                 at::Tensor total_norm = plan_norm(plan, p);
-                plan_clip(plan, total_norm, max_norm, 1e-6, found_inf);
+                plan_clip(plan, total_norm, max_norm, kClipEps, found_inf);
                 return total_norm;
             },
             py::arg("max_norm"), py::arg("p"), py::arg("found_inf"))

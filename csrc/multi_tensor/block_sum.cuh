@@ -40,12 +40,12 @@ __device__ W join(W a, W b) {
 }
 
 // What the lanes of one thread come to.
-template <Norm kNorm, typename W>
-__device__ W lanes_sum(W (&lanes)[kVector]) {
+template <Norm kNorm, typename W, int kCount>
+__device__ W lanes_sum(W (&lanes)[kCount]) {
 #pragma unroll
-    for (int width = 1; width < kVector; width *= 2) {
+    for (int width = 1; width < kCount; width *= 2) {
 #pragma unroll
-        for (int k = 0; k < kVector; k += 2 * width) lanes[k] = join<kNorm>(lanes[k], lanes[k + width]);
+        for (int k = 0; k < kCount; k += 2 * width) lanes[k] = join<kNorm>(lanes[k], lanes[k + width]);
     }
     return lanes[0];
 }

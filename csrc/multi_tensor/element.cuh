@@ -10,11 +10,6 @@
 
 namespace te_graph::multi_tensor {
 
-constexpr int kThreads = 256;
-constexpr int kVector = 8;  // consecutive elements of one thread
-constexpr int kRound = kThreads * kVector;
-constexpr int kRounds = static_cast<int>(kChunkElements) / kRound;
-
 __device__ inline float widen(float value) { return value; }
 __device__ inline double widen(double value) { return value; }
 __device__ inline float widen(__half value) { return __half2float(value); }
@@ -53,9 +48,9 @@ __device__ void with_type(DType dtype, const Function& function) {
     }
 }
 
-template <typename T>
-struct alignas(sizeof(T) * kVector < 16 ? sizeof(T) * kVector : 16) Vector {
-    T values[kVector];
+template <typename T, int kCount = kVector<T>>
+struct alignas(sizeof(T) * kCount) Vector {
+    T values[kCount];
 };
 
 template <typename... T>

@@ -20,13 +20,17 @@ struct Piece {
     Mode mode;
 };
 
+// Both tables are asked in two steps, so that the first one can be taken long before the second: look(number, ...) for
+// a chunk, then piece(what it returned).
 struct DeviceTable {
     const Entry* entries;
     const Chunk* chunks;
     int64_t num_chunks;
 
-    __device__ Piece piece(int64_t number) const {
-        const Chunk chunk = chunks[number];
+    using Look = Chunk;
+    __device__ Look look(int64_t number, const Look&) const { return chunks[number]; }
+
+    __device__ Piece piece(Look chunk) const {
         const Entry entry = entries[chunk.entry];
         const int64_t begin = chunk.index * kChunkElements;
         return {entry.source,
@@ -87,13 +91,23 @@ struct InlineTable {
         return low;
     }
 
-    __device__ Piece piece(int64_t number) const {
+    struct Look {
+        uint32_t chunk, begin, end;  // number within the launch; the first and the end of its tensor's chunks
+        int entry;
+    };
+    // `last`: an earlier answer, which often has the same tensor.
+    __device__ Look look(int64_t number, const Look& last) const {
         const auto chunk = static_cast<uint32_t>(number);
+        if (last.begin <= chunk && chunk < last.end) return {chunk, last.begin, last.end, last.entry};
         const int entry = find(chunk);
-        const uint32_t end = entry + 1 < count ? first_chunks[entry + 1] : num_chunks;
+        return {chunk, first_chunks[entry], entry + 1 < count ? first_chunks[entry + 1] : num_chunks, entry};
+    }
+
+    __device__ Piece piece(const Look& look) const {
+        const auto [chunk, begin, end, entry] = look;
         return {kPairs ? sources[entry] : nullptr,
                 destinations[entry],
-                (chunk - first_chunks[entry]) * kChunkElements,
+                (chunk - begin) * kChunkElements,
                 entry,
                 chunk + 1 < end ? static_cast<int>(kChunkElements) : last_elements[entry] + 1,
                 static_cast<DType>(dtypes[entry] & 3),
@@ -109,12 +123,33 @@ constexpr int kFewInlineTensors = 120;
 static_assert(sizeof(InlineTable<kInlineTensors, false>) <= 32764 - 256);
 static_assert(sizeof(InlineTable<kInlinePairs, true>) <= 32764 - 256);
 
-// Blocks of kThreads for `chunks` chunks: all multiprocessors several times over, each block taking every n-th chunk.
-inline unsigned blocks_for(int64_t chunks, int blocks_per_multiprocessor) {
-    int device = 0, multiprocessors = 0;
+// Calls body(piece) for every n-th chunk, n being the number of blocks; from the last chunk on if reversed. Where a chunk
+// lies is read while the one before it is worked on.
+template <bool kReversed, typename Table, typename Body>
+__device__ void for_each_piece(const Table& table, const Body& body) {
+    const int64_t stride = gridDim.x, count = table.num_chunks;
+    const auto at = [=](int64_t number) { return kReversed ? count - 1 - number : number; };
+    int64_t number = blockIdx.x;
+    if (number >= count) return;
+    auto look = table.look(at(number), {});
+    Piece next = table.piece(look);
+    if (number + stride < count) look = table.look(at(number + stride), look);
+    for (; number < count; number += stride) {
+        const Piece piece = next;
+        if (number + stride < count) next = table.piece(look);
+        if (number + 2 * stride < count) look = table.look(at(number + 2 * stride), look);
+        body(piece);
+    }
+}
+
+// Blocks of kThreads for `chunks` chunks: as many as are resident at once.
+template <typename Kernel>
+unsigned blocks_for(Kernel kernel, int64_t chunks) {
+    int device = 0, multiprocessors = 0, resident = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    return static_cast<unsigned>(std::min<int64_t>(chunks, int64_t{multiprocessors} * blocks_per_multiprocessor));
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
+    return static_cast<unsigned>(std::min<int64_t>(chunks, int64_t{multiprocessors} * resident));
 }
 
 template <typename Table, typename Launch>

@@ -11,23 +11,22 @@
 namespace te_graph::multi_tensor {
 namespace {
 
-constexpr int kBlocksPerMultiprocessor = 6;
-
 // What this thread's lanes of a chunk come to.
 template <Norm kNorm, typename T>
 __device__ Wide<T> thread_sum(const T* __restrict__ elements, int count, float p) {
-    Wide<T> lanes[kVector] = {};
+    constexpr int kRound = kThreads * kVector<T>;
+    Wide<T> lanes[kVector<T>] = {};
     if (count == kChunkElements && is_aligned(elements)) {
 #pragma unroll
-        for (int round = 0; round < kRounds; ++round) {
+        for (int round = 0; round < kChunkElements / kRound; ++round) {
             const auto vector = reinterpret_cast<const Vector<T>*>(elements)[round * kThreads + threadIdx.x];
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) lanes[k] = join<kNorm>(lanes[k], term<kNorm>(vector.values[k], p));
+            for (int k = 0; k < kVector<T>; ++k) lanes[k] = join<kNorm>(lanes[k], term<kNorm>(vector.values[k], p));
         }
     } else {
-        for (int first = threadIdx.x * kVector; first < count; first += kRound) {
+        for (int first = threadIdx.x * kVector<T>; first < count; first += kRound) {
 #pragma unroll
-            for (int k = 0; k < kVector; ++k) {
+            for (int k = 0; k < kVector<T>; ++k) {
                 if (first + k < count) lanes[k] = join<kNorm>(lanes[k], term<kNorm>(elements[first + k], p));
             }
         }
@@ -58,8 +57,7 @@ __global__ void __launch_bounds__(kThreads)
     __shared__ bool is_last_block;
     clear(block);
     int turn = 0;
-    for (int64_t number = blockIdx.x; number < table.num_chunks; number += gridDim.x, turn ^= 1) {
-        const Piece piece = table.piece(number);
+    for_each_piece<false>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             const auto* const elements = static_cast<const T*>(piece.destination) + piece.begin;
             const auto p = static_cast<float>(arguments.p);
@@ -67,15 +65,16 @@ __global__ void __launch_bounds__(kThreads)
         });
         // One barrier per chunk: until all are here again, the other half of `sums` is written.
         __syncthreads();
-        if (threadIdx.x >= 32) continue;
-        const double sum = chunk_sum<kNorm>(block, turn, piece.destination_dtype == DType::kFloat64);
-        if (threadIdx.x != 0) continue;
-        if (arguments.per_entry) {
-            add_to_global<kNorm>(arguments.state + (first_entry + piece.entry) * kStateWords, sum);
-        } else {
-            add_to_block<kNorm>(block, sum);
+        if (threadIdx.x < 32) {
+            const double sum = chunk_sum<kNorm>(block, turn, piece.destination_dtype == DType::kFloat64);
+            if (threadIdx.x == 0 && arguments.per_entry) {
+                add_to_global<kNorm>(arguments.state + (first_entry + piece.entry) * kStateWords, sum);
+            } else if (threadIdx.x == 0) {
+                add_to_block<kNorm>(block, sum);
+            }
         }
-    }
+        turn ^= 1;
+    });
     if (arguments.per_entry) return;
 
     flush<kNorm>(block, arguments.state);
@@ -111,9 +110,10 @@ template <Norm kNorm>
 cudaError_t launch(const Work& work, NormArguments arguments, cudaStream_t stream) {
     return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
         arguments.is_last = is_last;
+        const auto kernel = norm_kernel<kNorm, std::decay_t<decltype(table)>>;
         // A list without elements has a norm, too.
-        const unsigned blocks = std::max(1u, blocks_for(chunks, kBlocksPerMultiprocessor));
-        norm_kernel<kNorm><<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
+        const unsigned blocks = std::max(1u, blocks_for(kernel, chunks));
+        kernel<<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
     });
 }
 

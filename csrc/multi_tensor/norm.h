@@ -3,9 +3,9 @@
 //   p = 2, 1, other p > 0: (sum |x|^p)^(1/p)     p = inf: max |x|     p = 0: number of elements that are not zero
 //
 // Arithmetic: the sum of a chunk is taken in fp32 (fp64 for fp64 tensors) in one fixed order, and the chunks' sums are
-// added exactly (exact_sum.h). The order within a chunk: of its elements, number i goes to lane i % 2048, where elements
-// are added in turn; then lanes 8 t .. 8 t + 7 of each t in pairs; then pairs of t at distance 16, 8, 4, 2, 1 within 32;
-// then of those eight at distance 4, 2, 1. NaN and infinity propagate in every norm but p = 0.
+// added exactly (exact_sum.h). The order within a chunk, with V = 8, 4 or 2 elements of 2, 4 or 8 bytes: element i goes
+// to lane i % (256 V), where elements are added in turn; then the V lanes of each t = lane / V in pairs of neighbours;
+// then pairs of t at distance 16, 8, 4, 2, 1 within 32; then of those eight at distance 4, 2, 1. NaN and infinity propagate in every norm but p = 0.
 #pragma once
 
 #include <cmath>
@@ -38,9 +38,6 @@ TE_GRAPH_HOST_DEVICE inline double norm_value(uint64_t* state, Norm norm, double
     if (norm == Norm::kSquare) return sqrt(sum);
     return norm == Norm::kPower ? pow(sum, 1 / p) : sum;
 }
-
-// Lanes of a chunk, whose sums are taken first.
-constexpr int kLanes = 2048;
 
 // Where a norm goes: `out` is [1], fp32 or fp64, or nullptr to leave it in the state.
 struct NormResult {

@@ -14,6 +14,7 @@ constexpr const char* kNorm = "multi_tensor_norm";
 constexpr const char* kFinish = "multi_tensor_norm_finish";
 constexpr const char* kNorms = "multi_tensor_norms";
 constexpr const char* kClip = "multi_tensor_clip_";
+constexpr const char* kClipNorm = "multi_tensor_clip_norm_";
 constexpr const char* kScale = "multi_tensor_scale_";
 constexpr const char* kZero = "multi_tensor_zero_";
 constexpr const char* kCopy = "multi_tensor_copy_";
@@ -86,6 +87,20 @@ void clip(at::TensorList tensors,
     run_rescale(entries.device(), entries.work(),
                 clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device()));
     entries.finish();
+}
+
+at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
+                     const std::optional<at::Tensor>& found_inf)  // [] or [1]
+{
+    check_p(kClipNorm, p);
+    TensorEntries entries(kClipNorm, tensors, true);
+    const at::Tensor state = new_state(entries.device());
+    const at::Tensor out = at::empty({}, state.options().dtype(norm_dtype(entries.has_double())));
+    const Rescaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
+    run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
+    run_rescale(entries.device(), entries.work(), clip);
+    entries.finish();
+    return out;
 }
 
 void scale_by(at::TensorList tensors,
@@ -165,6 +180,9 @@ at::Tensor norm_partial_meta(at::TensorList tensors, double) {
 at::Tensor norm_finish_meta(const at::Tensor& partial, double, at::ScalarType dtype) {
     return at::empty({}, partial.options().dtype(dtype));
 }
+at::Tensor clip_norm_meta(at::TensorList tensors, double, double p, const std::optional<at::Tensor>&) {
+    return norm_meta(tensors, p);
+}
 at::Tensor norms_meta(at::TensorList tensors, double p) {
     return at::empty({static_cast<int64_t>(tensors.size())}, norm_meta(tensors, p).options());
 }
@@ -175,6 +193,7 @@ void implement(torch::Library& m) {
     m.impl("multi_tensor_norm_finish", norm_finish);
     m.impl("multi_tensor_norms", norms);
     m.impl("multi_tensor_clip_", clip);
+    m.impl("multi_tensor_clip_norm_", clip_norm);
     m.impl("multi_tensor_scale_", scale_by);
     m.impl("multi_tensor_scale_.Scalar", scale_by_number);
     m.impl("multi_tensor_zero_", zero);
@@ -194,6 +213,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl("multi_tensor_norm_partial", norm_partial_meta);
     m.impl("multi_tensor_norm_finish", norm_finish_meta);
     m.impl("multi_tensor_norms", norms_meta);
+    m.impl("multi_tensor_clip_norm_", clip_norm_meta);
     m.impl("multi_tensor_clip_",
            [](at::TensorList, const at::Tensor&, double, double, const std::optional<at::Tensor>&) {});
     m.impl("multi_tensor_scale_", [](at::TensorList, const at::Tensor&, const std::optional<at::Tensor>&) {});
@@ -210,8 +230,8 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
     for (const char* name :
          {"multi_tensor_norm", "multi_tensor_norm_partial", "multi_tensor_norm_finish", "multi_tensor_norms",
-          "multi_tensor_clip_", "multi_tensor_scale_", "multi_tensor_scale_.Scalar", "multi_tensor_zero_",
-          "multi_tensor_copy_", "multi_tensor_accumulate_"}) {
+          "multi_tensor_clip_", "multi_tensor_clip_norm_", "multi_tensor_scale_", "multi_tensor_scale_.Scalar",
+          "multi_tensor_zero_", "multi_tensor_copy_", "multi_tensor_accumulate_"}) {
         m.impl(name, torch::autograd::autogradNotImplementedFallback());
     }
 }

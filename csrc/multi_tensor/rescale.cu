@@ -1,6 +1,5 @@
 // Grid: blocks of 256 threads, each taking every n-th chunk from the last one on: what the norm read last is still in
-// the cache. Each thread handles 8 consecutive elements at a time with 16-byte accesses; where an address is not 16-byte
-// aligned, single elements.
+// the cache. Threads access 16 bytes at a time; where an address is not a multiple of 16, single elements.
 // Bytes per element: one read and one write; zero: one write; factor 1: none.
 // Determinism: every element has one writer and one product.
 #include "multi_tensor/factor.h"
@@ -10,8 +9,6 @@
 namespace te_graph::multi_tensor {
 namespace {
 
-constexpr int kBlocksPerMultiprocessor = 16;
-
 template <typename T>
 __device__ void rescale_chunk(T* __restrict__ elements, int count, Wide<T> factor, bool& is_infinite) {
     const auto product = [&](T element) {
@@ -19,16 +16,16 @@ __device__ void rescale_chunk(T* __restrict__ elements, int count, Wide<T> facto
         is_infinite |= !is_finite(widen(result));
         return result;
     };
-    const int vectors = is_aligned(elements) ? count / kVector : 0;
+    const int vectors = is_aligned(elements) ? count / kVector<T> : 0;
 #pragma unroll 4
     for (int i = threadIdx.x; i < vectors; i += kThreads) {
         auto* const place = reinterpret_cast<Vector<T>*>(elements) + i;
         Vector<T> vector = *place;
 #pragma unroll
-        for (int k = 0; k < kVector; ++k) vector.values[k] = product(vector.values[k]);
+        for (int k = 0; k < kVector<T>; ++k) vector.values[k] = product(vector.values[k]);
         *place = vector;
     }
-    for (int i = vectors * kVector + threadIdx.x; i < count; i += kThreads) elements[i] = product(elements[i]);
+    for (int i = vectors * kVector<T> + threadIdx.x; i < count; i += kThreads) elements[i] = product(elements[i]);
 }
 
 template <typename Table>
@@ -42,13 +39,12 @@ __global__ void __launch_bounds__(kThreads)
     const double factor = factor_of(rescaling);
     if (factor == 1 && (rescaling.is_clip || rescaling.found_inf == nullptr)) return;
     bool is_infinite = false;
-    for (int64_t number = table.num_chunks - 1 - blockIdx.x; number >= 0; number -= gridDim.x) {
-        const Piece piece = table.piece(number);
+    for_each_piece<true>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             rescale_chunk(static_cast<T*>(piece.destination) + piece.begin, piece.count, static_cast<Wide<T>>(factor),
                           is_infinite);
         });
-    }
+    });
     if (is_infinite && !rescaling.is_clip && rescaling.found_inf != nullptr) *rescaling.found_inf = 1;
 }
 
@@ -60,29 +56,28 @@ __device__ void zero_bytes(char* memory, int64_t bytes) {
 
 template <typename Table>
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Table table) {
-    for (int64_t number = blockIdx.x; number < table.num_chunks; number += gridDim.x) {
-        const Piece piece = table.piece(number);
+    for_each_piece<false>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             zero_bytes(reinterpret_cast<char*>(static_cast<T*>(piece.destination) + piece.begin),
                        piece.count * static_cast<int64_t>(sizeof(T)));
         });
-    }
+    });
 }
 
 }  // namespace
 
 cudaError_t launch_rescale(const Work& work, const Rescaling& rescaling, cudaStream_t stream) {
     return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
+        const auto kernel = rescale_kernel<std::decay_t<decltype(table)>>;
         // found_inf is set even where there is nothing to clip.
-        const unsigned blocks = std::max(1u, blocks_for(chunks, kBlocksPerMultiprocessor));
-        rescale_kernel<<<blocks, kThreads, 0, stream>>>(table, rescaling);
+        kernel<<<std::max(1u, blocks_for(kernel, chunks)), kThreads, 0, stream>>>(table, rescaling);
     });
 }
 
 cudaError_t launch_zero(const Work& work, cudaStream_t stream) {
     return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
-        if (chunks == 0) return;
-        zero_kernel<<<blocks_for(chunks, kBlocksPerMultiprocessor), kThreads, 0, stream>>>(table);
+        const auto kernel = zero_kernel<std::decay_t<decltype(table)>>;
+        if (chunks > 0) kernel<<<blocks_for(kernel, chunks), kThreads, 0, stream>>>(table);
     });
 }
 

@@ -19,6 +19,9 @@ struct Scalar {
     double value = 1;
 };
 
+// What torch adds to a norm before it divides by it.
+constexpr double kClipEps = 1e-6;
+
 struct Rescaling {
     Scalar scale;  // the factor; of a clip, the total norm
     bool is_clip = false;

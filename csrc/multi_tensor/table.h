@@ -42,6 +42,11 @@ struct Chunk {
 // reading the entry is below 1 % of the bytes moved.
 constexpr int64_t kChunkElements = 8192;
 
+// Threads of a block, and how many consecutive elements of 2, 4 or 8 bytes each of them takes at a time: 16 bytes.
+constexpr int kThreads = 256;
+template <typename T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
 constexpr int64_t chunks_of(int64_t numel) { return (numel + kChunkElements - 1) / kChunkElements; }
 
 // Splits tensors of the given sizes into chunks, in order. Empty tensors get none.
