@@ -64,6 +64,7 @@ test-gpu: $(BUILT) tools
 bench: $(BUILT)
 	$(PY) benchmarks/bench_graphed.py $(ARGS)
 	$(PY) benchmarks/bench_graphed_sweep.py $(ARGS)
+	$(PY) benchmarks/bench_multi_tensor.py $(ARGS)
 
 format: $(BUILT) lint-tools
 	clang-format -i $(CXX_FILES)

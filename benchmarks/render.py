@@ -25,6 +25,16 @@ END = "<!-- /results -->"
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 SWEEP = "graphed_sweep"
 LEFT_OUT = ("te_graph_unchained",)  # of the table, which is to stay narrow
+SHOWN = (  # rows of the table of multi-tensor ops: list and operation
+    ("gpt3-1.3b-bf16", "norm"),
+    ("gpt3-1.3b-bf16", "clip_none"),
+    ("gpt3-1.3b-bf16", "clip"),
+    ("gpt3-1.3b-bf16", "add"),
+    ("gpt3-1.3b-fp32", "clip"),
+    ("llama3-8b-bf16", "clip_none"),
+    ("2000x1024", "clip_none"),
+    ("20000x100", "clip_none"),
+)
 
 
 def graphed_table(record: dict[str, Any]) -> list[str]:
@@ -66,7 +76,24 @@ def sweep_plot(record: dict[str, Any]) -> list[str]:
     ]
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"graphed": graphed_table, SWEEP: sweep_plot}
+def multi_tensor_table(record: dict[str, Any]) -> list[str]:
+    """Lines of Markdown for multi_tensor.json: a row for each pair of SHOWN, a column for each variant."""
+    lines = [
+        "Norm, clip and accumulate over lists of gradients: device µs / host µs of a call.",
+        "",
+        f"| | {' | '.join(record['variants'].values())} | bytes |",
+        f"|---|{'---|' * (len(record['variants']) + 1)}",
+        *(_multi_tensor_row(record, name, op) for name, op in SHOWN if name in record["lists"]),
+    ]
+    remarks = [_bandwidth(record), _counted(record), _hp_functions(record), _missed(record), _not_measured(record)]
+    return [*lines, "", " ".join(filter(None, [*remarks, _origin(record)]))]
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "graphed": graphed_table,
+    SWEEP: sweep_plot,
+    "multi_tensor": multi_tensor_table,
+}
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -130,6 +157,67 @@ def _split(record: dict[str, Any]) -> str:
         f"Host µs of te_graph: forward {forward}, backward {backward}; of these the bare launches of its graphs take "
         f"{bare}, and autograd, for a `backward()` through one view, {engine}."
     )
+
+
+def _multi_tensor_row(record: dict[str, Any], name: str, op: str) -> str:
+    """A cell is empty where the library has no such operation."""
+    rows = {row["variant"]: row for row in record["rows"] if (row["list"], row["op"]) == (name, op)}
+    failures = [failure for failure in record["failures"] if failure["list"] == name]
+    failed = {failure.get("variant", "all") for failure in failures if failure.get("op", op) == op}
+
+    def cell(variant: str) -> str:
+        if variant in rows:
+            return _times(rows[variant])
+        return "failed" if failed & {variant, "all"} else ""
+
+    floor = next((_number(row["floor_us"]) for row in rows.values() if row["floor_us"] is not None), "")
+    cells = [f"{record['lists'][name]}: {record['ops'][op]}", *map(cell, record["variants"]), floor]
+    return f"| {' | '.join(cells)} |"
+
+
+def _times(row: dict[str, Any]) -> str:
+    return f"{_number(row['device_us'])} / {_number(row['host_us'])}"
+
+
+def _bandwidth(record: dict[str, Any]) -> str:
+    """What the column of bytes is; empty where no bandwidth was measured."""
+    rates = record["bandwidth_tb_per_s"]
+    if not rates:
+        return ""
+    return f"Bytes: what must move, at this run's {rates['read']:.2f} (read) and {rates['copy']:.2f} TB/s (copy)."
+
+
+def _counted(record: dict[str, Any]) -> str:
+    """Launches of a call over the rows shown; empty where nothing was counted."""
+    counts = []
+    for variant, label in record["variants"].items():
+        rows = [row for row in record["rows"] if row["variant"] == variant and (row["list"], row["op"]) in SHOWN]
+        launches = [row["launches"]["outside_graphs"] + row["launches"]["graphs"] for row in rows if row["launches"]]
+        if launches:
+            counts.append(f"{label} {_range(launches, '{:.0f}'.format)}")
+    return f"Launches in these rows: {', '.join(counts)}." if counts else ""
+
+
+def _hp_functions(record: dict[str, Any]) -> str:
+    """Times of the three functions of mixed precision in a row, on each list where they were measured."""
+    parts = []
+    for name, label in record["lists"].items():
+        rows = {row["variant"]: row for row in record["hp_rows"] if (row["list"], row["op"]) == (name, "all")}
+        times = [f"{title} {_times(rows[key])}" for key, title in record["hp_variants"].items() if key in rows]
+        if times:
+            parts.append(f"{label}: {', '.join(times)}")
+    names = "`update_hp_grads`, `get_global_norm_of_tensors`, `clip_tensors_by_global_norm` in a row"
+    return f"{names}, {'; '.join(parts)}." if parts else ""
+
+
+def _missed(record: dict[str, Any]) -> str:
+    """The targets that were missed, with what was reached."""
+    missed = [
+        f"{target['what']} {target['got']:g} ({target['bound']} {target['limit']:g})"
+        for target in record["targets"]
+        if target["is_met"] is False
+    ]
+    return f"Targets missed: {'; '.join(missed)}." if missed else ""
 
 
 def _not_measured(record: dict[str, Any]) -> str:

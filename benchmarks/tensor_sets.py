@@ -55,7 +55,7 @@ LISTS = {
     "llama3-8b-bf16": TensorSet("Llama-3 8B, bf16", BF16, _LLAMA),
     "2000x1024": TensorSet("2000 x 1024, bf16", BF16, ((1024,),) * 2000),
     "20000x100": TensorSet("20000 x 100, bf16", BF16, ((100,),) * 20000),
-    "one-4gb": TensorSet("one tensor of 4 GiB, bf16", BF16, ((2**31,),)),
+    "one-4gb": TensorSet("one tensor of 4 GiB, fp32", FP32, ((2**30,),)),
 }
 
 _SMALL_GPT = tuple(gpt_shapes(layers=2, hidden=64, vocabulary=500, positions=64))
@@ -67,5 +67,5 @@ SMALL_LISTS = {
     "llama3-8b-bf16": TensorSet("Llama of h 64, bf16", BF16, _SMALL_LLAMA),
     "2000x1024": TensorSet("50 x 1024, bf16", BF16, ((1024,),) * 50),
     "20000x100": TensorSet("100 x 100, bf16", BF16, ((100,),) * 100),
-    "one-4gb": TensorSet("one tensor of 1 MiB, bf16", BF16, ((2**19,),)),
+    "one-4gb": TensorSet("one tensor of 1 MiB, fp32", FP32, ((2**18,),)),
 }

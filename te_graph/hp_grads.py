@@ -92,7 +92,9 @@ def update_hp_grads(
         raise ValueError(f"update_hp_grads: expected as many hp_grads as lp_params, {len(params)}, got {len(hps)}")
     pairs: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     unused: dict[torch.device, list[Tensor]] = {}
-    for parameter, hp in zip(params, hps, strict=True):
+    for number, (parameter, hp) in enumerate(zip(params, hps, strict=True)):
+        if not isinstance(hp, Tensor):
+            raise TypeError(f"update_hp_grads: expected hp_grads[{number}] to be a tensor, got {type(hp).__name__}")
         lp, hp = _local(parameter.grad), _local(hp)
         if lp is not None:
             destinations, sources = pairs.setdefault(hp.device, ([], []))

@@ -130,6 +130,13 @@ def _reduced(partial: Tensor, groups: Sequence[ProcessGroup], p: float) -> Tenso
 
 def _device_for(groups: Sequence[ProcessGroup], tensors: Sequence[Tensor]) -> torch.device:
     if groups:
-        types = [device.type for device in groups[0]._device_types]
-        return torch.device("cuda", torch.cuda.current_device()) if "cuda" in types else torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if _uses_nccl(groups[0]) else torch.device("cpu")
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _uses_nccl(group: ProcessGroup) -> bool:
+    """Whether ranks of the group have their tensors on GPUs: gloo, too, names CUDA among its devices."""
+    try:
+        return "nccl" in group._get_backend(torch.device("cuda")).name().lower()
+    except RuntimeError:
+        return False

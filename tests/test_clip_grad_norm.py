@@ -127,6 +127,7 @@ def test_a_maximum_of_zero_or_infinity_means_what_it_says(max_norm, device):
         assert all_same_bits(gradients_of(parameters), gradients)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_that_carry_a_graph_of_their_own_are_clipped(device):
     parameter = nn.Parameter(torch.full((3,), 2.0, device=device))
     parameter.pow(3).sum().backward(create_graph=True)
@@ -134,6 +135,28 @@ def test_gradients_that_carry_a_graph_of_their_own_are_clipped(device):
     assert not norm.requires_grad and norm.item() == pytest.approx(12 * math.sqrt(3))
     assert parameter.grad.norm().item() == pytest.approx(1.0)
     parameter.grad = None
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_gradients_have_a_2_norm(dtype, device):
+    gradients = [torch.randn(size, dtype=dtype, device=device) for size in (5, CHUNK + 1)]
+    ours, theirs = parameters_of(gradients), parameters_of(gradients)
+    norm, expected = tg.clip_grad_norm_(ours, 1.0), torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    torch.testing.assert_close(norm, expected.to(norm.dtype))
+    for mine, other in zip(gradients_of(ours), gradients_of(theirs), strict=True):
+        torch.testing.assert_close(mine, other)
+    with pytest.raises(TypeError):
+        tg.get_total_norm(gradients, 1.0)
+
+
+@pytest.mark.parametrize("total", [torch.tensor(8.0), torch.tensor(8.0, dtype=torch.bfloat16), torch.tensor([8.0])])
+def test_a_norm_from_elsewhere_may_have_any_dtype_and_lie_on_the_cpu(total, device):
+    gradients = random_list(SIZES, MIXED, device)
+    parameters, before = parameters_of(gradients), total.clone()
+    tg.clip_grads_with_norm_(parameters, 2.0, total)
+    factor = (2.0 / (total.float() + 1e-6)).view(())
+    assert all_same_bits(gradients_of(parameters), [product(gradient, factor) for gradient in gradients])
+    assert same_bits(total, before)
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)

@@ -102,11 +102,11 @@ def test_no_gradient_at_all_stores_zeros_or_adds_nothing(device):
 @pytest.mark.parametrize("store", [False, True])
 def test_the_squares_of_what_was_written_give_its_norm(store, device):
     parameters, high = low_parameters(device, torch.bfloat16), high_gradients(device)
-    state = torch.zeros_like(ops.multi_tensor_norm_partial(high))
+    state = tg.new_sum_squares(device)
     with no_sync(device):
         tg.update_hp_grads(parameters, high, store=store, sum_squares=state)
+        norm = tg.norm_of_sum_squares(state)
     written = [t for i, t in enumerate(high) if i not in WITHOUT]
-    norm = ops.multi_tensor_norm_finish(state, 2.0, torch.float32)
     assert same_bits(norm, ops.multi_tensor_norm(written))
     if store:  # what had no gradient is zero
         assert same_bits(norm, tg.get_global_norm_of_tensors(high))
@@ -119,7 +119,7 @@ def test_found_inf_tells_of_what_is_not_finite_and_noop_gates_all_writes(store, 
     before, gradients = copies(high), [p.grad for p in parameters]
     kept = [None if g is None else g.clone() for g in gradients]
     flags = {"found_inf": torch.zeros(1, device=device), "noop": torch.ones(1, device=device)}
-    state = torch.zeros_like(ops.multi_tensor_norm_partial(high))
+    state = tg.new_sum_squares(device)
     with no_sync(device):
         tg.update_hp_grads(parameters, high, store=store, sum_squares=state, **flags)
     assert all_same_bits(high, before) and not state.any() and flags["found_inf"].item() == 0
@@ -130,7 +130,7 @@ def test_found_inf_tells_of_what_is_not_finite_and_noop_gates_all_writes(store, 
     with no_sync(device):
         tg.update_hp_grads(parameters, high, store=store, sum_squares=state, **flags)
     assert all_same_bits(high, expected) and flags["found_inf"].item() == 1
-    assert ops.multi_tensor_norm_finish(state, 2.0, torch.float32).item() == math.inf
+    assert tg.norm_of_sum_squares(state).item() == math.inf
     assert_zeroed(parameters, gradients)
 
 

@@ -33,6 +33,7 @@ ON_A_LIST: dict[str, Callable[[list[Tensor], str], object]] = {
     "multi_tensor_norms": lambda tensors, device: ops.multi_tensor_norms(tensors),
     "multi_tensor_norm_partial": lambda tensors, device: ops.multi_tensor_norm_partial(tensors),
     "multi_tensor_clip_": lambda tensors, device: ops.multi_tensor_clip_(tensors, number(9.0, device), 1.0),
+    "multi_tensor_clip_norm_": lambda tensors, device: ops.multi_tensor_clip_norm_(tensors, 1.0),
     "multi_tensor_scale_": lambda tensors, device: ops.multi_tensor_scale_(tensors, number(2.0, device)),
     "multi_tensor_zero_": lambda tensors, device: ops.multi_tensor_zero_(tensors),
     "multi_tensor_copy_": lambda tensors, device: ops.multi_tensor_copy_(tensors, numbers(device)),
@@ -131,6 +132,11 @@ ARGUMENTS: dict[str, Case] = {
         ValueError,
         "multi_tensor_clip_: expected max_norm .*got nan",
     ),
+    "max_norm of norm and clip that is negative": (
+        lambda a, b, d: ops.multi_tensor_clip_norm_(a, -1.0),
+        ValueError,
+        "multi_tensor_clip_norm_: expected max_norm .*got -1",
+    ),
     "found_inf of clip in fp64": (
         lambda a, b, d: ops.multi_tensor_clip_(a, number(9.0, d), 1.0, found_inf=torch.zeros(1, device=d).double()),
         TypeError,
@@ -191,8 +197,8 @@ ARGUMENTS: dict[str, Case] = {
         TypeError,
         "multi_tensor_accumulate_: expected found_inf .*got",
     ),
-    "noop of shape [1, 1]": (
-        lambda a, b, d: ops.multi_tensor_accumulate_(a, b, noop=torch.zeros(1, 1, device=d)),
+    "noop of shape [2]": (
+        lambda a, b, d: ops.multi_tensor_accumulate_(a, b, noop=torch.zeros(2, device=d)),
         ValueError,
         "multi_tensor_accumulate_: expected noop .*got",
     ),
@@ -243,6 +249,7 @@ def test_powers_below_zero_and_nan_are_refused(p, device):
         "multi_tensor_norm": lambda: ops.multi_tensor_norm(tensors, p),
         "multi_tensor_norms": lambda: ops.multi_tensor_norms(tensors, p),
         "multi_tensor_norm_partial": lambda: ops.multi_tensor_norm_partial(tensors, p),
+        "multi_tensor_clip_norm_": lambda: ops.multi_tensor_clip_norm_(tensors, 1.0, p),
         "multi_tensor_norm_finish": lambda: ops.multi_tensor_norm_finish(state, p, torch.float32),
     }.items():
         with pytest.raises(ValueError, match=f"^{name}: expected p .*got"):
@@ -252,6 +259,8 @@ def test_powers_below_zero_and_nan_are_refused(p, device):
             call(p)
     with pytest.raises(ValueError, match=r"expected .*got"):
         tg.get_total_norm(tensors, p)
+    with pytest.raises(ValueError, match=r"expected .*got"):
+        tg.clip_grad_norm_([parameter(tensors[0], device)], 1.0, p)
 
 
 # Gradients of parameters, through the functions.

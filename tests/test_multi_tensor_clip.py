@@ -54,6 +54,29 @@ def test_gradients_get_the_bits_of_the_reference(dtypes, ratio, device):
     fences.assert_intact()
 
 
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, INF])
+@pytest.mark.parametrize("ratio", [0.3, 1.5])
+def test_norm_and_clip_in_one_op_are_norm_and_clip(ratio, p, device):
+    tensors = random_list(SIZES, [torch.float32, torch.bfloat16, torch.float16], device)
+    total = ops.multi_tensor_norm(tensors, p)
+    expected = clipped(tensors, total, ratio * total.item())
+    with no_sync(device):
+        norm = ops.multi_tensor_clip_norm_(tensors, ratio * total.item(), p)
+    assert same_bits(norm, total) and all_same_bits(tensors, expected)
+
+
+@pytest.mark.parametrize(("value", "flag"), [(1.0, 0.0), (1.0, 1.0), (NAN, 0.0), (INF, 0.0)])
+def test_found_inf_gates_norm_and_clip_in_one_op_but_not_the_norm(value, flag, device):
+    tensors, found_inf = random_list(SIZES, [torch.float32], device), torch.tensor(flag, device=device)
+    tensors[3][5] = value
+    total = ops.multi_tensor_norm(tensors)
+    is_clipped = flag == 0 and math.isfinite(value)
+    expected = clipped(tensors, total, 1.0) if is_clipped else copies(tensors)
+    norm = ops.multi_tensor_clip_norm_(tensors, 1.0, found_inf=found_inf)
+    assert same_bits(norm, total) and all_same_bits(tensors, expected)
+    assert bool(found_inf) is not is_clipped
+
+
 def test_clipped_gradients_have_the_norm_asked_for(device):
     tensors = random_list(SIZES, [torch.float32], device)
     ops.multi_tensor_clip_(tensors, ops.multi_tensor_norm(tensors), 2.0)

@@ -25,9 +25,9 @@ def gradients(device: str) -> list[Tensor]:
 
 
 def sources_for(tensors: list[Tensor]) -> list[Tensor]:
-    """bf16 for fp32 tensors [...], the same dtype for the others."""
+    """Laid out like ``tensors`` [...]: bf16 for fp32 ones, the same dtype for the others."""
     own = [torch.bfloat16 if t.dtype == torch.float32 else t.dtype for t in tensors]
-    return [torch.randn(t.shape, device=t.device).to(dtype) for t, dtype in zip(tensors, own, strict=True)]
+    return [torch.randn_like(t).to(dtype) for t, dtype in zip(tensors, own, strict=True)]
 
 
 @pytest.mark.parametrize("p", POWERS)
@@ -51,7 +51,6 @@ MUTATIONS: dict[str, tuple[Callable[[MultiTensorPlan, Tensor], None], Callable[[
     "clip, flag up": (lambda plan, x: plan.clip_(x, 2.0, found_inf=torch.ones_like(x)), lambda tensors, x: None),
     "nothing to clip": (lambda plan, x: plan.clip_(x, 9.0), lambda tensors, x: None),
     "scale": (lambda plan, x: plan.scale_(x), lambda tensors, x: ops.multi_tensor_scale_(tensors, x)),
-    "scale by a number": (lambda plan, x: plan.scale_(0.3), lambda tensors, x: ops.multi_tensor_scale_(tensors, 0.3)),
     "zero": (lambda plan, x: plan.zero_(), lambda tensors, x: ops.multi_tensor_zero_(tensors)),
 }
 
@@ -134,7 +133,7 @@ def test_results_keep_their_values_when_the_plan_is_used_again(device):
     plan = MultiTensorPlan(tensors)
     first = plan.norm()
     value = first.clone()
-    plan.scale_(3.0)
+    plan.scale_(torch.tensor(3.0, device=device))
     second = plan.clip_norm_(1.0)
     plan.norm()
     assert same_bits(first, value) and second.item() == pytest.approx(3 * value.item(), rel=1e-2)
@@ -215,9 +214,9 @@ def test_an_update_that_does_not_fit_is_refused_and_the_plan_stays_as_it_was(wha
         others[2] = others[2][:-1].clone()
     elif what == "dtype":
         others[0] = others[0].double()
-    sources = sources_for(others) if what == "sources" else None
+    arguments = [others, sources_for(others)] if what == "sources" else [others]
     with pytest.raises((TypeError, ValueError), match="expected"):
-        plan.update(others, sources)
+        plan.update(*arguments)
     assert same_bits(plan.norm(), ops.multi_tensor_norm(tensors))
 
 
@@ -264,10 +263,40 @@ def test_plans_of_any_length(count, device):
 
 def test_a_plan_of_empty_tensors_has_nothing_to_do(device):
     tensors = [torch.empty(0, device=device), torch.empty(3, 0, device=device)]
-    plan = MultiTensorPlan(tensors, [torch.empty_like(tensor) for tensor in tensors])
+    sources = copies(tensors)
+    plan = MultiTensorPlan(tensors, sources)
     assert plan.norm().item() == plan.clip_norm_(1.0).item() == 0
     plan.zero_()
     plan.accumulate_(zero_source=True)
+
+
+@pytest.mark.parametrize("case", ["no tensor", "gaps", "overlap", "layout", "number", "size", "integers"])
+def test_lists_that_a_plan_cannot_hold_are_refused(case, device):
+    tensors, sources = [torch.randn(4, 5, device=device) for _ in range(2)], []
+    if case == "no tensor":
+        tensors = []
+    elif case == "gaps":
+        tensors[1] = torch.randn(4, 10, device=device)[:, ::2]
+    elif case == "overlap":
+        tensors[1] = torch.randn(5, device=device).expand(4, 5)
+    elif case == "layout":
+        sources = [tensors[0].clone(), torch.randn(5, 4, device=device).t()]
+    elif case == "number":
+        sources = [tensors[0].clone()]
+    elif case == "size":
+        sources = [tensors[0].clone(), torch.randn(4, 6, device=device)]
+    else:
+        tensors[1] = torch.ones(4, 5, device=device, dtype=torch.int64)
+    with pytest.raises(TypeError if case == "integers" else ValueError, match=r"^MultiTensorPlan: expected"):
+        MultiTensorPlan(tensors, sources)
+
+
+def test_an_update_inside_a_capture_is_refused(device):
+    tensors = gradients(device)
+    plan, others = MultiTensorPlan(tensors), gradients(device)
+    steps = iter((plan.norm, lambda: plan.update(others)))  # a first run, and the one that is captured
+    with pytest.raises(RuntimeError, match="expected update"):
+        capture(lambda: next(steps)(), device)
 
 
 def test_a_plan_writes_no_tensor_twice(device):
@@ -279,7 +308,8 @@ def test_a_plan_writes_no_tensor_twice(device):
 def test_methods_of_a_plan_count_as_writes_for_autograd(device):
     tensor, source = torch.randn(10, device=device), torch.randn(10, device=device)
     plan = MultiTensorPlan([tensor], [source])
-    for write in (lambda: plan.scale_(2.0), plan.accumulate_, plan.copy_, lambda: plan.clip_norm_(1e-3), plan.zero_):
+    scale = torch.tensor(2.0, device=device)
+    for write in (lambda: plan.scale_(scale), plan.accumulate_, plan.copy_, lambda: plan.clip_norm_(1e-3), plan.zero_):
         version = tensor._version
         write()
         assert tensor._version > version

@@ -1,6 +1,6 @@
-"""Every op of torch.ops.te_graph: schema, opcheck, bad input, and results against torch.
+"""The op that a captured backward ends with: results against torch, and bad input.
 
-The reference of multi_tensor_accumulate_table_ is ``accumulated``: the sum in fp32 (fp64 for fp64), rounded once.
+Its reference is ``accumulated``: the sum in fp32 (fp64 for fp64), rounded once.
 """
 
 import re
@@ -92,45 +92,6 @@ def mixed_problem(device: str) -> Problem:
 
 def small_problem(device: str) -> Problem:
     return Problem(device, [(torch.float32, torch.float32, STORE, 10), (torch.bfloat16, torch.float32, ADD, 9000)])
-
-
-@dataclass
-class Op:
-    """What is promised of an op: its schema, its tags, and an object with `arguments` for opcheck."""
-
-    schema: str
-    tags: set[torch.Tag]
-    sample: Callable[[str], Problem]
-
-
-OPS = {
-    "multi_tensor_accumulate_table_": Op(
-        "te_graph::multi_tensor_accumulate_table_(Tensor(a!) table, Tensor chunks) -> ()",
-        {torch.Tag.pt2_compliant_tag},
-        small_problem,
-    ),
-}
-
-
-def overload(name: str) -> torch._ops.OpOverload:
-    return getattr(torch.ops.te_graph, name).default
-
-
-def test_exactly_the_ops_listed_here_are_registered_with_these_schemas():
-    registered = [str(schema) for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("te_graph::")]
-    assert sorted(registered) == sorted(op.schema for op in OPS.values())
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_tags_are_those_listed_here(name):
-    assert set(overload(name).tags) == OPS[name].tags
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_opcheck(name, device):
-    sample = OPS[name].sample(device)  # owns the memory that its table points to
-    results = torch.library.opcheck(overload(name), sample.arguments)
-    assert set(results.values()) == {"SUCCESS"}
 
 
 def test_entries_of_all_pairs_modes_and_sizes_get_the_reference_bits_in_one_call(device):

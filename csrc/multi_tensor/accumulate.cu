@@ -44,21 +44,29 @@ __device__ void accumulate_chunk(Source* __restrict__ source, Destination* __res
                                  const Step<W>& step, const See& see) {
     // 16 bytes of the wider one.
     constexpr int kCount = std::min(kVector<Source>, kVector<Destination>);
-    const int vectors = is_aligned(source, destination) ? count / kCount : 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += kThreads) {
-        auto* const place = reinterpret_cast<Vector<Source, kCount>*>(source) + i;
-        const Vector<Source, kCount> from = *place;
-        auto* const to = reinterpret_cast<Vector<Destination, kCount>*>(destination) + i;
-        Vector<Destination, kCount> result{};
-        if (step.add) result = *to;
+    auto* const from = reinterpret_cast<Vector<Source, kCount>*>(source);
+    auto* const to = reinterpret_cast<Vector<Destination, kCount>*>(destination);
+    int done = 0;
+    if (is_aligned(source, destination)) {
+        done = for_each_vector<kCount>(count, [&]<int kBatch>(int first) {
+            Vector<Source, kCount> sources[kBatch];
+            Vector<Destination, kCount> results[kBatch]{};
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-            result.values[k] = combine(from.values[k], result.values[k], step);
-            see(k, result.values[k]);
-        }
-        *to = result;
-        if (step.zero_source) *place = Vector<Source, kCount>{};
+            for (int b = 0; b < kBatch; ++b) {
+                sources[b] = from[first + b * kThreads];
+                if (step.add) results[b] = to[first + b * kThreads];
+            }
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+                for (int k = 0; k < kCount; ++k) {
+                    results[b].values[k] = combine(sources[b].values[k], results[b].values[k], step);
+                    see(k, results[b].values[k]);
+                }
+                to[first + b * kThreads] = results[b];
+                if (step.zero_source) from[first + b * kThreads] = {};
+            }
+        });
     }
     const auto single = [&](int i, int k) {
         const Destination result = combine(source[i], step.add ? destination[i] : Destination{}, step);
@@ -68,14 +76,14 @@ __device__ void accumulate_chunk(Source* __restrict__ source, Destination* __res
     };
     if constexpr (kLanes) {
         for (int first = threadIdx.x * kCount; first < count; first += kThreads * kCount) {
-            if (first < vectors * kCount) continue;
+            if (first < done) continue;
 #pragma unroll
             for (int k = 0; k < kCount; ++k) {
                 if (first + k < count) single(first + k, k);
             }
         }
     } else {
-        for (int i = vectors * kCount + threadIdx.x; i < count; i += kThreads) single(i, 0);
+        for (int i = done + threadIdx.x; i < count; i += kThreads) single(i, 0);
     }
 }
 
@@ -133,7 +141,7 @@ __device__ void store_rare_pair(const Piece& piece, const Step<double>& step, bo
 template <typename Table>
 __global__ void __launch_bounds__(kThreads)
     plain_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
-    for_each_piece<false>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kStrided>(table, [&](const Piece& piece) {
         const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
         if (mode == Mode::kSkip) return;
         const auto plain = [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
@@ -161,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
     bool is_infinite = false;
     int turn = 0;
-    for_each_piece<false>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kStrided>(table, [&](const Piece& piece) {
         const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
         const bool is_common = with_common_pair(
             piece, [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
@@ -215,7 +223,7 @@ cudaError_t launch_accumulate(const Work& work, const Accumulation& accumulation
         if (chunks == 0) return;
         using Table = std::decay_t<decltype(table)>;
         const auto kernel = accumulation.is_plain() ? plain_kernel<Table> : full_kernel<Table>;
-        kernel<<<blocks_for(kernel, chunks), kThreads, 0, stream>>>(table, accumulation);
+        kernel<<<blocks_for(kernel, chunks, kManyWaves), kThreads, 0, stream>>>(table, accumulation);
     });
 }
 

@@ -27,6 +27,7 @@ struct DeviceTable {
     const Chunk* chunks;
     int64_t num_chunks;
 
+    static constexpr bool kIsInline = false;
     using Look = Chunk;
     __device__ Look look(int64_t number, const Look&) const { return chunks[number]; }
 
@@ -48,7 +49,7 @@ struct DeviceTable {
 // of 32 probes at a time.
 template <int kEntries, bool kPairs>
 struct InlineTable {
-    static constexpr int kCapacity = kEntries;
+    static constexpr bool kIsInline = true;
     void* destinations[kEntries];
     const void* sources[kPairs ? kEntries : 1];
     uint32_t first_chunks[kEntries];
@@ -123,33 +124,41 @@ constexpr int kFewInlineTensors = 120;
 static_assert(sizeof(InlineTable<kInlineTensors, false>) <= 32764 - 256);
 static_assert(sizeof(InlineTable<kInlinePairs, true>) <= 32764 - 256);
 
-// Calls body(piece) for every n-th chunk, n being the number of blocks; from the last chunk on if reversed. Where a chunk
-// lies is read while the one before it is worked on.
-template <bool kReversed, typename Table, typename Body>
+// Which chunks a block takes: every n-th, n being the number of blocks; the same from the last one on; or a run of
+// neighbours.
+enum class Order { kStrided, kReversed, kRun };
+
+// Calls body(piece) for the block's chunks. Where a chunk lies is read while the one before it is worked on.
+template <Order kOrder, typename Table, typename Body>
 __device__ void for_each_piece(const Table& table, const Body& body) {
-    const int64_t stride = gridDim.x, count = table.num_chunks;
-    const auto at = [=](int64_t number) { return kReversed ? count - 1 - number : number; };
-    int64_t number = blockIdx.x;
-    if (number >= count) return;
+    const int64_t count = table.num_chunks;
+    const int64_t step = kOrder == Order::kRun ? 1 : gridDim.x;
+    int64_t number = kOrder == Order::kRun ? count * blockIdx.x / gridDim.x : blockIdx.x;
+    const int64_t end = kOrder == Order::kRun ? count * (blockIdx.x + 1) / gridDim.x : count;
+    const auto at = [=](int64_t i) { return kOrder == Order::kReversed ? count - 1 - i : i; };
+    if (number >= end) return;
     auto look = table.look(at(number), {});
     Piece next = table.piece(look);
-    if (number + stride < count) look = table.look(at(number + stride), look);
-    for (; number < count; number += stride) {
+    if (number + step < end) look = table.look(at(number + step), look);
+    for (; number < end; number += step) {
         const Piece piece = next;
-        if (number + stride < count) next = table.piece(look);
-        if (number + 2 * stride < count) look = table.look(at(number + 2 * stride), look);
+        if (number + step < end) next = table.piece(look);
+        if (number + 2 * step < end) look = table.look(at(number + 2 * step), look);
         body(piece);
     }
 }
 
-// Blocks of kThreads for `chunks` chunks: as many as are resident at once.
+// Blocks of kThreads for `chunks` chunks: `waves` times as many as are resident at once. Reads run fastest in one wave.
+// Writes do when the blocks that run work on neighbouring chunks, which those of one wave drift away from.
+constexpr int kOneWave = 1;
+constexpr int kManyWaves = 64;
 template <typename Kernel>
-unsigned blocks_for(Kernel kernel, int64_t chunks) {
+unsigned blocks_for(Kernel kernel, int64_t chunks, int waves) {
     int device = 0, multiprocessors = 0, resident = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
-    return static_cast<unsigned>(std::min<int64_t>(chunks, int64_t{multiprocessors} * resident));
+    return static_cast<unsigned>(std::min<int64_t>(chunks, int64_t{multiprocessors} * resident * waves));
 }
 
 template <typename Table, typename Launch>

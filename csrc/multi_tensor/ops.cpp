@@ -83,6 +83,7 @@ void clip(at::TensorList tensors,
           double max_norm, double eps,
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
+    if (tensors.empty()) return;
     TensorEntries entries(kClip, tensors, true);
     run_rescale(entries.device(), entries.work(),
                 clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device()));
@@ -107,6 +108,7 @@ void scale_by(at::TensorList tensors,
               const at::Tensor& scale,                     // [] or [1]
               const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
+    if (tensors.empty()) return;
     TensorEntries entries(kScale, tensors, true);
     run_rescale(entries.device(), entries.work(),
                 {.scale = scalar_of(kScale, "scale", scale, entries.device()),
@@ -117,6 +119,7 @@ void scale_by(at::TensorList tensors,
 void scale_by_number(at::TensorList tensors, double scale,
                      const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
+    if (tensors.empty()) return;
     TensorEntries entries(kScale, tensors, true);
     run_rescale(entries.device(), entries.work(),
                 {.scale = {.value = scale}, .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())});
@@ -203,10 +206,8 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(te_graph, CPU, m) { implement(m); }
-#ifdef TE_GRAPH_CUDA
-TORCH_LIBRARY_IMPL(te_graph, CUDA, m) { implement(m); }
-#endif
+// One implementation for all devices, which is what empty lists, having none, and unfit tensors come to as well.
+TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) { implement(m); }
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl("multi_tensor_norm", norm_meta);

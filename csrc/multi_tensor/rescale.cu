@@ -9,6 +9,9 @@
 namespace te_graph::multi_tensor {
 namespace {
 
+// Blocks that find nothing to clip cost, too: about a microsecond for each that is resident.
+constexpr int kClipWaves = 12;
+
 template <typename T>
 __device__ void rescale_chunk(T* __restrict__ elements, int count, Wide<T> factor, bool& is_infinite) {
     const auto product = [&](T element) {
@@ -16,16 +19,22 @@ __device__ void rescale_chunk(T* __restrict__ elements, int count, Wide<T> facto
         is_infinite |= !is_finite(widen(result));
         return result;
     };
-    const int vectors = is_aligned(elements) ? count / kVector<T> : 0;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < vectors; i += kThreads) {
-        auto* const place = reinterpret_cast<Vector<T>*>(elements) + i;
-        Vector<T> vector = *place;
+    auto* const vectors = reinterpret_cast<Vector<T>*>(elements);
+    int done = 0;
+    if (is_aligned(elements)) {
+        done = for_each_vector<kVector<T>>(count, [&]<int kBatch>(int first) {
+            Vector<T> batch[kBatch];
 #pragma unroll
-        for (int k = 0; k < kVector<T>; ++k) vector.values[k] = product(vector.values[k]);
-        *place = vector;
+            for (int b = 0; b < kBatch; ++b) batch[b] = vectors[first + b * kThreads];
+#pragma unroll
+            for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+                for (int k = 0; k < kVector<T>; ++k) batch[b].values[k] = product(batch[b].values[k]);
+                vectors[first + b * kThreads] = batch[b];
+            }
+        });
     }
-    for (int i = vectors * kVector<T> + threadIdx.x; i < count; i += kThreads) elements[i] = product(elements[i]);
+    for (int i = done + threadIdx.x; i < count; i += kThreads) elements[i] = product(elements[i]);
 }
 
 template <typename Table>
@@ -39,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     const double factor = factor_of(rescaling);
     if (factor == 1 && (rescaling.is_clip || rescaling.found_inf == nullptr)) return;
     bool is_infinite = false;
-    for_each_piece<true>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kReversed>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             rescale_chunk(static_cast<T*>(piece.destination) + piece.begin, piece.count, static_cast<Wide<T>>(factor),
                           is_infinite);
@@ -56,7 +65,7 @@ __device__ void zero_bytes(char* memory, int64_t bytes) {
 
 template <typename Table>
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Table table) {
-    for_each_piece<false>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kStrided>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             zero_bytes(reinterpret_cast<char*>(static_cast<T*>(piece.destination) + piece.begin),
                        piece.count * static_cast<int64_t>(sizeof(T)));
@@ -70,14 +79,15 @@ cudaError_t launch_rescale(const Work& work, const Rescaling& rescaling, cudaStr
     return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
         const auto kernel = rescale_kernel<std::decay_t<decltype(table)>>;
         // found_inf is set even where there is nothing to clip.
-        kernel<<<std::max(1u, blocks_for(kernel, chunks)), kThreads, 0, stream>>>(table, rescaling);
+        const int waves = rescaling.is_clip ? kClipWaves : kManyWaves;
+        kernel<<<std::max(1u, blocks_for(kernel, chunks, waves)), kThreads, 0, stream>>>(table, rescaling);
     });
 }
 
 cudaError_t launch_zero(const Work& work, cudaStream_t stream) {
     return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
         const auto kernel = zero_kernel<std::decay_t<decltype(table)>>;
-        if (chunks > 0) kernel<<<blocks_for(kernel, chunks), kThreads, 0, stream>>>(table);
+        if (chunks > 0) kernel<<<blocks_for(kernel, chunks, kManyWaves), kThreads, 0, stream>>>(table);
     });
 }
 

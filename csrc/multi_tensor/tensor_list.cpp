@@ -92,15 +92,13 @@ void check_distinct(const char* op, at::TensorList written, at::TensorList read)
     }
 }
 
-TensorEntries::TensorEntries(const char* op, at::TensorList tensors, bool is_written) : device_(tensors[0].device()) {
-    if (is_written) {
-        written_[0] = tensors;
-        check_distinct(op, tensors, {});
-    }
+TensorEntries::TensorEntries(const char* op, at::TensorList tensors, bool is_written)
+    : device_(tensors.empty() ? at::Device(at::kCPU) : tensors[0].device()) {
+    if (is_written) written_[0] = tensors;
+    for (size_t i = 0; i < tensors.size(); ++i) check_element(op, "tensors", i, tensors[i], device_);
+    if (is_written) check_distinct(op, tensors, {});
     entries_.reserve(tensors.size());
-    for (size_t i = 0; i < tensors.size(); ++i) {
-        const at::Tensor& tensor = tensors[i];
-        check_element(op, "tensors", i, tensor, device_);
+    for (const at::Tensor& tensor : tensors) {
         const DType dtype = dtype_of(op, "tensors", tensor.scalar_type());
         has_double_ |= dtype == DType::kFloat64;
         void* data = nullptr;
@@ -118,6 +116,10 @@ TensorEntries::TensorEntries(const char* op, at::TensorList destinations, at::Te
     : device_(destinations[0].device()) {
     TORCH_CHECK_VALUE(destinations.size() == sources.size(), op, ": expected as many sources as destinations, ",
                       destinations.size(), ", got ", sources.size());
+    for (size_t i = 0; i < destinations.size(); ++i) {
+        check_element(op, "destination", i, destinations[i], device_);
+        check_element(op, "source", i, sources[i], device_);
+    }
     written_[0] = destinations;
     check_distinct(op, destinations, sources);
     if (sources_are_written) {
@@ -127,8 +129,6 @@ TensorEntries::TensorEntries(const char* op, at::TensorList destinations, at::Te
     entries_.reserve(destinations.size());
     for (size_t i = 0; i < destinations.size(); ++i) {
         const at::Tensor &destination = destinations[i], &source = sources[i];
-        check_element(op, "destination", i, destination, device_);
-        check_element(op, "source", i, source, device_);
         const bool are_flat = destination.is_contiguous() && source.is_contiguous();
         TORCH_CHECK_VALUE(are_flat ? destination.numel() == source.numel() : destination.sizes() == source.sizes(), op,
                           ": expected source[", i, "] of shape ", destination.sizes(), ", got ", source.sizes());
