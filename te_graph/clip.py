@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from te_graph.norms import is_local, raise_if_nonfinite, total_norm
-from te_graph.tensor_lists import Part, as_sequence, is_dtensor, parts_of
+from te_graph.tensor_lists import Part, as_sequence, is_dtensor, moved, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,8 +99,7 @@ def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float,
         norm = norm.full_tensor()
     dtype = torch.float64 if norm.dtype == torch.float64 else torch.float32
     for part in parts:
-        local = norm.detach().to(part.tensors.device, dtype, non_blocking=True)
-        part.tensors.clip_(local, max_norm, eps, found_inf)
+        part.tensors.clip_(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
 
 
 def _checked(max_norm: float) -> float:

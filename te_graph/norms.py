@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.tensor_lists import Part, as_sequence, parts_of
+from te_graph.tensor_lists import Part, as_sequence, moved, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,7 +115,7 @@ def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
 
 def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
     """Two partial norms [72] as one, on the device of the first."""
-    b = b.to(a.device, non_blocking=True)
+    b = moved(b, a.device, b.dtype)
     return torch.maximum(a, b) if math.isinf(p) else a + b
 
 

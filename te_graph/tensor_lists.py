@@ -89,6 +89,11 @@ def parts_of(tensors: Sequence[Tensor], gradients: bool, p: float = 2.0) -> list
     return builder.parts()
 
 
+def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``tensor`` [...] on ``device``. Copies to the CPU are waited for: what is there is read at once."""
+    return tensor.to(device, dtype, non_blocking=device.type != "cpu")
+
+
 def as_sequence(tensors: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
     """One tensor, or any iterable of them, as a list or tuple."""
     if isinstance(tensors, Tensor):

@@ -59,9 +59,10 @@ def test_gradients_get_the_bits_of_the_reference(dtypes, ratio, device):
 def test_norm_and_clip_in_one_op_are_norm_and_clip(ratio, p, device):
     tensors = random_list(SIZES, [torch.float32, torch.bfloat16, torch.float16], device)
     total = ops.multi_tensor_norm(tensors, p)
-    expected = clipped(tensors, total, ratio * total.item())
+    max_norm = ratio * total.item()
+    expected = clipped(tensors, total, max_norm)
     with no_sync(device):
-        norm = ops.multi_tensor_clip_norm_(tensors, ratio * total.item(), p)
+        norm = ops.multi_tensor_clip_norm_(tensors, max_norm, p)
     assert same_bits(norm, total) and all_same_bits(tensors, expected)
 
 
