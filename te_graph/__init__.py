@@ -8,5 +8,6 @@ from te_graph.gradients import reset_main_grads  # noqa: E402 (needs the extensi
 from te_graph.graphed import make_graphed_callables  # noqa: E402
 from te_graph.recorder import CaptureError, Recorder  # noqa: E402
 from te_graph.report import info  # noqa: E402
+from te_graph.sequence import graphed  # noqa: E402
 
-__all__ = ["CaptureError", "Recorder", "build_info", "info", "make_graphed_callables", "reset_main_grads"]
+__all__ = ["CaptureError", "Recorder", "build_info", "graphed", "info", "make_graphed_callables", "reset_main_grads"]

@@ -32,6 +32,12 @@ public:
                are_equal(impl.strides(), strides()) && has_bits_of(tensor);
     }
 
+    // Dtype and shape, wherever it lies.
+    bool has_form_of(const at::Tensor& tensor) const {
+        const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+        return impl.dtype() == dtype_ && are_equal(impl.sizes(), sizes());
+    }
+
     at::ScalarType dtype() const { return c10::typeMetaToScalarType(dtype_); }
     at::IntArrayRef sizes() const { return sizes_; }
     at::IntArrayRef strides() const { return strides_; }

@@ -1,0 +1,137 @@
+"""graphed: a function whose calls replay a graph, as long as they are the call that was captured."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_graph import _C
+from te_graph.capturing import is_capturing
+from te_graph.sequence_entry import SequenceEntry, capture, run_first
+from te_graph.surroundings import Frame, Inlined
+
+_log = logging.getLogger("te_graph")
+_ON_CHANGE = ("recapture", "eager", "raise")
+_MAX_ENTRIES = 8
+_MAX_REASONS = 32  # values in messages may go on for ever
+
+
+class GraphedSequence(Inlined):
+    """What ``graphed`` returns. ``__wrapped__`` is the function."""
+
+    def __init__(self, function: Callable[..., Any], on_change: str, pool: Any, stream: Any) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._label = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+        self._on_change = on_change
+        self._pool = pool
+        self._stream = stream
+        self._is_disabled = os.environ.get("TE_GRAPH_DISABLE", "0") == "1"
+        self._scope: _C.Scope | None = None
+        self._entries: list[SequenceEntry] = []  # the one used last comes first
+        self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
+        self._told: set[str] = set()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the instance is the first argument."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = (self.__wrapped__, args, kwargs)
+        if self._is_disabled or _must_be_plain():
+            return self._run(frame)
+        changes = []
+        for number, entry in enumerate(self._entries):
+            change = entry.change(frame)
+            if not change:
+                if number:
+                    self._entries.insert(0, self._entries.pop(number))
+                return self._replay(entry, frame)
+            changes.append((entry, change))
+        return self._replay_nothing(frame, next((change for entry, change in changes if entry.graph is not None), ""))
+
+    def _replay(self, entry: SequenceEntry, frame: Frame) -> Any:
+        if entry.graph is None:
+            entry = self._capture(entry, frame)
+        result = entry.replay(self._scope)
+        self._counts["replays"] += 1
+        return result
+
+    def _capture(self, first: SequenceEntry, frame: Frame) -> SequenceEntry:
+        entry = capture(first, frame, self._pool, self._stream)
+        if self._scope is None:
+            self._scope = _C.Scope(entry.device)
+        self._entries[0] = entry
+        self._counts["captures"] += 1
+        _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
+        # The guard has not looked since the capture; a replay needs what it finds.
+        if change := entry.change(frame):
+            raise RuntimeError(f"{self._label}: {change} during the capture")
+        return entry
+
+    def _replay_nothing(self, frame: Frame, change: str) -> Any:
+        """A call that no capture is for; ``change`` tells how it differs from the one captured or replayed last."""
+        if change:
+            self._counts["misses"] += 1
+            if self._on_change == "raise":
+                raise RuntimeError(f"{self._label}: {change} since capture")
+            self._tell(change)
+            if self._on_change == "eager":
+                return self._run(frame)
+        result, entry = run_first(self._label, frame)
+        self._counts["eager_calls"] += 1
+        self._entries = [entry, *self._entries[: _MAX_ENTRIES - 1]]
+        return result
+
+    def _run(self, frame: Frame) -> Any:
+        self._counts["eager_calls"] += 1
+        function, args, kwargs = frame
+        return function(*args, **kwargs)
+
+    def _tell(self, change: str) -> None:
+        reason = change.partition(" changed from ")[0]
+        if reason not in self._told and len(self._told) < _MAX_REASONS:
+            self._told.add(reason)
+            _log.warning("%s: %s since capture (runs eagerly)", self._label, change)
+
+    def release(self) -> None:
+        """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
+        self._entries = []
+        self._scope = None
+
+    def stats(self) -> dict[str, int]:
+        """Counts since this object was made.
+
+        Returns:
+            ``captures``; ``replays`` of graphs, the one that follows each capture included; ``misses``, calls that no
+            capture was for once there were some; ``eager_calls``; ``bytes`` of memory that the graphs hold now.
+        """
+        return {**self._counts, "bytes": sum(entry.nbytes for entry in self._entries)}
+
+    def pool(self) -> Any:
+        """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""
+        return self._pool or next((entry.pool for entry in self._entries if entry.graph is not None), None)
+
+
+def _must_be_plain() -> bool:
+    """True inside other captures, and where a dispatch mode or a compiler wants to see the operations."""
+    if is_capturing() or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def graphed(
+    fn: Callable[..., Any] | None = None,
+    *,
+    on_change: str = "recapture",
+    pool: Any = None,
+    stream: Any = None,
+) -> Any:
+    """TODO"""
+    if fn is None:
+        return functools.partial(graphed, on_change=on_change, pool=pool, stream=stream)
+    return GraphedSequence(fn, on_change, pool, stream)

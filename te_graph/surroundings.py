@@ -1,0 +1,290 @@
+"""What a function is called with and refers to: places that a guard follows at every call."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.dispatch import has_subclass, is_dense, is_user_file, storage_key
+from te_graph.externals import External
+from te_graph.homes import HOOK_DICTS, Place, contents, name_of
+from te_graph.signature import is_constant
+
+_Kind = _C.StepKind
+_MAX_DEPTH = 4
+_MAX_PLACES = 100_000
+_PLUMBING = (list, tuple, dict, types.FunctionType, types.MethodType, types.CellType, functools.partial)
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+Frame = tuple[Callable[..., Any], tuple, dict[str, Any]]
+
+
+class Inlined:
+    """A callable that stands for ``__wrapped__``: captures see through it."""
+
+
+@dataclass(eq=False)
+class Fact(Place):
+    """A place whose contents matter to a call.
+
+    Attributes:
+        depth: objects on the way here that are neither containers nor modules.
+        is_fleeting: another object may be here at each call, as long as it holds the same.
+        same_as: the place where the object was met first.
+        key_place: for an item of a dict whose key is an object: where that is found.
+    """
+
+    depth: int = 0
+    is_fleeting: bool = False
+    same_as: Fact | None = None
+    key_place: Fact | None = None
+
+    @property
+    def is_grad(self) -> bool:
+        """True for the ``.grad`` of a tensor."""
+        return self.kind == _Kind.GRAD
+
+    @property
+    def is_dense_tensor(self) -> bool:
+        """True when a tensor with one storage is here, of a class without a dispatch of its own."""
+        return isinstance(self.obj, Tensor) and not has_subclass([type(self.obj)]) and is_dense(self.obj)
+
+
+def _is_value(obj: Any) -> bool:
+    if isinstance(obj, set | frozenset):
+        return all(is_constant(member) for member in obj)
+    return is_constant(obj) or isinstance(obj, range)
+
+
+def _is_plumbing(obj: Any) -> bool:
+    """True for what may be made anew for each call: only what it leads to matters."""
+    if isinstance(obj, types.FunctionType):
+        return is_user_file(obj.__code__.co_filename)
+    return isinstance(obj, _PLUMBING) or (dataclasses.is_dataclass(obj) and not isinstance(obj, type))
+
+
+def _is_object(fact: Fact) -> bool:
+    """True for what can be the key of a dict in which something is to be found."""
+    return not fact.is_grad and fact.same_as is None and not _is_value(fact.obj)
+
+
+def _is_opaque(obj: Any) -> bool:
+    if isinstance(obj, _OPAQUE) or isinstance(obj, types.FunctionType):
+        return True
+    return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _NAMESPACES)
+
+
+def explore(frame: Frame) -> list[Fact]:
+    """All places that a call with ``frame`` can be seen to use, near ones first: the function and its arguments,
+    containers, closure variables, defaults, globals used, attributes, modules, optimizers and their state, gradients.
+    """
+    facts: list[Fact] = []
+    seen: dict[int, Fact] = {}
+    waiting: list[Fact] = []  # dicts whose keys are objects
+    queue = deque(_beginnings(frame))
+    while queue or waiting:
+        if not queue:
+            by_object = {id(fact.obj): fact for fact in facts if _is_object(fact)}
+            queue.extend(child for fact in waiting for child in _items_of_objects(fact, by_object))
+            waiting = []
+            continue
+        fact = queue.popleft()
+        facts.append(fact)
+        if len(facts) > _MAX_PLACES:
+            break
+        if fact.is_grad or _is_value(fact.obj):
+            continue
+        is_leaf = isinstance(fact.obj, Tensor) and fact.obj.is_leaf and fact.obj.requires_grad
+        if is_leaf or not isinstance(fact.obj, Tensor):
+            fact.same_as = seen.get(id(fact.obj))
+            if fact.same_as is not None:
+                continue
+            seen[id(fact.obj)] = fact
+        if isinstance(fact.obj, dict) and not all(is_constant(key) for key in fact.obj):
+            waiting.append(fact)
+        queue.extend(_settled(fact, child) for child in _contents(fact))
+    return facts
+
+
+def _beginnings(frame: Frame) -> Iterator[Fact]:
+    root = Fact(frame, "", is_fleeting=True)
+    yield root.child(frame[0], "", _Kind.POSITION, index=0)
+    for index, name in ((1, "arguments"), (2, "keyword arguments")):
+        given = root.child(frame[index], name, _Kind.POSITION, index=index)
+        given.is_fleeting = True
+        yield given
+
+
+def _settled(parent: Fact, child: Fact) -> Fact:
+    """``child`` with what it takes over from ``parent``, an object further up."""
+    is_object = not _is_plumbing(parent.obj) and not isinstance(parent.obj, nn.Module | Tensor)
+    child.depth = parent.depth + is_object
+    child.is_fleeting = parent.is_fleeting and _is_plumbing(parent.obj)
+    between = child.parent
+    while between is not parent:
+        between.is_fleeting = child.is_fleeting
+        between = between.parent
+    return child
+
+
+def _items_of_objects(fact: Fact, by_object: dict[int, Fact]) -> Iterator[Fact]:
+    for number, (key, value) in enumerate(fact.obj.items()):
+        key_place = by_object.get(id(key))
+        if key_place is not None:
+            child = _settled(fact, fact.child(value, f"{fact.name}[{key_place.name or number}]", _Kind.ITEM_OF))
+            child.key_place = key_place
+            yield child
+
+
+def _contents(fact: Fact) -> Iterator[Fact]:
+    """What the object at ``fact`` leads to."""
+    obj, name = fact.obj, fact.name
+    if isinstance(obj, Tensor):
+        yield from _tensor_contents(fact)
+    elif name in ("arguments", "keyword arguments") and fact.parent.parent is None:
+        for child in contents(fact):
+            child.name = f"argument {child.index if name == 'arguments' else child.key}"
+            yield child
+    elif fact.key in _TABLES and isinstance(fact.parent.parent.obj, nn.Module):
+        yield from _table_contents(fact)
+    elif isinstance(obj, types.MethodType):
+        yield fact.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
+        yield fact.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
+    elif isinstance(obj, Inlined):
+        members = fact.attributes()
+        yield members.item("__wrapped__", name)
+    elif isinstance(obj, nn.Module):
+        yield from _module_contents(fact)
+    elif isinstance(obj, types.FunctionType):
+        if _is_plumbing(obj):
+            yield fact.child(obj.__code__, f"function {obj.__name__}", _Kind.ATTRIBUTE, "__code__")
+            yield from contents(fact)
+    elif isinstance(obj, _PLUMBING):
+        yield from contents(fact)
+    elif dataclasses.is_dataclass(obj) or (not _is_opaque(obj) and fact.depth < _MAX_DEPTH):
+        yield from _object_contents(fact)
+
+
+def _tensor_contents(fact: Fact) -> Iterator[Fact]:
+    tensor = fact.obj
+    if has_subclass([type(tensor)]):
+        yield from _object_contents(fact)
+        return
+    if tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):
+        yield fact.child(tensor.grad, name_of("grad", fact.name), _Kind.GRAD)
+    if "main_grad" in vars(tensor):
+        yield fact.attributes().item("main_grad", name_of("main_grad", fact.name))
+
+
+def _module_contents(fact: Fact) -> Iterator[Fact]:
+    members = fact.attributes()
+    for key in list(members.obj):
+        if key in _TABLES:
+            yield members.item(key, name_of(key.strip("_"), fact.name))
+        elif key != "te_graph":
+            yield members.item(key, name_of(HOOK_DICTS.get(key, key), fact.name))
+
+
+def _table_contents(fact: Fact) -> Iterator[Fact]:
+    """Submodules, parameters or buffers of a module, under the names that they have in messages."""
+    owner = fact.parent.name
+    for child in contents(fact):
+        child.name = f"{owner}.{child.key}".lstrip(".") if fact.key == "_modules" else name_of(child.key, owner)
+        yield child
+
+
+def _object_contents(fact: Fact) -> Iterator[Fact]:
+    """Attributes of an object, and what the method refers to that makes it a callable."""
+    owner = fact.name or "self"
+    members = fact.attributes()
+    if members is not None:
+        yield from (members.item(key, f"{owner}.{key}") for key in list(members.obj))
+    elif dataclasses.is_dataclass(fact.obj):
+        for field in dataclasses.fields(fact.obj):
+            if hasattr(fact.obj, field.name):
+                yield fact.child(getattr(fact.obj, field.name), f"{owner}.{field.name}", _Kind.ATTRIBUTE, field.name)
+    if fact.name == "" and isinstance(method := getattr(type(fact.obj), "__call__", None), types.FunctionType):
+        kind = fact.child(type(fact.obj), "", _Kind.ATTRIBUTE, "__class__")
+        yield kind.child(method, "", _Kind.ATTRIBUTE, "__call__")
+
+
+class Surroundings:
+    """The guard over the places of one call.
+
+    Args:
+        facts: as ``explore`` found them.
+        used: identities of the storages whose memory matters; None: all.
+        written: of those that a replay writes.
+        reads_grads: the function asks for gradients, so that one that appears or goes is a change.
+    """
+
+    def __init__(
+        self, facts: list[Fact], used: set[int] | None, written: set[int] = frozenset(), reads_grads: bool = True
+    ) -> None:
+        self.guard = _C.Guard()
+        self._steps: dict[int, int] = {}
+        for fact in facts:
+            is_used = fact.is_dense_tensor and (used is None or storage_key(fact.obj) in used)
+            if fact.is_grad and not (is_used or (reads_grads and (fact.obj is None or fact.is_dense_tensor))):
+                continue
+            self._expect(fact, self._enter(fact), is_used, is_used and storage_key(fact.obj) in written)
+
+    def step_of(self, fact: Place) -> int:
+        """The number of the step that leads to ``fact``."""
+        return self._steps[id(fact)]
+
+    def _enter(self, fact: Fact) -> int:
+        if fact.parent is None:
+            return -1
+        if id(fact) in self._steps:
+            return self._steps[id(fact)]
+        parent = self._enter(fact.parent)
+        index = fact.index if fact.key_place is None else self._enter(fact.key_place)
+        is_fleeting = fact.parent.is_fleeting
+        step = self.guard.add_step(fact.kind, parent, fact.key, index, None, fact.name, is_fleeting)
+        self._steps[id(fact)] = step
+        return step
+
+    def _expect(self, fact: Fact, step: int, is_used: bool, is_written: bool) -> None:
+        guard, obj, name = self.guard, fact.obj, fact.name
+        if fact.same_as is not None:
+            guard.expect_same(step, self._steps[id(fact.same_as)])
+        elif _is_value(obj):
+            guard.expect_value(step, frozenset(obj) if isinstance(obj, set) else obj)
+        elif fact.is_dense_tensor:
+            guard.add_tensor(step, obj, is_used, is_written)
+        elif isinstance(obj, dict):
+            # The keys of a function's globals, and attributes, are no business of its callers': they come here as
+            # parents only.
+            kind = _Kind.KEYS if all(is_constant(key) for key in obj) else _Kind.LENGTH
+            guard.add_step(kind, step, tuple(obj) if kind == _Kind.KEYS else None, len(obj), None, _size(name, "keys"))
+        elif isinstance(obj, list | tuple):
+            guard.add_step(_Kind.LENGTH, step, None, len(obj), None, _size(name, "length"))
+        elif dataclasses.is_dataclass(obj) and _is_plumbing(obj):
+            guard.expect_type(step, type(obj))
+        elif not _is_plumbing(obj):
+            guard.expect_identity(step, obj)
+
+
+def _size(name: str, what: str) -> str:
+    return f"number of {name}" if name in ("arguments", "keyword arguments") else f"{what} of {name}"
+
+
+def homeless(externals: dict[int, External], facts: list[Fact]) -> External | None:
+    """The first of the external tensors that is at none of the places."""
+    known = {storage_key(fact.obj) for fact in facts if fact.is_dense_tensor}
+    return next((external for key, external in externals.items() if key not in known), None)
