@@ -71,9 +71,7 @@ class CudaBackend:
 
     name = "cuda"
 
-    def __init__(
-        self, device: torch.device, capture_error_mode: str, stream: torch.cuda.Stream | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, capture_error_mode: str, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
         self._error_mode = capture_error_mode
         self._stream = stream

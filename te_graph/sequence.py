@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from te_graph import _C
 from te_graph.capturing import is_capturing
+from te_graph.options import check_pool, check_stream, is_disabled
 from te_graph.sequence_entry import SequenceEntry, capture, run_first
 from te_graph.surroundings import Frame, Inlined
 
@@ -22,15 +22,17 @@ _MAX_REASONS = 32  # values in messages may go on for ever
 
 
 class GraphedSequence(Inlined):
-    """What ``graphed`` returns. ``__wrapped__`` is the function."""
+    """What ``graphed`` returns; described there. ``__wrapped__`` is the function."""
 
-    def __init__(self, function: Callable[..., Any], on_change: str, pool: Any, stream: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], on_change: str, pool: Any, stream: torch.cuda.Stream | None
+    ) -> None:
         functools.update_wrapper(self, function, updated=())
         self._label = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self._on_change = on_change
         self._pool = pool
         self._stream = stream
-        self._is_disabled = os.environ.get("TE_GRAPH_DISABLE", "0") == "1"
+        self._is_disabled = is_disabled()
         self._scope: _C.Scope | None = None
         self._entries: list[SequenceEntry] = []  # the one used last comes first
         self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
@@ -129,9 +131,60 @@ def graphed(
     *,
     on_change: str = "recapture",
     pool: Any = None,
-    stream: Any = None,
+    stream: torch.cuda.Stream | None = None,
 ) -> Any:
-    """TODO"""
+    """Let calls of a function that launches a short sequence of kernels replay a graph of them.
+
+    For what surrounds forward and backward: accumulating gradients, their norm, clipping, a whole optimizer step. The
+    first call with a given signature runs as it is; the second one captures, and replays; later ones replay. In each
+    case the effects of the function happen once. Usable as a decorator, on methods too.
+
+    The signature is: addresses, shapes, strides and dtypes of the tensors that the function uses; lengths and keys of
+    containers; values of numbers, strings, bools, None and dtypes; which modules, optimizers and other objects there
+    are. They are looked for in the arguments, the bound object, closure variables, defaults and globals used, and in
+    what these hold, with optimizer state and ``.grad`` and ``.main_grad`` of parameters. All of it is compared at every
+    call, in C++. Containers, dataclasses and functions may be made anew each time if they hold the same. Python numbers
+    that change at every step (a learning rate) are a change; as tensors on the device they are not.
+
+    Args:
+        fn: called with any arguments. On CUDA tensors its work is captured into a CUDA graph, on the device alone;
+            where all tensors are on the CPU a ``Recorder`` takes its place.
+        on_change: what a call does that is like none captured so far: "recapture" runs it as it is, and captures if the
+            next one is like it; "eager" runs it as it is, the captures stay; "raise" names the change. The eight
+            signatures used last are kept.
+        pool: memory pool for what the graphs make (``torch.cuda.graph_pool_handle()``); one for each graph if None.
+            Sharing one with other graphs follows torch's rule: same order, no overlap.
+        stream: to capture on; the one of ``torch.cuda.graph`` if None.
+
+    Returns:
+        What replays. Arguments are read in place. Results that the function computed are the same tensors at every
+        replay: the next one overwrites them, as it does the in-place effects. Results that are arguments, or views of
+        them, are these. ``stats()`` counts captures, replays, misses, eager calls and bytes; ``pool()`` is the memory
+        pool of the last graph; ``release()`` frees the graphs, and the next call is a first one. The user's tensors and
+        objects are not kept alive, except by a recorder, whose recording holds the memory that it reads.
+
+        Inside other captures, under dispatch modes, with ``TE_GRAPH_DISABLE=1`` calls run the function as it is. A
+        graphed function that is called by another one is part of that one's graph.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        CaptureError: from the second call, which then leaves no trace: the function does what a replay would get wrong,
+            or would not do. It reads a tensor on the host, works on CPU tensors while it uses a GPU, leaves a tensor
+            that it computed in an attribute, a list or a ``.grad``, changes a number or a container at every call, uses
+            a tensor that cannot be found, returns one that requires a gradient. Names the operation and the line, or
+            the attribute.
+        RuntimeError: ``on_change="raise"`` and something has changed; or what ``te_graph.capturing.before_replay`` was
+            told to check.
+
+    Stream and capture: a capture synchronizes the device. Replays go to the current stream and wait for the last replay
+        of this object if that was on another. They do not synchronize. The capture error mode is "thread_local".
+    """
+    if on_change not in _ON_CHANGE:
+        raise ValueError(f"graphed: expected on_change in {_ON_CHANGE}, got {on_change!r}")
+    check_pool("graphed", pool)
+    check_stream("graphed", stream)
     if fn is None:
         return functools.partial(graphed, on_change=on_change, pool=pool, stream=stream)
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"graphed: expected fn to be a function, got {type(fn).__name__}")
     return GraphedSequence(fn, on_change, pool, stream)

@@ -136,9 +136,13 @@ def capture(first: SequenceEntry, frame: Frame, pool: Any, stream: Any) -> Seque
     with garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
         if first.multiplies and device.type == "cuda":
             _make_workspace(device)
-        with backend.watch_generator(label), collecting_checks() as checks:
-            with backend.capture(pool) as graph, attempt.watched():
-                attempt.run()
+        with (
+            backend.watch_generator(label),
+            collecting_checks() as checks,
+            backend.capture(pool) as graph,
+            attempt.watched(),
+        ):
+            attempt.run()
         entry = attempt.entry(first.devices)
     entry.graph, entry.checks, entry.pool = graph, checks, pool
     entry.nbytes = backend.nbytes([[graph]])[0]
@@ -162,16 +166,16 @@ class _Attempt:
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
         self._watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
         self._reads = GradReads()
-        self._before = explore(frame)
+        self._before = explore(frame, everything=True)
         self._state_before = Surroundings(self._before, used=None)
         self._containers = ContainerState(self._before)
         self._result: Any = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        with DeviceAccessMode(self._watch.refusals) if self._is_gpu else contextlib.nullcontext():
-            with self._reads, self._watch:
-                yield
+        on_gpu = DeviceAccessMode(self._watch.refusals) if self._is_gpu else contextlib.nullcontext()
+        with on_gpu, self._reads, self._watch:
+            yield
 
     def run(self) -> None:
         function, args, kwargs = self._frame
@@ -193,8 +197,11 @@ class _Attempt:
 
     def entry(self, devices: set[torch.device]) -> SequenceEntry:
         """Check what the run did; return an entry without its graph."""
+        everything = explore(self._frame, everything=True)
+        self._check_effects(everything)
         facts = explore(self._frame)
-        self._check_effects(facts)
+        if homeless(self._watch.externals, facts) is not None:
+            facts = everything  # code that does not name what it reads
         written = {key for key, external in self._watch.externals.items() if external.written}
         surroundings = Surroundings(facts, set(self._watch.externals), written, self._reads.any)
         try:

@@ -19,13 +19,14 @@ from te_graph import _C
 from te_graph.dispatch import has_subclass, is_dense, is_user_file, storage_key
 from te_graph.externals import External
 from te_graph.homes import HOOK_DICTS, Place, contents, name_of
+from te_graph.names import is_user_type, may_read, names_said
 from te_graph.signature import is_constant
 
 _Kind = _C.StepKind
 _MAX_DEPTH = 4
 _MAX_PLACES = 100_000
 _PLUMBING = (list, tuple, dict, types.FunctionType, types.MethodType, types.CellType, functools.partial)
-_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -83,15 +84,27 @@ def _is_object(fact: Fact) -> bool:
 
 
 def _is_opaque(obj: Any) -> bool:
-    if isinstance(obj, _OPAQUE) or isinstance(obj, types.FunctionType):
+    if isinstance(obj, _OPAQUE):
         return True
     return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _NAMESPACES)
 
 
-def explore(frame: Frame) -> list[Fact]:
+def explore(frame: Frame, everything: bool = False) -> list[Fact]:
     """All places that a call with ``frame`` can be seen to use, near ones first: the function and its arguments,
     containers, closure variables, defaults, globals used, attributes, modules, optimizers and their state, gradients.
+
+    Attributes of the user's own classes that no code names which the function may run are left out, unless
+    ``everything`` is wanted.
     """
+    facts = _walk(frame, None)
+    if everything:
+        return facts
+    functions = [fact.obj for fact in facts if isinstance(fact.obj, types.FunctionType) and _is_plumbing(fact.obj)]
+    names = names_said(functions, [type(fact.obj) for fact in facts if is_user_type(type(fact.obj))])
+    return facts if names is None else _walk(frame, names)
+
+
+def _walk(frame: Frame, names: frozenset[str] | None) -> list[Fact]:
     facts: list[Fact] = []
     seen: dict[int, Fact] = {}
     waiting: list[Fact] = []  # dicts whose keys are objects
@@ -116,7 +129,7 @@ def explore(frame: Frame) -> list[Fact]:
             seen[id(fact.obj)] = fact
         if isinstance(fact.obj, dict) and not all(is_constant(key) for key in fact.obj):
             waiting.append(fact)
-        queue.extend(_settled(fact, child) for child in _contents(fact))
+        queue.extend(_settled(fact, child) for child in _contents(fact, names))
     return facts
 
 
@@ -150,11 +163,11 @@ def _items_of_objects(fact: Fact, by_object: dict[int, Fact]) -> Iterator[Fact]:
             yield child
 
 
-def _contents(fact: Fact) -> Iterator[Fact]:
-    """What the object at ``fact`` leads to."""
+def _contents(fact: Fact, names: frozenset[str] | None) -> Iterator[Fact]:
+    """What the object at ``fact`` leads to; of attributes, those that ``names`` may name."""
     obj, name = fact.obj, fact.name
     if isinstance(obj, Tensor):
-        yield from _tensor_contents(fact)
+        yield from _tensor_contents(fact, names)
     elif name in ("arguments", "keyword arguments") and fact.parent.parent is None:
         for child in contents(fact):
             child.name = f"argument {child.index if name == 'arguments' else child.key}"
@@ -168,7 +181,7 @@ def _contents(fact: Fact) -> Iterator[Fact]:
         members = fact.attributes()
         yield members.item("__wrapped__", name)
     elif isinstance(obj, nn.Module):
-        yield from _module_contents(fact)
+        yield from _module_contents(fact, names)
     elif isinstance(obj, types.FunctionType):
         if _is_plumbing(obj):
             yield fact.child(obj.__code__, f"function {obj.__name__}", _Kind.ATTRIBUTE, "__code__")
@@ -176,13 +189,13 @@ def _contents(fact: Fact) -> Iterator[Fact]:
     elif isinstance(obj, _PLUMBING):
         yield from contents(fact)
     elif dataclasses.is_dataclass(obj) or (not _is_opaque(obj) and fact.depth < _MAX_DEPTH):
-        yield from _object_contents(fact)
+        yield from _object_contents(fact, names)
 
 
-def _tensor_contents(fact: Fact) -> Iterator[Fact]:
+def _tensor_contents(fact: Fact, names: frozenset[str] | None) -> Iterator[Fact]:
     tensor = fact.obj
     if has_subclass([type(tensor)]):
-        yield from _object_contents(fact)
+        yield from _object_contents(fact, names)
         return
     if tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None):
         yield fact.child(tensor.grad, name_of("grad", fact.name), _Kind.GRAD)
@@ -190,12 +203,12 @@ def _tensor_contents(fact: Fact) -> Iterator[Fact]:
         yield fact.attributes().item("main_grad", name_of("main_grad", fact.name))
 
 
-def _module_contents(fact: Fact) -> Iterator[Fact]:
+def _module_contents(fact: Fact, names: frozenset[str] | None) -> Iterator[Fact]:
     members = fact.attributes()
     for key in list(members.obj):
         if key in _TABLES:
             yield members.item(key, name_of(key.strip("_"), fact.name))
-        elif key != "te_graph":
+        elif key != "te_graph" and may_read(fact.obj, key, names):
             yield members.item(key, name_of(HOOK_DICTS.get(key, key), fact.name))
 
 
@@ -207,17 +220,18 @@ def _table_contents(fact: Fact) -> Iterator[Fact]:
         yield child
 
 
-def _object_contents(fact: Fact) -> Iterator[Fact]:
+def _object_contents(fact: Fact, names: frozenset[str] | None) -> Iterator[Fact]:
     """Attributes of an object, and what the method refers to that makes it a callable."""
     owner = fact.name or "self"
     members = fact.attributes()
     if members is not None:
-        yield from (members.item(key, f"{owner}.{key}") for key in list(members.obj))
+        yield from (members.item(key, f"{owner}.{key}") for key in list(members.obj) if may_read(fact.obj, key, names))
     elif dataclasses.is_dataclass(fact.obj):
         for field in dataclasses.fields(fact.obj):
             if hasattr(fact.obj, field.name):
                 yield fact.child(getattr(fact.obj, field.name), f"{owner}.{field.name}", _Kind.ATTRIBUTE, field.name)
-    if fact.name == "" and isinstance(method := getattr(type(fact.obj), "__call__", None), types.FunctionType):
+    is_function = fact.name == "" and callable(fact.obj)
+    if is_function and isinstance(method := type(fact.obj).__call__, types.FunctionType):
         kind = fact.child(type(fact.obj), "", _Kind.ATTRIBUTE, "__class__")
         yield kind.child(method, "", _Kind.ATTRIBUTE, "__call__")
 
