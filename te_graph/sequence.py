@@ -34,7 +34,8 @@ class GraphedSequence(Inlined):
         self._stream = stream
         self._is_disabled = is_disabled()
         self._scope: _C.Scope | None = None
-        self._entries: list[SequenceEntry] = []  # the one used last comes first
+        self._captured: list[SequenceEntry] = []  # the one used last comes first
+        self._seen: list[SequenceEntry] = []  # of calls that ran as they are, once each
         self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
         self._told: set[str] = set()
 
@@ -46,37 +47,38 @@ class GraphedSequence(Inlined):
         frame = (self.__wrapped__, args, kwargs)
         if self._is_disabled or _must_be_plain():
             return self._run(frame)
-        changes = []
-        for number, entry in enumerate(self._entries):
-            change = entry.change(frame)
-            if not change:
+        change = ""
+        for number, entry in enumerate(self._captured):
+            difference = entry.change(frame)
+            if not difference:
                 if number:
-                    self._entries.insert(0, self._entries.pop(number))
-                return self._replay(entry, frame)
-            changes.append((entry, change))
-        return self._replay_nothing(frame, next((change for entry, change in changes if entry.graph is not None), ""))
+                    self._captured.insert(0, self._captured.pop(number))
+                return self._replay(entry)
+            change = change or difference
+        for entry in self._seen:
+            if not entry.change(frame):
+                return self._replay(self._capture(entry, frame))
+        return self._replay_nothing(frame, change)
 
-    def _replay(self, entry: SequenceEntry, frame: Frame) -> Any:
-        if entry.graph is None:
-            entry = self._capture(entry, frame)
+    def _replay(self, entry: SequenceEntry) -> Any:
         result = entry.replay(self._scope)
         self._counts["replays"] += 1
         return result
 
     def _capture(self, first: SequenceEntry, frame: Frame) -> SequenceEntry:
         entry = capture(first, frame, self._pool, self._stream)
-        if self._scope is None:
-            self._scope = _C.Scope(entry.device)
-        self._entries[0] = entry
-        self._counts["captures"] += 1
-        _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
-        # The guard has not looked since the capture; a replay needs what it finds.
+        # Its guard has not looked yet, and a replay needs what it finds.
         if change := entry.change(frame):
             raise RuntimeError(f"{self._label}: {change} during the capture")
+        self._seen.remove(first)
+        self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
+        self._scope = self._scope or _C.Scope(entry.device)
+        self._counts["captures"] += 1
+        _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
         return entry
 
     def _replay_nothing(self, frame: Frame, change: str) -> Any:
-        """A call that no capture is for; ``change`` tells how it differs from the one captured or replayed last."""
+        """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed."""
         if change:
             self._counts["misses"] += 1
             if self._on_change == "raise":
@@ -86,7 +88,7 @@ class GraphedSequence(Inlined):
                 return self._run(frame)
         result, entry = run_first(self._label, frame)
         self._counts["eager_calls"] += 1
-        self._entries = [entry, *self._entries[: _MAX_ENTRIES - 1]]
+        self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
 
     def _run(self, frame: Frame) -> Any:
@@ -102,7 +104,7 @@ class GraphedSequence(Inlined):
 
     def release(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
-        self._entries = []
+        self._captured, self._seen = [], []
         self._scope = None
 
     def stats(self) -> dict[str, int]:
@@ -112,11 +114,11 @@ class GraphedSequence(Inlined):
             ``captures``; ``replays`` of graphs, the one that follows each capture included; ``misses``, calls that no
             capture was for once there were some; ``eager_calls``; ``bytes`` of memory that the graphs hold now.
         """
-        return {**self._counts, "bytes": sum(entry.nbytes for entry in self._entries)}
+        return {**self._counts, "bytes": sum(entry.nbytes for entry in self._captured)}
 
     def pool(self) -> Any:
         """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""
-        return self._pool or next((entry.pool for entry in self._entries if entry.graph is not None), None)
+        return self._pool or (self._captured[0].pool if self._captured else None)
 
 
 def _must_be_plain() -> bool:
