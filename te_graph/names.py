@@ -6,6 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,26 +17,44 @@ _UNNAMED = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields"
 _NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})
 
 
-def names_said(functions: Iterable[types.FunctionType], types_met: Iterable[type]) -> frozenset[str] | None:
-    """All names and strings in the code of ``functions`` and of the methods that they name of ``types_met``.
+@dataclass(frozen=True)
+class Names:
+    """Names and strings in the code that a function may run.
 
-    Returns None when that tells nothing, because the code looks at attributes without naming them. ``getattr`` with a
-    name that is put together at run time is not seen.
+    Attributes:
+        said: all of them.
+        is_enough: no code looks at attributes without naming them. ``getattr`` with a name that is put together at run
+            time is not seen.
     """
-    names: set[str] = set()
-    done: set[types.CodeType] = set()
-    codes = [function.__code__ for function in functions]
-    methods = [pair for kind in dict.fromkeys(types_met) for pair in _methods(kind)]
-    while codes:
-        for code in codes:
-            names.update(_strings_in(code))
-        done.update(codes)
-        codes = [code for name, code in methods if code not in done and (name in names or _is_implicit(name))]
-    return None if names & _UNNAMED else frozenset(names)
+
+    said: frozenset[str] = frozenset()
+
+    @property
+    def is_enough(self) -> bool:
+        return not self.said & _UNNAMED
+
+    def may_read(self, obj: Any, attribute: str) -> bool:
+        """Whether the code may read ``attribute`` of ``obj``."""
+        if not self.is_enough or attribute in self.said or not is_user_type(type(obj)):
+            return True
+        return isinstance(obj, nn.Module) and attribute in _own_attributes_of_modules()
+
+    def with_code(self, functions: Iterable[types.FunctionType], types_met: Iterable[type]) -> Names:
+        """These, and those in the code of ``functions`` and of the methods of ``types_met`` that they name."""
+        names = set(self.said)
+        done: set[types.CodeType] = set()
+        codes = [function.__code__ for function in functions]
+        methods = [pair for kind in dict.fromkeys(types_met) for pair in _methods(kind)]
+        while codes:
+            for code in codes:
+                names.update(_strings_in(code))
+            done.update(codes)
+            codes = [code for name, code in methods if code not in done and (name in names or _is_implicit(name))]
+        return Names(frozenset(names))
 
 
 def is_user_type(kind: type) -> bool:
-    """True when all methods of ``kind`` are known to ``names_said``: no base is of torch or the standard library."""
+    """True when all methods of ``kind`` are known to ``Names``: no base is of torch or the standard library."""
     bases = [base for base in kind.__mro__ if base not in (object, nn.Module)]
     return all(_is_user_written(base) for base in bases)
 
@@ -45,11 +64,17 @@ def _own_attributes_of_modules() -> frozenset[str]:
     return frozenset(vars(nn.Module()))
 
 
-def may_read(obj: Any, attribute: str, names: frozenset[str] | None) -> bool:
-    """Whether code that says ``names`` may read ``attribute`` of ``obj``."""
-    if names is None or attribute in names or not is_user_type(type(obj)):
-        return True
-    return isinstance(obj, nn.Module) and attribute in _own_attributes_of_modules()
+def class_values(obj: Any) -> dict[str, Any]:
+    """What the classes of ``obj`` that the user wrote hold for all instances, apart from functions and the like."""
+    values: dict[str, Any] = {}
+    for base in reversed(type(obj).__mro__):
+        if base not in (object, nn.Module) and _is_user_written(base):
+            values.update(vars(base))
+    return {
+        key: value
+        for key, value in values.items()
+        if not (key.startswith("__") or callable(value) or hasattr(value, "__get__"))
+    }
 
 
 def _is_user_written(kind: type) -> bool:

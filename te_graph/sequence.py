@@ -13,11 +13,12 @@ from te_graph import _C
 from te_graph.capturing import is_capturing
 from te_graph.options import check_pool, check_stream, is_disabled
 from te_graph.sequence_entry import SequenceEntry, capture, run_first
-from te_graph.surroundings import Frame, Inlined
+from te_graph.surroundings import Explorer, Frame, Inlined
 
 _log = logging.getLogger("te_graph")
 _ON_CHANGE = ("recapture", "eager", "raise")
 _MAX_ENTRIES = 8
+_PATIENCE = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
 _MAX_REASONS = 32  # values in messages may go on for ever
 
 
@@ -33,10 +34,12 @@ class GraphedSequence(Inlined):
         self._pool = pool
         self._stream = stream
         self._is_disabled = is_disabled()
+        self._explorer = Explorer()
         self._scope: _C.Scope | None = None
         self._captured: list[SequenceEntry] = []  # the one used last comes first
         self._seen: list[SequenceEntry] = []  # of calls that ran as they are, once each
         self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
+        self._in_vain = 0  # calls since the last replay
         self._told: set[str] = set()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -56,17 +59,18 @@ class GraphedSequence(Inlined):
                 return self._replay(entry)
             change = change or difference
         for entry in self._seen:
-            if not entry.change(frame):
+            if entry.matches(frame):
                 return self._replay(self._capture(entry, frame))
         return self._replay_nothing(frame, change)
 
     def _replay(self, entry: SequenceEntry) -> Any:
+        self._in_vain = 0
         result = entry.replay(self._scope)
         self._counts["replays"] += 1
         return result
 
     def _capture(self, first: SequenceEntry, frame: Frame) -> SequenceEntry:
-        entry = capture(first, frame, self._pool, self._stream)
+        entry = capture(first, frame, self._explorer, self._pool, self._stream)
         # Its guard has not looked yet, and a replay needs what it finds.
         if change := entry.change(frame):
             raise RuntimeError(f"{self._label}: {change} during the capture")
@@ -83,10 +87,18 @@ class GraphedSequence(Inlined):
             self._counts["misses"] += 1
             if self._on_change == "raise":
                 raise RuntimeError(f"{self._label}: {change} since capture")
-            self._tell(change)
+            self._tell(f"{change} since capture")
             if self._on_change == "eager":
                 return self._run(frame)
-        result, entry = run_first(self._label, frame)
+        self._in_vain += 1
+        if self._in_vain > _PATIENCE and self._in_vain % _PATIENCE:
+            return self._run(frame)
+        if self._in_vain == _PATIENCE:
+            change = change or next((entry.change(frame) for entry in self._seen), "")
+            _log.warning(
+                "%s: has run eagerly %d times in a row, the last time since %s", self._label, _PATIENCE, change
+            )
+        result, entry = run_first(self._label, frame, self._explorer)
         self._counts["eager_calls"] += 1
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
@@ -100,7 +112,7 @@ class GraphedSequence(Inlined):
         reason = change.partition(" changed from ")[0]
         if reason not in self._told and len(self._told) < _MAX_REASONS:
             self._told.add(reason)
-            _log.warning("%s: %s since capture (runs eagerly)", self._label, change)
+            _log.warning("%s: %s (runs eagerly)", self._label, change)
 
     def release(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""

@@ -20,9 +20,13 @@ from te_graph.region import DeviceAccessMode, GradReads, RegionWatch
 from te_graph.rollback import ContainerState
 from te_graph.session import garbage_collection_off
 from te_graph.signature import ResultSpec
-from te_graph.surroundings import Fact, Frame, Surroundings, explore, homeless
+from te_graph.surroundings import Explorer, Fact, Frame, Surroundings, homeless
 
 _CPU = torch.device("cpu")
+_CHANGES_STATE = (
+    "{}: changes the state of Python objects at every call, which a replay would not do: {}; make it a tensor on the "
+    "device, return it, or change it outside"
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,10 @@ class SequenceEntry:
 
     Attributes:
         guard: over all that the function can be seen to use.
-        device: where it works.
+        devices: where it works.
+        multiplies: it multiplies matrices.
+        effect: what the first call has changed about Python objects, if anything.
+        before: then, how everything but addresses was before it.
         graph: None until captured.
         results: nest of the results.
         tensors: those, [...] each: the graph's own, or where others are found.
@@ -62,9 +69,11 @@ class SequenceEntry:
     label: str
     guard: _C.Guard
     devices: set[torch.device]
+    multiplies: bool = False
+    effect: str = ""
+    before: _C.Guard | None = None
     settings: _C.Settings = field(init=False)
     modes: tuple = field(init=False)
-    multiplies: bool = False
     graph: Any = None
     results: ResultSpec | None = None
     tensors: list[Tensor | Home] = field(default_factory=list)
@@ -84,6 +93,17 @@ class SequenceEntry:
     def change(self, frame: Frame) -> str:
         """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
         return self.guard.check_in_passing(frame) or self.settings.change(self.device) or _change_of(self.modes)
+
+    def matches(self, frame: Frame) -> bool:
+        """Whether a call with ``frame`` is the first one's second.
+
+        Raises:
+            CaptureError: what the first call has changed is by now as before it, so each call would change it.
+        """
+        change = self.change(frame)
+        if change and self.before is not None and not self.before.check_in_passing(frame):
+            raise CaptureError(_CHANGES_STATE.format(self.label, self.effect))
+        return not change
 
     def replay(self, scope: _C.Scope) -> Any:
         """Replay and return the results; right after ``change`` found none."""
@@ -107,18 +127,23 @@ def _change_of(modes: tuple) -> str:
     return ""
 
 
-def run_first(label: str, frame: Frame) -> tuple[Any, SequenceEntry]:
+def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry]:
     """Run the function as it is; return its result and an entry that recognises the next such call."""
     function, args, kwargs = frame
+    before = Surroundings(explorer.explore(frame), used=set()).guard
     watch, reads = RegionWatch(), GradReads()
     with capturing(), reads, watch:
         result = function(*args, **kwargs)
     used = {*watch.externals, *watch.produced_storages}
-    surroundings = Surroundings(explore(frame), used, reads_grads=reads.any)
-    return result, SequenceEntry(label, surroundings.guard, watch.devices, multiplies=watch.multiplies)
+    surroundings = Surroundings(explorer.explore(frame), used, reads_grads=reads.any)
+    effect = before.check_in_passing(frame)
+    entry = SequenceEntry(
+        label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None
+    )
+    return result, entry
 
 
-def capture(first: SequenceEntry, frame: Frame, pool: Any, stream: Any) -> SequenceEntry:
+def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, stream: Any) -> SequenceEntry:
     """Capture the function, without effect on tensors; return the entry that replays it.
 
     Raises:
@@ -132,21 +157,31 @@ def capture(first: SequenceEntry, frame: Frame, pool: Any, stream: Any) -> Seque
     check_circumstances(device, f"graphed({label})")
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()
-    attempt = _Attempt(label, frame, device)
+    attempt = _Attempt(label, frame, explorer, device)
+    try:
+        graph, checks, entry = _capture(attempt, first, backend, pool)
+    except torch.AcceleratorError as error:
+        raise CaptureError(f"{label}: {str(error).splitlines()[0]}") from error
+    entry.graph, entry.checks, entry.pool = graph, checks, pool
+    entry.nbytes = backend.nbytes([[graph]])[0]
+    return entry
+
+
+def _capture(
+    attempt: _Attempt, first: SequenceEntry, backend: Any, pool: Any
+) -> tuple[Any, list[Callable[[], None]], SequenceEntry]:
+    """The graph, the checks before its replays, and the entry that it belongs to."""
     with garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
-        if first.multiplies and device.type == "cuda":
-            _make_workspace(device)
+        if first.multiplies and first.device.type == "cuda":
+            _make_workspace(first.device)
         with (
-            backend.watch_generator(label),
+            backend.watch_generator(first.label),
             collecting_checks() as checks,
             backend.capture(pool) as graph,
             attempt.watched(),
         ):
             attempt.run()
-        entry = attempt.entry(first.devices)
-    entry.graph, entry.checks, entry.pool = graph, checks, pool
-    entry.nbytes = backend.nbytes([[graph]])[0]
-    return entry
+        return graph, checks, attempt.entry(first.devices)
 
 
 def _make_workspace(device: torch.device) -> None:
@@ -158,15 +193,16 @@ def _make_workspace(device: torch.device) -> None:
 class _Attempt:
     """The run of a function inside a capture, and what it is checked for afterwards."""
 
-    def __init__(self, label: str, frame: Frame, device: torch.device) -> None:
+    def __init__(self, label: str, frame: Frame, explorer: Explorer, device: torch.device) -> None:
         self._label = label
         self._frame = frame
+        self._explorer = explorer
         is_gpu = device.type == "cuda"
         self._is_gpu = is_gpu
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
         self._watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
         self._reads = GradReads()
-        self._before = explore(frame, everything=True)
+        self._before = explorer.explore(frame, everything=True)
         self._state_before = Surroundings(self._before, used=None)
         self._containers = ContainerState(self._before)
         self._result: Any = None
@@ -197,9 +233,9 @@ class _Attempt:
 
     def entry(self, devices: set[torch.device]) -> SequenceEntry:
         """Check what the run did; return an entry without its graph."""
-        everything = explore(self._frame, everything=True)
+        everything = self._explorer.explore(self._frame, everything=True)
         self._check_effects(everything)
-        facts = explore(self._frame)
+        facts = self._explorer.explore(self._frame)
         if homeless(self._watch.externals, facts) is not None:
             facts = everything  # code that does not name what it reads
         written = {key for key, external in self._watch.externals.items() if external.written}
@@ -221,10 +257,7 @@ class _Attempt:
                 )
         change = self._state_before.guard.check_in_passing(self._frame)
         if change:
-            raise CaptureError(
-                f"{self._label}: changes the state of Python objects at every call, which a replay would not do: "
-                f"{change}; make it a tensor on the device, return it, or change it outside"
-            )
+            raise CaptureError(_CHANGES_STATE.format(self._label, change))
         lost = homeless(self._watch.externals, facts)
         if lost is not None:
             raise CaptureError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import twins
 from sequences import called, counts, reference_norm, tensors
 from torch import Tensor, nn
 from twins import assert_bitwise_equal, deterministic
@@ -444,6 +445,81 @@ def test_disabled_it_is_eager(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     double = graphed(lambda t: t * 2)
     assert_bitwise_equal(called(double, 5, x), x * 2)
     assert counts(double) == (0, 0, 0, 5)
+
+
+class Schedule:
+    """What its instances have of it changes for all, until one gets its own."""
+
+    rate = 0.5
+    table = torch.arange(3.0)
+
+    def at(self, x: Tensor, which: int) -> Tensor:
+        return x * self.rate + self.table[which] * 0
+
+
+def test_class_attributes_are_part_of_the_signature(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Schedule, "table", torch.arange(3.0, device=device))
+    schedule, x = Schedule(), torch.ones(2, device=device)
+    at = graphed(schedule.at)
+    assert_bitwise_equal(called(at, 3, x, 1), x * 0.5)
+    monkeypatch.setattr(Schedule, "rate", 0.25)
+    assert_bitwise_equal(called(at, 3, x, 1), x * 0.25)
+    schedule.rate = 2.0
+    assert_bitwise_equal(called(at, 3, x, 1), x * 2)
+    assert counts(at) == (3, 6, 2, 3)
+
+
+def test_what_the_code_names_of_a_module_of_functions_is_part_of_the_signature(device: str) -> None:
+    x = torch.ones(2, device=device)
+    tripled = graphed(lambda t: twins.scaled(t))
+    twins.scaled, twins.SCALE, twins.UNUSED = scaled, 3.0, 0
+    try:
+        scaled.__globals__["SCALE"] = 3.0
+        assert_bitwise_equal(called(tripled, 3, x), x * 3)
+        twins.UNUSED = 1
+        tripled(x)
+        assert counts(tripled) == (1, 3, 0, 1)
+        scaled.__globals__["SCALE"] = 4.0
+        assert_bitwise_equal(tripled(x), x * 4)
+        twins.scaled = lambda t: t * 5
+        assert_bitwise_equal(tripled(x), x * 5)
+    finally:
+        del twins.scaled, twins.SCALE, twins.UNUSED
+
+
+SCALE = 3.0
+
+
+def scaled(t: Tensor) -> Tensor:
+    return t * SCALE
+
+
+def test_attributes_of_tensors_are_found(device: str) -> None:
+    parameter, x = nn.Parameter(torch.ones(2, device=device)), torch.ones(2, device=device)
+    parameter.grad = torch.ones(2, device=device)
+
+    def accumulate(p: nn.Parameter) -> None:
+        target = p.main_grad if hasattr(p, "main_grad") else p.grad
+        target.add_(x)
+
+    accumulated = graphed(accumulate)
+    called(accumulated, 3, parameter)
+    parameter.main_grad = torch.zeros(2, device=device)
+    called(accumulated, 3, parameter)
+    assert_bitwise_equal((parameter.grad, parameter.main_grad), (x * 4, x * 3))
+    parameter.main_grad = torch.zeros(2, device=device)
+    called(accumulated, 3, parameter)
+    assert_bitwise_equal(parameter.main_grad, x * 3)
+
+
+def test_flags_of_tensors_that_are_not_used_count(device: str) -> None:
+    parameters = [nn.Parameter(torch.ones(2, device=device)) for _ in range(2)]
+    parameters[1].requires_grad_(False)
+    total = graphed(lambda ps: sum(p.detach().sum() for p in ps if p.requires_grad), on_change="raise")
+    assert called(total, 3, parameters).item() == 2
+    parameters[1].requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"argument 0\[1\] changed requires_grad from False"):
+        total(parameters)
 
 
 class Engine:

@@ -18,14 +18,14 @@ from twins import assert_bitwise_equal, deterministic
 
 from te_graph import graphed
 from te_graph.capturing import before_replay
-from te_graph.surroundings import Frame, Surroundings, explore
+from te_graph.surroundings import Explorer, Frame, Surroundings
 
 repeatable = pytest.fixture(deterministic, autouse=True)
 
 
 def guard_of(function: Callable, *args: object) -> tuple[Surroundings, Frame]:
     frame = (function, args, {})
-    return Surroundings(explore(frame), used=None), frame
+    return Surroundings(Explorer().explore(frame), used=None), frame
 
 
 def microseconds(check: Callable[[], str]) -> float:
@@ -165,6 +165,25 @@ def test_changes_are_logged_once_for_each_reason(device: str, caplog: pytest.Log
     assert len(warnings) == 2
     assert "argument 1 changed from 1.0 to 2.0" in warnings[0] and "argument 0 moved" in warnings[1]
     assert any("captured" in record.message for record in caplog.records if record.levelno == logging.INFO)
+
+
+def test_who_is_called_in_vain_says_so_and_stops_looking_so_often(
+    device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    explore = Explorer.explore
+    monkeypatch.setattr(Explorer, "explore", lambda *args, **given: looked.append(1) or explore(*args, **given))
+    scale, x = graphed(lambda t, by: t * by), torch.ones(2, device=device)
+    with caplog.at_level(logging.WARNING, logger="te_graph"):
+        for by in range(64):
+            assert_bitwise_equal(scale(x, float(by)), x * by)
+    assert counts(scale) == (0, 0, 0, 64)
+    assert len(looked) == 2 * (16 + 3)
+    assert [record.message for record in caplog.records] == [
+        "<lambda>: has run eagerly 16 times in a row, the last time since argument 1 changed from 14.0 to 15.0"
+    ]
+    assert_bitwise_equal(called(scale, 40, x, 3.0), x * 3)
+    assert scale.stats()["captures"] == 1
 
 
 @pytest.mark.parametrize(

@@ -212,3 +212,21 @@ def test_forward_backward_and_step_in_one(device: str) -> None:
         assert_bitwise_equal(losses[0].clone(), losses[1])
         twins.assert_equal()
     assert counts(graphed_train) == (1, 5, 0, 1)
+
+
+step = 0  # the loop variable of a script
+LR = 0.1
+
+
+def test_a_global_of_an_attributes_name_is_no_part_of_the_signature(device: str) -> None:
+    global step, LR
+    model = mlp(device)
+    optimizer = adamw(model, device, torch.tensor(0.1, device=device))
+    update = graphed(lambda: optimizer.step() or LR)
+    model(sample(device)).sum().backward()
+    for step in range(5):  # noqa: B007 (that it changes is what is tested)
+        assert update() == LR
+    assert counts(update) == (1, 4, 0, 1)
+    LR = 0.2
+    assert update() == LR
+    assert counts(update) == (1, 4, 1, 2)

@@ -148,6 +148,27 @@ def test_a_tensor_that_escapes_is_refused(device: str, place: str) -> None:
     assert "return the tensor" in message
 
 
+def test_gradients_set_to_none_inside_are_refused(device: str) -> None:
+    module = nn.Linear(2, 2, device=device)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    sequence = graphed(step)
+    for call in range(3):
+        module(torch.ones(1, 2, device=device)).sum().backward()
+        gradient, weight = module.weight.grad, module.weight.detach().clone()
+        if call == 0:
+            sequence()
+            continue
+        with pytest.raises(CaptureError, match=r"grad of .* is no longer a tensor"):
+            sequence()
+        assert module.weight.grad is gradient
+        assert_bitwise_equal(module.weight.detach(), weight)
+
+
 def test_a_result_that_requires_a_gradient_is_refused(device: str) -> None:
     weight = nn.Parameter(torch.ones(2, device=device))
     assert_refused(lambda x: {"y": x * weight}, "result 0 requires a gradient.*no_grad", torch.ones(2, device=device))

@@ -324,11 +324,13 @@ std::string Guard::compare(const ExpectedTensor& expected, const at::Tensor& ten
         change << " changed dtype from " << facts.dtype() << " to " << tensor.scalar_type();
     } else if (tensor.sizes() != facts.sizes()) {
         change << " changed shape from " << facts.sizes() << " to " << tensor.sizes();
-    } else if (!facts.is_address_of(*tensor.unsafeGetTensorImpl())) {
+    } else if (tensor.device() != facts.device()) {
+        change << " changed device from " << facts.device() << " to " << tensor.device();
+    } else if (expected.is_used && !facts.is_address_of(*tensor.unsafeGetTensorImpl())) {
         change << " moved to other memory";
-    } else if (tensor.strides() != facts.strides()) {
+    } else if (expected.is_used && tensor.strides() != facts.strides()) {
         change << " changed strides from " << facts.strides() << " to " << tensor.strides();
-    } else if (!facts.has_bits_of(tensor)) {
+    } else if (expected.is_used && !facts.has_bits_of(tensor)) {
         change << " became, or is no longer, a conjugate or negative view";
     } else {
         change << " changed requires_grad from " << (expected.requires_grad ? "True" : "False");

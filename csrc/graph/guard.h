@@ -53,7 +53,7 @@ public:
     int add_step(StepKind kind, int parent, pybind11::object key, int64_t index, pybind11::object expected,
                  std::string subject, bool is_fleeting = false);
     // The object that `step` reaches is `tensor`; its place in `found` is the number returned.
-    // is_used: its memory matters, and not its dtype and shape alone. is_written: bump_versions() is to tell of it.
+    // is_used: its memory matters, and not its dtype, device and shape alone. is_written: bump_versions() is to tell of it.
     int add_tensor(int step, const at::Tensor& tensor, bool is_used = true, bool is_written = false);
     // As `expected` of add_step().
     void expect_identity(int step, const pybind11::object& object) { steps_[step].expected = Identity(object); }
@@ -123,8 +123,8 @@ private:
     };
 
     static bool is_same(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad) {
-        if (!expected.is_used) return expected.facts.has_form_of(tensor);
-        return expected.facts.match(tensor) &&
+        const TensorFacts& facts = expected.facts;
+        return (expected.is_used ? facts.match(tensor) : facts.has_form_of(tensor)) &&
                (!compare_requires_grad || tensor.requires_grad() == expected.requires_grad);
     }
     static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
