@@ -11,9 +11,9 @@ import torch
 
 from te_graph import _C
 from te_graph.capturing import is_capturing
+from te_graph.explorer import Explorer, Frame, Inlined
 from te_graph.options import check_pool, check_stream, is_disabled
 from te_graph.sequence_entry import SequenceEntry, capture, run_first
-from te_graph.surroundings import Explorer, Frame, Inlined
 
 _log = logging.getLogger("te_graph")
 _ON_CHANGE = ("recapture", "eager", "raise")

@@ -15,12 +15,13 @@ from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capturing import capturing, collecting_checks
 from te_graph.checks import check_circumstances
 from te_graph.dispatch import storage_key
+from te_graph.explorer import Explorer, Fact, Frame
 from te_graph.recorder import CaptureError
 from te_graph.region import DeviceAccessMode, GradReads, RegionWatch
 from te_graph.rollback import ContainerState
 from te_graph.session import garbage_collection_off
 from te_graph.signature import ResultSpec
-from te_graph.surroundings import Explorer, Fact, Frame, Surroundings, homeless
+from te_graph.surroundings import Surroundings, homeless
 
 _CPU = torch.device("cpu")
 _CHANGES_STATE = (

@@ -18,7 +18,8 @@ from twins import assert_bitwise_equal, deterministic
 
 from te_graph import graphed
 from te_graph.capturing import before_replay
-from te_graph.surroundings import Explorer, Frame, Surroundings
+from te_graph.explorer import Explorer, Frame
+from te_graph.surroundings import Surroundings
 
 repeatable = pytest.fixture(deterministic, autouse=True)
 
