@@ -84,7 +84,8 @@ def _is_object(fact: Fact) -> bool:
     return not fact.is_grad and fact.same_as is None and not is_value(fact.obj)
 
 
-def _is_opaque(obj: Any) -> bool:
+def is_opaque(obj: Any) -> bool:
+    """True for what is compared by identity alone, and whose inside is nobody's business."""
     if isinstance(obj, _OPAQUE):
         return True
     return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _NAMESPACES)
@@ -207,7 +208,7 @@ class _Reader:
             yield from contents(fact)
         elif isinstance(obj, types.ModuleType):
             yield from self._library_contents(fact)
-        elif dataclasses.is_dataclass(obj) or (not _is_opaque(obj) and fact.depth < _MAX_DEPTH):
+        elif dataclasses.is_dataclass(obj) or (not is_opaque(obj) and fact.depth < _MAX_DEPTH):
             yield from self._object_contents(fact)
 
     def _reads(self, obj: Any, attribute: str) -> bool:

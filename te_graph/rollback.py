@@ -10,7 +10,7 @@ from te_graph.homes import Place
 
 
 class ContainerState:
-    """The contents of the attributes, dictionaries and lists that a callable refers to; globals are left out.
+    """The contents of the attributes, dictionaries and lists that a callable refers to.
 
     Args:
         places: the callable and what it refers to. References to what they hold are kept until this object goes.
@@ -19,8 +19,6 @@ class ContainerState:
     def __init__(self, places: Iterable[Place]) -> None:
         self._kept: list[tuple[dict | list, dict | list]] = []
         for place in places:
-            if "global variable" in place.name:
-                continue
             if isinstance(place.obj, dict | list):
                 self._keep(place.obj)
             elif isinstance(members := getattr(place.obj, "__dict__", None), dict):

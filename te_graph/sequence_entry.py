@@ -15,7 +15,7 @@ from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capturing import capturing, collecting_checks
 from te_graph.checks import check_circumstances
 from te_graph.dispatch import storage_key
-from te_graph.explorer import Explorer, Fact, Frame
+from te_graph.explorer import Explorer, Fact, Frame, is_opaque
 from te_graph.recorder import CaptureError
 from te_graph.region import DeviceAccessMode, GradReads, RegionWatch
 from te_graph.rollback import ContainerState
@@ -205,7 +205,9 @@ class _Attempt:
         self._reads = GradReads()
         self._before = explorer.explore(frame, everything=True)
         self._state_before = Surroundings(self._before, used=None)
-        self._containers = ContainerState(self._before)
+        self._containers = ContainerState(
+            fact for fact in self._before if isinstance(fact.obj, dict | list) or not is_opaque(fact.obj)
+        )
         self._result: Any = None
 
     @contextlib.contextmanager
@@ -239,6 +241,7 @@ class _Attempt:
         facts = self._explorer.explore(self._frame)
         if homeless(self._watch.externals, facts) is not None:
             facts = everything  # code that does not name what it reads
+            self._check_homes(facts)
         written = {key for key, external in self._watch.externals.items() if external.written}
         surroundings = Surroundings(facts, set(self._watch.externals), written, self._reads.any)
         try:
@@ -259,6 +262,8 @@ class _Attempt:
         change = self._state_before.guard.check_in_passing(self._frame)
         if change:
             raise CaptureError(_CHANGES_STATE.format(self._label, change))
+
+    def _check_homes(self, facts: list[Fact]) -> None:
         lost = homeless(self._watch.externals, facts)
         if lost is not None:
             raise CaptureError(

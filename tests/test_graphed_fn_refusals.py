@@ -74,6 +74,24 @@ def test_a_refused_call_leaves_no_trace(device: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Log:
+    entries: list[int]
+
+
+LOG = Log()
+
+
+def test_a_refused_call_leaves_no_trace_in_globals_either(device: str) -> None:
+    LOG.entries = []
+
+    def note(x: Tensor) -> Tensor:
+        LOG.entries.append(len(LOG.entries))
+        return x * 2
+
+    assert_refused(note, "length of global variable LOG.entries changed", torch.ones(2, device=device))
+    assert LOG.entries == [0]
+
+
 def test_a_counter_is_refused_with_advice(device: str) -> None:
     class Clipper:
         def __init__(self) -> None:
