@@ -35,7 +35,7 @@ class GraphedSequence(Inlined):
         self._stream = stream
         self._is_disabled = is_disabled()
         self._explorer = Explorer()
-        self._scope: _C.Scope | None = None
+        self._scopes: dict[torch.device, _C.Scope] = {}  # one for each device: they order replays
         self._captured: list[SequenceEntry] = []  # the one used last comes first
         self._seen: list[SequenceEntry] = []  # of calls that ran as they are, once each
         self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
@@ -56,16 +56,18 @@ class GraphedSequence(Inlined):
             if not difference:
                 if number:
                     self._captured.insert(0, self._captured.pop(number))
-                return self._replay(entry)
+                return self._replay(entry, frame)
             change = change or difference
         for entry in self._seen:
-            if entry.matches(frame):
-                return self._replay(self._capture(entry, frame))
+            if not entry.change(frame):
+                return self._replay(self._capture(entry, frame), frame)
+        for entry in self._seen:
+            entry.refuse_if_undone(frame)
         return self._replay_nothing(frame, change)
 
-    def _replay(self, entry: SequenceEntry) -> Any:
+    def _replay(self, entry: SequenceEntry, frame: Frame) -> Any:
         self._in_vain = 0
-        result = entry.replay(self._scope)
+        result = entry.replay(frame, self._scopes[entry.device])
         self._counts["replays"] += 1
         return result
 
@@ -76,7 +78,7 @@ class GraphedSequence(Inlined):
             raise RuntimeError(f"{self._label}: {change} during the capture")
         self._seen.remove(first)
         self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
-        self._scope = self._scope or _C.Scope(entry.device)
+        self._scopes.setdefault(entry.device, _C.Scope(entry.device))
         self._counts["captures"] += 1
         _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
         return entry
@@ -116,8 +118,7 @@ class GraphedSequence(Inlined):
 
     def release(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
-        self._captured, self._seen = [], []
-        self._scope = None
+        self._captured, self._seen, self._scopes = [], [], {}
 
     def stats(self) -> dict[str, int]:
         """Counts since this object was made.

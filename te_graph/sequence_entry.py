@@ -60,11 +60,15 @@ class SequenceEntry:
         multiplies: it multiplies matrices.
         effect: what the first call has changed about Python objects, if anything.
         before: then, how everything but addresses was before it.
+        device: the GPU, if the function uses one; else the CPU.
+        settings: of the process, at the first call or the capture.
+        modes: of the thread.
         graph: None until captured.
         results: nest of the results.
         tensors: those, [...] each: the graph's own, or where others are found.
         checks: what ``before_replay`` was given in the capture.
         nbytes: memory that belongs to the graph.
+        pool: that memory, on a GPU.
     """
 
     label: str
@@ -73,6 +77,7 @@ class SequenceEntry:
     multiplies: bool = False
     effect: str = ""
     before: _C.Guard | None = None
+    device: torch.device = field(init=False)
     settings: _C.Settings = field(init=False)
     modes: tuple = field(init=False)
     graph: Any = None
@@ -83,33 +88,26 @@ class SequenceEntry:
     pool: Any = None
 
     def __post_init__(self) -> None:
+        self.device = next((device for device in self.devices if device.type != "cpu"), _CPU)
         self.settings = _C.Settings(self.device)
         self.modes = _modes()
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU, if the function uses one; else the CPU."""
-        return next((device for device in self.devices if device.type != "cpu"), _CPU)
 
     def change(self, frame: Frame) -> str:
         """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
         return self.guard.check_in_passing(frame) or self.settings.change(self.device) or _change_of(self.modes)
 
-    def matches(self, frame: Frame) -> bool:
-        """Whether a call with ``frame`` is the first one's second.
-
-        Raises:
-            CaptureError: what the first call has changed is by now as before it, so each call would change it.
-        """
-        change = self.change(frame)
-        if change and self.before is not None and not self.before.check_in_passing(frame):
+    def refuse_if_undone(self, frame: Frame) -> None:
+        """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
+        if self.before is not None and not self.before.check_in_passing(frame):
             raise CaptureError(_CHANGES_STATE.format(self.label, self.effect))
-        return not change
 
-    def replay(self, scope: _C.Scope) -> Any:
+    def replay(self, frame: Frame, scope: _C.Scope) -> Any:
         """Replay and return the results; right after ``change`` found none."""
         for check in self.checks:
             check()
+        # They are the user's code, and what follows relies on what the guard has met.
+        if self.checks and (change := self.guard.check_in_passing(frame)):
+            raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         scope.enter()
         self.graph.replay()
         self.guard.bump_versions()

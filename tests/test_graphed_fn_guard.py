@@ -154,6 +154,29 @@ def test_registered_checks_run_before_each_replay(device: str) -> None:
     assert len(told) == 5
 
 
+def test_a_check_that_changes_what_was_compared_is_found_out(device: str) -> None:
+    parameter, total = nn.Parameter(torch.ones(2, device=device)), torch.zeros(2, device=device)
+    parameter.grad = torch.ones(2, device=device)
+    drops: list[bool] = []
+
+    def check() -> None:
+        if hidden():
+            parameter.grad = None
+
+    def accumulate() -> None:
+        total.add_(parameter.grad)
+        parameter.grad.mul_(1)
+        before_replay(check)
+
+    hidden = drops.__len__
+    accumulated = graphed(accumulate)
+    called(accumulated, 3)
+    drops.append(True)
+    with pytest.raises(RuntimeError, match=r"grad of .* is no longer a tensor by what was to be checked"):
+        accumulated()
+    assert_bitwise_equal(total, torch.full_like(total, 3))
+
+
 def test_changes_are_logged_once_for_each_reason(device: str, caplog: pytest.LogCaptureFixture) -> None:
     scale = graphed(lambda t, by: t * by)
     x = torch.ones(2, device=device)

@@ -107,12 +107,12 @@ TEST_F(GuardInPassingTest, GradientsComeAndGo) {
     EXPECT_EQ(with.grad()._version(), version + 1);
     without.mutable_grad() = gradient.clone();
     expect(root, "grad of without changed from None");
-    without.mutable_grad() = {};
+    without.mutable_grad() = at::Tensor();
     with.mutable_grad() = gradient.detach();
     expect(root, "");
     with.mutable_grad() = gradient.clone();
     expect(root, "grad of with moved to other memory");
-    with.mutable_grad() = {};
+    with.mutable_grad() = at::Tensor();
     expect(root, "grad of with is no longer a tensor");
 }
 
