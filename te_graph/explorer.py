@@ -104,14 +104,18 @@ class Explorer:
         Attributes of the user's own classes that no code names which the function may run are left out, unless
         ``everything`` is wanted.
         """
+        names = self._names
         while True:
-            facts = _walk(frame, self._names, everything)
+            facts = _walk(frame, names, everything)
             known = [fact.obj for fact in facts if fact.same_as is None]
             functions = [obj for obj in known if isinstance(obj, types.FunctionType) and is_plumbing(obj)]
-            names = self._names.with_code(functions, [type(obj) for obj in known if is_user_type(type(obj))])
-            if names == self._names:
-                return facts
+            more = names.with_code(functions, [type(obj) for obj in known if is_user_type(type(obj))])
+            if more == names:
+                break
+            names = more
+        if not everything:  # which meets code, too, that the function does not run
             self._names = names
+        return facts
 
 
 def _walk(frame: Frame, names: Names, everything: bool) -> list[Fact]:

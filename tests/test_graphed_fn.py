@@ -269,6 +269,28 @@ def test_dropping_the_object_frees_it_without_the_garbage_collector(device: str)
         gc.enable()
 
 
+def test_an_object_that_holds_its_graphed_method_can_be_collected(device: str) -> None:
+    """Such an object refers to itself, through the method; the collector has to see all of the way."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.module = nn.Linear(3, 3, device=device)
+            self.apply = graphed(self._apply)
+
+        def _apply(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.module(x)
+
+    trainer = Trainer()
+    result = weakref.ref(called(trainer.apply, 3, torch.ones(2, 3, device=device)))
+    watched = weakref.ref(trainer)
+    assert result() is not None
+    del trainer
+    gc.collect()
+    assert watched() is None
+    assert result() is None
+
+
 def test_only_weak_references_to_what_the_user_has(device: str) -> None:
     class Owner:
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -273,6 +274,16 @@ def test_on_a_gpu_work_of_the_host_is_refused(region: Callable, words: str) -> N
     with pytest.raises(CaptureError, match=words) as caught:
         OnDevice().run(region, torch.ones(3, device="meta"), torch.ones(()))
     assert "test_graphed_fn_refusals.py" in str(caught.value)
+
+
+def test_on_a_gpu_a_refusal_that_the_function_swallows_is_raised() -> None:
+    def read(x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            x.sum().item()
+        return x
+
+    with pytest.raises(CaptureError, match="_local_scalar_dense"):
+        OnDevice().run(read, torch.ones(3, device="meta"))
 
 
 @pytest.mark.parametrize(

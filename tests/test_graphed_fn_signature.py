@@ -226,6 +226,14 @@ def test_attributes_of_tensors_are_found(device: str) -> None:
     assert_bitwise_equal(parameter.main_grad, x * 3)
 
 
+def test_a_list_that_was_given_twice_is_followed_in_both_places(device: str) -> None:
+    once, other = tensors(device), tensors(device)
+    add = graphed(lambda a, b: a[0] + b[1])
+    assert_bitwise_equal(called(add, 3, once, once).clone(), once[0] + once[1])
+    assert_bitwise_equal(called(add, 3, once, other).clone(), once[0] + other[1])
+    assert counts(add) == (2, 4, 1, 2)
+
+
 def test_flags_of_tensors_that_are_not_used_count(device: str) -> None:
     parameters = [nn.Parameter(torch.ones(2, device=device)) for _ in range(2)]
     parameters[1].requires_grad_(False)
@@ -244,6 +252,7 @@ class Engine:
         self.factor = 2.0
         self.global_step = 0
         self.batches: list[int] = []
+        self.reports = [lambda: (self.global_step, self.batches)]  # code that the function does not run
 
     def accumulate(self, x: Tensor) -> None:
         self.total.add_(self.scaled(x))
