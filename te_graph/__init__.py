@@ -4,29 +4,35 @@ from te_graph._build import build_info, load_extension
 
 load_extension()
 
-from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402 (needs the extension)
+from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
+from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402
 from te_graph.gradients import reset_main_grads  # noqa: E402
-from te_graph.graphed import make_graphed_callables  # noqa: E402
+from te_graph.graphs import capture_to_graph, create_graph, replay_graph  # noqa: E402
 from te_graph.hp_grads import clip_tensors_by_global_norm, get_global_norm_of_tensors, update_hp_grads  # noqa: E402
 from te_graph.norms import get_total_norm, new_sum_squares, norm_of_sum_squares  # noqa: E402
 from te_graph.plan import MultiTensorPlan  # noqa: E402
 from te_graph.recorder import CaptureError, Recorder  # noqa: E402
 from te_graph.report import info  # noqa: E402
+from te_graph.sequence import graphed  # noqa: E402
 
 __all__ = [
     "CaptureError",
     "MultiTensorPlan",
     "Recorder",
     "build_info",
+    "capture_to_graph",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "clip_tensors_by_global_norm",
+    "create_graph",
     "get_global_norm_of_tensors",
     "get_total_norm",
+    "graphed",
     "info",
     "make_graphed_callables",
     "new_sum_squares",
     "norm_of_sum_squares",
+    "replay_graph",
     "reset_main_grads",
     "update_hp_grads",
 ]

@@ -66,13 +66,15 @@ class CudaBackend:
     Args:
         device: the GPU.
         capture_error_mode: as for ``torch.cuda.graph``.
+        stream: to capture on, instead of that one.
     """
 
     name = "cuda"
 
-    def __init__(self, device: torch.device, capture_error_mode: str) -> None:
+    def __init__(self, device: torch.device, capture_error_mode: str, stream: torch.cuda.Stream | None = None) -> None:
         self._device = device
         self._error_mode = capture_error_mode
+        self._stream = stream
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -84,7 +86,7 @@ class CudaBackend:
         with torch.cuda.device(self._device):
             if torch.cuda.graph.default_capture_stream is None:
                 torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
-            stream = torch.cuda.graph.default_capture_stream
+            stream = self._stream or torch.cuda.graph.default_capture_stream
             if stream.device != self._device:
                 stream = torch.cuda.Stream(self._device)
             torch.cuda.synchronize()

@@ -92,7 +92,7 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
-        self._containers = ContainerState(root)
+        self._containers = ContainerState(place for place in walk(root) if "global variable" not in place.name)
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""

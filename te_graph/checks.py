@@ -149,14 +149,14 @@ def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples:
     return device
 
 
-def check_circumstances(device: torch.device) -> None:
-    """Refuse to capture where that cannot be right."""
+def check_circumstances(device: torch.device, name: str = _NAME) -> None:
+    """Refuse to capture where that cannot be right. ``name`` is what was called."""
     if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        raise RuntimeError(f"{_NAME}: called inside another capture")
+        raise RuntimeError(f"{name}: called inside another capture")
     if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
         raise RuntimeError(
-            f"{_NAME}: expected autocast without its weight cache, whose tensors would not survive the capture: use "
+            f"{name}: expected autocast without its weight cache, whose tensors would not survive the capture: use "
             "torch.autocast(..., cache_enabled=False)"
         )
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(f"{_NAME}: called under torch.inference_mode(); use torch.no_grad()")
+        raise RuntimeError(f"{name}: called under torch.inference_mode(); use torch.no_grad()")

@@ -138,14 +138,20 @@ def user_site() -> str:
     """
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != _ENGINE_ENTRY:
-        if _is_user_file(frame.f_code.co_filename):
+        if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     node = torch._C._current_autograd_node()
     return "backward" if node is None else f"backward ({node.name()})"
 
 
-def _is_user_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
+    """False for the files of torch, this package and the standard library."""
     if filename.startswith((_TORCH, _PACKAGE, "<frozen")):
         return False
     return not filename.startswith(_STDLIB) or "-packages" + os.sep in filename
+
+
+def is_own_file(filename: str) -> bool:
+    """True for files that are neither of Python and torch nor installed as a package."""
+    return is_user_file(filename) and "-packages" + os.sep not in filename

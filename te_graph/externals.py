@@ -71,6 +71,7 @@ class TensorWatch(TorchDispatchMode):
 
     Args:
         owned: tensors [...] that belong to the region, such as its static inputs. Not mutated.
+        restorable: False saves the clones, where nothing is to be undone: ``restore()`` then does nothing.
 
     Attributes:
         externals: storage identity -> External, in order of first use. The storages are kept alive.
@@ -79,8 +80,9 @@ class TensorWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, owned: Sequence[Tensor] = ()) -> None:
+    def __init__(self, owned: Sequence[Tensor] = (), restorable: bool = True) -> None:
         super().__init__()
+        self._restorable = restorable
         self.externals: dict[int, External] = {}
         self.mutated_owned: dict[int, tuple[str, str]] = {}
         self._owned = {storage_key(tensor): tensor.detach() for tensor in owned}
@@ -167,7 +169,7 @@ class TensorWatch(TorchDispatchMode):
 
     def _snapshot(self, tensor: Tensor, key: int) -> None:
         view = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if view not in self._snapshots:
+        if self._restorable and view not in self._snapshots:
             with bypass_modes(), torch.no_grad():
                 alias = tensor.detach()
                 self._snapshots[view] = (alias, alias.clone())

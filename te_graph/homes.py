@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections import deque
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.dispatch import has_subclass, is_dense, storage_key
 from te_graph.externals import External
+from te_graph.signature import is_constant
 
-_HOOK_DICTS = {
+HOOK_DICTS = {
     "_forward_hooks": "forward hooks",
     "_forward_pre_hooks": "forward pre-hooks",
     "_backward_hooks": "backward hooks",
@@ -48,7 +50,7 @@ class Place:
     in_guard: bool = False
 
     def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0, distance: int = 1) -> Place:
-        return Place(obj, name, self, kind, key, index, self.distance + distance)
+        return type(self)(obj, name, self, kind, key, index, self.distance + distance)
 
     def attributes(self) -> Place | None:
         """The instance dictionary, or None for objects without one."""
@@ -164,7 +166,7 @@ def plain_call_guard() -> _C.Guard:
     members = guard.add_step(_Kind.INSTANCE_DICT, -1, None, 0, None, "attributes")
     for name in ("forward", "_call_impl", "_compiled_call_impl"):
         guard.add_step(_Kind.ABSENT, members, name, 0, None, name)
-    for name, what in _HOOK_DICTS.items():
+    for name, what in HOOK_DICTS.items():
         hooks = guard.add_step(_Kind.ITEM, members, name, 0, None, what)
         guard.add_step(_Kind.LENGTH, hooks, None, 0, None, f"number of {what}")
     return guard
@@ -183,7 +185,7 @@ def walk(root: Any) -> Iterator[Place]:
         yield place
         if isinstance(place.obj, Tensor) or place.distance > _MAX_DISTANCE:
             continue
-        inner = list(_module_contents(place) if isinstance(place.obj, nn.Module) else _contents(place))
+        inner = list(_module_contents(place) if isinstance(place.obj, nn.Module) else contents(place))
         queue.extendleft(reversed([child for child in inner if child.distance == place.distance]))
         queue.extend(child for child in inner if child.distance > place.distance)
 
@@ -192,17 +194,17 @@ def _module_contents(place: Place) -> Iterator[Place]:
     members = place.attributes()
     for key, value in list(members.obj.items()):
         if key == "_modules":
-            yield from _submodules(place)
+            yield from submodules(place)
         elif key in ("_parameters", "_buffers"):
-            table = members.item(key, _of(key, place.name), distance=0)
+            table = members.item(key, name_of(key, place.name), distance=0)
             names = [name for name, tensor in value.items() if tensor is not None]
-            yield from (table.item(name, _of(name, place.name), distance=0) for name in names)
-        elif key not in _HOOK_DICTS and key != "te_graph":
-            yield members.item(key, _of(key, place.name))
+            yield from (table.item(name, name_of(name, place.name), distance=0) for name in names)
+        elif key not in HOOK_DICTS and key != "te_graph":
+            yield members.item(key, name_of(key, place.name))
 
 
-def _submodules(place: Place) -> Iterator[Place]:
-    table = place.attributes().item("_modules", _of("_modules", place.name), distance=0)
+def submodules(place: Place) -> Iterator[Place]:
+    table = place.attributes().item("_modules", name_of("_modules", place.name), distance=0)
     for name, module in table.obj.items():
         if module is not None:
             yield table.item(name, f"{place.name}.{name}".lstrip("."), distance=0)
@@ -216,16 +218,16 @@ def _modules_below(top: Place) -> Iterator[Place]:
         if id(place.obj) not in seen:
             seen.add(id(place.obj))
             yield place
-            stack.extend(reversed(list(_submodules(place))))
+            stack.extend(reversed(list(submodules(place))))
 
 
 def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hooks: bool) -> None:
     members = place.attributes()
     name = place.name or type(place.obj).__name__
     homes.enter(members.item("training", f"training flag of {name}"))
-    submodules = members.item("_modules", f"number of submodules of {name}")
-    homes.enter(submodules.child(submodules.obj, submodules.name, _Kind.LENGTH, index=len(submodules.obj)))
-    for child in _submodules(place):
+    table = members.item("_modules", f"number of submodules of {name}")
+    homes.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
+    for child in submodules(place):
         homes.enter(child)
     if is_callable:
         return  # its own hooks run around the replay, and its forward is what replays
@@ -233,7 +235,7 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hoo
         homes.enter(members.item("forward", f"forward of {name}"))
     else:
         homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
-    for key, what in _HOOK_DICTS.items():
+    for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
         if hooks.obj and not may_capture_hooks:
             raise RuntimeError(
@@ -245,18 +247,18 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hoo
             homes.enter(hooks.item(hook, hooks.name))
 
 
-def _of(name: str, owner: str) -> str:
+def name_of(name: str, owner: str) -> str:
     return f"{name} of {owner}" if owner else name
 
 
-def _contents(place: Place) -> Iterator[Place]:
+def contents(place: Place) -> Iterator[Place]:
     """What an object that is no module refers to."""
     obj, name = place.obj, place.name
     if isinstance(obj, _OPAQUE):
         return
     if isinstance(obj, dict):
         for key, value in obj.items():
-            if isinstance(key, str | int | bool | torch.dtype | torch.device):
+            if is_constant(key):
                 yield place.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
     elif isinstance(obj, list | tuple):
         for index, value in enumerate(obj):
@@ -300,6 +302,7 @@ def _function_contents(place: Place) -> Iterator[Place]:
 
 
 def _names_used(code: types.CodeType) -> set[str]:
-    """Names that a function and the functions written inside it may look up as globals."""
+    """Names that a function and the functions written inside it look up as globals."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*(_names_used(constant) for constant in inner))
+    return names.union(*(_names_used(constant) for constant in inner))

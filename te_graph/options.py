@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,26 @@ _CHOICES = {
     "on_exhausted": ("raise", "eager"),
 }
 _LEAST = {"num_warmup_iters": 0, "max_in_flight": 1, "max_captures": 1}
+
+
+def is_disabled() -> bool:
+    """True when the environment wants everything to run eagerly."""
+    return os.environ.get("TE_GRAPH_DISABLE", "0") == "1"
+
+
+def check_pool(name: str, pool: Any) -> None:
+    """Raise TypeError, in the name of the function ``name``, unless ``pool`` is None or names a memory pool."""
+    if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
+        raise TypeError(
+            f"{name}: expected pool to be what torch.cuda.graph_pool_handle() returns (or the id of a "
+            f"torch.cuda.MemPool), got {type(pool).__name__}"
+        )
+
+
+def check_stream(name: str, stream: Any) -> None:
+    """Raise TypeError, in the name of the function ``name``, unless ``stream`` is None or a CUDA stream."""
+    if stream is not None and not isinstance(stream, torch.cuda.Stream):
+        raise TypeError(f"{name}: expected stream to be a torch.cuda.Stream, got {type(stream).__name__}")
 
 
 @dataclass(frozen=True)
@@ -61,13 +82,7 @@ class Options:
         if self.show_progress is not None and not isinstance(self.show_progress, bool):
             kind = type(self.show_progress).__name__
             raise TypeError(f"{_NAME}: expected show_progress to be a bool or None, got {kind}")
-        if self.pool is not None and not (
-            isinstance(self.pool, tuple) and [type(part) for part in self.pool] == [int, int]
-        ):
-            raise TypeError(
-                f"{_NAME}: expected pool to be what torch.cuda.graph_pool_handle() returns (or the id of a "
-                f"torch.cuda.MemPool), got {type(self.pool).__name__}"
-            )
+        check_pool(_NAME, self.pool)
         if self.grad_dtype is not None and not (
             isinstance(self.grad_dtype, torch.dtype) and self.grad_dtype.is_floating_point
         ):

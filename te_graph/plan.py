@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.capturing import is_capturing
+from te_graph.capturing import before_replay, is_capturing
 from te_graph.tensor_lists import as_sequence
 
 
@@ -45,7 +46,7 @@ class MultiTensorPlan:
 
     def check(self) -> None:
         """Raise RuntimeError if a tensor no longer exists, moved, or changed its size; it names the first one."""
-        self._plan.check()
+        self._plan.check(False, False)
 
     def update(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
         """Take other tensors of the same number, sizes and dtypes.
@@ -64,6 +65,7 @@ class MultiTensorPlan:
 
     def norm(self, p: float = 2.0) -> Tensor:
         """Norm of all tensors together, [] float32 (float64 with float64 tensors), as ``te_graph.get_total_norm``."""
+        self._before_replay()
         return self._plan.norm(p)
 
     def clip_(self, total_norm: Tensor, max_norm: float, *, found_inf: Tensor | None = None) -> None:
@@ -74,23 +76,28 @@ class MultiTensorPlan:
             max_norm: 0 or positive.
             found_inf: [] or [1] float32; as for ``te_graph.clip_grad_norm_``. Mutated.
         """
+        self._before_replay(writes_tensors=True)
         self._plan.clip_(total_norm, max_norm, 1e-6, found_inf)
 
     def clip_norm_(self, max_norm: float, p: float = 2.0, *, found_inf: Tensor | None = None) -> Tensor:
         """``norm`` and ``clip_``: two launches, one look at the tensors. Returns the norm before clipping, []."""
+        self._before_replay(writes_tensors=True)
         return self._plan.clip_norm_(max_norm, p, found_inf)
 
     def scale_(self, scale: Tensor, *, found_inf: Tensor | None = None) -> None:
         """Multiply all tensors by ``scale``, [] or [1], float32 or float64; ``found_inf`` is set if a result is not
         finite. Mutated: the tensors, ``found_inf``."""
+        self._before_replay(writes_tensors=True)
         self._plan.scale_(scale, found_inf)
 
     def zero_(self) -> None:
         """Set all tensors to zero."""
+        self._before_replay(writes_tensors=True)
         self._plan.zero_()
 
     def copy_(self, *, scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         """Write the sources, times ``scale`` ([] or [1]), into the tensors; any dtypes."""
+        self._before_replay(writes_tensors=True)
         self._plan.accumulate_(True, False, scale, None, found_inf, None)
 
     def accumulate_(
@@ -105,4 +112,9 @@ class MultiTensorPlan:
     ) -> None:
         """Add the sources into the tensors; arguments as for ``te_graph.update_hp_grads`` (``zero_source`` zeroes the
         sources, ``scale``, [] or [1], multiplies them)."""
+        self._before_replay(writes_tensors=True, writes_sources=zero_source)
         self._plan.accumulate_(store, zero_source, scale, sum_squares, found_inf, noop)
+
+    def _before_replay(self, writes_tensors: bool = False, writes_sources: bool = False) -> None:
+        """Let ``graphed()``, if it captures this, look at the tensors before each replay as each op does."""
+        before_replay(functools.partial(self._plan.check, writes_tensors, writes_sources))

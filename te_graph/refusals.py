@@ -16,7 +16,7 @@ from te_graph.dispatch import base_name, bypass_modes, is_dense, is_operator, le
 _READS_VALUE = "it reads a tensor's value on the host, and a replay would go on with the value of the capture"
 _SHAPE_FOLLOWS_DATA = "the shape of its result depends on data, and a graph's shapes are fixed"
 _MOVES_STORAGE = "it gives a tensor another storage, and a graph's addresses are fixed"
-_LEAVES_DEVICE = "it copies between host and device, and a graph holds the work of one device"
+LEAVES_DEVICE = "it copies between host and device, and a graph holds the work of one device"
 _SETS_GENERATOR = (
     "the state of the default random generator was set inside the region (torch.manual_seed, torch.set_rng_state, "
     "activation checkpointing with dropout); a replay draws on from the generator's present state"
@@ -30,8 +30,8 @@ _FUNCTIONS = {
     torch.Tensor.numpy: _READS_VALUE,
     torch.Tensor.__array__: _READS_VALUE,
     torch.Tensor.__repr__: _READS_VALUE,
-    torch.Tensor.cpu: _LEAVES_DEVICE,
-    torch.Tensor.cuda: _LEAVES_DEVICE,
+    torch.Tensor.cpu: LEAVES_DEVICE,
+    torch.Tensor.cuda: LEAVES_DEVICE,
     torch.Tensor.data.__set__: _MOVES_STORAGE,
 }
 _FUNCTION_NAMES = {torch.Tensor.data.__set__: "Tensor.data = ..."}
@@ -66,13 +66,13 @@ class HostAccessMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FUNCTIONS:
+        if func in _FUNCTIONS and not (func is torch.Tensor.cuda and args[0].is_cuda):
             name = _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}")
             raise self._refusals.error(name, _FUNCTIONS[func])
         if func is torch.Tensor.to:
             device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]
             if device is not None and device.type != args[0].device.type:
-                raise self._refusals.error(f"Tensor.to({str(device)!r})", _LEAVES_DEVICE)
+                raise self._refusals.error(f"Tensor.to({str(device)!r})", LEAVES_DEVICE)
         return func(*args, **kwargs)
 
 
@@ -121,7 +121,12 @@ class GeneratorWatch:
 
 
 def reason_to_refuse(func: Any, args: tuple, kwargs: dict) -> str | None:
-    """Why a graph cannot hold this dispatcher call, judged by its arguments; None when it can."""
+    """Why the recorder cannot hold this dispatcher call, judged by its arguments; None when it can."""
+    return reason_for_no_graph(func, args, kwargs, torch.default_generator) or reason_to_refuse_tensors((args, kwargs))
+
+
+def reason_for_no_graph(func: Any, args: tuple, kwargs: dict, generator: torch.Generator) -> str | None:
+    """Why no graph can hold this dispatcher call, on whatever device, whose default generator is ``generator``."""
     if not is_operator(func):
         return "it is a higher-order operator, whose branches and loops a graph does not follow"
     if base_name(func) in _MOVING:
@@ -132,16 +137,16 @@ def reason_to_refuse(func: Any, args: tuple, kwargs: dict) -> str | None:
         return _SHAPE_FOLLOWS_DATA
     generators = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
     # Each call brings a Python object of its own around the generator.
-    if any(generator._cdata != torch.default_generator._cdata for generator in generators):
+    if any(given._cdata != generator._cdata for given in generators):
         return "it draws from a generator of its own; only the default generator goes on from replay to replay"
-    return reason_to_refuse_tensors((args, kwargs))
+    return None
 
 
 def reason_to_refuse_tensors(tree: Any) -> str | None:
     """Why the recorder cannot hold the tensors of ``tree``; None when all are dense and on the CPU."""
     for tensor in tensors_in(tree):
         if tensor.device.type != "cpu":
-            return f"{_LEAVES_DEVICE} (expected tensors on cpu, got one on {tensor.device})"
+            return f"{LEAVES_DEVICE} (expected tensors on cpu, got one on {tensor.device})"
         if not is_dense(tensor):
             return f"expected dense (strided) tensors, got one of layout {tensor.layout}"
     return None

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 from torch import nn
 
-from te_graph.homes import walk
+from te_graph.homes import Place
 
 
 class ContainerState:
-    """The contents of the attributes, dictionaries and lists that a callable refers to; globals are left out.
+    """The contents of the attributes, dictionaries and lists that a callable refers to.
 
     Args:
-        root: the module or function. References to what it holds are kept until this object goes.
+        places: the callable and what it refers to. References to what they hold are kept until this object goes.
     """
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, places: Iterable[Place]) -> None:
         self._kept: list[tuple[dict | list, dict | list]] = []
-        for place in walk(root):
-            if "global variable" in place.name:
-                continue
+        for place in places:
             if isinstance(place.obj, dict | list):
                 self._keep(place.obj)
             elif isinstance(members := getattr(place.obj, "__dict__", None), dict):

@@ -54,7 +54,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         progress = transaction.enter_context(
             tqdm(total=steps, desc="capturing graphs", disable=is_quiet or options.show_progress is False)
         )
-        transaction.enter_context(_garbage_collection_off())
+        transaction.enter_context(garbage_collection_off())
         transaction.enter_context(backend.session())
         transaction.enter_context(capturing())
         on_failure = transaction.enter_context(contextlib.ExitStack())
@@ -94,7 +94,7 @@ def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> Calla
 
 
 @contextlib.contextmanager
-def _garbage_collection_off() -> Iterator[None]:
+def garbage_collection_off() -> Iterator[None]:
     """A collection in the middle of a capture could free what must not be freed there."""
     was_on = gc.isenabled()
     gc.disable()

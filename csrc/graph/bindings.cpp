@@ -8,6 +8,7 @@
 #include "graph/callable.h"
 #include "graph/fast_call.h"
 #include "graph/hooks.h"
+#include "graph/settings.h"
 
 namespace py = pybind11;
 
@@ -109,7 +110,19 @@ void bind(py::module_& m) {
         .def(py::init<Tensors, bool>(), py::arg("leaves"), py::arg("with_accumulators"))
         .def("restore", &LeafIsolation::restore);
 
-    py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope").def(py::init<at::Device>(), py::arg("device"));
+    py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
+        .def(py::init<at::Device>(), py::arg("device"))
+        .def("enter", &Scope::enter);
+
+    // Of the present process-wide settings; change() tells what has become of them.
+    py::class_<Settings>(m, "Settings")
+        .def(py::init([](at::Device device) { return Settings::current(device.type()); }), py::arg("device"))
+        .def(
+            "change",
+            [](const Settings& settings, at::Device device) {
+                return settings.difference(Settings::current(device.type()));
+            },
+            py::arg("device"));
 
     py::class_<StoreFlag, std::shared_ptr<StoreFlag>>(m, "StoreFlag").def(py::init<>()).def("set", [](StoreFlag& flag) {
         flag.overwrite = true;
@@ -122,13 +135,28 @@ void bind(py::module_& m) {
         .value("LENGTH", StepKind::kLength)
         .value("POSITION", StepKind::kPosition)
         .value("CELL", StepKind::kCell)
-        .value("ATTRIBUTE", StepKind::kAttribute);
+        .value("ATTRIBUTE", StepKind::kAttribute)
+        .value("KEYS", StepKind::kKeys)
+        .value("ITEM_OF", StepKind::kItemOf)
+        .value("GRAD", StepKind::kGrad);
 
     py::class_<Guard, std::shared_ptr<Guard>>(m, "Guard")
         .def(py::init<>())
         .def("add_step", &Guard::add_step, py::arg("kind"), py::arg("parent"), py::arg("key"), py::arg("index"),
-             py::arg("expected"), py::arg("subject"))
-        .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"))
+             py::arg("expected"), py::arg("subject"), py::arg("is_fleeting") = false)
+        .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"), py::arg("is_used") = true,
+             py::arg("is_written") = false)
+        .def("bump_versions", &Guard::bump_versions)
+        .def("expect_identity", &Guard::expect_identity, py::arg("step"), py::arg("object"))
+        .def("expect_value", &Guard::expect_value, py::arg("step"), py::arg("value"))
+        .def("expect_type", &Guard::expect_type, py::arg("step"), py::arg("type"))
+        .def("expect_same", &Guard::expect_same, py::arg("step"), py::arg("other"))
+        .def_property_readonly("steps", &Guard::steps)
+        .def_property_readonly("tensors", &Guard::tensors)
+        .def("check_in_passing",
+             [](const Guard& guard, const py::object& root) { return guard.check_in_passing(root.ptr()); })
+        .def("reached",
+             [](const Guard& guard, int step) { return py::reinterpret_borrow<py::object>(guard.reached(step)); })
         .def("check", [](const Guard& guard, const py::object& root) {
             Guard::Tensors found;
             return guard.check(root.ptr(), found);

@@ -7,6 +7,9 @@
 //
 // Dictionaries on the way are watched (Python 3.12 or newer). As long as none has changed, a check takes only the steps
 // that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors that the last walk found.
+//
+// check() is for callables, whose backward goes on with the tensors found. check_in_passing() is for functions that are
+// called with whatever the caller has at hand: what is found may be other objects each time, and none of it is kept.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,10 +28,13 @@ enum class StepKind : uint8_t {
     kInstanceDict,  // the __dict__ of the parent
     kItem,          // parent[key] of a dict
     kAbsent,        // parent must be a dict without key
-    kLength,        // len(parent) of a dict must be `index`
+    kLength,        // len(parent) of a dict, list or tuple must be `index`
+    kKeys,          // the keys of a dict must be those of the tuple `key`, in this order
+    kItemOf,        // parent[the object that step `index` reached] of a dict
     kPosition,      // parent[index] of a list or tuple
     kCell,          // contents of a closure cell
     kAttribute,     // getattr(parent, key), for objects without a dict such as functools.partial
+    kGrad,          // parent.grad of a tensor; leads nowhere, so no Python object is made for it
 };
 
 class Guard {
@@ -43,13 +49,30 @@ public:
 
     // Adds a step from the object that step `parent` reached (-1: the callable itself); returns its number.
     // expected: the object that must be found, or None for any. subject: what the message calls it.
+    // is_fleeting: the parent may be another object at each call, so that watching it would tell nothing.
     int add_step(StepKind kind, int parent, pybind11::object key, int64_t index, pybind11::object expected,
-                 std::string subject);
+                 std::string subject, bool is_fleeting = false);
     // The object that `step` reaches is `tensor`; its place in `found` is the number returned.
-    int add_tensor(int step, const at::Tensor& tensor);
+    // is_used: its memory matters, and not its dtype, device and shape alone. is_written: bump_versions() is to tell of it.
+    int add_tensor(int step, const at::Tensor& tensor, bool is_used = true, bool is_written = false);
+    // As `expected` of add_step().
+    void expect_identity(int step, const pybind11::object& object) { steps_[step].expected = Identity(object); }
+    // The object that `step` reaches must equal `value`, a constant, in type and value.
+    void expect_value(int step, pybind11::object value) { steps_[step].value = std::move(value); }
+    // It must be of exactly this type.
+    void expect_type(int step, const pybind11::object& type) { steps_[step].type = Identity(type); }
+    // It must be the very object that the earlier step `other` reaches.
+    void expect_same(int step, int other) { steps_[step].same_as = other; }
 
     // Checks from `root` on. Puts the tensors into `found` and returns an empty string, or returns what has changed.
     std::string check(PyObject* root, Tensors& found) const;
+
+    // Checks from `root` on, and keeps nothing of what it finds. Not to be mixed with check() on one guard.
+    std::string check_in_passing(PyObject* root) const;
+    // Notes in the version counters of what the last check_in_passing() found that the written ones were written.
+    void bump_versions() const;
+    // What `step` reached in the last check_in_passing(), borrowed; only while that check's root is there.
+    PyObject* reached(int step) const { return reached_.at(step); }
 
     // Compares tensors found by an earlier check() again: they may have moved since. Their requires_grad no
     // longer matters, as for a backward in eager execution. Needs no GIL.
@@ -61,6 +84,7 @@ public:
     void forget() const;
 
     size_t tensors() const { return tensors_.size(); }
+    size_t steps() const { return steps_.size(); }
     const std::string& tensor_name(size_t tensor) const { return steps_[tensors_[tensor].step].subject; }
 
 private:
@@ -68,6 +92,7 @@ private:
     // the address of a dead one is not taken for it; else by address (constants, closure cells).
     class Identity {
     public:
+        Identity() = default;
         explicit Identity(const pybind11::object& object);
         bool matches(PyObject* found) const;
         void release();
@@ -84,22 +109,35 @@ private:
         Py_ssize_t index;
         Identity expected;
         std::string subject;
+        bool is_fleeting;
         int tensor = -1;
+        pybind11::object value{};  // refers to nothing else, like `key`
+        Identity type{};
+        int same_as = -1;
     };
     struct ExpectedTensor {
         int step;
         TensorFacts facts;
         bool requires_grad;
+        bool is_used, is_written;
     };
 
     static bool is_same(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad) {
-        return expected.facts.match(tensor) &&
+        const TensorFacts& facts = expected.facts;
+        return (expected.is_used ? facts.match(tensor) : facts.has_form_of(tensor)) &&
                (!compare_requires_grad || tensor.requires_grad() == expected.requires_grad);
     }
     static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
     bool is_in_watched_dict(const Step& step) const;
+    PyObject* take(const Step& step, PyObject* parent) const;
+    bool is_expected(const Step& step, PyObject* object) const;
+    bool has_tensor(const Step& step, PyObject* parent, PyObject* object) const;
     bool is_as_last_time(PyObject* root) const;
-    std::string walk(PyObject* root, std::vector<PyObject*>& found) const;
+    bool is_as_before(PyObject* root) const;
+    void note_what_is_watched() const;
+    std::string difference(const Step& step, PyObject* object) const;
+    // found: [tensors], filled, or null.
+    std::string walk(PyObject* root, std::vector<PyObject*>* found) const;
 
     std::vector<Step> steps_;
     std::vector<ExpectedTensor> tensors_;
@@ -108,6 +146,9 @@ private:
     mutable Tensors found_;
     mutable std::vector<PyObject*> reached_;  // [steps], borrowed; alive while `changes_` is up to date
     mutable std::vector<size_t> unwatched_;   // steps that are taken at each check
+    // For checks in passing: the other steps that reach tensors, and whether a step has ones that are not taken below it.
+    mutable std::vector<size_t> watched_tensors_;
+    mutable std::vector<char> leads_to_watched_;  // [steps]
     mutable PyObject* root_ = nullptr;
     mutable uint64_t changes_ = 0;
 };

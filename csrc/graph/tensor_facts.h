@@ -14,6 +14,7 @@ public:
         : base_(base_of(*tensor.unsafeGetTensorImpl())),
           offset_(tensor.storage_offset()),
           dtype_(tensor.dtype()),
+          device_(tensor.device()),
           is_conj_(tensor.is_conj()),
           is_neg_(tensor.is_neg()),
           sizes_(tensor.sizes().begin(), tensor.sizes().end()),
@@ -32,6 +33,13 @@ public:
                are_equal(impl.strides(), strides()) && has_bits_of(tensor);
     }
 
+    // Dtype, device and shape, wherever it lies.
+    bool has_form_of(const at::Tensor& tensor) const {
+        const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+        return impl.dtype() == dtype_ && impl.device() == device_ && are_equal(impl.sizes(), sizes());
+    }
+
+    c10::Device device() const { return device_; }
     at::ScalarType dtype() const { return c10::typeMetaToScalarType(dtype_); }
     at::IntArrayRef sizes() const { return sizes_; }
     at::IntArrayRef strides() const { return strides_; }
@@ -53,6 +61,7 @@ private:
     const void* base_ = nullptr;
     int64_t offset_ = 0;
     caffe2::TypeMeta dtype_;
+    c10::Device device_ = at::kCPU;
     bool is_conj_ = false, is_neg_ = false;
     c10::SmallVector<int64_t, 4> sizes_, strides_;
 };

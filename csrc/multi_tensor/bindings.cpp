@@ -192,7 +192,8 @@ void bind(py::module_& m) {
         .def_property_readonly("chunks", &Plan::chunks)
         .def_property_readonly("state", &Plan::state)
         .def("__len__", &Plan::size)
-        .def("check", [](const Plan& plan) { plan.check(false, false); })
+        .def("check", py::overload_cast<bool, bool>(&Plan::check, py::const_), py::arg("writes_tensors"),
+             py::arg("writes_sources"))
         .def("update", &Plan::update, py::arg("tensors"), py::arg("sources"))
         .def(
             "norm",

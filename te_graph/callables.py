@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from te_graph.checks import Request
 from te_graph.group import Group
 from te_graph.handle import Handle, install
-from te_graph.options import Options, chosen_parameters
+from te_graph.options import Options, chosen_parameters, is_disabled
 from te_graph.session import Job, capture_all
 
 GraphCallable = nn.Module | Callable[..., Any]
@@ -127,7 +126,7 @@ def make_graphed_callables(
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
     jobs = [Job(*one) for one in each]
     group = Group(request.device, options)
-    entries = [] if os.environ.get("TE_GRAPH_DISABLE", "0") == "1" else capture_all(group, jobs, options.chain)
+    entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
     handles = [Handle(job.label, job.target) for job in jobs]
     for handle, entry in zip(handles, entries, strict=False):
         handle.arm(entry, group)

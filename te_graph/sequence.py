@@ -1,0 +1,205 @@
+"""graphed: a function whose calls replay a graph, as long as they are the call that was captured."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_graph import _C
+from te_graph.capturing import is_capturing
+from te_graph.explorer import Explorer, Frame, Inlined
+from te_graph.options import check_pool, check_stream, is_disabled
+from te_graph.sequence_entry import SequenceEntry, capture, run_first
+
+_log = logging.getLogger("te_graph")
+_ON_CHANGE = ("recapture", "eager", "raise")
+_MAX_ENTRIES = 8
+_PATIENCE = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
+_MAX_REASONS = 32  # values in messages may go on for ever
+
+
+class GraphedSequence(Inlined):
+    """What ``graphed`` returns; described there. ``__wrapped__`` is the function."""
+
+    def __init__(
+        self, function: Callable[..., Any], on_change: str, pool: Any, stream: torch.cuda.Stream | None
+    ) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._label = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+        self._on_change = on_change
+        self._pool = pool
+        self._stream = stream
+        self._is_disabled = is_disabled()
+        self._explorer = Explorer()
+        self._scopes: dict[torch.device, _C.Scope] = {}  # one for each device: they order replays
+        self._captured: list[SequenceEntry] = []  # the one used last comes first
+        self._seen: list[SequenceEntry] = []  # of calls that ran as they are, once each
+        self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
+        self._in_vain = 0  # calls since the last replay
+        self._told: set[str] = set()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the instance is the first argument."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = (self.__wrapped__, args, kwargs)
+        if self._is_disabled or _must_be_plain():
+            return self._run(frame)
+        change = ""
+        for number, entry in enumerate(self._captured):
+            difference = entry.change(frame)
+            if not difference:
+                if number:
+                    self._captured.insert(0, self._captured.pop(number))
+                return self._replay(entry, frame)
+            change = change or difference
+        for entry in self._seen:
+            if not entry.change(frame):
+                return self._replay(self._capture(entry, frame), frame)
+        for entry in self._seen:
+            entry.refuse_if_undone(frame)
+        return self._replay_nothing(frame, change)
+
+    def _replay(self, entry: SequenceEntry, frame: Frame) -> Any:
+        self._in_vain = 0
+        result = entry.replay(frame, self._scopes[entry.device])
+        self._counts["replays"] += 1
+        return result
+
+    def _capture(self, first: SequenceEntry, frame: Frame) -> SequenceEntry:
+        entry = capture(first, frame, self._explorer, self._pool, self._stream)
+        # Its guard has not looked yet, and a replay needs what it finds.
+        if change := entry.change(frame):
+            raise RuntimeError(f"{self._label}: {change} during the capture")
+        self._seen.remove(first)
+        self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
+        self._scopes.setdefault(entry.device, _C.Scope(entry.device))
+        self._counts["captures"] += 1
+        _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
+        return entry
+
+    def _replay_nothing(self, frame: Frame, change: str) -> Any:
+        """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed."""
+        if change:
+            self._counts["misses"] += 1
+            if self._on_change == "raise":
+                raise RuntimeError(f"{self._label}: {change} since capture")
+            self._tell(f"{change} since capture")
+            if self._on_change == "eager":
+                return self._run(frame)
+        self._in_vain += 1
+        if self._in_vain > _PATIENCE and self._in_vain % _PATIENCE:
+            return self._run(frame)
+        if self._in_vain == _PATIENCE:
+            change = change or next((entry.change(frame) for entry in self._seen), "")
+            _log.warning(
+                "%s: has run eagerly %d times in a row, the last time since %s", self._label, _PATIENCE, change
+            )
+        result, entry = run_first(self._label, frame, self._explorer)
+        self._counts["eager_calls"] += 1
+        self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
+        return result
+
+    def _run(self, frame: Frame) -> Any:
+        self._counts["eager_calls"] += 1
+        function, args, kwargs = frame
+        return function(*args, **kwargs)
+
+    def _tell(self, change: str) -> None:
+        reason = change.partition(" changed from ")[0]
+        if reason not in self._told and len(self._told) < _MAX_REASONS:
+            self._told.add(reason)
+            _log.warning("%s: %s (runs eagerly)", self._label, change)
+
+    def release(self) -> None:
+        """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
+        self._captured, self._seen, self._scopes = [], [], {}
+
+    def stats(self) -> dict[str, int]:
+        """Counts since this object was made.
+
+        Returns:
+            ``captures``; ``replays`` of graphs, the one that follows each capture included; ``misses``, calls that no
+            capture was for once there were some; ``eager_calls``; ``bytes`` of memory that the graphs hold now.
+        """
+        return {**self._counts, "bytes": sum(entry.nbytes for entry in self._captured)}
+
+    def pool(self) -> Any:
+        """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""
+        return self._pool or (self._captured[0].pool if self._captured else None)
+
+
+def _must_be_plain() -> bool:
+    """True inside other captures, and where a dispatch mode or a compiler wants to see the operations."""
+    if is_capturing() or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def graphed(
+    fn: Callable[..., Any] | None = None,
+    *,
+    on_change: str = "recapture",
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+) -> Any:
+    """Let calls of a function that launches a short sequence of kernels replay a graph of them.
+
+    For what surrounds forward and backward: accumulating gradients, their norm, clipping, a whole optimizer step. The
+    first call with a given signature runs as it is; the second one captures, and replays; later ones replay. In each
+    case the effects of the function happen once. Usable as a decorator, on methods too.
+
+    The signature is: addresses, shapes, strides and dtypes of the tensors that the function uses; lengths and keys of
+    containers; values of numbers, strings, bools, None and dtypes; which modules, optimizers and other objects there
+    are. They are looked for in the arguments, the bound object, closure variables, defaults and globals used, and in
+    what these hold, with optimizer state and ``.grad`` and ``.main_grad`` of parameters. All of it is compared at every
+    call, in C++. Containers, dataclasses and functions may be made anew each time if they hold the same. Python numbers
+    that change at every step (a learning rate) are a change; as tensors on the device they are not.
+
+    Args:
+        fn: called with any arguments. On CUDA tensors its work is captured into a CUDA graph, on the device alone;
+            where all tensors are on the CPU a ``Recorder`` takes its place.
+        on_change: what a call does that is like none captured so far: "recapture" runs it as it is, and captures if the
+            next one is like it; "eager" runs it as it is, the captures stay; "raise" names the change. The eight
+            signatures used last are kept.
+        pool: memory pool for what the graphs make (``torch.cuda.graph_pool_handle()``); one for each graph if None.
+            Sharing one with other graphs follows torch's rule: same order, no overlap.
+        stream: to capture on; the one of ``torch.cuda.graph`` if None.
+
+    Returns:
+        What replays. Arguments are read in place. Results that the function computed are the same tensors at every
+        replay: the next one overwrites them, as it does the in-place effects. Results that are arguments, or views of
+        them, are these. ``stats()`` counts captures, replays, misses, eager calls and bytes; ``pool()`` is the memory
+        pool of the last graph; ``release()`` frees the graphs, and the next call is a first one. The user's tensors and
+        objects are not kept alive, except by a recorder, whose recording holds the memory that it reads.
+
+        Inside other captures, under dispatch modes, with ``TE_GRAPH_DISABLE=1`` calls run the function as it is. A
+        graphed function that is called by another one is part of that one's graph.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        CaptureError: from the second call, which then leaves no trace: the function does what a replay would get wrong,
+            or would not do. It reads a tensor on the host, works on CPU tensors while it uses a GPU, leaves a tensor
+            that it computed in an attribute, a list or a ``.grad``, changes a number or a container at every call, uses
+            a tensor that cannot be found, returns one that requires a gradient. Names the operation and the line, or
+            the attribute.
+        RuntimeError: ``on_change="raise"`` and something has changed; or what ``te_graph.capturing.before_replay`` was
+            told to check.
+
+    Stream and capture: a capture synchronizes the device. Replays go to the current stream and wait for the last replay
+        of this object if that was on another. They do not synchronize. The capture error mode is "thread_local".
+    """
+    if on_change not in _ON_CHANGE:
+        raise ValueError(f"graphed: expected on_change in {_ON_CHANGE}, got {on_change!r}")
+    check_pool("graphed", pool)
+    check_stream("graphed", stream)
+    if fn is None:
+        return functools.partial(graphed, on_change=on_change, pool=pool, stream=stream)
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"graphed: expected fn to be a function, got {type(fn).__name__}")
+    return GraphedSequence(fn, on_change, pool, stream)

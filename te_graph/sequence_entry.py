@@ -1,0 +1,292 @@
+"""One signature of a ``graphed`` function: its first call, its capture, its replays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.backends import CudaBackend, RecorderBackend
+from te_graph.capturing import capturing, collecting_checks
+from te_graph.checks import check_circumstances
+from te_graph.dispatch import storage_key
+from te_graph.explorer import Explorer, Fact, Frame, is_opaque
+from te_graph.recorder import CaptureError
+from te_graph.region import DeviceAccessMode, GradReads, RegionWatch
+from te_graph.rollback import ContainerState
+from te_graph.session import garbage_collection_off
+from te_graph.signature import ResultSpec
+from te_graph.surroundings import Surroundings, homeless
+
+_CPU = torch.device("cpu")
+_CHANGES_STATE = (
+    "{}: changes the state of Python objects at every call, which a replay would not do: {}; make it a tensor on the "
+    "device, return it, or change it outside"
+)
+
+
+@dataclass(frozen=True)
+class Home:
+    """A result that the function did not make: found anew at each call.
+
+    Attributes:
+        step: of the guard, to the tensor, or to the one whose ``.grad`` it is.
+        view: size, stride and offset where the result is another view of its memory; None: the very object.
+    """
+
+    step: int
+    is_grad: bool
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+    def find(self, guard: _C.Guard) -> Tensor:
+        """The tensor [...] where the last check of ``guard`` met it."""
+        found = guard.reached(self.step)
+        tensor = found.grad if self.is_grad else found
+        return tensor if self.view is None else tensor.detach().as_strided(*self.view)
+
+
+@dataclass(eq=False)
+class SequenceEntry:
+    """What is known of one signature: how to tell it, and once captured, how to replay it.
+
+    Attributes:
+        guard: over all that the function can be seen to use.
+        devices: where it works.
+        multiplies: it multiplies matrices.
+        effect: what the first call has changed about Python objects, if anything.
+        before: then, how everything but addresses was before it.
+        device: the GPU, if the function uses one; else the CPU.
+        settings: of the process, at the first call or the capture.
+        modes: of the thread.
+        graph: None until captured.
+        results: nest of the results.
+        tensors: those, [...] each: the graph's own, or where others are found.
+        checks: what ``before_replay`` was given in the capture.
+        nbytes: memory that belongs to the graph.
+        pool: that memory, on a GPU.
+    """
+
+    label: str
+    guard: _C.Guard
+    devices: set[torch.device]
+    multiplies: bool = False
+    effect: str = ""
+    before: _C.Guard | None = None
+    device: torch.device = field(init=False)
+    settings: _C.Settings = field(init=False)
+    modes: tuple = field(init=False)
+    graph: Any = None
+    results: ResultSpec | None = None
+    tensors: list[Tensor | Home] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    nbytes: int = 0
+    pool: Any = None
+
+    def __post_init__(self) -> None:
+        self.device = next((device for device in self.devices if device.type != "cpu"), _CPU)
+        self.settings = _C.Settings(self.device)
+        self.modes = _modes()
+
+    def change(self, frame: Frame) -> str:
+        """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
+        return self.guard.check_in_passing(frame) or self.settings.change(self.device) or _change_of(self.modes)
+
+    def refuse_if_undone(self, frame: Frame) -> None:
+        """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
+        if self.before is not None and not self.before.check_in_passing(frame):
+            raise CaptureError(_CHANGES_STATE.format(self.label, self.effect))
+
+    def replay(self, frame: Frame, scope: _C.Scope) -> Any:
+        """Replay and return the results; right after ``change`` found none."""
+        for check in self.checks:
+            check()
+        # They are the user's code, and what follows relies on what the guard has met.
+        if self.checks and (change := self.guard.check_in_passing(frame)):
+            raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
+        scope.enter()
+        self.graph.replay()
+        self.guard.bump_versions()
+        found = [one.find(self.guard) if isinstance(one, Home) else one for one in self.tensors]
+        return self.results.unflatten(found)
+
+
+def _modes() -> tuple:
+    return torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def _change_of(modes: tuple) -> str:
+    for name, before, now in zip(("the grad mode", "the default dtype"), modes, _modes(), strict=True):
+        if before != now:
+            return f"{name} changed from {before} to {now}"
+    return ""
+
+
+def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry]:
+    """Run the function as it is; return its result and an entry that recognises the next such call."""
+    function, args, kwargs = frame
+    before = Surroundings(explorer.explore(frame), used=set()).guard
+    watch, reads = RegionWatch(), GradReads()
+    with capturing(), reads, watch:
+        result = function(*args, **kwargs)
+    used = {*watch.externals, *watch.produced_storages}
+    surroundings = Surroundings(explorer.explore(frame), used, reads_grads=reads.any)
+    effect = before.check_in_passing(frame)
+    entry = SequenceEntry(
+        label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None
+    )
+    return result, entry
+
+
+def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, stream: Any) -> SequenceEntry:
+    """Capture the function, without effect on tensors; return the entry that replays it.
+
+    Raises:
+        CaptureError, RuntimeError: the function does what a replay would get wrong. Tensors, attributes and containers
+            are as before.
+    """
+    label, device = first.label, first.device
+    others = sorted(str(other) for other in first.devices if other not in (_CPU, device))
+    if others or device.type not in ("cpu", "cuda"):
+        raise CaptureError(f"{label}: expected tensors on the CPU or one GPU, got some on {device} {' '.join(others)}")
+    check_circumstances(device, f"graphed({label})")
+    backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
+    pool = pool or backend.new_pool()
+    attempt = _Attempt(label, frame, explorer, device)
+    try:
+        graph, checks, entry = _capture(attempt, first, backend, pool)
+    except torch.AcceleratorError as error:
+        raise CaptureError(f"{label}: {str(error).splitlines()[0]}") from error
+    entry.graph, entry.checks, entry.pool = graph, checks, pool
+    entry.nbytes = backend.nbytes([[graph]])[0]
+    return entry
+
+
+def _capture(
+    attempt: _Attempt, first: SequenceEntry, backend: Any, pool: Any
+) -> tuple[Any, list[Callable[[], None]], SequenceEntry]:
+    """The graph, the checks before its replays, and the entry that it belongs to."""
+    with garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
+        if first.multiplies and first.device.type == "cuda":
+            _make_workspace(first.device)
+        with (
+            backend.watch_generator(first.label),
+            collecting_checks() as checks,
+            backend.capture(pool) as graph,
+            attempt.watched(),
+        ):
+            attempt.run()
+        return graph, checks, attempt.entry(first.devices)
+
+
+def _make_workspace(device: torch.device) -> None:
+    """Let cuBLAS take its workspace for the present stream now: inside a capture it would be in the graph's pool."""
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
+
+
+class _Attempt:
+    """The run of a function inside a capture, and what it is checked for afterwards."""
+
+    def __init__(self, label: str, frame: Frame, explorer: Explorer, device: torch.device) -> None:
+        self._label = label
+        self._frame = frame
+        self._explorer = explorer
+        is_gpu = device.type == "cuda"
+        self._is_gpu = is_gpu
+        # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
+        self._watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
+        self._reads = GradReads()
+        self._before = explorer.explore(frame, everything=True)
+        self._state_before = Surroundings(self._before, used=None)
+        self._containers = ContainerState(
+            fact for fact in self._before if isinstance(fact.obj, dict | list) or not is_opaque(fact.obj)
+        )
+        self._result: Any = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        on_gpu = DeviceAccessMode(self._watch.refusals) if self._is_gpu else contextlib.nullcontext()
+        with on_gpu, self._reads, self._watch:
+            yield
+
+    def run(self) -> None:
+        function, args, kwargs = self._frame
+        self._result = function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def undone_unless_right(self) -> Iterator[None]:
+        """Put back what the run wrote into tensors; if an exception comes, what it left in attributes as well."""
+        try:
+            yield
+        except BaseException:
+            self._containers.restore()
+            for fact in self._before:
+                if fact.is_grad and fact.parent.obj.grad is not fact.obj:
+                    fact.parent.obj.grad = fact.obj
+            raise
+        finally:
+            self._watch.restore()
+
+    def entry(self, devices: set[torch.device]) -> SequenceEntry:
+        """Check what the run did; return an entry without its graph."""
+        everything = self._explorer.explore(self._frame, everything=True)
+        self._check_effects(everything)
+        facts = self._explorer.explore(self._frame)
+        if homeless(self._watch.externals, facts) is not None:
+            facts = everything  # code that does not name what it reads
+            self._check_homes(facts)
+        written = {key for key, external in self._watch.externals.items() if external.written}
+        surroundings = Surroundings(facts, set(self._watch.externals), written, self._reads.any)
+        try:
+            results, tensors = ResultSpec.of(self._label, self._result)
+        except TypeError as error:
+            raise CaptureError(str(error)) from None
+        entry = SequenceEntry(self._label, surroundings.guard, devices, results=results)
+        entry.tensors = [self._home_of(number, tensor, facts, surroundings) for number, tensor in enumerate(tensors)]
+        return entry
+
+    def _check_effects(self, facts: list[Fact]) -> None:
+        for fact in facts:
+            if fact.is_dense_tensor and storage_key(fact.obj) in self._watch.produced_storages:
+                raise CaptureError(
+                    f"{self._label}: leaves a tensor that it computed in {fact.name}; a replay would not run that "
+                    "assignment: return the tensor, or write in place into one that is there"
+                )
+        change = self._state_before.guard.check_in_passing(self._frame)
+        if change:
+            raise CaptureError(_CHANGES_STATE.format(self._label, change))
+
+    def _check_homes(self, facts: list[Fact]) -> None:
+        lost = homeless(self._watch.externals, facts)
+        if lost is not None:
+            raise CaptureError(
+                f"{self._label}: {lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an "
+                "argument nor an attribute, variable, parameter, gradient or optimizer state that the function can be "
+                f"seen to hold, so a replay could not tell when it moves: pass it as an argument; at {lost.site}"
+            )
+
+    def _home_of(self, number: int, tensor: Tensor, facts: list[Fact], surroundings: Surroundings) -> Tensor | Home:
+        name = f"result {number}"
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {tensor.layout}")
+        key = storage_key(tensor)
+        if tensor.grad_fn is not None or (tensor.requires_grad and key in self._watch.produced_storages):
+            raise CaptureError(
+                f"{self._label}: {name} requires a gradient, which a replay does not record: compute it under "
+                "torch.no_grad(), or use make_graphed_callables"
+            )
+        if key in self._watch.produced_storages:
+            return tensor
+        homes = [fact for fact in facts if fact.is_dense_tensor and storage_key(fact.obj) == key]
+        home = next((fact for fact in homes if fact.obj is tensor), homes[0] if homes else None)
+        if home is None:
+            raise CaptureError(f"{self._label}: {name} is neither computed nor an argument: return a clone")
+        view = None
+        if home.obj is not tensor:
+            view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return Home(surroundings.step_of(home.parent if home.is_grad else home), home.is_grad, view)
