@@ -165,10 +165,11 @@ class TensorWatch(TorchDispatchMode):
         external.read |= not is_written or keeps
         external.written |= is_written
         if is_written:
-            self._snapshot(tensor, key)
+            self.keep(tensor)
 
-    def _snapshot(self, tensor: Tensor, key: int) -> None:
-        view = (key, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+    def keep(self, tensor: Tensor) -> None:
+        """Clone the value of ``tensor`` [...], unless that was done before, for ``restore()``."""
+        view = (storage_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
         if self._restorable and view not in self._snapshots:
             with bypass_modes(), torch.no_grad():
                 alias = tensor.detach()

@@ -117,4 +117,7 @@ class MultiTensorPlan:
 
     def _before_replay(self, writes_tensors: bool = False, writes_sources: bool = False) -> None:
         """Let ``graphed()``, if it captures this, look at the tensors before each replay as each op does."""
-        before_replay(functools.partial(self._plan.check, writes_tensors, writes_sources))
+        before_replay(
+            functools.partial(self._plan.check, writes_tensors, writes_sources),
+            functools.partial(self._plan.tensors, writes_tensors, writes_sources),
+        )

@@ -175,7 +175,7 @@ def _capture(
             _make_workspace(first.device)
         with (
             backend.watch_generator(first.label),
-            collecting_checks() as checks,
+            collecting_checks(attempt.watch.keep) as checks,
             backend.capture(pool) as graph,
             attempt.watched(),
         ):
@@ -190,7 +190,11 @@ def _make_workspace(device: torch.device) -> None:
 
 
 class _Attempt:
-    """The run of a function inside a capture, and what it is checked for afterwards."""
+    """The run of a function inside a capture, and what it is checked for afterwards.
+
+    Attributes:
+        watch: sees its tensors, and puts back those that a recorder has written.
+    """
 
     def __init__(self, label: str, frame: Frame, explorer: Explorer, device: torch.device) -> None:
         self._label = label
@@ -199,7 +203,7 @@ class _Attempt:
         is_gpu = device.type == "cuda"
         self._is_gpu = is_gpu
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
-        self._watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
+        self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
         self._reads = GradReads()
         self._before = explorer.explore(frame, everything=True)
         self._state_before = Surroundings(self._before, used=None)
@@ -210,8 +214,8 @@ class _Attempt:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        on_gpu = DeviceAccessMode(self._watch.refusals) if self._is_gpu else contextlib.nullcontext()
-        with on_gpu, self._reads, self._watch:
+        on_gpu = DeviceAccessMode(self.watch.refusals) if self._is_gpu else contextlib.nullcontext()
+        with on_gpu, self._reads, self.watch:
             yield
 
     def run(self) -> None:
@@ -230,18 +234,18 @@ class _Attempt:
                     fact.parent.obj.grad = fact.obj
             raise
         finally:
-            self._watch.restore()
+            self.watch.restore()
 
     def entry(self, devices: set[torch.device]) -> SequenceEntry:
         """Check what the run did; return an entry without its graph."""
         everything = self._explorer.explore(self._frame, everything=True)
         self._check_effects(everything)
         facts = self._explorer.explore(self._frame)
-        if homeless(self._watch.externals, facts) is not None:
+        if homeless(self.watch.externals, facts) is not None:
             facts = everything  # code that does not name what it reads
             self._check_homes(facts)
-        written = {key for key, external in self._watch.externals.items() if external.written}
-        surroundings = Surroundings(facts, set(self._watch.externals), written, self._reads.any)
+        written = {key for key, external in self.watch.externals.items() if external.written}
+        surroundings = Surroundings(facts, set(self.watch.externals), written, self._reads.any)
         try:
             results, tensors = ResultSpec.of(self._label, self._result)
         except TypeError as error:
@@ -252,7 +256,7 @@ class _Attempt:
 
     def _check_effects(self, facts: list[Fact]) -> None:
         for fact in facts:
-            if fact.is_dense_tensor and storage_key(fact.obj) in self._watch.produced_storages:
+            if fact.is_dense_tensor and storage_key(fact.obj) in self.watch.produced_storages:
                 raise CaptureError(
                     f"{self._label}: leaves a tensor that it computed in {fact.name}; a replay would not run that "
                     "assignment: return the tensor, or write in place into one that is there"
@@ -262,7 +266,7 @@ class _Attempt:
             raise CaptureError(_CHANGES_STATE.format(self._label, change))
 
     def _check_homes(self, facts: list[Fact]) -> None:
-        lost = homeless(self._watch.externals, facts)
+        lost = homeless(self.watch.externals, facts)
         if lost is not None:
             raise CaptureError(
                 f"{self._label}: {lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an "
@@ -275,12 +279,12 @@ class _Attempt:
         if tensor.layout != torch.strided:
             raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {tensor.layout}")
         key = storage_key(tensor)
-        if tensor.grad_fn is not None or (tensor.requires_grad and key in self._watch.produced_storages):
+        if tensor.grad_fn is not None or (tensor.requires_grad and key in self.watch.produced_storages):
             raise CaptureError(
                 f"{self._label}: {name} requires a gradient, which a replay does not record: compute it under "
                 "torch.no_grad(), or use make_graphed_callables"
             )
-        if key in self._watch.produced_storages:
+        if key in self.watch.produced_storages:
             return tensor
         homes = [fact for fact in facts if fact.is_dense_tensor and storage_key(fact.obj) == key]
         home = next((fact for fact in homes if fact.obj is tensor), homes[0] if homes else None)

@@ -194,6 +194,7 @@ void bind(py::module_& m) {
         .def("__len__", &Plan::size)
         .def("check", py::overload_cast<bool, bool>(&Plan::check, py::const_), py::arg("writes_tensors"),
              py::arg("writes_sources"))
+        .def("tensors", &Plan::tensors, py::arg("with_tensors"), py::arg("with_sources"))
         .def("update", &Plan::update, py::arg("tensors"), py::arg("sources"))
         .def(
             "norm",

@@ -102,6 +102,19 @@ void Plan::check(bool writes_tensors, bool writes_sources) const {
     check(sources_, "sources", writes_sources);
 }
 
+Plan::Tensors Plan::tensors(bool with_tensors, bool with_sources) const {
+    Tensors alive;
+    const auto add = [&](const std::vector<Place>& places) {
+        for (const Place& place : places) {
+            const auto tensor = place.tensor.lock();
+            if (tensor.defined()) alive.emplace_back(tensor);
+        }
+    };
+    if (with_tensors) add(tensors_);
+    if (with_sources) add(sources_);
+    return alive;
+}
+
 void Plan::update(const Tensors& tensors, const Tensors& sources) {
     TORCH_CHECK_VALUE(tensors.size() == tensors_.size() && sources.size() == sources_.size(), kPlan,
                       ": expected as many tensors as before, ", tensors_.size(), " and ", sources_.size(),

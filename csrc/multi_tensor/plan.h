@@ -30,6 +30,9 @@ public:
     // Raises if a tensor died, moved or changed its size. Tells autograd that those which are written are.
     void check(bool writes_tensors, bool writes_sources) const;
 
+    // Those tensors, and sources, that are asked for and still exist.
+    Tensors tensors(bool with_tensors, bool with_sources) const;
+
     // Other tensors of the same sizes and dtypes. The table is changed on the current stream: launches before it work on
     // the old ones, launches and replays after it on the new ones.
     void update(const Tensors& tensors, const Tensors& sources);
