@@ -31,7 +31,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float 
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return [(p.detach(), p.grad, dict(optimizer.state[p])) for p in model.parameters()]
+    return [(p.detach(), p.grad, dict(optimizer.state.get(p, {}))) for p in model.parameters()]
 
 
 class Twins:
