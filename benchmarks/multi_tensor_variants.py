@@ -118,11 +118,13 @@ def in_blocks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """`tensors` [...] one behind the other, in vectors of up to about BLOCK elements."""
     pieces = itertools.chain.from_iterable(tensor.flatten().split(BLOCK) for tensor in tensors)
     block: list[Tensor] = []
+    elements = 0
     for piece in pieces:
-        if block and sum(part.numel() for part in block) + piece.numel() > BLOCK:
+        if block and elements + piece.numel() > BLOCK:
             yield torch.cat(block)
-            block = []
+            block, elements = [], 0
         block.append(piece)
+        elements += piece.numel()
     if block:
         yield torch.cat(block)
 

@@ -1,11 +1,11 @@
-"""Train a byte-level GPT whose layers are replayed from graphs.
+"""Train a byte-level GPT whose layers and optimizer steps are replayed from graphs.
 
     python examples/train_gpt.py                    # graphs: CUDA graphs on a GPU, the recorder elsewhere
     python examples/train_gpt.py --no-graph         # the same training, eagerly
-    python examples/train_gpt.py --compare          # both; fails unless losses and parameters are equal bit for bit
+    python examples/train_gpt.py --compare          # both; fails unless all numbers are equal bit for bit
     python examples/train_gpt.py --checkpoint a.pt --stop-after 50    # and later: --resume a.pt
 
-Exit status: 0 trained, 1 --compare found a difference or the loss is no number, 2 bad input.
+Exit status: 0 trained, 1 --compare found a difference or the loss or norm is no number, 2 bad input.
 """
 
 import argparse
@@ -32,12 +32,25 @@ PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Outcome of one training: losses since step 1, speed of each step made now, final weights on the CPU."""
+    """Outcome of one training.
+
+    Attributes:
+        losses: since step 1.
+        norms: of the gradients before clipping, since step 1; empty if nothing is clipped.
+        tokens_per_s: speed of each step made now.
+        state: final weights, [...] each, on the CPU.
+        optimizer_state: final state of the optimizer, [...] each, on the CPU.
+        validation_loss: of the final weights.
+        update_stats: of the optimizer side, if it is a graph.
+    """
 
     losses: list[float]
+    norms: list[float]
     tokens_per_s: list[float]
     state: dict[str, Tensor]
+    optimizer_state: dict[str, Tensor]
     validation_loss: float
+    update_stats: dict[str, int] | None = None
 
 
 def positive_int(text: str) -> int:
@@ -54,6 +67,13 @@ def positive_float(text: str) -> float:
     return value
 
 
+def max_norm(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or a positive number, got {text}")
+    return value
+
+
 def probability(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
@@ -64,7 +84,7 @@ def probability(text: str) -> float:
 def make_parser() -> argparse.ArgumentParser:
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT on text, its layers replayed from graphs.",
+        description="Train a byte-level GPT on text, its layers and optimizer steps replayed from graphs.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -79,9 +99,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--micro-batches", type=positive_int, default=2, help="micro-batches in a step")
     add("--steps", type=positive_int, default=300, help="steps of the whole schedule")
     add("--lr", type=positive_float, default=1e-3, help="learning rate at its peak")
+    add("--clip", type=max_norm, default=1.0, metavar="MAX_NORM", help="norm to clip gradients to; 0: off")
     add("--dropout", type=probability, default=0.0, help="dropout probability")
     add("--seed", type=int, default=0, help="seed of weights, data order and dropout")
-    add("--graph", action=argparse.BooleanOptionalAction, default=True, help="replay the layers from graphs")
+    add("--graph", action=argparse.BooleanOptionalAction, default=True, help="replay layers and optimizer")
     add("--compare", action="store_true", help="train eagerly and with graphs; fail unless equal bit for bit")
     add("--plot", type=Path, help="file for a plot of loss and speed (needs matplotlib)")
     add("--checkpoint", type=Path, help="file to save to when training ends")
@@ -122,10 +143,12 @@ def load_inputs(config: Config) -> tuple[Corpus, dict[str, Any] | None]:
     corpus = split_text(load_text(config.data), config.seq_len)
     resumed = load_checkpoint(config.resume, config.settings(corpus)) if config.resume else None
     try:
-        if config.graph or config.compare:
+        if config.graph or config.compare or config.clip:
             import te_graph  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"--graph: expected te_graph installed (or --no-graph), got: {error}") from error
+        raise ValueError(
+            f"--graph, --clip: expected te_graph installed (or --no-graph --clip 0), got: {error}"
+        ) from error
     try:
         if config.plot:
             import matplotlib  # noqa: F401
@@ -140,14 +163,14 @@ def train(config: Config, corpus: Corpus, graph: bool, resumed: dict[str, Any] |
     Args:
         config: The options.
         corpus: The text.
-        graph: Replay the layers from graphs instead of running them eagerly.
+        graph: Replay layers and optimizer side from graphs instead of running them eagerly.
         resumed: Checkpoint to continue from; None starts anew from `config.seed`.
     """
     trainer = Trainer(config, corpus)
     if resumed is not None:
         trainer.load_state_dict(resumed)
     if graph:
-        trainer.graph_layers()
+        trainer.graph()
     name = "graph" if graph else "eager"
     first = len(trainer.losses)
     speeds: list[float] = []
@@ -158,15 +181,25 @@ def train(config: Config, corpus: Corpus, graph: bool, resumed: dict[str, Any] |
             loss = trainer.step()
             speeds.append(config.tokens_per_step / (time.perf_counter() - start))
             bar.update()
-            bar.set_postfix_str(f"loss {loss:.3f}, {speeds[-1]:,.0f} tokens/s", refresh=False)
+            norm = f", norm {trainer.norms[-1]:.3f}" if trainer.norms else ""
+            progress = f"loss {loss:.3f}{norm}, {speeds[-1]:,.0f} tokens/s"
+            bar.set_postfix_str(progress, refresh=False)
             if step % max(1, config.steps // 10) == 0:
-                bar.write(f"{name} step {step}/{config.steps}: loss {loss:.3f}, {speeds[-1]:,.0f} tokens/s")
+                bar.write(f"{name} step {step}/{config.steps}: {progress}")
             if config.save_every and step % config.save_every == 0:
                 save_checkpoint(config.checkpoint, trainer.state_dict())
     if config.checkpoint:
         save_checkpoint(config.checkpoint, trainer.state_dict())
     state = {key: value.detach().cpu().clone() for key, value in trainer.model.state_dict().items()}
-    return TrainResult(trainer.losses, speeds, state, trainer.validation_loss())
+    return TrainResult(
+        losses=trainer.losses,
+        norms=trainer.norms,
+        tokens_per_s=speeds,
+        state=state,
+        optimizer_state=trainer.optimizer_state(),
+        validation_loss=trainer.validation_loss(),
+        update_stats=trainer.update_stats(),
+    )
 
 
 @contextmanager
@@ -192,15 +225,23 @@ def deterministic() -> Iterator[None]:
 
 def find_differences(eager: TrainResult, graph: TrainResult) -> list[str]:
     """Where two trainings are not equal bit for bit, in words; empty where they are."""
-    # The notation of hex() is exact and tells -0.0 from 0.0.
-    steps = [i for i, pair in enumerate(zip(eager.losses, graph.losses, strict=True)) if pair[0].hex() != pair[1].hex()]
-    names = [name for name in eager.state if not bits_equal(eager.state[name], graph.state[name])]
     differences = []
-    if steps:
-        i = steps[0]
-        differences.append(f"loss of step {i + 1} is {eager.losses[i]!r} in eager, {graph.losses[i]!r} in graph")
-    if names:
-        differences.append(f"{len(names)} of {len(eager.state)} parameters, the first of them {names[0]}")
+    for what, ours, theirs in (
+        ("loss", eager.losses, graph.losses),
+        ("gradient norm", eager.norms, graph.norms),
+    ):
+        # The notation of hex() is exact and tells -0.0 from 0.0.
+        steps = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a.hex() != b.hex()]
+        if steps:
+            i = steps[0]
+            differences.append(f"{what} of step {i + 1} is {ours[i]!r} in eager, {theirs[i]!r} in graph")
+    for what, mine, others in (
+        ("parameters", eager.state, graph.state),
+        ("tensors of the optimizer", eager.optimizer_state, graph.optimizer_state),
+    ):
+        names = [name for name in mine if not bits_equal(mine[name], others[name])]
+        if names:
+            differences.append(f"{len(names)} of {len(mine)} {what}, the first of them {names[0]}")
     return differences
 
 
@@ -211,12 +252,18 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:  # a, b: any shape, on the CPU
 
 
 def print_results(results: dict[str, TrainResult]) -> None:
-    print(f"\n{'run':<8}{'steps':>8}{'first loss':>12}{'last loss':>12}{'validation':>12}{'tokens/s':>12}")
+    columns = ("first loss", "last loss", "validation", "last norm", "tokens/s")
+    print(f"\n{'run':<8}{'steps':>8}{''.join(f'{column:>12}' for column in columns)}")
     for name, result in results.items():
         # The median leaves out the first step, which allocates, and what else the machine did meanwhile.
         speed = f"{statistics.median(result.tokens_per_s):,.0f}" if result.tokens_per_s else "-"
         losses = f"{result.losses[0]:>12.4f}{result.losses[-1]:>12.4f}{result.validation_loss:>12.4f}"
-        print(f"{name:<8}{len(result.losses):>8}{losses}{speed:>12}")
+        norm = f"{result.norms[-1]:.4f}" if result.norms else "-"
+        print(f"{name:<8}{len(result.losses):>8}{losses}{norm:>12}{speed:>12}")
+    for name, result in results.items():
+        if result.update_stats is not None:
+            counts = ", ".join(f"{key} {count}" for key, count in result.update_stats.items())
+            print(f"{name}: optimizer side: {counts}")
 
 
 def save_plot(path: Path, results: dict[str, TrainResult]) -> None:
@@ -261,7 +308,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if differences:
             print(f"error: graph and eager differ: {'; '.join(differences)}", file=sys.stderr)
             return 1
-        print("losses and final parameters are equal bit for bit (speeds are those of deterministic algorithms)")
+        print(
+            "losses, gradient norms, final parameters and optimizer state are equal bit for bit "
+            "(speeds are those of deterministic algorithms)"
+        )
     return 0
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from gpt import build_model
 from text_data import Corpus, all_batches, draw_batches
+from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 SIZES = ("layers", "hidden", "heads", "seq_len", "dropout")
-SCHEDULE = ("batch_size", "micro_batches", "steps", "lr", "seed", "dtype", "device")
-KEYS = frozenset({"settings", "losses", "model", "optimizer", "scheduler", "rng"})
+SCHEDULE = ("batch_size", "micro_batches", "steps", "lr", "clip", "seed", "dtype", "device")
+KEYS = frozenset({"settings", "losses", "norms", "model", "optimizer", "scheduler", "rng"})
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Config:
     micro_batches: int
     steps: int
     lr: float
+    clip: float
     dropout: float
     seed: int
     graph: bool
@@ -56,15 +58,43 @@ class Config:
         return options | {"SHA-256 of --data": corpus.digest}
 
 
+def update(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor | None:
+    """The optimizer side of a step: clip the gradients, update the parameters, zero the gradients in place.
+
+    A function of its own, so that what it reaches is what it uses: of a method, every attribute that the class's code
+    names would be part of what `te_graph.graphed` compares between calls, the growing list of losses included.
+
+    Args:
+        optimizer: Its parameters have gradients, which keep their memory.
+        max_norm: What the 2-norm of all gradients together is clipped to; 0 clips nothing.
+
+    Returns:
+        That norm before clipping, [] fp32; None if nothing is clipped.
+    """
+    norm = None
+    if max_norm:
+        import te_graph as tg
+
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = tg.clip_grad_norm_(parameters, max_norm)
+    optimizer.step()
+    # Gradients made anew would lie elsewhere, and a graph reads the addresses that it was captured with.
+    optimizer.zero_grad(set_to_none=False)
+    return norm
+
+
 class Trainer:
-    """Model, optimizer, schedule, losses and data position of one training: what a checkpoint holds."""
+    """Model, optimizer, schedule, losses, norms and data position of one training: what a checkpoint holds."""
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config = config
         self.corpus = corpus
         sizes = {name: getattr(config, name) for name in SIZES}
         self.model = build_model(config.seed, config.device, getattr(torch, config.dtype), **sizes)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr)
+        # A number would be frozen into the graph; of a tensor it has the address.
+        lr = torch.tensor(config.lr, device=config.device)
+        is_gpu = config.device == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True, capturable=is_gpu)
         warmup = max(1, config.steps // 10)
         rise = LinearLR(self.optimizer, start_factor=1 / (warmup + 1), total_iters=warmup)
         fall = CosineAnnealingLR(self.optimizer, T_max=max(1, config.steps - warmup), eta_min=config.lr / 10)
@@ -72,9 +102,15 @@ class Trainer:
         self.data = corpus.training.to(config.device)  # [bytes] uint8
         self.data_generator = torch.Generator().manual_seed(config.seed)
         self.losses: list[float] = []
+        self.norms: list[float] = []
+        # As `update` leaves them, so that the first step, of a resumed run as well, adds to zeros like all others.
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._update = update
 
-    def graph_layers(self) -> None:
-        """Capture forward and backward of every layer; from here on training replays them."""
+    def graph(self) -> None:
+        """Let training replay graphs from here on: forward and backward of every layer, captured here, and the
+        optimizer side of a step, which captures itself in the second step."""
         import te_graph as tg
 
         config, layers = self.config, tuple(self.model.layers)
@@ -82,12 +118,13 @@ class Trainer:
         dtype = getattr(torch, config.dtype)
         sample = torch.zeros(shape, dtype=dtype, device=config.device, requires_grad=True)
         tg.make_graphed_callables(layers, tuple((sample,) for _ in layers))
+        self._update = tg.graphed(update)
 
     def step(self) -> float:
-        """One optimizer step over all micro-batches; returns and keeps its loss.
+        """One optimizer step over all micro-batches; returns and keeps its loss, and keeps its gradient norm.
 
         Raises:
-            FloatingPointError: the loss is infinite or no number.
+            FloatingPointError: the loss or the gradient norm is infinite or no number.
         """
         config = self.config
         loss = torch.zeros((), device=config.device)
@@ -98,13 +135,15 @@ class Trainer:
             micro_loss = self.model(tokens, targets) / config.micro_batches
             micro_loss.backward()
             loss += micro_loss.detach()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
+        norm = self._update(self.optimizer, config.clip)
+        self.scheduler.step()  # writes into the tensor that is the learning rate
         # Reading the loss waits for the device, once a step: this is what makes the speed of a single step measurable.
         self.losses.append(loss.item())
-        if not math.isfinite(self.losses[-1]):
-            raise FloatingPointError(f"the loss of step {len(self.losses)} is {self.losses[-1]}; try a lower --lr")
+        if norm is not None:
+            self.norms.append(norm.item())
+        for name, values in (("loss", self.losses), ("gradient norm", self.norms)):
+            if values and not math.isfinite(values[-1]):
+                raise FloatingPointError(f"the {name} of step {len(values)} is {values[-1]}; try a lower --lr")
         return self.losses[-1]
 
     @torch.no_grad()
@@ -119,6 +158,17 @@ class Trainer:
         self.model.train()
         return total / count
 
+    def update_stats(self) -> dict[str, int] | None:
+        """How often the optimizer side was captured, replayed and run eagerly; None where it is no graph."""
+        return None if self._update is update else self._update.stats()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Copies on the CPU of the optimizer's tensors, [...] each, under names made of the parameters' names."""
+        named = self.model.named_parameters()
+        tensors = {f"{key} of {name}": value for name, p in named for key, value in self.optimizer.state[p].items()}
+        tensors["lr"] = self.optimizer.param_groups[0]["lr"]
+        return {name: value.cpu().clone() for name, value in tensors.items()}
+
     def state_dict(self) -> dict[str, Any]:
         rng = {"cpu": torch.get_rng_state(), "data": self.data_generator.get_state()}
         if self.config.device == "cuda":
@@ -126,6 +176,7 @@ class Trainer:
         return {
             "settings": self.config.settings(self.corpus),
             "losses": self.losses,
+            "norms": self.norms,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -135,8 +186,10 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:  # load_state_dict moves what belongs to parameters only
+            group["lr"] = group["lr"].to(self.config.device)
         self.scheduler.load_state_dict(state["scheduler"])
-        self.losses = list(state["losses"])
+        self.losses, self.norms = list(state["losses"]), list(state["norms"])
         self.data_generator.set_state(state["rng"]["data"])
         torch.set_rng_state(state["rng"]["cpu"])
         if self.config.device == "cuda":

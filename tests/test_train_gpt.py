@@ -102,7 +102,7 @@ def same_bits(a: object, b: object) -> bool:
 
 
 def perturbed_graphs(factor: float) -> types.ModuleType:
-    """A stand-in for te_graph whose "graphs" run the layers eagerly and multiply their outputs by `factor`."""
+    """A stand-in for te_graph whose "graphs" run everything eagerly and multiply the layers' outputs by `factor`."""
     module = types.ModuleType("te_graph")
 
     def make_graphed_callables(callables, sample_args):
@@ -111,7 +111,19 @@ def perturbed_graphs(factor: float) -> types.ModuleType:
             layer.register_forward_hook(lambda layer, args, output: output * factor)
         return callables
 
+    class Sequence:
+        def __init__(self, function):
+            self.function = function
+
+        def __call__(self, *args):
+            return self.function(*args)
+
+        def stats(self):
+            return {}
+
     module.make_graphed_callables = make_graphed_callables
+    module.graphed = Sequence
+    module.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_
     return module
 
 
@@ -175,6 +187,7 @@ def test_a_checkpoint_of_another_configuration_is_refused_by_name(run, refuses, 
     assert run("--no-graph", "--stop-after", 1, "--checkpoint", checkpoint) == 0
     resume = ("--no-graph", "--resume", checkpoint)
     refuses(*resume, "--hidden", 64, words=(checkpoint, "--hidden is 32 there, 64 here"))
+    refuses(*resume, "--clip", 2, words=("--clip is 1.0 there, 2.0 here",))
     refuses(*resume, "--lr", 0.5, "--steps", 7, words=("--lr is 0.001 there, 0.5 here", "--steps is 6 there, 7 here"))
     text.write_bytes(rng.randbytes(1000))
     refuses(*resume, words=("SHA-256 of --data",))
@@ -186,7 +199,7 @@ def test_files_that_are_no_checkpoint_are_refused(refuses, tmp_path):
     path.write_text("losses: none")
     refuses("--no-graph", "--resume", path, words=("--resume", path, "is no checkpoint"))
     torch.save({"model": {}}, path)
-    refuses("--no-graph", "--resume", path, words=(path, "lacks losses, optimizer, rng, scheduler, settings"))
+    refuses("--no-graph", "--resume", path, words=(path, "lacks losses, norms, optimizer, rng, scheduler, settings"))
     torch.save([1], path)
     refuses("--no-graph", "--resume", path, words=(path, "lacks"))
 
@@ -229,6 +242,10 @@ def test_data_that_is_missing_or_empty_or_too_short_is_refused(run, refuses, tex
         (("--plot", "a.txt"), ("--plot", "ends in .png", "a.txt")),
         (("--layers", 0), ("--layers", "at least 1", "got 0")),
         (("--lr", "nan"), ("--lr", "positive", "got nan")),
+        (("--clip", "-1"), ("--clip", "0 or a positive number", "got -1")),
+        (("--clip=-inf",), ("--clip", "0 or a positive number", "got -inf")),
+        (("--clip", "nan"), ("--clip", "0 or a positive number", "got nan")),
+        (("--clip", "much"), ("--clip", "much")),
         (("--dropout", 1), ("--dropout", "below 1", "got 1")),
         (("--dtype", "float16"), ("--dtype", "float16")),
     ],
@@ -247,11 +264,12 @@ def test_a_plot_without_matplotlib_is_refused(refuses, tmp_path, monkeypatch):
     refuses("--no-graph", "--plot", tmp_path / "a.png", words=("--plot", "matplotlib"))
 
 
-def test_graphs_without_te_graph_are_refused(run, refuses, monkeypatch):
+def test_graphs_and_clipping_without_te_graph_are_refused(run, refuses, monkeypatch):
     monkeypatch.setitem(sys.modules, "te_graph", None)
-    refuses(words=("--graph", "te_graph", "--no-graph"))
-    refuses("--compare", "--no-graph", words=("te_graph",))
-    assert run("--no-graph") == 0
+    refuses("--clip", 0, words=("--graph", "te_graph", "--no-graph"))
+    refuses("--no-graph", words=("--clip", "te_graph", "--clip 0"))
+    refuses("--compare", "--no-graph", "--clip", 0, words=("te_graph",))
+    assert run("--no-graph", "--clip", 0) == 0
 
 
 def test_a_plot_is_drawn_for_whole_and_for_resumed_runs(run, tmp_path):
@@ -315,17 +333,23 @@ def test_compare_fails_when_graphs_change_the_last_bit(run, monkeypatch, capsys)
     assert "error: graph and eager differ: " in error and " of 29 parameters, the first of them " in error
 
 
-def test_compare_tells_a_difference_in_losses_from_one_in_parameters():
-    def result(loss: float, weight: float) -> object:
-        return train_gpt.TrainResult([1.0, loss], [1.0, 1.0], {"weight": torch.tensor([0.5, weight])}, 0.0)
+# 0.0 and -0.0 are equal as numbers, not as bits.
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        ({}, []),
+        ({"loss": 2.5}, ["loss of step 2 is 0.0 in eager, 2.5 in graph"]),
+        ({"norm": -0.0}, ["gradient norm of step 1 is 0.0 in eager, -0.0 in graph"]),
+        ({"weight": -0.0}, ["1 of 1 parameters, the first of them weight"]),
+        ({"moment": -0.0}, ["1 of 1 tensors of the optimizer, the first of them exp_avg of weight"]),
+    ],
+)
+def test_compare_tells_what_is_different(other, difference):
+    def result(loss: float = 0.0, norm: float = 0.0, weight: float = 0.0, moment: float = 0.0) -> object:
+        tensors = {"weight": torch.tensor([0.5, weight])}, {"exp_avg of weight": torch.tensor([moment])}
+        return train_gpt.TrainResult([1.0, loss], [norm, 1.0], [1.0, 1.0], *tensors, 0.0)
 
-    assert train_gpt.find_differences(result(2.0, 0.0), result(2.0, 0.0)) == []
-    assert train_gpt.find_differences(result(2.0, 0.0), result(2.5, 0.0)) == [
-        "loss of step 2 is 2.0 in eager, 2.5 in graph"
-    ]
-    # Equal as numbers, not as bits.
-    (difference,) = train_gpt.find_differences(result(2.0, 0.0), result(2.0, -0.0))
-    assert difference == "1 of 1 parameters, the first of them weight"
+    assert train_gpt.find_differences(result(), result(**other)) == difference
 
 
 @pytest.mark.parametrize("before", [(False, True, None), (True, False, ":16:8")])
@@ -360,10 +384,10 @@ def test_compare_runs_deterministic_algorithms_and_undoes_it(run, monkeypatch, b
 def test_compare_finds_graphs_equal_to_eager(run, capsys, option):
     assert run("--compare", option) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("losses and final parameters are equal bit for bit")
-    eager, graph = lines[-3].split(), lines[-2].split()
+    assert lines[-1].startswith("losses, gradient norms, final parameters and optimizer state are equal bit for bit")
+    eager, graph = lines[-4].split(), lines[-3].split()
     assert (eager[0], graph[0]) == ("eager", "graph")
-    assert eager[1:5] == graph[1:5]
+    assert eager[1:6] == graph[1:6]
 
 
 def test_with_graphs_every_layer_is_replayed_for_every_micro_batch(run, monkeypatch):
