@@ -83,33 +83,41 @@ def update_hp_grads(
         ValueError: lists of different lengths, shapes that do not fit, memory met twice.
         TypeError: a gradient of a dtype that cannot be added into its hp gradient.
 
-    Stream and capture: one launch on the current stream for up to 1344 pairs; no allocation, no host sync.
+    Stream and capture: one launch on the current stream for up to 1328 pairs; no allocation, no host sync.
 
     Source of the semantics: DeepSpeed's BF16_Optimizer.update_hp_grads.
     """
     params, hps = as_sequence(lp_params), as_sequence(hp_grads)
     if len(params) != len(hps):
         raise ValueError(f"update_hp_grads: expected as many hp_grads as lp_params, {len(params)}, got {len(hps)}")
-    pairs: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    unused: dict[torch.device, list[Tensor]] = {}
-    for number, (parameter, hp) in enumerate(zip(params, hps, strict=True)):
-        if not isinstance(hp, Tensor):
-            raise TypeError(f"update_hp_grads: expected hp_grads[{number}] to be a tensor, got {type(hp).__name__}")
+    for destinations, sources, unused in _pairs_by_device(params, hps):
+        if len(destinations):
+            destinations.accumulate_(sources, store, True, sum_squares, found_inf, noop)
+        if len(unused) and store:
+            if noop is None:
+                unused.zero_()
+            else:
+                zeros = _C.TensorList([torch.zeros_like(tensor) for tensor in unused.tensors])
+                unused.accumulate_(zeros, True, False, None, None, noop)
+
+
+def _pairs_by_device(
+    params: Sequence[Tensor], hps: Sequence[Tensor]
+) -> list[tuple[_C.TensorList, _C.TensorList, _C.TensorList]]:
+    """Of each device: destinations, the gradients that go there, and destinations whose parameter has no gradient."""
+    pairs = _C.collect_pairs(params, hps)
+    if pairs is not None:
+        return [(pair.destinations, pair.sources, pair.unused) for pair in pairs]
+    lists: dict[torch.device, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
+    for parameter, hp in zip(params, hps, strict=True):
         lp, hp = _local(parameter.grad), _local(hp)
-        if lp is not None:
-            destinations, sources = pairs.setdefault(hp.device, ([], []))
+        destinations, sources, unused = lists.setdefault(hp.device, ([], [], []))
+        if lp is None:
+            unused.append(hp)
+        else:
             destinations.append(hp)
             sources.append(lp)
-        elif store:
-            unused.setdefault(hp.device, []).append(hp)
-    for destinations, sources in pairs.values():
-        _C.TensorList(destinations).accumulate_(_C.TensorList(sources), store, True, sum_squares, found_inf, noop)
-    for tensors in unused.values():
-        if noop is None:
-            _C.TensorList(tensors).zero_()
-        else:
-            zeros = _C.TensorList([torch.zeros_like(tensor) for tensor in tensors])
-            _C.TensorList(tensors).accumulate_(zeros, True, False, None, None, noop)
+    return [tuple(map(_C.TensorList, lists_of_device)) for lists_of_device in lists.values()]
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

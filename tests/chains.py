@@ -1,82 +1,30 @@
-"""What the tests of chains share: layers, their eager twins, and the comparison of both after the same scenario."""
+"""What the tests of chains share: captures, eager twins, and the comparison of both after the same scenario."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from chain_layers import Nets, batch, parameters_of
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy
 
 from te_graph import _C, make_graphed_callables
 
-Scenario = Callable[[Sequence[nn.Module], Tensor], Any]
+Scenario = Callable[[Nets, Tensor], Any]
 
 
-class Layer(nn.Module):
-    """Saves its input for the backward, and not its result: [n, 6] -> [n, 6]."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(6, 9), nn.Dropout(dropout), nn.Linear(9, 6)
-
-    def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
-        return self.down(self.drop(torch.tanh(self.up(x))))
-
-
-class Shift(nn.Module):
-    """Saves neither input nor result: [n, 6] -> [n, 6]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.randn(6))
-
-    def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
-        return x * 2 + self.shift
-
-
-class Squash(nn.Module):
-    """Saves its result: [n, 6] -> [n, 6]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
-        return torch.tanh(self.linear(x))
-
-
-def batch(device: str, rows: int = 4, requires_grad: bool = True) -> Tensor:
-    return torch.randn(rows, 6, device=device, requires_grad=requires_grad)  # [rows, 6]
-
-
-def layers_on(device: str, *kinds: type[nn.Module]) -> list[nn.Module]:
-    """A layer of each kind; three of ``Layer`` when none is given."""
-    return [kind().to(device) for kind in kinds or (Layer, Layer, Layer)]
-
-
-def in_turn(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Call the layers one after the other, holding nothing in between: [n, 6] -> [n, 6]."""
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
-def chain(layers: Sequence[nn.Module], *samples: Any, **options: Any) -> list[nn.Module]:
+def chain(layers: Nets, *samples: Any, **options: Any) -> list[nn.Module]:
     """Capture ``layers`` as a chain, by the sample of the first if there are no others; returns their eager twins."""
     twins = list(eager_twin(nn.ModuleList(layers)))
     make_graphed_callables(tuple(layers), samples, chain=True, **options)
     return twins
 
 
-def parameters_of(layers: Sequence[nn.Module]) -> list[Tensor]:
-    return [parameter for layer in layers for parameter in layer.parameters()]
-
-
-def assert_same(layers: Sequence[nn.Module], twins: Sequence[nn.Module], scenario: Scenario, x: Tensor) -> None:
+def assert_same(layers: Nets, twins: Nets, scenario: Scenario, x: Tensor) -> None:
     """Run ``scenario`` on both with copies of ``x`` [n, 6] and one generator state; compare all that there is to see.
 
     That is what it returns, or the kind of error that it raises, and the gradients of ``x`` and of all parameters.
@@ -92,8 +40,8 @@ def assert_same(layers: Sequence[nn.Module], twins: Sequence[nn.Module], scenari
 
 
 def assert_same_steps(
-    layers: Sequence[nn.Module],
-    twins: Sequence[nn.Module],
+    layers: Nets,
+    twins: Nets,
     scenario: Scenario,
     device: str,
     micro_batches: int = 2,
@@ -106,12 +54,12 @@ def assert_same_steps(
             assert_same(layers, twins, scenario, batch(device))
 
 
-def counts(layers: Sequence[nn.Module], fact: str) -> list[Any]:
+def counts(layers: Nets, fact: str) -> list[Any]:
     """One fact of ``te_graph.info()`` for each layer."""
     return [layer.te_graph.info()[fact] for layer in layers]
 
 
-def eager_calls(layers: Sequence[nn.Module]) -> list[int]:
+def eager_calls(layers: Nets) -> list[int]:
     return [sum(reasons.values()) for reasons in counts(layers, "eager_calls")]
 
 

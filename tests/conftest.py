@@ -1,9 +1,14 @@
-"""Markers, the device fixture and seeds."""
+"""Markers, seeds, and the fixtures that several files share: ``pytestmark = pytest.mark.usefixtures("repeatable")``."""
 
+import random
 import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
+from twins import deterministic
+
+repeatable = pytest.fixture(deterministic)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -29,3 +34,18 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = zlib.crc32(request.node.nodeid.encode())
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """Numbers of the test's own for what torch does not draw."""
+    return random.Random(seed)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, which on a busy machine wait for each other most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -18,6 +18,12 @@ import torch.distributed as dist
 from twins import deterministic
 
 PATIENCE = 120  # seconds
+WORLDS = [
+    pytest.param(("cpu", 1), id="gloo-1"),
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
+    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+]
 
 
 @dataclass(frozen=True)
@@ -137,3 +143,11 @@ class Ranks:
                 if trouble is not None:
                     return trouble
         return None
+
+
+def ranks_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Processes for a module of tests: ``ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)``."""
+    device, world = request.param
+    group = Ranks(device, world, tmp_path_factory.mktemp("rendezvous"))
+    yield group
+    group.close()

@@ -1,9 +1,8 @@
-"""What the tests of multi-tensor ops share: norms in float64, lists of awkward tensors, and fences around outputs."""
+"""What the tests of multi-tensor ops share: awkward tensors, comparisons of bits, and fences around outputs."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -14,34 +13,9 @@ import te_graph
 
 CHUNK = 8192  # elements that are summed in fp32 before the exact combine
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SIZES = (1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 0, 3 * CHUNK + 5)  # of tensors, in elements
 T = TypeVar("T")
 FENCE = 64  # elements before and behind a fenced tensor; a multiple of 16 bytes for every dtype
-
-
-def reference_norm(tensors: Sequence[Tensor], p: float) -> float:
-    """The norm of all elements of ``tensors`` [...] as one vector, in float64; 0 of no element."""
-    values = torch.cat([torch.zeros(0, dtype=torch.float64), *(t.detach().cpu().double().flatten() for t in tensors)])
-    if values.numel() == 0:
-        return 0.0
-    if p == 0:
-        return float((values != 0).sum())
-    if p == math.inf:
-        return float(values.abs().amax())
-    largest = float(values.abs().amax())
-    if largest == 0 or not math.isfinite(largest):
-        return float(values.abs().sum())
-    return largest * float((values.abs() / largest).pow(p).sum()) ** (1 / p)
-
-
-def wide_dtype(*tensors: Tensor) -> torch.dtype:
-    """What ops on ``tensors`` [...] compute and return in."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
-
-
-def product(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Reference: ``tensor`` [...] times ``factor`` [], computed in fp32 (fp64 for fp64), rounded once."""
-    wide = wide_dtype(tensor)
-    return (tensor.to(wide) * factor.to(tensor.device, wide)).to(tensor.dtype)
 
 
 def bits(tensor: Tensor) -> Tensor:

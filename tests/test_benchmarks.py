@@ -25,15 +25,7 @@ render = importlib.import_module("render")
 
 NUMBERS = ("wall_us_per_layer", "host_us_per_layer", "peak_mib", "setup_peak_mib", "repeats", "spread")
 PARTS = ("launches", "split_us_per_layer", "replays")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small gain nothing from threads, which on a busy machine wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Device:

@@ -13,27 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from chains import (
-    Layer,
-    Shift,
-    Squash,
-    assert_same,
-    assert_same_steps,
-    batch,
-    chain,
-    counts,
-    eager_calls,
-    in_turn,
-    layers_on,
-    watched_slots,
-)
+from chain_layers import Layer, Shift, Squash, batch, in_turn, layers_on
+from chains import assert_same, assert_same_steps, chain, counts, eager_calls, watched_slots
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, leaf_copy, train
+from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy, train
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 @pytest.mark.parametrize("samples", ["all", "two", "first", "bare"])

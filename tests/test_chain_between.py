@@ -5,27 +5,16 @@ The reference is eager execution of copies of the same layers on the same inputs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from chains import (
-    Layer,
-    Shift,
-    assert_same_steps,
-    batch,
-    chain,
-    counts,
-    eager_calls,
-    in_turn,
-    layers_on,
-)
-from torch import Tensor, nn
-from twins import deterministic
+from chain_layers import Layer, Nets, Shift, batch, in_turn, layers_on
+from chains import assert_same_steps, chain, counts, eager_calls
+from torch import Tensor
 
-repeatable = pytest.fixture(deterministic, autouse=True)
-Nets = Sequence[nn.Module]
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def doubled(nets: Nets, x: Tensor) -> None:

@@ -8,29 +8,17 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from chains import (
-    Layer,
-    Shift,
-    Squash,
-    assert_same,
-    assert_same_steps,
-    batch,
-    chain,
-    counts,
-    eager_calls,
-    in_turn,
-    layers_on,
-)
-from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic
+from chain_layers import Layer, Nets, Shift, Squash, batch, in_turn, layers_on
+from chains import assert_same, assert_same_steps, chain, counts, eager_calls
+from torch import Tensor
+from twins import assert_bitwise_equal
 
-repeatable = pytest.fixture(deterministic, autouse=True)
-Nets = Sequence[nn.Module]
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def errors_of(scenario: Callable[[Nets, Tensor], Any], layers: Nets, twins: Nets, device: str) -> list[str]:

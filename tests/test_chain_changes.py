@@ -7,31 +7,19 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from chains import (
-    Layer,
-    Shift,
-    Squash,
-    assert_same,
-    assert_same_steps,
-    batch,
-    chain,
-    counts,
-    eager_calls,
-    in_turn,
-    layers_on,
-)
+from chain_layers import Layer, Nets, Shift, Squash, batch, in_turn, layers_on
+from chains import assert_same, assert_same_steps, chain, counts, eager_calls
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, snapshot
+from twins import assert_bitwise_equal, snapshot
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
-Nets = Sequence[nn.Module]
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def forward_and_backward(nets: Nets, x: Tensor) -> Tensor:

@@ -5,32 +5,17 @@ The reference is eager execution of copies of the same layers on the same inputs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from chains import (
-    Layer,
-    Shift,
-    assert_same,
-    assert_same_steps,
-    batch,
-    chain,
-    eager_calls,
-    in_turn,
-    layers_on,
-    parameters_of,
-)
-from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, leaf_copy
+from chain_layers import Layer, Nets, Shift, batch, forward_and_backward, layers_on, parameters_of
+from chains import assert_same, assert_same_steps, chain, eager_calls
+from torch import Tensor
+from twins import assert_bitwise_equal, leaf_copy
 
-repeatable = pytest.fixture(deterministic, autouse=True)
-Nets = Sequence[nn.Module]
-
-
-def forward_and_backward(nets: Nets, x: Tensor) -> None:
-    in_turn(nets, x).square().sum().backward()
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def kept_gradients(nets: Nets) -> Iterator[None]:

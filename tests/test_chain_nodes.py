@@ -7,38 +7,20 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from chains import (
-    Layer,
-    Shift,
-    Squash,
-    assert_same,
-    assert_same_steps,
-    batch,
-    chain,
-    counts,
-    eager_calls,
-    in_turn,
-    layers_on,
-    nodes_below,
-    parameters_of,
-)
+from chain_layers import Layer, Nets, Shift, Squash, batch, forward_and_backward, in_turn, layers_on, parameters_of
+from chains import assert_same, assert_same_steps, chain, counts, eager_calls, nodes_below
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from twins import assert_bitwise_equal, deterministic, gradients_of
+from twins import assert_bitwise_equal, gradients_of
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
-Nets = Sequence[nn.Module]
-
-
-def forward_and_backward(nets: Nets, x: Tensor) -> None:
-    in_turn(nets, x).square().sum().backward()
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 9])

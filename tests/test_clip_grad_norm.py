@@ -8,17 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tensor_lists import (
-    CHUNK,
-    all_same_bits,
-    capture,
-    copies,
-    no_sync,
-    product,
-    random_list,
-    reference_norm,
-    same_bits,
-)
+from references import clipped_to, product, reference_norm
+from tensor_lists import CHUNK, all_same_bits, capture, copies, no_sync, random_list, same_bits
 from torch import Tensor, nn
 
 import te_graph as tg
@@ -28,13 +19,6 @@ INF, NAN = math.inf, math.nan
 SIZES = (1, 7, CHUNK + 1, 0, 2 * CHUNK + 5, 300)
 MIXED = (torch.float32, torch.bfloat16, torch.float16)
 NORM_TYPES = (0, 0.5, 1, 1.5, 2.0, 3.0, INF, "inf")
-
-
-def clipped(gradients: list[Tensor], max_norm: float) -> list[Tensor]:
-    """Reference: ``gradients`` [...] after they were clipped to ``max_norm``, in torch's order of operations."""
-    total = ops.multi_tensor_norm(gradients)
-    coef = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    return copies(gradients) if coef == 1 else [product(gradient, coef) for gradient in gradients]
 
 
 def parameters_of(gradients: list[Tensor]) -> list[nn.Parameter]:
@@ -73,7 +57,7 @@ def test_one_call_clips_every_dtype_and_returns_fp32_on_the_device(ratio, dtypes
     gradients = random_list(SIZES, dtypes, device)
     parameters = parameters_of(gradients)
     values, max_norm = copies(parameters), ratio * reference_norm(gradients, 2.0)
-    expected, kept = clipped(gradients, max_norm), gradients_of(parameters)
+    expected, kept = clipped_to(gradients, max_norm), gradients_of(parameters)
     with no_sync(device):
         norm = tg.clip_grad_norm_(parameters, max_norm)
     assert norm.dtype == (torch.float64 if dtypes == [torch.float64] else torch.float32)
@@ -109,7 +93,7 @@ def test_parameters_come_in_any_iterable(kind, device):
     parameters = parameters_of(gradients)
     norm = tg.clip_grad_norm_(CONTAINERS[kind](parameters), 1.0)
     assert same_bits(norm, ops.multi_tensor_norm(gradients))
-    assert all_same_bits(gradients_of(parameters), clipped(gradients, 1.0))
+    assert all_same_bits(gradients_of(parameters), clipped_to(gradients, 1.0))
     again = copies(gradients_of(parameters))
     tg.clip_grads_with_norm_(CONTAINERS[kind](parameters), 0.5, torch.tensor(1.0, device=device))
     assert not all_same_bits(gradients_of(parameters), again)
@@ -170,7 +154,7 @@ def test_found_inf_is_set_by_a_norm_that_is_not_finite_and_gradients_stay(shape,
             norm = tg.clip_grad_norm_(parameters, 1.0, found_inf=found_inf)
         assert same_bits(norm, ops.multi_tensor_norm(gradients))
         assert same_bits(found_inf, torch.full(shape, float(value is not None), device=device))
-        expected = clipped(gradients, 1.0) if value is None else gradients
+        expected = clipped_to(gradients, 1.0) if value is None else gradients
         assert all_same_bits(gradients_of(parameters), expected)
 
 
@@ -227,7 +211,7 @@ def test_get_global_norm_of_tensors_is_the_norm_of_the_op(device):
 @pytest.mark.parametrize("max_norm", [1.0, 1e9])
 def test_clip_tensors_by_global_norm_clips_and_returns_the_norm(max_norm, is_given, device):
     tensors = random_list(SIZES, MIXED, device)
-    expected, total = clipped(tensors, max_norm), ops.multi_tensor_norm(tensors)
+    expected, total = clipped_to(tensors, max_norm), ops.multi_tensor_norm(tensors)
     with no_sync(device):
         norm = tg.clip_tensors_by_global_norm(tensors, max_norm, global_norm=total if is_given else None)
     assert same_bits(norm, total) and all_same_bits(tensors, expected)
@@ -255,7 +239,7 @@ def test_a_captured_clip_follows_the_values_of_the_gradients(device):
             replay()
         assert found_inf.item() == (factor == INF)
         assert same_bits(norm, ops.multi_tensor_norm(before))
-        assert all_same_bits(gradients_of(parameters), before if factor == INF else clipped(before, 1.0))
+        assert all_same_bits(gradients_of(parameters), before if factor == INF else clipped_to(before, 1.0))
 
 
 def test_thousands_of_parameters_are_clipped(device):
@@ -264,7 +248,7 @@ def test_thousands_of_parameters_are_clipped(device):
     with no_sync(device):
         norm = tg.clip_grad_norm_(parameters, 1.0)
     assert norm.item() == pytest.approx(reference_norm(gradients, 2.0), rel=1e-6)
-    assert all_same_bits(gradients_of(parameters), clipped(gradients, 1.0))
+    assert all_same_bits(gradients_of(parameters), clipped_to(gradients, 1.0))
 
 
 @pytest.mark.gpu
@@ -276,7 +260,7 @@ def test_parameters_on_several_devices_share_one_norm(first):
     on_one = [gradient.to(first) for gradient in gradients]
     norm = tg.clip_grad_norm_(parameters, 1.0)
     assert same_bits(norm, ops.multi_tensor_norm(on_one))
-    expected = clipped(on_one, 1.0)
+    expected = clipped_to(on_one, 1.0)
     assert all_same_bits([gradient.to(first) for gradient in gradients_of(parameters)], expected)
     for p in (1.0, INF):
         assert same_bits(tg.get_total_norm(gradients, p), ops.multi_tensor_norm(on_one, p))

@@ -6,52 +6,31 @@ are the reference. Where parts begin at multiples of a chunk, not a bit may diff
 
 import copy
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, Ranks
-from tensor_lists import CHUNK, all_same_bits, copies, no_sync, product, random_list, same_bits
+from ranks import WORLDS, Rank, ranks_of
+from references import clipped_to
+from tensor_lists import CHUNK, all_same_bits, copies, no_sync, random_list, same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from twins import deterministic
 
 import te_graph as tg
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 ops = torch.ops.te_graph
 INF, NAN = math.inf, math.nan
 SIZES = (1, 7, CHUNK + 1, 0, 2 * CHUNK + 5, 300)
 MIXED = (torch.float32, torch.bfloat16, torch.float16)
 POWERS = (0.0, 1.0, 2.0, 3.0, INF)
 
-WORLDS = [
-    pytest.param(("cpu", 1), id="gloo-1"),
-    pytest.param(("cpu", 2), id="gloo-2"),
-    pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
-    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
-]
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    device, world = request.param
-    group = Ranks(device, world, tmp_path_factory.mktemp("rendezvous"))
-    yield group
-    group.close()
-
 
 def kind(rank: Rank) -> str:
     return rank.device.partition(":")[0]
-
-
-def clipped(gradients: list[Tensor], max_norm: float, p: float = 2.0) -> list[Tensor]:
-    """Reference: ``gradients`` [...] after they were clipped in one piece."""
-    coef = (max_norm / (ops.multi_tensor_norm(gradients, p) + 1e-6)).clamp(max=1.0)
-    return copies(gradients) if coef == 1 else [product(gradient, coef) for gradient in gradients]
 
 
 def parameters_of(gradients: list[Tensor]) -> list[nn.Parameter]:
@@ -76,12 +55,12 @@ def scenario_lists(rank: Rank) -> None:
             other = tg.get_global_norm_of_tensors(mine, p, process_groups=(dist.group.WORLD,))
         expected = ops.multi_tensor_norm(whole, p)
         assert same_bits(norm, expected) and same_bits(total, expected) and same_bits(other, expected), p
-        wanted = clipped(whole, 1.0, p)[rank.rank :: rank.world]
+        wanted = clipped_to(whole, 1.0, p)[rank.rank :: rank.world]
         assert all_same_bits([parameter.grad for parameter in parameters], wanted), p
     tensors = copies(mine)
     norm = tg.clip_tensors_by_global_norm(tensors, 1.0, process_groups=(dist.group.WORLD,))
     assert same_bits(norm, ops.multi_tensor_norm(whole))
-    assert all_same_bits(tensors, clipped(whole, 1.0)[rank.rank :: rank.world])
+    assert all_same_bits(tensors, clipped_to(whole, 1.0)[rank.rank :: rank.world])
 
 
 def scenario_slices(rank: Rank) -> None:
@@ -155,7 +134,7 @@ def scenario_dtensor(rank: Rank) -> None:
         parameters = [sharded(grad, mesh, where) for grad, where in zip(whole, placements, strict=True)]
         norm = tg.clip_grad_norm_(parameters, 1.0, p)
         assert type(norm) is Tensor and same_bits(norm, ops.multi_tensor_norm(whole, p)), p
-        for parameter, want in zip(parameters, clipped(whole, 1.0, p), strict=True):
+        for parameter, want in zip(parameters, clipped_to(whole, 1.0, p), strict=True):
             assert isinstance(parameter.grad, DTensor) and same_bits(parameter.grad.full_tensor(), want), p
         total = tg.get_total_norm([sharded(g, mesh, w).grad for g, w in zip(whole, placements, strict=True)], p)
         assert type(total) is Tensor and same_bits(total, norm), p
@@ -169,7 +148,7 @@ def scenario_uneven_dtensor(rank: Rank) -> None:
     parameters = [sharded(grad, mesh, [Shard(dim)]) for grad, dim in zip(whole, (0, 0, 1), strict=True)]
     norm = tg.clip_grad_norm_(parameters, 1.0)
     torch.testing.assert_close(norm, ops.multi_tensor_norm(whole), rtol=1e-6, atol=0)
-    for parameter, want in zip(parameters, clipped(whole, 1.0), strict=True):
+    for parameter, want in zip(parameters, clipped_to(whole, 1.0), strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), want, rtol=3e-6, atol=0)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, train
+from twins import assert_bitwise_equal, eager_twin, train
 
 import te_graph as tg
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def batch() -> torch.Tensor:

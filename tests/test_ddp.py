@@ -5,37 +5,22 @@ gradients that plain eager copies compute.
 """
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import Rank, Ranks
+from ranks import WORLDS, Rank, Ranks, ranks_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from twins import assert_bitwise_equal, backward_of, deterministic, eager_twin, gradients_of, mlp, sample
+from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, mlp, sample
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
-
-WORLDS = [
-    pytest.param(("cpu", 1), id="gloo-1"),
-    pytest.param(("cpu", 2), id="gloo-2"),
-    pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
-    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
-]
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    device, world = request.param
-    group = Ranks(device, world, tmp_path_factory.mktemp("rendezvous"))
-    yield group
-    group.close()
+pytestmark = pytest.mark.usefixtures("repeatable")
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 
 
 # What the scenarios share. All ranks draw the same numbers: each knows the batches of all.

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, deterministic, eager_twin, gradients_of, leaf_copy, run
+from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def stage(device: str) -> nn.Module:

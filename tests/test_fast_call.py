@@ -20,11 +20,11 @@ import pytest
 import torch
 from calls import batch, counted_calls, graphed_and_twin, graphed_linear, outcome, replays, run_alone
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, leaf_copy, mlp, run, sample, train
+from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy, mlp, run, sample, train
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 slow = pytest.fixture(counted_calls)
 
 

@@ -15,11 +15,11 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.modules.module as module_calls
 from calls import batch, counted_calls, graphed_and_twin, graphed_linear, outcome, replays, run_alone
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, mlp, run, sample
+from twins import assert_bitwise_equal, eager_twin, gradients_of, mlp, run, sample
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 slow = pytest.fixture(counted_calls)
 
 

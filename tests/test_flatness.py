@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, run, snapshot
+from twins import assert_bitwise_equal, eager_twin, run, snapshot
 
 import te_graph as tg
 from te_graph import _C
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 ROWS, WIDTH = 128, 64
 MANY_ROWS = 1024  # where there are few rounds: each then allocates over 2 MiB

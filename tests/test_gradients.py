@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import deterministic, mlp, sample
+from twins import mlp, sample
 
 import te_graph as tg
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 class Twin:

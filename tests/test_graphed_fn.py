@@ -9,11 +9,11 @@ import pytest
 import torch
 from sequences import called, counts, reference_norm, tensors
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic
+from twins import assert_bitwise_equal
 
 from te_graph import Recorder, graphed, make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def norm_of(grads: list[Tensor]) -> Tensor:

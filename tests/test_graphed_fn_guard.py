@@ -14,14 +14,14 @@ import pytest
 import torch
 from sequences import called, counts, reference_norm, tensors
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic
+from twins import assert_bitwise_equal
 
 from te_graph import graphed
 from te_graph.capturing import before_replay
 from te_graph.explorer import Explorer, Frame
 from te_graph.surroundings import Surroundings
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def guard_of(function: Callable, *args: object) -> tuple[Surroundings, Frame]:

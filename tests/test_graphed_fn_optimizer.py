@@ -10,11 +10,11 @@ import pytest
 import torch
 from sequences import called, counts
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, mlp, sample
+from twins import assert_bitwise_equal, mlp, sample
 
 from te_graph import graphed
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def adamw(model: nn.Module, device: str, lr: Tensor | float) -> torch.optim.AdamW:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic
+from twins import assert_bitwise_equal
 
 from te_graph import graphed
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 STEPS = 60
 
 

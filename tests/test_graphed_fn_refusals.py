@@ -11,12 +11,12 @@ import pytest
 import torch
 from sequences import called, counts
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic
+from twins import assert_bitwise_equal
 
 from te_graph import CaptureError, graphed
 from te_graph.region import DeviceAccessMode, RegionWatch
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def assert_refused(function: Callable[..., Any], words: str, *args: Any) -> str:

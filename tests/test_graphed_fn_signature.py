@@ -9,11 +9,11 @@ import torch
 import twins
 from sequences import called, counts, tensors
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic
+from twins import assert_bitwise_equal
 
 from te_graph import graphed
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 @dataclass

@@ -16,9 +16,9 @@ import pytest
 import torch
 from guarded import Config, Memory, Net, assert_refused, assert_replays, batch, double, graphed_net
 from torch import nn
-from twins import deterministic, run
+from twins import run
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 # ---- Changes that matter, and how they are named ----

@@ -16,11 +16,11 @@ import torch
 from calls import replays, run_alone
 from guarded import assert_refused, assert_replays, batch, double, graphed_net
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, run
+from twins import assert_bitwise_equal, eager_twin, run
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 # ---- Functions ----

@@ -10,11 +10,11 @@ import pickle
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, run
+from twins import assert_bitwise_equal, run
 
 import te_graph as tg
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def data(device: str) -> Tensor:

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, run, snapshot, train
+from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot, train
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 class Net(nn.Module):

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, deterministic, eager_twin, gradients_of, leaf_copy, run, snapshot
+from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def mlp(device: str) -> nn.Sequential:

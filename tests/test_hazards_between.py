@@ -5,31 +5,19 @@ The reference is eager execution of copies of the same layers on the same inputs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from chains import (
-    Layer,
-    Shift,
-    assert_same,
-    assert_same_steps,
-    batch,
-    chain,
-    counts,
-    eager_calls,
-    in_turn,
-    layers_on,
-    parameters_of,
-)
+from chain_layers import Layer, Nets, Shift, batch, in_turn, layers_on, parameters_of
+from chains import assert_same, assert_same_steps, chain, counts, eager_calls
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of
+from twins import assert_bitwise_equal, eager_twin, gradients_of
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
-Nets = Sequence[nn.Module]
+pytestmark = pytest.mark.usefixtures("repeatable")
 Note = Callable[[Tensor], None]
 
 
@@ -358,23 +346,38 @@ def test_hazard_05_a_parameter_frozen_with_two_forwards_in_flight_gets_the_gradi
     assert_same_steps(layers, twins, scenario, device)
 
 
-@pytest.mark.parametrize("kind", [tensor_hook, post_accumulate_hook, hook_before_the_node, hook_after_the_node])
-def test_hazard_05_a_parameter_with_a_hook_that_is_frozen_after_the_forward_is_treated_as_in_eager_execution(
-    device, is_chain, kind
-):
+each_hook = pytest.mark.parametrize(
+    "kind", [tensor_hook, post_accumulate_hook, hook_before_the_node, hook_after_the_node]
+)
+
+
+def shifts_with_gradients(device: str, is_chain: bool) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Two captured layers of one parameter each, and their eager twins; all have gradients."""
     layers = layers_on(device, Shift, Shift)
     twins = capture(layers, is_chain)
     for net in (*layers, *twins):
         net.shift.grad = torch.ones_like(net.shift)
+    return layers, twins
+
+
+def backward_while_frozen(nets: Nets, result: Tensor) -> None:  # [n, 6]
+    for net in nets:
+        net.requires_grad_(False)
+    result.square().sum().backward()
+    for net in nets:
+        net.requires_grad_(True)
+
+
+@each_hook
+def test_hazard_05_a_parameter_with_a_hook_that_is_frozen_after_the_forward_is_treated_as_in_eager_execution(
+    device, is_chain, kind
+):
+    layers, twins = shifts_with_gradients(device, is_chain)
 
     def scenario(nets: Nets, x: Tensor) -> list[Any]:
         hooks = Hooks(kind, nets, slice(None))
         result = in_turn(nets, x)
-        for net in nets:
-            net.requires_grad_(False)
-        result.square().sum().backward()
-        for net in nets:
-            net.requires_grad_(True)
+        backward_while_frozen(nets, result)
         hooks.remove()
         return hooks.sorted()
 
@@ -417,23 +420,16 @@ def test_hazard_05_the_main_grad_of_a_parameter_frozen_after_the_forward_stays_a
     assert all(parameter.grad is None for parameter in parameters_of(layers))
 
 
-@pytest.mark.parametrize("kind", [tensor_hook, post_accumulate_hook, hook_before_the_node, hook_after_the_node])
+@each_hook
 def test_hazard_05_a_parameter_that_gets_a_hook_and_is_frozen_after_the_forward_is_treated_as_in_eager_execution(
     device, is_chain, kind
 ):
-    layers = layers_on(device, Shift, Shift)
-    twins = capture(layers, is_chain)
-    for net in (*layers, *twins):
-        net.shift.grad = torch.ones_like(net.shift)
+    layers, twins = shifts_with_gradients(device, is_chain)
 
     def scenario(nets: Nets, x: Tensor) -> list[Any]:
         result = in_turn(nets, x)
         hooks = Hooks(kind, nets, slice(None))
-        for net in nets:
-            net.requires_grad_(False)
-        result.square().sum().backward()
-        for net in nets:
-            net.requires_grad_(True)
+        backward_while_frozen(nets, result)
         hooks.remove()
         return hooks.sorted()
 

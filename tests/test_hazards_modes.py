@@ -9,21 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import (
-    assert_bitwise_equal,
-    backward_of,
-    deterministic,
-    eager_twin,
-    gradients_of,
-    leaf_copy,
-    run,
-    snapshot,
-    train,
-)
+from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot, train
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def net(device: str, dropout: float = 0.0) -> nn.Sequential:

@@ -6,11 +6,11 @@ The reference is eager execution of a copy of the same module, or of the same fu
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, deterministic, eager_twin, gradients_of, leaf_copy, run
+from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def mlp(device: str) -> nn.Sequential:

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, leaf_copy, run, snapshot, train
+from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy, run, snapshot, train
 
 from te_graph import make_graphed_callables, reset_main_grads
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def batch(device: str) -> Tensor:  # [6, 4]

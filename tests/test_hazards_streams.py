@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, run, snapshot
+from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 BUSY = 50_000_000  # clock ticks: tens of milliseconds, in which the host gets far ahead
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, deterministic, eager_twin, gradients_of, leaf_copy, run, snapshot
+from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def batch(device: str, dtype: torch.dtype = torch.float32) -> Tensor:  # [4, 6]

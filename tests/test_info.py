@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import deterministic, run
+from twins import run
 
 import te_graph
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 LINE = re.compile(
     r"(?P<name>.+?): (?:(?P<share>\d+)% of (?P<calls>\d+) calls? replayed|(?P<idle>not called yet)), "

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from twins import deterministic, mlp, sample
+from twins import mlp, sample
 
 import te_graph as tg
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -18,11 +18,11 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2RotaryEmbedding
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3RotaryEmbedding
-from twins import assert_bitwise_equal, deterministic, eager_twin, leaf_copy, run, train
+from twins import assert_bitwise_equal, eager_twin, leaf_copy, run, train
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 BATCH, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 8, 32, 4, 61
 

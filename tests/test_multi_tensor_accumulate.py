@@ -5,26 +5,14 @@ import math
 
 import pytest
 import torch
-from tensor_lists import (
-    CHUNK,
-    FLOATS,
-    Fences,
-    all_same_bits,
-    copies,
-    no_sync,
-    product,
-    random_list,
-    reference_norm,
-    same_bits,
-    wide_dtype,
-)
+from references import product, reference_norm, wide_dtype
+from tensor_lists import CHUNK, FLOATS, SIZES, Fences, all_same_bits, copies, no_sync, random_list, same_bits
 from torch import Tensor
 
 from te_graph import _C  # noqa: F401 (registers the ops)
 
 ops = torch.ops.te_graph
 INF, NAN = math.inf, math.nan
-SIZES = (1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 0, 3 * CHUNK + 5)
 PAIRS = [  # of accumulate: from, to
     *((dtype, dtype) for dtype in FLOATS),
     (torch.float16, torch.float32),

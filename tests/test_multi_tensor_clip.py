@@ -7,36 +7,13 @@ from itertools import compress
 
 import pytest
 import torch
-from tensor_lists import (
-    CHUNK,
-    FLOATS,
-    Fences,
-    all_same_bits,
-    copies,
-    no_sync,
-    product,
-    random_list,
-    reference_norm,
-    same_bits,
-)
-from torch import Tensor
+from references import clipped, coefficient, reference_norm
+from tensor_lists import CHUNK, FLOATS, SIZES, Fences, all_same_bits, copies, no_sync, random_list, same_bits
 
 from te_graph import _C  # noqa: F401 (registers the ops)
 
 ops = torch.ops.te_graph
 INF, NAN = math.inf, math.nan
-SIZES = (1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 0, 3 * CHUNK + 5)
-
-
-def coefficient(total_norm: Tensor, max_norm: float) -> Tensor:
-    """Reference: torch's, with its order of operations; NaN stays NaN."""
-    return (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
-
-
-def clipped(tensors: list[Tensor], total_norm: Tensor, max_norm: float) -> list[Tensor]:
-    """Reference: what ``tensors`` [...] hold after they were clipped by ``total_norm`` []."""
-    coef = coefficient(total_norm, max_norm)
-    return copies(tensors) if coef == 1 else [product(tensor, coef) for tensor in tensors]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1e-30, 0.3, 0.999, 1.0, 1.5, INF])

@@ -8,18 +8,8 @@ import math
 
 import pytest
 import torch
-from tensor_lists import (
-    CHUNK,
-    FLOATS,
-    Fences,
-    all_same_bits,
-    copies,
-    no_sync,
-    random_list,
-    reference_norm,
-    same_bits,
-    wide_dtype,
-)
+from references import reference_norm, wide_dtype
+from tensor_lists import CHUNK, FLOATS, SIZES, Fences, all_same_bits, copies, no_sync, random_list, same_bits
 
 from te_graph import _C  # noqa: F401 (registers the ops)
 
@@ -27,7 +17,6 @@ ops = torch.ops.te_graph
 partial = ops.multi_tensor_norm_partial  # its bits tell of every rounding; those of a norm hide most of them
 INF, NAN = math.inf, math.nan
 POWERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, INF)
-SIZES = (1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 0, 3 * CHUNK + 5)
 TOLERANCE = 1e-6  # relative, of a norm in fp32
 
 

@@ -10,7 +10,8 @@ import warnings
 
 import pytest
 import torch
-from tensor_lists import copies, no_sync, reference_norm, same_bits
+from references import reference_norm
+from tensor_lists import copies, no_sync, same_bits
 from torch import Tensor, nn
 
 import te_graph as tg

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tensor_lists import CHUNK, all_same_bits, capture, copies, no_sync, random_list, reference_norm, same_bits
+from references import reference_norm
+from tensor_lists import CHUNK, all_same_bits, capture, copies, no_sync, random_list, same_bits
 from torch import Tensor, nn
 
 from te_graph import MultiTensorPlan

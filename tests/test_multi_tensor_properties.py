@@ -10,17 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensor_lists import (
-    CHUNK,
-    FLOATS,
-    Fences,
-    all_same_bits,
-    copies,
-    product,
-    reference_norm,
-    same_bits,
-    wide_dtype,
-)
+from references import product, reference_norm, wide_dtype
+from tensor_lists import CHUNK, FLOATS, Fences, all_same_bits, copies, same_bits
 from torch import Tensor
 
 from te_graph import _C  # noqa: F401 (registers the ops)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, eager_twin, gradients_of, run, snapshot
+from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 Arguments = tuple[tuple, dict[str, Any]]
 
 

@@ -15,21 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from twins import (
-    assert_bitwise_equal,
-    backward_of,
-    deterministic,
-    eager_twin,
-    gradients_of,
-    leaf_copy,
-    run,
-    snapshot,
-    train,
-)
+from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot, train
 
 from te_graph import make_graphed_callables
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def batch(device: str, rows: int = 4) -> Tensor:  # [rows, 6]

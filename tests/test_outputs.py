@@ -9,11 +9,11 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, deterministic, run
+from twins import assert_bitwise_equal, run
 
 import te_graph as tg
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def layer(device: str) -> nn.Module:

@@ -16,9 +16,8 @@ from stress import World
 from stress_calls import CALLS
 from stress_changes import CHANGES
 from stress_model import KINDS
-from twins import deterministic
 
-repeatable = pytest.fixture(deterministic, autouse=True)
+pytestmark = pytest.mark.usefixtures("repeatable")
 
 OPERATIONS = (*CALLS, *CHANGES)
 OPTIONS = (

@@ -3,70 +3,16 @@
 import importlib
 import math
 import os
-import random
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.deterministic
-from torch import Tensor
+from gpt_runs import gpt, load, same_bits, text_data, text_file, tiny_run, train_gpt, trainer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-train_gpt = importlib.import_module("train_gpt")
-trainer = importlib.import_module("trainer")
-text_data = importlib.import_module("text_data")
-gpt = importlib.import_module("gpt")
-
-TINY = {
-    "--layers": 2,
-    "--hidden": 32,
-    "--heads": 2,
-    "--seq-len": 32,
-    "--batch-size": 2,
-    "--micro-batches": 2,
-    "--steps": 6,
-    "--device": "cpu",
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small gain nothing from threads, which on a busy machine wait for each other most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def rng(seed):
-    return random.Random(seed)
-
-
-@pytest.fixture
-def text(rng, tmp_path):
-    """A file with a part of the default text: its held-out tenth is walked through faster than that of the whole."""
-    content = text_data.load_text(None)
-    start = rng.randrange(len(content) - 10000)
-    path = tmp_path / "some text"
-    path.write_bytes(content[start : start + 10000])
-    return path
-
-
-@pytest.fixture
-def run(seed, text):
-    """Calls main() with tiny sizes, a seed of the test's own and `options`; returns the exit status."""
-
-    def run(*options: object) -> int:
-        defaults = [f"{name}={value}" for name, value in (TINY | {"--seed": seed, "--data": text}).items()]
-        try:
-            return train_gpt.main([*defaults, *map(str, options)])
-        except SystemExit as stop:  # argparse's way
-            return stop.code
-
-    return run
+pytestmark = pytest.mark.usefixtures("one_thread")
+text, run = pytest.fixture(text_file), pytest.fixture(tiny_run)
 
 
 @pytest.fixture
@@ -82,23 +28,6 @@ def refuses(run, capsys, monkeypatch):
             assert str(word) in message
 
     return refuses
-
-
-def load(path: Path) -> dict:
-    return torch.load(path, weights_only=True)
-
-
-def same_bits(a: object, b: object) -> bool:
-    """Whether two nests of dicts, sequences, tensors and numbers are equal bit for bit."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return train_gpt.bits_equal(a.cpu(), b.cpu())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_bits, a, b))
-    return a.hex() == b.hex() if isinstance(a, float) else a == b
 
 
 def perturbed_graphs(factor: float) -> types.ModuleType:

@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterator
 
 import pytest
-import test_train_gpt
 import torch
-from test_train_gpt import load, same_bits, train_gpt, trainer
+from gpt_runs import load, same_bits, text_file, tiny_run, train_gpt, trainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import te_graph
 
-one_thread, rng, text, run = (getattr(test_train_gpt, name) for name in ("one_thread", "rng", "text", "run"))
+pytestmark = pytest.mark.usefixtures("one_thread")
+text, run = pytest.fixture(text_file), pytest.fixture(tiny_run)
 
 STEPS = 6
 CLIP = 0.7  # well below the norms that an untrained model has

@@ -19,7 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def deterministic() -> Iterator[None]:
-    """Operations repeat bit for bit. For ``repeatable = pytest.fixture(deterministic, autouse=True)``."""
+    """Operations repeat bit for bit. The fixture ``repeatable`` is this, for a whole file of tests."""
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

@@ -141,7 +141,7 @@ __device__ void store_rare_pair(const Piece& piece, const Step<double>& step, bo
 template <typename Table>
 __global__ void __launch_bounds__(kThreads)
     plain_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
-    for_each_piece<Order::kStrided>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
         const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
         if (mode == Mode::kSkip) return;
         const auto plain = [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads)
     const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
     bool is_infinite = false;
     int turn = 0;
-    for_each_piece<Order::kStrided>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
         const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
         const bool is_common = with_common_pair(
             piece, [&]<typename Source, typename Destination>(Source* source, Destination* destination) {

@@ -83,43 +83,89 @@ bool is_plain(const at::Tensor& tensor) {
     return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_complex();
 }
 
+// A list or tuple of tensors, borrowed; `name` is what messages call it.
+class TensorSequence {
+public:
+    TensorSequence(const py::handle& sequence, const char* name)
+        : items_(py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a sequence of tensors"))),
+          name_(name) {
+        if (!items_) throw py::error_already_set();
+    }
+    size_t size() const { return static_cast<size_t>(PySequence_Fast_GET_SIZE(items_.ptr())); }
+    const at::Tensor& operator[](size_t i) const {
+        PyObject* const item = PySequence_Fast_GET_ITEM(items_.ptr(), static_cast<Py_ssize_t>(i));
+        TORCH_CHECK_TYPE(THPVariable_Check(item), "te_graph: expected ", name_, "[", i, "] to be a tensor, got ",
+                         Py_TYPE(item)->tp_name);
+        return THPVariable_Unpack(item);
+    }
+
+private:
+    py::object items_;
+    const char* name_;
+};
+
+// Not grad(), which warns of tensors that are not leaves.
+const at::Tensor& grad_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->grad(); }
+
+// The list of `lists` whose device is `device`, made if there is none.
+template <typename List>
+List& list_for(std::vector<List>& lists, at::Device device) {
+    for (List& list : lists) {
+        if (list.device() == device) return list;
+    }
+    return lists.emplace_back();
+}
+
 // The tensors of a sequence (of gradients=true: their .grad where there is one), by device. None if any is not plain.
 std::optional<std::vector<TensorList>> collect(const py::sequence& sequence, bool gradients) {
-    std::vector<TensorList> lists;
-    const auto add = [&](const at::Tensor& tensor) {
-        if (lists.empty() || lists.back().device() != tensor.device()) {
-            for (TensorList& list : lists) {
-                if (list.device() == tensor.device()) {
-                    list.tensors.push_back(tensor);
-                    return;
-                }
-            }
-            lists.emplace_back();
-        }
-        lists.back().tensors.push_back(tensor);
-    };
-    const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a sequence"));
-    if (!items) throw py::error_already_set();
-    const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject* const item = PySequence_Fast_GET_ITEM(items.ptr(), i);
-        if (!THPVariable_Check(item)) {
-            throw py::type_error("expected a sequence of tensors, got " + std::string(Py_TYPE(item)->tp_name) +
-                                 " at position " + std::to_string(i));
-        }
-        const at::Tensor& tensor = THPVariable_Unpack(item);
+    const TensorSequence items(sequence, gradients ? "parameters" : "tensors");
+    // Owning a tensor is an atomic operation, which waits for all loads before it. So what it needs is looked at first.
+    std::vector<const at::Tensor*> found;
+    found.reserve(items.size());
+    for (size_t i = 0; i < items.size(); ++i) {
+        const at::Tensor& tensor = items[i];
         if (!is_plain(tensor)) return std::nullopt;
-        if (!gradients) {
-            add(tensor);
-            continue;
+        const at::Tensor& wanted = gradients ? grad_of(tensor) : tensor;
+        if (!wanted.defined()) continue;
+        __builtin_prefetch(wanted.unsafeGetTensorImpl());
+        found.push_back(&wanted);
+    }
+    std::vector<TensorList> lists;
+    for (const at::Tensor* tensor : found) {
+        if (!is_plain(*tensor)) return std::nullopt;
+        __builtin_prefetch(tensor->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    }
+    for (const at::Tensor* tensor : found) {
+        if (lists.size() == 1 && lists[0].device() == tensor->device()) {
+            lists[0].tensors.push_back(*tensor);
+        } else {
+            TensorList& list = list_for(lists, tensor->device());
+            if (list.tensors.empty()) list.tensors.reserve(found.size());
+            list.tensors.push_back(*tensor);
         }
-        // Not grad(), which warns of tensors that are not leaves.
-        const at::Tensor& grad = tensor.unsafeGetTensorImpl()->grad();
-        if (!grad.defined()) continue;
-        if (!is_plain(grad)) return std::nullopt;
-        add(grad);
     }
     return lists;
+}
+
+// What update_hp_grads works on, of one device.
+struct GradientPairs {
+    TensorList destinations, sources, unused;  // unused: destinations whose parameter has no gradient
+
+    at::Device device() const { return destinations.tensors.empty() ? unused.device() : destinations.device(); }
+};
+
+// The gradients of parameters with their destinations, by device. None if any is not plain.
+std::optional<std::vector<GradientPairs>> collect_pairs(const py::sequence& parameters, const py::sequence& hp_grads) {
+    const TensorSequence from(parameters, "lp_params"), to(hp_grads, "hp_grads");
+    std::vector<GradientPairs> pairs;
+    for (size_t i = 0; i < from.size(); ++i) {
+        const at::Tensor &parameter = from[i], &destination = to[i], &grad = grad_of(parameter);
+        if (!is_plain(parameter) || !is_plain(destination) || (grad.defined() && !is_plain(grad))) return std::nullopt;
+        GradientPairs& list = list_for(pairs, destination.device());
+        (grad.defined() ? list.destinations : list.unused).tensors.push_back(destination);
+        if (grad.defined()) list.sources.tensors.push_back(grad);
+    }
+    return pairs;
 }
 
 at::Tensor plan_norm(const Plan& plan, double p) {
@@ -169,6 +215,12 @@ void plan_zero(const Plan& plan) {
 void bind(py::module_& m) {
     m.attr("NORM_STATE_WORDS") = kStateWords;
     m.def("collect", &collect, py::arg("sequence"), py::arg("gradients"));
+    m.def("collect_pairs", &collect_pairs, py::arg("parameters"), py::arg("hp_grads"));
+
+    py::class_<GradientPairs>(m, "GradientPairs")
+        .def_readonly("destinations", &GradientPairs::destinations)
+        .def_readonly("sources", &GradientPairs::sources)
+        .def_readonly("unused", &GradientPairs::unused);
 
     py::class_<TensorList>(m, "TensorList")
         .def(py::init([](std::vector<at::Tensor> tensors) { return TensorList{std::move(tensors)}; }),
@@ -176,6 +228,7 @@ void bind(py::module_& m) {
         .def_property_readonly("device", &TensorList::device)
         .def_property_readonly("has_double", &TensorList::has_double)
         .def("__len__", [](const TensorList& list) { return list.tensors.size(); })
+        .def_readonly("tensors", &TensorList::tensors)
         .def("norm", &TensorList::norm, py::arg("p"), py::call_guard<py::gil_scoped_release>())
         .def("norm_partial", &TensorList::norm_partial, py::arg("p"), py::call_guard<py::gil_scoped_release>())
         .def("clip_norm_", &TensorList::clip_norm, py::arg("max_norm"), py::arg("p"), py::arg("found_inf"),

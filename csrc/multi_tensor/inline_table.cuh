@@ -45,17 +45,19 @@ struct DeviceTable {
     }
 };
 
-// Entries as kernel arguments: 16 bytes for one tensor, 24 for a pair. A block finds the tensor of its chunk by a search
-// of 32 probes at a time.
+// Entries as kernel arguments: 16 bytes for one tensor, 24 for a pair. A block finds the tensor of its first chunk by a
+// coarse index and a short search, all threads reading the same words, and those of the chunks behind it by going on.
 template <int kEntries, bool kPairs>
 struct InlineTable {
     static constexpr bool kIsInline = true;
+    static constexpr int kBuckets = 256;
     void* destinations[kEntries];
     const void* sources[kPairs ? kEntries : 1];
     uint32_t first_chunks[kEntries];
     uint16_t last_elements[kEntries];  // number, within its chunk, of the tensor's last element
     uint8_t dtypes[kEntries];          // source + 4 * destination
     Mode modes[kEntries];
+    uint16_t buckets[kBuckets + 1];  // entry that holds the first chunk of each 256th part of the chunks, then the last
     uint32_t num_chunks;
     int count;
 
@@ -74,20 +76,29 @@ struct InlineTable {
         num_chunks += static_cast<uint32_t>(chunks_of(entry.numel));
         ++count;
     }
+    // After the last add().
+    void make_index() {
+        int entry = 0;
+        for (int bucket = 0; bucket < kBuckets; ++bucket) {
+            const auto chunk = static_cast<uint32_t>(uint64_t{num_chunks} * bucket / kBuckets);
+            while (entry + 1 < count && first_chunks[entry + 1] <= chunk) ++entry;
+            buckets[bucket] = static_cast<uint16_t>(entry);
+        }
+        buckets[kBuckets] = static_cast<uint16_t>(count - 1);
+    }
 
-    // The last tensor that starts at or before chunk `number`: that is the one, as empty tensors start where the next
-    // one does.
-    __device__ int find(uint32_t number) const {
-        const int lane = threadIdx.x % 32;
-        int low = 0, size = count;
-        while (size > 1) {
-            const int step = (size + 31) / 32;
-            const int offset = lane * step;
-            const unsigned starts_before =
-                __ballot_sync(0xFFFFFFFFu, offset < size && first_chunks[low + min(offset, size - 1)] <= number);
-            const int last = (31 - __clz(starts_before)) * step;
-            low += last;
-            size = min(step, size - last);
+    // The last entry that starts at or before `chunk`: empty tensors start where the next one does.
+    __device__ int find(uint32_t chunk) const {
+        // The bucket's first chunk, rounded down by make_index(), is not behind `chunk`.
+        const auto bucket = static_cast<uint32_t>(uint64_t{chunk} * kBuckets / num_chunks);
+        int low = buckets[bucket], high = buckets[bucket + 1];
+        while (low < high) {
+            const int middle = (low + high + 1) / 2;
+            if (first_chunks[middle] <= chunk) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
         }
         return low;
     }
@@ -96,12 +107,21 @@ struct InlineTable {
         uint32_t chunk, begin, end;  // number within the launch; the first and the end of its tensor's chunks
         int entry;
     };
-    // `last`: an earlier answer, which often has the same tensor.
+    __device__ Look look_in(uint32_t chunk, int entry, uint32_t begin) const {
+        return {chunk, begin, entry + 1 < count ? first_chunks[entry + 1] : num_chunks, entry};
+    }
+    // `last`: an earlier answer, often of the same tensor or the one before.
     __device__ Look look(int64_t number, const Look& last) const {
         const auto chunk = static_cast<uint32_t>(number);
         if (last.begin <= chunk && chunk < last.end) return {chunk, last.begin, last.end, last.entry};
-        const int entry = find(chunk);
-        return {chunk, first_chunks[entry], entry + 1 < count ? first_chunks[entry + 1] : num_chunks, entry};
+        int entry = 0;
+        if (chunk == last.end && chunk != 0) {
+            entry = last.entry + 1;
+            while (entry + 1 < count && first_chunks[entry + 1] <= chunk) ++entry;
+        } else {
+            entry = find(chunk);
+        }
+        return look_in(chunk, entry, first_chunks[entry]);
     }
 
     __device__ Piece piece(const Look& look) const {
@@ -119,23 +139,25 @@ struct InlineTable {
 
 // 32764 bytes of arguments are allowed. The small tables spare short lists the copy of the large ones.
 constexpr int kInlineTensors = 2000;
-constexpr int kInlinePairs = 1344;
+constexpr int kInlinePairs = 1328;
 constexpr int kFewInlineTensors = 120;
-static_assert(sizeof(InlineTable<kInlineTensors, false>) <= 32764 - 256);
-static_assert(sizeof(InlineTable<kInlinePairs, true>) <= 32764 - 256);
+static_assert(sizeof(InlineTable<kInlineTensors, false>) <= 32764 - 128);
+static_assert(sizeof(InlineTable<kInlinePairs, true>) <= 32764 - 128);
 
-// Which chunks a block takes: every n-th, n being the number of blocks; the same from the last one on; or a run of
-// neighbours.
-enum class Order { kStrided, kReversed, kRun };
+// Which chunks a block takes: every n-th of a table on the device, n being the number of blocks, or a run of neighbours of
+// an inline one, which spares the search.
+enum class Order { kForwards, kBackwards };
 
-// Calls body(piece) for the block's chunks. Where a chunk lies is read while the one before it is worked on.
+// Calls body(piece) for the block's chunks, early blocks having the first chunks or, backwards, the last. Where a chunk
+// lies is read while the one before it is worked on.
 template <Order kOrder, typename Table, typename Body>
 __device__ void for_each_piece(const Table& table, const Body& body) {
-    const int64_t count = table.num_chunks;
-    const int64_t step = kOrder == Order::kRun ? 1 : gridDim.x;
-    int64_t number = kOrder == Order::kRun ? count * blockIdx.x / gridDim.x : blockIdx.x;
-    const int64_t end = kOrder == Order::kRun ? count * (blockIdx.x + 1) / gridDim.x : count;
-    const auto at = [=](int64_t i) { return kOrder == Order::kReversed ? count - 1 - i : i; };
+    constexpr bool kRuns = Table::kIsInline, kBackwards = kOrder == Order::kBackwards;
+    const int64_t count = table.num_chunks, run = kBackwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int64_t step = kRuns ? 1 : gridDim.x;
+    int64_t number = kRuns ? count * run / gridDim.x : blockIdx.x;
+    const int64_t end = kRuns ? count * (run + 1) / gridDim.x : count;
+    const auto at = [=](int64_t i) { return kBackwards && !kRuns ? count - 1 - i : i; };
     if (number >= end) return;
     auto look = table.look(at(number), {});
     Piece next = table.piece(look);
@@ -169,6 +191,7 @@ cudaError_t launch_inline(const Work& work, const Launch& launch) {
         table.clear();
         const int64_t first = next;
         while (next < work.count && table.has_room(work.entries[next])) table.add(work.entries[next++]);
+        table.make_index();
         launch(table, int64_t{table.num_chunks}, first, next == work.count);
         if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     } while (next < work.count);

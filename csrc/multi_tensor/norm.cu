@@ -57,10 +57,7 @@ __global__ void __launch_bounds__(kThreads)
     __shared__ bool is_last_block;
     clear(block);
     int turn = 0;
-    // Neighbours share their tensor, which spares the search. A table on the device names it without one, and reading
-    // where the other blocks read is a little faster then.
-    constexpr Order kOrder = Table::kIsInline ? Order::kRun : Order::kStrided;
-    for_each_piece<kOrder>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             const auto* const elements = static_cast<const T*>(piece.destination) + piece.begin;
             const auto p = static_cast<float>(arguments.p);

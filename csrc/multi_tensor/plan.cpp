@@ -65,7 +65,10 @@ std::vector<Plan::Place> Plan::places_of(const Tensors& tensors) {
     std::vector<Place> places;
     places.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) {
-        places.push_back({decltype(Place::tensor)(tensor.getIntrusivePtr()), tensor.const_data_ptr(), tensor.numel()});
+        const auto storage = tensor.storage().getWeakStorageImpl();
+        const c10::StorageImpl* const memory = tensor.storage().unsafeGetStorageImpl();
+        places.push_back({decltype(Place::tensor)(tensor.getIntrusivePtr()), storage, memory, memory->data(),
+                          tensor.storage_offset(), tensor.numel()});
     }
     return places;
 }
@@ -85,16 +88,23 @@ Plan::Plan(const Tensors& tensors, const Tensors& sources)
     state_ = at::zeros({kStateWords}, at::TensorOptions().dtype(at::kLong).device(device));
 }
 
+bool Plan::Place::is_in_place() const {
+    const c10::TensorImpl* const now = tensor._unsafe_get_target();
+    return now->unsafe_storage().unsafeGetStorageImpl() == memory && memory->data() == data &&
+           now->storage_offset() == offset && now->numel() == numel;
+}
+
 void Plan::check(const std::vector<Place>& places, const char* list, bool is_written) {
     for (size_t i = 0; i < places.size(); ++i) {
         const Place& place = places[i];
-        const auto tensor = place.tensor.lock();
-        TORCH_CHECK(tensor.defined(), kPlan, ": ", list, "[", i,
+        TORCH_CHECK(place.is_alive(), kPlan, ": ", list, "[", i,
                     "] no longer exists; call update() with the tensors that took its place");
-        TORCH_CHECK(tensor->numel() == place.numel && tensor->data() == place.data, kPlan, ": ", list, "[", i,
+        TORCH_CHECK(place.is_in_place(), kPlan, ": ", list, "[", i,
                     "] moved to other memory or changed its size; call update() with the tensors as they are now");
-        if (is_written) tensor->bump_version();
     }
+    if (!is_written) return;
+    // Apart from the looks above, which would wait for each of these. The counter lives as long as the object's memory.
+    for (const Place& place : places) place.tensor._unsafe_get_target()->bump_version();
 }
 
 void Plan::check(bool writes_tensors, bool writes_sources) const {

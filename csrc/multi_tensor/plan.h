@@ -38,11 +38,17 @@ public:
     void update(const Tensors& tensors, const Tensors& sources);
 
 private:
-    // What is remembered of one tensor.
+    // What is remembered of one tensor. Weak references keep the objects readable, though not what they own, so a look
+    // needs no lock on either: a tensor that another thread drops meanwhile might as well have died a moment later.
     struct Place {
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
-        const void* data;
-        int64_t numel;
+        c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+        const c10::StorageImpl* memory;  // what `storage` refers to
+        const void* data;                // where it begins
+        int64_t offset, numel;
+
+        bool is_alive() const { return tensor.use_count() > 0; }
+        bool is_in_place() const;
     };
     static void check(const std::vector<Place>& places, const char* list, bool is_written);
     static std::vector<Place> places_of(const Tensors& tensors);

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     const double factor = factor_of(rescaling);
     if (factor == 1 && (rescaling.is_clip || rescaling.found_inf == nullptr)) return;
     bool is_infinite = false;
-    for_each_piece<Order::kReversed>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kBackwards>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             rescale_chunk(static_cast<T*>(piece.destination) + piece.begin, piece.count, static_cast<Wide<T>>(factor),
                           is_infinite);
@@ -65,7 +65,7 @@ __device__ void zero_bytes(char* memory, int64_t bytes) {
 
 template <typename Table>
 __global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Table table) {
-    for_each_piece<Order::kStrided>(table, [&](const Piece& piece) {
+    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             zero_bytes(reinterpret_cast<char*>(static_cast<T*>(piece.destination) + piece.begin),
                        piece.count * static_cast<int64_t>(sizeof(T)));

@@ -10,8 +10,8 @@
 namespace te_graph::multi_tensor {
 namespace {
 
-// Numbers around those at which the kernel arguments are full: 120 and 2000 tensors, 120 and 1344 pairs.
-constexpr int kCounts[] = {1, 2, 119, 120, 121, 1343, 1345, 2000, 2001, 4100};
+// Numbers around those at which the kernel arguments are full: 120 and 2000 tensors, 120 and 1328 pairs.
+constexpr int kCounts[] = {1, 2, 119, 120, 121, 1327, 1329, 2000, 2001, 4100};
 
 // Tensors of random sizes, empty ones among them, dtypes and alignments: all in one buffer with a copy on the device.
 class Problem {
