@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from te_graph.norms import is_local, raise_if_nonfinite, total_norm
+from te_graph import _C
+from te_graph.norms import raise_if_nonfinite, total_norm
 from te_graph.tensor_lists import Part, as_sequence, is_dtensor, moved, parts_of
 
 if TYPE_CHECKING:
@@ -58,9 +59,11 @@ def clip_grad_norm_(
     """
     max_norm = _checked(max_norm)
     sequence = _parameters(parameters)
+    if not process_groups and not error_if_nonfinite:
+        norm = _C.clip_plain_gradients(sequence, max_norm, float(norm_type), found_inf)
+        if norm is not None:
+            return norm
     parts = parts_of(sequence, True, norm_type)
-    if is_local(parts, process_groups) and not error_if_nonfinite:
-        return parts[0].tensors.clip_norm_(max_norm, float(norm_type), found_inf)
     norm = total_norm(parts, norm_type, process_groups, sequence)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)

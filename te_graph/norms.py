@@ -70,7 +70,7 @@ def total_norm(
     p = float(norm_type)
     if not p >= 0:
         raise ValueError(f"te_graph: expected norm_type to be 0, positive or inf, got {norm_type}")
-    if is_local(parts, process_groups):
+    if len(parts) == 1 and not parts[0].groups and not process_groups:
         return parts[0].tensors.norm(p)
     partials: dict[tuple, tuple[Tensor, Sequence[ProcessGroup]]] = {}
     for part in parts:
@@ -85,11 +85,6 @@ def total_norm(
         partial = _joined(partial, _reduced(own, groups, p), p)
     dtype = torch.float64 if any(part.tensors.has_double for part in parts) else torch.float32
     return torch.ops.te_graph.multi_tensor_norm_finish(_reduced(partial, process_groups, p), p, dtype)
-
-
-def is_local(parts: Sequence[Part], process_groups: Sequence[ProcessGroup]) -> bool:
-    """True when one op can find the norm: everything is on one device, and no other rank has a part."""
-    return len(parts) == 1 and not parts[0].groups and not process_groups
 
 
 def new_sum_squares(device: torch.device | str) -> Tensor:

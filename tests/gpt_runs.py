@@ -1,4 +1,7 @@
-"""Runs of examples/train_gpt.py with tiny sizes: ``text, run = pytest.fixture(text_file), pytest.fixture(tiny_run)``."""
+"""Runs of examples/train_gpt.py with tiny sizes.
+
+Files of tests make them fixtures by ``text, run = pytest.fixture(text_file), pytest.fixture(tiny_run)``.
+"""
 
 import importlib
 import random

@@ -5,17 +5,14 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.deterministic
+from benchmark_scripts import BENCHMARKS, run_script
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 common = importlib.import_module("common")
 harness = importlib.import_module("harness")
@@ -52,16 +49,11 @@ class Device:
         self.ends = []
 
 
-def run_script(*options: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, BENCHMARKS / "bench_graphed.py", *map(str, options)]
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def cpu_run(tmp_path_factory):
     """The script as CI can run it: its process and the folder of its JSON."""
     out = tmp_path_factory.mktemp("results")
-    return run_script("--device", "cpu", "--quick", "--commit", "abc-dirty", "--out", out), out
+    return run_script("bench_graphed.py", "--device", "cpu", "--quick", "--commit", "abc-dirty", "--out", out), out
 
 
 @pytest.fixture
@@ -302,7 +294,7 @@ def test_render_turns_what_a_run_leaves_into_a_table(cpu_run, record, tmp_path):
 
 @pytest.mark.gpu
 def test_all_variants_run_on_a_gpu_with_gradients_equal_to_eager_ones(tmp_path):
-    process = run_script("--quick", "--shapes", "tiny", "--out", tmp_path)
+    process = run_script("bench_graphed.py", "--quick", "--shapes", "tiny", "--out", tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr
     record = json.loads((tmp_path / "graphed.json").read_text())
     rows = {row["variant"]: row for row in record["rows"]}

@@ -6,16 +6,13 @@ Bytes, times and targets are written out here by hand.
 import importlib
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import BENCHMARKS, run_script
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 harness = importlib.import_module("harness")
 device_time = importlib.import_module("device_time")
@@ -30,17 +27,12 @@ PATIENCE = device_time.Patience(repeats=2, seconds=0.0)
 CPU_VARIANTS = ["torch_foreach", "te_graph", "te_graph_plan"]
 
 
-def run_script(*options: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, BENCHMARKS / "bench_multi_tensor.py", *map(str, options)]
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def cpu_run(tmp_path_factory):
     """The script as CI can run it: its process and the folder of its JSON."""
     out = tmp_path_factory.mktemp("results")
     options = ("--device", "cpu", "--lists", "gpt3-1.3b-bf16", "2000x1024", "--commit", "abc-dirty", "--out", out)
-    return run_script(*options), out
+    return run_script("bench_multi_tensor.py", *options), out
 
 
 @pytest.fixture
@@ -315,7 +307,7 @@ def test_without_results_and_without_a_block_nothing_is_stale(record, tmp_path):
 
 @pytest.mark.gpu
 def test_all_variants_run_on_a_gpu_and_their_launches_are_counted(tmp_path):
-    process = run_script("--small", "--out", tmp_path)
+    process = run_script("bench_multi_tensor.py", "--small", "--out", tmp_path)
     assert process.returncode == 0, process.stderr
     record = json.loads((tmp_path / "multi_tensor.json").read_text())
     assert record["failures"] == [] and len(record["rows"]) >= 6 * 5 * 4

@@ -2,15 +2,12 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import BENCHMARKS, run_script
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 harness = importlib.import_module("harness")
 plots = importlib.import_module("plots")
@@ -19,16 +16,11 @@ sweep = importlib.import_module("bench_graphed_sweep")
 workloads = importlib.import_module("workloads")
 
 
-def run_script(*options: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, BENCHMARKS / "bench_graphed_sweep.py", *map(str, options)]
-    return subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def cpu_run(tmp_path_factory):
     """The script as CI can run it: its process and the folder of its JSON."""
     out = tmp_path_factory.mktemp("results")
-    return run_script("--device", "cpu", "--quick", "--callables", 1, 2, "--out", out), out
+    return run_script("bench_graphed_sweep.py", "--device", "cpu", "--quick", "--callables", 1, 2, "--out", out), out
 
 
 @pytest.fixture
@@ -235,7 +227,9 @@ def test_a_missing_matplotlib_is_named_and_nothing_is_written(folder, monkeypatc
 
 @pytest.mark.gpu
 def test_the_sweep_runs_on_a_gpu_with_gradients_equal_to_eager_ones(tmp_path):
-    process = run_script("--quick", "--parameters", 4, 64, "--callables", 1, 8, "--out", tmp_path)
+    process = run_script(
+        "bench_graphed_sweep.py", "--quick", "--parameters", 4, 64, "--callables", 1, 8, "--out", tmp_path
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     rows = json.loads((tmp_path / "graphed_sweep.json").read_text())["rows"]
     assert [row["variant"] for row in rows] == ["torch_graphed"] * 4 + ["te_graph"] * 4

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hazards import assert_right_when_captured_again
 from torch import Tensor, nn
 from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot, train
 
@@ -146,11 +147,7 @@ def test_hazard_08_a_layer_added_after_capture_is_refused_by_name(device, edit):
     edit(model[1])
     with pytest.raises(RuntimeError, match=r"Sequential: .*1.* since capture; call \.te_graph\.reset\(\)"):
         model(batch(device))
-    model.te_graph.reset()
-    twin = eager_twin(model)
-    make_graphed_callables(model, (batch(device),))
-    x = batch(device)
-    assert_bitwise_equal(run(model, x), run(twin, x))
+    assert_right_when_captured_again(model, batch(device), batch(device))
 
 
 def test_hazard_08_a_parameter_moved_between_forward_and_backward_is_refused_by_name(device):

@@ -8,20 +8,13 @@ import enum
 import pytest
 import torch
 import torch.nn.functional as F
+from hazards import assert_right_when_captured_again, batch, mlp
 from torch import Tensor, nn
 from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot
 
 from te_graph import make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-
-
-def mlp(device: str) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).to(device)
-
-
-def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
-    return torch.randn(3, 4, device=device, requires_grad=requires_grad)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +94,7 @@ def test_hazard_05_a_parameter_frozen_or_unfrozen_after_capture_is_refused_by_na
     model[2].weight.requires_grad_(not captured)
     with pytest.raises(RuntimeError, match=rf"weight of 2 changed requires_grad from {captured} .*reset\(\)"):
         model(batch(device))
-    model.te_graph.reset()
-    twin = eager_twin(model)
-    make_graphed_callables(model, (batch(device),))
-    x = batch(device)
-    assert_bitwise_equal(run(model, x), run(twin, x))
+    twin = assert_right_when_captured_again(model, batch(device), batch(device))
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hazards import assert_right_when_captured_again, batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot, train
@@ -19,10 +20,6 @@ pytestmark = pytest.mark.usefixtures("repeatable")
 def net(device: str, dropout: float = 0.0) -> nn.Sequential:
     first = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.GELU())
     return nn.Sequential(first, nn.Linear(8, 4)).to(device)
-
-
-def batch(device: str) -> Tensor:  # [3, 4]
-    return torch.randn(3, 4, device=device, requires_grad=True)
 
 
 REGISTRATIONS = {
@@ -132,11 +129,7 @@ def test_hazard_21_a_submodule_switched_to_eval_after_capture_is_refused_by_name
     model[0][1].eval()
     with pytest.raises(RuntimeError, match=r"Sequential: training flag of 0\.1 is now False .*reset\(\)"):
         model(batch(device))
-    model.te_graph.reset()
-    twin = eager_twin(model)
-    make_graphed_callables(model, (batch(device),))
-    x = batch(device)
-    assert_bitwise_equal(run(model, x), run(twin, x))
+    assert_right_when_captured_again(model, batch(device), batch(device))
 
 
 def test_hazard_21_eval_mode_and_no_grad_run_eagerly_and_leave_waiting_activations_alone(device):

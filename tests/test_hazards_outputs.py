@@ -5,20 +5,13 @@ The reference is eager execution of a copy of the same module, or of the same fu
 
 import pytest
 import torch
+from hazards import batch, mlp
 from torch import Tensor, nn
 from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run
 
 from te_graph import make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-
-
-def mlp(device: str) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).to(device)
-
-
-def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
-    return torch.randn(3, 4, device=device, requires_grad=requires_grad)
 
 
 def test_hazard_01_kept_outputs_keep_their_values_while_replays_overwrite_the_graphs_memory(device):

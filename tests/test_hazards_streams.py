@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from hazards import batch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot
@@ -24,10 +25,6 @@ BUSY = 50_000_000  # clock ticks: tens of milliseconds, in which the host gets f
 
 def net(device: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).to(device)
-
-
-def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
-    return torch.randn(3, 4, device=device, requires_grad=requires_grad)
 
 
 @contextlib.contextmanager

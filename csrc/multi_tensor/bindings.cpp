@@ -60,11 +60,6 @@ struct TensorList {
             "te_graph::multi_tensor_clip_");
         op(tensors, total_norm, max_norm, eps, found_inf);
     }
-    at::Tensor clip_norm(double max_norm, double p, const Flag& found_inf) const {
-        static const Op<at::Tensor, at::TensorList, double, double, const Flag&> op(
-            "te_graph::multi_tensor_clip_norm_");
-        return op(tensors, max_norm, p, found_inf);
-    }
     void zero() const {
         static const Op<void, at::TensorList> op("te_graph::multi_tensor_zero_");
         op(tensors);
@@ -147,6 +142,45 @@ std::optional<std::vector<TensorList>> collect(const py::sequence& sequence, boo
     return lists;
 }
 
+// Gradients that nobody can drop while this thread holds the GIL, without owning them.
+class BorrowedList {
+public:
+    explicit BorrowedList(size_t capacity) { tensors_.reserve(capacity); }
+    BorrowedList(const BorrowedList&) = delete;
+    BorrowedList& operator=(const BorrowedList&) = delete;
+    ~BorrowedList() {
+        for (at::Tensor& tensor : tensors_) Borrowing::destroyBorrow(tensor);
+    }
+    void add(const at::Tensor& tensor) { tensors_.push_back(Borrowing::createBorrow(tensor)); }
+    at::TensorList tensors() const { return tensors_; }
+
+private:
+    using Borrowing = c10::MaybeOwnedTraits<at::Tensor>;
+    std::vector<at::Tensor> tensors_;
+};
+
+// Clips the gradients of parameters if all are plain and on one device, and returns their norm; None if they are not.
+// Holds the GIL throughout.
+std::optional<at::Tensor> clip_plain_gradients(const py::sequence& parameters, double max_norm, double p,
+                                               const Flag& found_inf) {
+    const TensorSequence items(parameters, "parameters");
+    BorrowedList list(items.size());
+    for (size_t i = 0; i < items.size(); ++i) {
+        const at::Tensor &tensor = items[i], &grad = grad_of(tensor);
+        if (!is_plain(tensor)) return std::nullopt;
+        if (!grad.defined()) continue;
+        if (!is_plain(grad)) return std::nullopt;
+        list.add(grad);
+    }
+    const at::TensorList tensors = list.tensors();
+    for (const at::Tensor& tensor : tensors) {
+        if (tensor.device() != tensors[0].device()) return std::nullopt;
+    }
+    if (tensors.empty()) return std::nullopt;
+    static const Op<at::Tensor, at::TensorList, double, double, const Flag&> op("te_graph::multi_tensor_clip_norm_");
+    return op(tensors, max_norm, p, found_inf);
+}
+
 // What update_hp_grads works on, of one device.
 struct GradientPairs {
     TensorList destinations, sources, unused;  // unused: destinations whose parameter has no gradient
@@ -215,6 +249,8 @@ void plan_zero(const Plan& plan) {
 void bind(py::module_& m) {
     m.attr("NORM_STATE_WORDS") = kStateWords;
     m.def("collect", &collect, py::arg("sequence"), py::arg("gradients"));
+    m.def("clip_plain_gradients", &clip_plain_gradients, py::arg("parameters"), py::arg("max_norm"), py::arg("p"),
+          py::arg("found_inf"));
     m.def("collect_pairs", &collect_pairs, py::arg("parameters"), py::arg("hp_grads"));
 
     py::class_<GradientPairs>(m, "GradientPairs")
@@ -231,8 +267,6 @@ void bind(py::module_& m) {
         .def_readonly("tensors", &TensorList::tensors)
         .def("norm", &TensorList::norm, py::arg("p"), py::call_guard<py::gil_scoped_release>())
         .def("norm_partial", &TensorList::norm_partial, py::arg("p"), py::call_guard<py::gil_scoped_release>())
-        .def("clip_norm_", &TensorList::clip_norm, py::arg("max_norm"), py::arg("p"), py::arg("found_inf"),
-             py::call_guard<py::gil_scoped_release>())
         .def("zero_", &TensorList::zero, py::call_guard<py::gil_scoped_release>())
         .def("accumulate_", &TensorList::accumulate, py::arg("sources"), py::arg("store"), py::arg("zero_source"),
              py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"), py::call_guard<py::gil_scoped_release>())
