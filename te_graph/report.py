@@ -1,4 +1,4 @@
-"""te_graph.info(): one line for each graphed callable."""
+"""te_graph.info(): one line for each graphed callable and each function of graphed()."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def info() -> str:
     """What was captured and how much of the training runs from graphs, as text.
 
     Returns:
-        One line for each callable that is graphed now, in the order of capture: the share of its calls that were
-        replayed, signatures, graphs, nodes, memory, seconds of capture, and the reason of each eager call. The same
-        numbers as a dictionary are in ``.te_graph.info()`` of each.
+        One line for each callable or function that is graphed now, in the order of capture: the share of its calls
+        that were replayed, signatures, graphs, nodes, memory, seconds of capture, and the reason of each eager call.
+        The same numbers as a dictionary are in ``.te_graph.info()`` of a callable, ``.info()`` of a function.
     """
     reporters = (reference() for reference in list(_live))
     return "\n".join(_line(reporter.info()) for reporter in reporters if reporter is not None)

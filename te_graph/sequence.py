@@ -13,6 +13,7 @@ from te_graph import _C
 from te_graph.capturing import is_capturing
 from te_graph.explorer import Explorer, Frame, Inlined
 from te_graph.options import check_pool, check_stream, is_disabled
+from te_graph.report import register, unregister
 from te_graph.sequence_entry import SequenceEntry, capture, run_first
 
 _log = logging.getLogger("te_graph")
@@ -77,6 +78,8 @@ class GraphedSequence(Inlined):
         if change := entry.change(frame):
             raise RuntimeError(f"{self._label}: {change} during the capture")
         self._seen.remove(first)
+        if not self._captured:
+            register(self)
         self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
         self._scopes.setdefault(entry.device, _C.Scope(entry.device))
         self._counts["captures"] += 1
@@ -119,6 +122,7 @@ class GraphedSequence(Inlined):
     def release(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
         self._captured, self._seen, self._scopes = [], [], {}
+        unregister(self)
 
     def stats(self) -> dict[str, int]:
         """Counts since this object was made.
@@ -128,6 +132,20 @@ class GraphedSequence(Inlined):
             capture was for once there were some; ``eager_calls``; ``bytes`` of memory that the graphs hold now.
         """
         return {**self._counts, "bytes": sum(entry.nbytes for entry in self._captured)}
+
+    def info(self) -> dict[str, Any]:
+        """What ``te_graph.info`` tells, with the keys of ``.te_graph.info()`` of a graphed callable."""
+        return {
+            "name": f"graphed {self._label}",
+            "forward_replays": self._counts["replays"],
+            "eager_calls": {"not captured": count} if (count := self._counts["eager_calls"]) else {},
+            "signatures": len(self._captured),
+            "graphs": len(self._captured),
+            "nodes": sum(entry.nodes for entry in self._captured),
+            "bytes": sum(entry.nbytes for entry in self._captured),
+            "capture_seconds": sum(entry.seconds for entry in self._captured),
+            "recaptures": max(0, self._counts["captures"] - len(self._captured)),
+        }
 
     def pool(self) -> Any:
         """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +69,8 @@ class SequenceEntry:
         tensors: those, [...] each: the graph's own, or where others are found.
         checks: what ``before_replay`` was given in the capture.
         nbytes: memory that belongs to the graph.
+        nodes: of the graph.
+        seconds: that the capture took.
         pool: that memory, on a GPU.
     """
 
@@ -85,6 +88,8 @@ class SequenceEntry:
     tensors: list[Tensor | Home] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     nbytes: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
     pool: Any = None
 
     def __post_init__(self) -> None:
@@ -149,6 +154,7 @@ def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, s
         CaptureError, RuntimeError: the function does what a replay would get wrong. Tensors, attributes and containers
             are as before.
     """
+    start = time.perf_counter()
     label, device = first.label, first.device
     others = sorted(str(other) for other in first.devices if other not in (_CPU, device))
     if others or device.type not in ("cpu", "cuda"):
@@ -162,7 +168,8 @@ def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, s
     except torch.AcceleratorError as error:
         raise CaptureError(f"{label}: {str(error).splitlines()[0]}") from error
     entry.graph, entry.checks, entry.pool = graph, checks, pool
-    entry.nbytes = backend.nbytes([[graph]])[0]
+    entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)
+    entry.seconds = time.perf_counter() - start
     return entry
 
 

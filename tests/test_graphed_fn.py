@@ -11,7 +11,7 @@ from sequences import called, counts, reference_norm, tensors
 from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
-from te_graph import Recorder, graphed, make_graphed_callables
+from te_graph import Recorder, graphed, info, make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -21,7 +21,7 @@ def norm_of(grads: list[Tensor]) -> Tensor:
 
 
 def test_same_tensors(device: str) -> None:
-    """The first address case of problem 002: values change in place, and replays see them."""
+    """The first address case: values change in place, and replays see them."""
     norm = graphed(norm_of)
     grads = tensors(device)
     for _ in range(5):
@@ -320,3 +320,17 @@ def test_disabled_it_is_eager(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     double = graphed(lambda t: t * 2)
     assert_bitwise_equal(called(double, 5, x), x * 2)
     assert counts(double) == (0, 0, 0, 5)
+
+
+def test_info_tells_of_a_graphed_function_from_its_capture_to_its_release(device: str) -> None:
+    norm, grads = graphed(norm_of), tensors(device)
+    lines = info().splitlines()
+    norm(grads)
+    assert info().splitlines() == lines
+    norm(grads), norm(grads)
+    (line,) = (line for line in info().splitlines() if line not in lines)
+    assert line.startswith("graphed norm_of: 67% of 3 calls replayed, 1 signature, 1 graph, ")
+    assert f"{norm.info()['nodes']} nodes" in line and norm.info()["nodes"] > 1
+    assert line.endswith("eager: 1 x not captured")
+    norm.release()
+    assert info().splitlines() == lines
