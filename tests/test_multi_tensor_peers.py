@@ -225,9 +225,10 @@ def test_apex_norm_and_gradients_are_torchs_and_parameters_stay(count, dtypes, n
     norm = tg.clip_grad_norm_(ours, 0.54321, norm_type)
     expected = torch.nn.utils.clip_grad_norm_(theirs, 0.54321, norm_type)
     torch.testing.assert_close(norm.cpu().double(), expected.cpu().double(), rtol=1e-3, atol=1e-20)
-    tolerances = {torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-6 if len(dtypes) > 1 else 1e-15}
+    tolerances = {torch.float32: 1e-6, torch.float64: 1e-6 if len(dtypes) > 1 else 1e-15}
     for mine, other in zip(ours, theirs, strict=True):
-        rtol = 1e-3 if torch.float16 in dtypes else tolerances[mine.dtype]
+        # torch keeps norm, sum, reciprocal, factor and product in fp16: half an ulp, 2^-11, is lost in each of them.
+        rtol = 3e-3 if torch.float16 in dtypes else tolerances[mine.dtype]
         torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=1e-20)
     assert all(torch.equal(p, value) for p, value in zip(ours, values, strict=True))
 
