@@ -9,7 +9,7 @@ namespace te_graph::multi_tensor {
 constexpr int kWarps = kThreads / 32;
 
 template <Norm kNorm, typename T>
-__device__ Wide<T> term(T element, float p) {
+__device__ Wide<T> term(T element, Wide<T> p) {
     const Wide<T> value = widen(element);
     if constexpr (kNorm == Norm::kCount) return value != 0 ? 1 : 0;
     if constexpr (kNorm == Norm::kSquare) {
@@ -18,7 +18,7 @@ __device__ Wide<T> term(T element, float p) {
         return __fmul_rn(value, value);
     }
     if constexpr (kNorm == Norm::kPower) {
-        if constexpr (std::is_same_v<T, double>) return pow(fabs(value), static_cast<double>(p));
+        if constexpr (std::is_same_v<T, double>) return pow(fabs(value), p);
         return powf(fabsf(value), p);
     }
     // Of zeros, too: the largest one is found by its bits.

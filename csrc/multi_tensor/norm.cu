@@ -13,7 +13,7 @@ namespace {
 
 // What this thread's lanes of a chunk come to.
 template <Norm kNorm, typename T>
-__device__ Wide<T> thread_sum(const T* __restrict__ elements, int count, float p) {
+__device__ Wide<T> thread_sum(const T* __restrict__ elements, int count, Wide<T> p) {
     constexpr int kRound = kThreads * kVector<T>;
     Wide<T> lanes[kVector<T>] = {};
     if (count == kChunkElements && is_aligned(elements)) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads)
     for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
         with_type(piece.destination_dtype, [&]<typename T>() {
             const auto* const elements = static_cast<const T*>(piece.destination) + piece.begin;
-            const auto p = static_cast<float>(arguments.p);
+            const auto p = static_cast<Wide<T>>(arguments.p);
             put_thread_sum<kNorm>(block, turn, thread_sum<kNorm>(elements, piece.count, p));
         });
         // One barrier per chunk: until all are here again, the other half of `sums` is written.

@@ -95,9 +95,10 @@ at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
 {
     check_p(kClipNorm, p);
     TensorEntries entries(kClipNorm, tensors, true);
-    const at::Tensor state = new_state(entries.device());
-    const at::Tensor out = at::empty({}, state.options().dtype(norm_dtype(entries.has_double())));
+    const at::Tensor out =
+        at::empty({}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
     const Rescaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
+    const at::Tensor state = new_state(entries.device());
     run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
     run_rescale(entries.device(), entries.work(), clip);
     entries.finish();
