@@ -175,6 +175,24 @@ MOVES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+# How 10 elements from the 5th of 40 on come to be others of the same memory.
+SHIFTS: dict[str, Callable[[Tensor], object]] = {
+    "further on": lambda tensor: tensor.as_strided_((10,), (1,), 20),
+    "with gaps": lambda tensor: tensor.as_strided_((10,), (2,), 5),
+}
+
+
+@pytest.mark.parametrize("how", SHIFTS)
+def test_a_tensor_that_became_another_part_of_its_memory_is_named_and_nothing_is_written(how, device):
+    memory = torch.ones(40, device=device)
+    tensor = memory[5:15]
+    plan = MultiTensorPlan([tensor])
+    SHIFTS[how](tensor)
+    with pytest.raises(RuntimeError, match=r"tensors\[0\] moved to other memory"):
+        plan.zero_()
+    assert memory.sum().item() == 40
+
+
 @pytest.mark.parametrize("how", MOVES)
 @pytest.mark.parametrize("is_source", [False, True])
 def test_a_tensor_that_moved_is_named_and_nothing_is_written(is_source, how, device):

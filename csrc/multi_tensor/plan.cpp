@@ -91,7 +91,7 @@ Plan::Plan(const Tensors& tensors, const Tensors& sources)
 bool Plan::Place::is_in_place() const {
     const c10::TensorImpl* const now = tensor._unsafe_get_target();
     return now->unsafe_storage().unsafeGetStorageImpl() == memory && memory->data() == data &&
-           now->storage_offset() == offset && now->numel() == numel;
+           now->storage_offset() == offset && now->numel() == numel && now->is_non_overlapping_and_dense();
 }
 
 void Plan::check(const std::vector<Place>& places, const char* list, bool is_written) {
