@@ -223,7 +223,7 @@ cudaError_t launch_accumulate(const Work& work, const Accumulation& accumulation
         if (chunks == 0) return;
         using Table = std::decay_t<decltype(table)>;
         const auto kernel = accumulation.is_plain() ? plain_kernel<Table> : full_kernel<Table>;
-        kernel<<<blocks_for(kernel, chunks, kManyWaves), kThreads, 0, stream>>>(table, accumulation);
+        kernel<<<writing_blocks(kernel, chunks), kThreads, 0, stream>>>(table, accumulation);
     });
 }
 

@@ -170,17 +170,22 @@ __device__ void for_each_piece(const Table& table, const Body& body) {
     }
 }
 
-// Blocks of kThreads for `chunks` chunks: `waves` times as many as are resident at once. Reads run fastest in one wave.
-// Writes do when the blocks that run work on neighbouring chunks, which those of one wave drift away from.
-constexpr int kOneWave = 1;
-constexpr int kManyWaves = 64;
+// Blocks of kThreads that run at the same time, but no more than there are chunks. Reads run fastest when there are no others.
 template <typename Kernel>
-unsigned blocks_for(Kernel kernel, int64_t chunks, int waves) {
+int64_t resident_blocks(Kernel kernel, int64_t chunks) {
     int device = 0, multiprocessors = 0, resident = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
-    return static_cast<unsigned>(std::min<int64_t>(chunks, int64_t{multiprocessors} * resident * waves));
+    return std::min(chunks, int64_t{multiprocessors} * resident);
+}
+
+// Writes run fastest when the blocks at work are on neighbouring chunks. Blocks with many chunks drift apart; those with
+// one have nothing to look up ahead.
+constexpr int64_t kChunksPerWriter = 2;
+template <typename Kernel>
+int64_t writing_blocks(Kernel kernel, int64_t chunks) {
+    return std::max(resident_blocks(kernel, chunks), chunks / kChunksPerWriter);
 }
 
 template <typename Table, typename Launch>

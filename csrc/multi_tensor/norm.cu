@@ -112,7 +112,7 @@ cudaError_t launch(const Work& work, NormArguments arguments, cudaStream_t strea
         arguments.is_last = is_last;
         const auto kernel = norm_kernel<kNorm, std::decay_t<decltype(table)>>;
         // A list without elements has a norm, too.
-        const unsigned blocks = std::max(1u, blocks_for(kernel, chunks, kOneWave));
+        const auto blocks = resident_blocks(kernel, std::max<int64_t>(1, chunks));
         kernel<<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
     });
 }

@@ -79,15 +79,17 @@ cudaError_t launch_rescale(const Work& work, const Rescaling& rescaling, cudaStr
     return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
         const auto kernel = rescale_kernel<std::decay_t<decltype(table)>>;
         // found_inf is set even where there is nothing to clip.
-        const int waves = rescaling.is_clip ? kClipWaves : kManyWaves;
-        kernel<<<std::max(1u, blocks_for(kernel, chunks, waves)), kThreads, 0, stream>>>(table, rescaling);
+        chunks = std::max<int64_t>(1, chunks);
+        int64_t blocks = writing_blocks(kernel, chunks);
+        if (rescaling.is_clip) blocks = std::min(blocks, kClipWaves * resident_blocks(kernel, chunks));
+        kernel<<<blocks, kThreads, 0, stream>>>(table, rescaling);
     });
 }
 
 cudaError_t launch_zero(const Work& work, cudaStream_t stream) {
     return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
         const auto kernel = zero_kernel<std::decay_t<decltype(table)>>;
-        if (chunks > 0) kernel<<<blocks_for(kernel, chunks, kManyWaves), kThreads, 0, stream>>>(table);
+        if (chunks > 0) kernel<<<writing_blocks(kernel, chunks), kThreads, 0, stream>>>(table);
     });
 }
 
