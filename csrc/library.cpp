@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "fp8/bindings.h"
 #include "graph/bindings.h"
 #include "multi_tensor/bindings.h"
 
@@ -47,6 +48,46 @@ TORCH_LIBRARY(te_graph, m) {
     // store: None for each entry's own mode. Also the last node of a captured backward.
     def("multi_tensor_accumulate_table_(Tensor(a!) table, Tensor chunks, *, bool? store=None, bool zero_source=False, "
         "Tensor? scale=None, Tensor(b!)? sum_squares=None, Tensor(c!)? found_inf=None, Tensor? noop=None) -> ()");
+
+    // Casts to FP8: x fp32, fp16 or bf16; scale, scale_inv, amax: [] or [1], fp32. amax is maxed into, scale_inv written,
+    // counts ([3] int64: saturated, underflowed, not finite) added to. noop: [] or [1], int32, bool or fp32: unless it is 0,
+    // nothing is touched. Results: cast, transposed cast, scale_inv, column sums.
+    def("fp8_cast(Tensor x, Tensor scale, ScalarType dtype, *, Tensor(a!)? amax=None, Tensor(b!)? counts=None) -> "
+        "(Tensor, Tensor)");
+    def("fp8_cast_out(Tensor(a!) out, Tensor x, Tensor scale, *, Tensor(b!)? scale_inv=None, Tensor(c!)? amax=None, "
+        "Tensor(d!)? counts=None, Tensor? noop=None) -> ()");
+    def("fp8_cast_transpose(Tensor x, Tensor scale, ScalarType dtype, *, Tensor(a!)? amax=None, "
+        "Tensor(b!)? counts=None) -> (Tensor, Tensor, Tensor)");
+    def("fp8_cast_transpose_dbias(Tensor x, Tensor scale, ScalarType dtype, *, Tensor(a!)? amax=None, "
+        "Tensor(b!)? counts=None) -> (Tensor, Tensor, Tensor, Tensor)");
+    def("fp8_cast_transpose_out(Tensor(a!) out, Tensor(b!) out_t, Tensor x, Tensor scale, *, "
+        "Tensor(c!)? scale_inv=None, Tensor(d!)? amax=None, Tensor(e!)? dbias=None, Tensor(f!)? counts=None, "
+        "Tensor? noop=None) -> ()");
+    def("fp8_dequantize(Tensor x, Tensor scale_inv, ScalarType dtype) -> Tensor");
+    def("fp8_dequantize_out(Tensor(a!) out, Tensor x, Tensor scale_inv) -> ()");
+
+    // All weights of a model. scale, scale_inv, amax: [n] of any stride; counts: [n, 3]. out_t: n tensors or none.
+    def("fp8_cast_weights_(Tensor(a!)[] out, Tensor(b!)[] out_t, Tensor[] weights, Tensor scale, Tensor(c!) scale_inv, "
+        "Tensor(d!) amax, *, Tensor(e!)? counts=None, Tensor? noop=None) -> ()");
+    // The same over a table in device memory. table: [n, 10] int64 (csrc/fp8/cast.h: Cast), tiles: [tiles, 2] int32 (Tile),
+    // state: [2] int32, zeros before and after; written: [...] each, all that the table says is written; kind: as there.
+    def("fp8_cast_weights_table_(Tensor table, Tensor tiles, Tensor(a!) state, Tensor(b!)[] written, *, "
+        "int kind=0, Tensor? noop=None) -> ()");
+
+    // Scales. amax_history: [H, n]; scale, scale_inv: [n]; non_weight_mask: [n] bool, or [0] where nothing is a weight.
+    def("amax_and_scale_update_inplace(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "
+        "Tensor non_weight_mask, Tensor update_weight_scale_inv, float fp8_max, float margin=0.0, "
+        "str amax_compute_algo=\"max\", *, bool skip_nonfinite=False) -> ()");
+    def("amax_and_scale_update_inplace.Scalar(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "
+        "Tensor non_weight_mask, bool update_weight_scale_inv, float fp8_max, float margin=0.0, "
+        "str amax_compute_algo=\"max\", *, bool skip_nonfinite=False) -> ()");
+    def("fp8_current_scale(Tensor x, ScalarType dtype, *, float eps=0.0, bool power_of_2=False) -> (Tensor, Tensor)");
+    def("fp8_scale(Tensor amax, ScalarType dtype, *, float margin=0.0, float eps=0.0, bool power_of_2=False) -> "
+        "Tensor");
+
+    // The state of a step: [16] int32 (csrc/graph/step_state.h).
+    def("step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()");
+    def("step_state_advance_(Tensor(a!) state) -> ()");
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -56,4 +97,5 @@ PYBIND11_MODULE(_C, m) {
     });
     te_graph::graph::bind(m);
     te_graph::multi_tensor::bind(m);
+    te_graph::fp8::bind(m);
 }

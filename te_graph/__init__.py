@@ -6,25 +6,55 @@ load_extension()
 
 from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
 from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402
+from te_graph.fp8 import (  # noqa: E402
+    amax_and_scale_update_inplace,
+    fp8_cast,
+    fp8_cast_out,
+    fp8_cast_transpose,
+    fp8_cast_transpose_dbias,
+    fp8_cast_transpose_out,
+    fp8_cast_weights_,
+    fp8_current_scale,
+    fp8_dequantize,
+    fp8_dequantize_out,
+    fp8_scale,
+)
+from te_graph.fp8_weights import Fp8Weights  # noqa: E402
 from te_graph.gradients import reset_main_grads  # noqa: E402
 from te_graph.graphs import capture_to_graph, create_graph, replay_graph  # noqa: E402
 from te_graph.hp_grads import clip_tensors_by_global_norm, get_global_norm_of_tensors, update_hp_grads  # noqa: E402
+from te_graph.kernel_node import KernelNode  # noqa: E402
 from te_graph.norms import get_total_norm, new_sum_squares, norm_of_sum_squares  # noqa: E402
 from te_graph.plan import MultiTensorPlan  # noqa: E402
 from te_graph.recorder import CaptureError, Recorder  # noqa: E402
 from te_graph.report import info  # noqa: E402
 from te_graph.sequence import graphed  # noqa: E402
+from te_graph.step_state import StepState  # noqa: E402
 
 __all__ = [
     "CaptureError",
+    "Fp8Weights",
+    "KernelNode",
     "MultiTensorPlan",
     "Recorder",
+    "StepState",
+    "amax_and_scale_update_inplace",
     "build_info",
     "capture_to_graph",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "clip_tensors_by_global_norm",
     "create_graph",
+    "fp8_cast",
+    "fp8_cast_out",
+    "fp8_cast_transpose",
+    "fp8_cast_transpose_dbias",
+    "fp8_cast_transpose_out",
+    "fp8_cast_weights_",
+    "fp8_current_scale",
+    "fp8_dequantize",
+    "fp8_dequantize_out",
+    "fp8_scale",
     "get_global_norm_of_tensors",
     "get_total_norm",
     "graphed",

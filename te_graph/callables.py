@@ -13,6 +13,7 @@ from te_graph.group import Group
 from te_graph.handle import Handle, install
 from te_graph.options import Options, chosen_parameters, is_disabled
 from te_graph.session import Job, capture_all
+from te_graph.step_state import StepState
 
 GraphCallable = nn.Module | Callable[..., Any]
 
@@ -37,6 +38,7 @@ def make_graphed_callables(
     on_exhausted: str = "raise",
     max_captures: int = 8,
     show_progress: bool | None = None,
+    step_state: StepState | None = None,
 ) -> Any:
     """Capture the forward and backward of callables, and return callables that replay them.
 
@@ -81,6 +83,9 @@ def make_graphed_callables(
             in "eager" mode.
         max_captures: how many captures ``on_mismatch="capture"`` may add to each callable; further ones run eagerly.
         show_progress: show a progress bar; None: when several callables are captured on a terminal.
+        step_state: flags that the callables' kernels read, and FP8 weights to be cast at a first micro-batch. Calls
+            then take ``is_first_microbatch=`` True, False, or None to go by the weights' version counters, which is
+            not passed on to the callable; each begins with ``step_state.begin_``.
 
     Returns:
         What replays: the module itself, or a function; a tuple of them if a tuple was given. Each has ``.te_graph``
@@ -102,10 +107,15 @@ def make_graphed_callables(
         eager call would leave gradients in ``.grad`` that belong into ``main_grad``.
 
     Stream and capture: synchronizes the device. Replays go to the current stream and wait for the last replay of the
-        same call of this function if that was on another. They do not allocate, except for a result that the user
+        same call of this function if that was on another. With ``step_state``, the cast of the weights and the change
+        of flags come before them where due. They do not allocate, except for a result that the user
         still holds and for new ``.grad`` tensors, and do not synchronize. A call that captures again does what this
         function does.
     """
+    if step_state is not None and not isinstance(step_state, StepState):
+        raise TypeError(
+            f"make_graphed_callables: expected step_state to be a StepState, got {type(step_state).__name__}"
+        )
     options = Options(
         num_warmup_iters=num_warmup_iters,
         allow_unused_input=allow_unused_input,
@@ -127,7 +137,7 @@ def make_graphed_callables(
     jobs = [Job(*one) for one in each]
     group = Group(request.device, options)
     entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
-    handles = [Handle(job.label, job.target) for job in jobs]
+    handles = [Handle(job.label, job.target, step_state) for job in jobs]
     for handle, entry in zip(handles, entries, strict=False):
         handle.arm(entry, group)
     graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))

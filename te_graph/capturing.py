@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from te_graph import _C
@@ -17,6 +18,11 @@ def is_capturing() -> bool:
     """True, on this thread, inside captures of ``make_graphed_callables`` and ``graphed`` (warm-ups too) and inside
     ``Recorder.capture()``."""
     return _C.in_session() or is_recording()
+
+
+def is_captured(device: torch.device) -> bool:
+    """True where what is called now is captured, by te_graph or, on the current stream of ``device``, by anybody."""
+    return is_capturing() or _C.is_capturing(device)
 
 
 @dataclass

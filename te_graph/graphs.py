@@ -34,10 +34,13 @@ Graph = torch.cuda.CUDAGraph | Recorder | NoGraph
 
 
 def create_graph() -> Graph:
-    """An empty graph: a ``torch.cuda.CUDAGraph``; without CUDA a ``Recorder``; a ``NoGraph`` when disabled."""
+    """An empty graph: a ``torch.cuda.CUDAGraph``; without CUDA a ``Recorder``; a ``NoGraph`` when disabled.
+
+    The CUDA graph keeps its nodes after the capture (``keep_graph=True``), where ``KernelNode`` finds them.
+    """
     if is_disabled():
         return NoGraph()
-    return torch.cuda.CUDAGraph() if torch.cuda.is_available() else Recorder()
+    return torch.cuda.CUDAGraph(keep_graph=True) if torch.cuda.is_available() else Recorder()
 
 
 @contextlib.contextmanager
@@ -73,8 +76,19 @@ def capture_to_graph(graph: Graph, pool: Any = None, stream: torch.cuda.Stream |
     elif isinstance(graph, torch.cuda.CUDAGraph):
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), capturing():
             yield
+        if _keeps_nodes(graph):
+            graph.instantiate()  # torch would do it in the first replay
     else:
         raise TypeError(f"capture_to_graph: expected a graph of create_graph(), got {type(graph).__name__}")
+
+
+def _keeps_nodes(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether ``graph``, captured, was made with ``keep_graph=True``, which torch tells in no other way."""
+    try:
+        graph.raw_cuda_graph()
+    except RuntimeError:
+        return False
+    return True
 
 
 def replay_graph(graph: Graph) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.capturing import is_capturing
+from te_graph.capturing import is_captured, is_capturing
 from te_graph.checks import check_circumstances, sample_of
 from te_graph.entry import Entry
 from te_graph.gradients import main_grad_of
@@ -22,6 +22,7 @@ from te_graph.group import Group
 from te_graph.homes import plain_call_guard
 from te_graph.report import register, unregister
 from te_graph.session import Job, capture_all
+from te_graph.step_state import StepState
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.Refusal.Kind
@@ -37,8 +38,9 @@ class Handle:
         fast_call: what a call needs that replays without coming here; None where that is not possible.
     """
 
-    def __init__(self, label: str, target: nn.Module | Callable[..., Any]) -> None:
+    def __init__(self, label: str, target: nn.Module | Callable[..., Any], step_state: StepState | None = None) -> None:
         self.label = label
+        self._step_state = step_state
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
         self._own_forward: Callable[..., Any] | None = None
@@ -61,6 +63,21 @@ class Handle:
 
     def call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None = None) -> Any:
         """Replay, or run eagerly where the graph does not apply. ``base`` is the class that a module had before."""
+        state = self._step_state
+        if state is None:
+            return self._call(root, args, kwargs, base)
+        is_first_microbatch = kwargs.pop("is_first_microbatch", None)
+        if is_captured(state.block.device):  # whoever captures says when its micro-batches begin
+            return self._call(root, args, kwargs, base)
+        is_new = state.begin_(self, is_first_microbatch)
+        try:
+            return self._call(root, args, kwargs, base)
+        except BaseException:
+            if is_new:
+                state.forget_(self)
+            raise
+
+    def _call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None) -> Any:
         reason = self._reason_for_eager(root)
         if reason is None:
             entry = self._entry
@@ -168,7 +185,8 @@ class Handle:
         if self._entry is not None and not self._entry.retired:
             self._others.insert(0, self._entry)
         self._entry, self.fast_call = entry, None
-        if self._is_module and entry is not None and entry.is_flat and entry.result.is_tensor:
+        is_simple = self._is_module and self._step_state is None
+        if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor:
             count = len(entry.signature.tensors)
             self.fast_call = _C.fast_call(entry.graphed, plain_call_guard(), count, self._grad_mode)
 
@@ -199,6 +217,10 @@ class Handle:
     @property
     def _entries(self) -> list[Entry]:
         return [] if self._entry is None else [self._entry, *self._others]
+
+    def graphs(self) -> list[_C.CapturedGraph]:
+        """Those of all signatures that are captured now, and of all their slots: each forward, then its backward."""
+        return [graph for entry in self._entries for graph in entry.graphed.graphs]
 
     def reset(self) -> None:
         """Free the graphs: the callable runs eagerly again, and can be given to ``make_graphed_callables`` anew.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from te_graph.refusals import (
     reason_to_refuse_tensors,
 )
 
-__all__ = ["CaptureError", "FrozenTensor", "OpRecord", "Recorder", "is_recording"]
+__all__ = ["CaptureError", "FrozenTensor", "OpRecord", "RecordedCall", "Recorder", "is_recording"]
 
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
@@ -68,18 +68,21 @@ class FrozenTensor:
 class _CopyResults:
     """A call with several results, or with asynchronous ones: waits, then copies each into its recorded tensor."""
 
-    def __init__(self, call: Callable[[], Any], targets: list[Tensor | None], wait_tensors: bool) -> None:
-        self._call = call
+    def __init__(self, call: partial, targets: list[Tensor | None], wait_tensors: bool) -> None:
+        self.call = call
         self._targets = targets
         self._wait_tensors = wait_tensors
 
     def __call__(self) -> None:
-        for result, target in zip(leaves(self._call()), self._targets, strict=True):
+        for result, target in zip(leaves(self.call()), self._targets, strict=True):
             _wait(result)
             if self._wait_tensors:
                 result = torch.ops._c10d_functional.wait_tensor(result)
             if target is not None:
                 _copy(target, result)
+
+
+_Program = list[tuple[partial | _CopyResults, Tensor | None]]  # calls, and the tensors [...] that their results go to
 
 
 class Recorder:
@@ -108,7 +111,7 @@ class Recorder:
         """Drop the recording and with it every reference to tensors. The recorder can capture again."""
         self.frozen: list[FrozenTensor] = []
         self._ops: list[OpRecord] = []
-        self._program: list[tuple[Callable[[], Any], Tensor | None]] = []
+        self._program: _Program = []
         self._grad_enabled = False
         self._aliases: list[Tensor] = []
         self._born: dict[int, Tensor] = {}
@@ -169,6 +172,16 @@ class Recorder:
     def ops(self) -> list[OpRecord]:
         """The calls that a replay makes, in order. Views and uninitialised factories need none."""
         return list(self._ops)
+
+    def calls(self, name: str) -> list[RecordedCall]:
+        """The calls that a replay makes of one operator and overload, such as ``aten.addmm.default``, in order.
+
+        Raises RuntimeError when nothing is recorded.
+        """
+        if not self._captured:
+            raise RuntimeError("Recorder.calls: expected a recording, got an empty recorder")
+        program = self._program
+        return [RecordedCall(self, program, i) for i in range(len(program)) if str(_call_at(program, i).func) == name]
 
     @property
     def nbytes(self) -> int:
@@ -250,6 +263,54 @@ class Recorder:
         self.frozen.append(FrozenTensor(value, site))
         self._ops.append(OpRecord(name, (), (tensor.shape,), site))
         self._program.append((partial(live.copy_, value), None))
+
+
+class RecordedCall:
+    """One call of a recording; arguments of it that are no tensors may be exchanged between replays."""
+
+    def __init__(self, recorder: Recorder, program: _Program, index: int) -> None:
+        self._recorder = recorder
+        self._program = program
+        self._index = index
+
+    def get(self, argument: str) -> Any:
+        """What the next replay passes as ``argument``, a name of the operator's schema."""
+        call = self._call()
+        if argument in call.keywords:
+            return call.keywords[argument]
+        position = _position_of(argument, call.func)
+        return call.args[position] if position < len(call.args) else call.func._schema.arguments[position].default_value
+
+    def set_(self, values: dict[str, Any]) -> None:
+        """Let later replays pass ``values``, by names of the operator's schema, and all other arguments as before."""
+        call = self._call()
+        args, kwargs = list(call.args), dict(call.keywords)
+        for argument, value in values.items():
+            position = _position_of(argument, call.func)
+            if position < len(args):
+                args[position] = value
+            else:
+                kwargs[argument] = value
+        changed = partial(call.func, *args, **kwargs)
+        step, target = self._program[self._index]
+        if isinstance(step, _CopyResults):
+            step.call = changed
+        else:
+            self._program[self._index] = (changed, target)
+
+    def _call(self) -> partial:
+        if self._recorder._program is not self._program:
+            raise RuntimeError("RecordedCall: expected the recording that the call was found in, got one reset since")
+        return _call_at(self._program, self._index)
+
+
+def _call_at(program: _Program, index: int) -> partial:
+    step, _ = program[index]
+    return step.call if isinstance(step, _CopyResults) else step
+
+
+def _position_of(argument: str, func: torch._ops.OpOverload) -> int:
+    return [declared.name for declared in func._schema.arguments].index(argument)
 
 
 class _CaptureMode(TorchDispatchMode):

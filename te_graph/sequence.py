@@ -147,6 +147,10 @@ class GraphedSequence(Inlined):
             "recaptures": max(0, self._counts["captures"] - len(self._captured)),
         }
 
+    def graphs(self) -> list[_C.CapturedGraph]:
+        """One for each signature that is captured now, the one that was replayed last first."""
+        return [entry.captured_graph() for entry in self._captured]
+
     def pool(self) -> Any:
         """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""
         return self._pool or (self._captured[0].pool if self._captured else None)

@@ -106,6 +106,11 @@ class SequenceEntry:
         if self.before is not None and not self.before.check_in_passing(frame):
             raise CaptureError(_CHANGES_STATE.format(self.label, self.effect))
 
+    def captured_graph(self) -> _C.CapturedGraph:
+        """``graph``, as something that knows its device."""
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            return _C.CapturedGraph(self.graph)
+
     def replay(self, frame: Frame, scope: _C.Scope) -> Any:
         """Replay and return the results; right after ``change`` found none."""
         for check in self.checks:

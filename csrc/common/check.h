@@ -4,6 +4,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <initializer_list>
+#include <optional>
+#include <utility>
+
 #ifdef TE_GRAPH_CUDA
 #include <c10/cuda/CUDAException.h>
 #endif
@@ -18,6 +22,20 @@ inline void check_dtype(const char* op, const char* argument, const at::Tensor& 
 inline void check_device(const char* op, const char* argument, const at::Tensor& tensor, at::Device expected) {
     TORCH_CHECK_VALUE(tensor.device() == expected, op, ": expected ", argument, " on ", expected, ", got ",
                       tensor.device());
+}
+
+// [...] each, those that are there: all where the op's device is.
+inline void check_devices(const char* op, at::Device expected,
+                          std::initializer_list<std::pair<const char*, std::optional<at::Tensor>>> arguments) {
+    for (const auto& [name, tensor] : arguments) {
+        if (tensor) check_device(op, name, *tensor, expected);
+    }
+}
+
+// tensor: [] or [1].
+inline void check_one(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
+    TORCH_CHECK_VALUE(tensor.numel() == 1, op, ": expected ", argument, " of one element, got shape ", tensor.sizes());
+    check_device(op, argument, tensor, device);
 }
 
 // A contiguous table of rows: [rows, columns].

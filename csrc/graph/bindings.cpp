@@ -106,6 +106,8 @@ void bind(py::module_& m) {
     m.def("node_count", &node_count, py::arg("cuda_graph"));
     m.def("borrow", &borrow_all, py::arg("tensors"), py::arg("cuda_graph"));
 
+    bind_nodes(m);
+
     py::class_<LeafIsolation>(m, "LeafIsolation")
         .def(py::init<Tensors, bool>(), py::arg("leaves"), py::arg("with_accumulators"))
         .def("restore", &LeafIsolation::restore);
@@ -226,6 +228,7 @@ void bind(py::module_& m) {
         .def("forward", [](GraphedCallable& callable, const py::object& root,
                            const Tensors& inputs) { return callable.forward(root.ptr(), inputs); })
         .def("route_through_autograd", &GraphedCallable::route_through_autograd, py::arg("parameter"))
+        .def_property_readonly("graphs", &GraphedCallable::graphs)
         .def_property_readonly("in_flight", &GraphedCallable::in_flight)
         .def_property_readonly("forward_replays", &GraphedCallable::forward_replays)
         .def_property_readonly("backward_replays", &GraphedCallable::backward_replays);

@@ -7,4 +7,7 @@ namespace te_graph::graph {
 
 void bind(pybind11::module_& m);
 
+// Part of bind(): captured graphs and the nodes of te_graph's own kernels in them.
+void bind_nodes(pybind11::module_& m);
+
 }  // namespace te_graph::graph

@@ -71,8 +71,8 @@ struct MergedBackward {
 
 // A graph pair and the memory that belongs to it.
 struct Slot {
-    std::shared_ptr<Graph> forward;
-    std::shared_ptr<Graph> backward;  // null when nothing requires a gradient
+    std::shared_ptr<CapturedGraph> forward;
+    std::shared_ptr<CapturedGraph> backward;  // null when nothing requires a gradient
     std::vector<at::Tensor>
         inputs;  // static copies of the arguments' tensors; linked ones lie in the predecessor's slot
     StaticTensors outputs;
@@ -133,6 +133,9 @@ public:
     const std::string& name() const { return name_; }
     // For the garbage collector.
     const Guard& guard() const { return *guard_; }
+
+    // Of all slots: each forward, followed by its backward.
+    std::vector<std::shared_ptr<CapturedGraph>> graphs() const;
 
     int in_flight() const { return pool_->in_flight(); }
     int64_t forward_replays() const { return forward_replays_; }

@@ -51,6 +51,15 @@ void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
     pool_->add();
 }
 
+std::vector<std::shared_ptr<CapturedGraph>> GraphedCallable::graphs() const {
+    std::vector<std::shared_ptr<CapturedGraph>> graphs;
+    for (const auto& slot : slots_) {
+        graphs.push_back(slot->forward);
+        if (slot->backward) graphs.push_back(slot->backward);
+    }
+    return graphs;
+}
+
 Refusal GraphedCallable::changed(const std::string& change) const {
     return {Refusal::Kind::kCircumstances,
             name_ + ": " + change + " since capture; call .te_graph.reset() on it and capture again"};

@@ -1,4 +1,4 @@
-// Calls of the CPU loops or of the launchers, by device; the arguments that ops and plans have in common.
+// Calls of the CPU loops or of the launchers; the arguments that ops and plans have in common.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,43 +7,15 @@
 #include <cmath>
 
 #include "common/check.h"
+#include "common/run_on.h"
 #include "multi_tensor/accumulate.h"
 #include "multi_tensor/norm.h"
 #include "multi_tensor/rescale.h"
 
-#ifdef TE_GRAPH_CUDA
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#endif
-
 namespace te_graph::multi_tensor {
-
-// on_cpu() for tensors on the CPU; launch(stream) for a GPU, on its current stream.
-template <typename OnCpu, typename Launch>
-void run_on(at::Device device, const OnCpu& on_cpu, [[maybe_unused]] const Launch& launch) {
-    if (device.is_cpu()) return on_cpu();
-#ifdef TE_GRAPH_CUDA
-    const c10::cuda::CUDAGuard guard(device);
-    C10_CUDA_CHECK(launch(c10::cuda::getCurrentCUDAStream()));
-#else
-    TORCH_CHECK(false, "te_graph was built without CUDA and got tensors on ", device);
-#endif
-}
-
-#ifdef TE_GRAPH_CUDA
-#define TE_GRAPH_LAUNCH(call) [&](cudaStream_t stream) { return call; }
-#else
-#define TE_GRAPH_LAUNCH(call) 0
-#endif
 
 inline void check_p(const char* op, double p) {
     TORCH_CHECK_VALUE(p >= 0, op, ": expected p to be 0, positive or inf, got ", p);
-}
-
-// tensor: [] or [1].
-inline void check_one(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
-    TORCH_CHECK_VALUE(tensor.numel() == 1, op, ": expected ", argument, " of one element, got shape ", tensor.sizes());
-    check_device(op, argument, tensor, device);
 }
 
 // tensor: [] or [1], fp32 or fp64.

@@ -1,0 +1,94 @@
+// Arguments that FP8 ops have in common, checked.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <type_traits>
+
+#include "common/check.h"
+#include "fp8/cast.h"
+
+namespace te_graph::fp8 {
+
+inline void check_contiguous(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": expected ", argument, " to be contiguous, got shape ",
+                      tensor.sizes(), " with strides ", tensor.strides());
+}
+
+inline void check_shape(const char* op, const char* argument, const at::Tensor& tensor, at::IntArrayRef expected) {
+    TORCH_CHECK_VALUE(tensor.sizes() == expected, op, ": expected ", argument, " of shape ", expected, ", got ",
+                      tensor.sizes());
+}
+
+inline void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": expected ", argument, " of layout Strided, got ",
+                      tensor.layout());
+}
+
+inline Format format_of(const char* op, const char* argument, at::ScalarType dtype) {
+    TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, op, ": expected ", argument,
+                     " of dtype Float8_e4m3fn or Float8_e5m2, got ", dtype);
+    return dtype == at::kFloat8_e4m3fn ? Format::kE4M3 : Format::kE5M2;
+}
+
+inline DType wide_dtype_of(const char* op, const char* argument, at::ScalarType dtype) {
+    switch (dtype) {
+        case at::kFloat:
+            return DType::kFloat32;
+        case at::kHalf:
+            return DType::kFloat16;
+        case at::kBFloat16:
+            return DType::kBFloat16;
+        default:
+            TORCH_CHECK_TYPE(false, op, ": expected ", argument, " of dtype Float, Half or BFloat16, got ", dtype);
+    }
+}
+
+// tensor: [] or [1], fp32.
+inline float* scalar_of(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
+    check_one(op, argument, tensor, device);
+    check_dtype(op, argument, tensor, at::kFloat);
+    return static_cast<float*>(tensor.data_ptr());
+}
+inline float* scalar_of(const char* op, const char* argument, const std::optional<at::Tensor>& tensor,
+                        at::Device device) {
+    return tensor ? scalar_of(op, argument, *tensor, device) : nullptr;
+}
+
+// counts: [kCounts] int64.
+inline int64_t* counts_of(const char* op, const std::optional<at::Tensor>& counts, at::Device device) {
+    if (!counts) return nullptr;
+    check_dtype(op, "counts", *counts, at::kLong);
+    check_shape(op, "counts", *counts, {kCounts});
+    check_contiguous(op, "counts", *counts);
+    check_device(op, "counts", *counts, device);
+    return static_cast<int64_t*>(counts->data_ptr());
+}
+
+// flag: [] or [1], int32, bool or fp32.
+inline Flag flag_of(const char* op, const char* argument, const std::optional<at::Tensor>& flag, at::Device device) {
+    if (!flag) return {};
+    check_one(op, argument, *flag, device);
+    const at::ScalarType dtype = flag->scalar_type();
+    TORCH_CHECK_TYPE(dtype == at::kInt || dtype == at::kBool || dtype == at::kFloat, op, ": expected ", argument,
+                     " of dtype Int, Bool or Float, got ", dtype);
+    const auto kind = dtype == at::kInt    ? Flag::Kind::kInt32
+                      : dtype == at::kBool ? Flag::Kind::kBool
+                                           : Flag::Kind::kFloat32;
+    return {flag->const_data_ptr(), kind};
+}
+
+// vector: [n], of any stride; one that is written (T is not const) has elements of its own.
+template <typename T>
+Strided<T> strided_of(const char* op, const char* argument, const at::Tensor& vector, int64_t n, at::ScalarType dtype,
+                      at::Device device) {
+    check_dtype(op, argument, vector, dtype);
+    check_shape(op, argument, vector, {n});
+    check_device(op, argument, vector, device);
+    TORCH_CHECK_VALUE(std::is_const_v<T> || n <= 1 || vector.stride(0) != 0, op, ": expected ", argument,
+                      " without overlapping elements, got strides ", vector.strides());
+    return {static_cast<T*>(vector.data_ptr()), n == 0 ? 0 : vector.stride(0)};
+}
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,101 @@
+// Casts to FP8 and back. No Torch here.
+//
+//   out      = to_fp8(clamp(fp32(x) * scale, -max, max)), rounded to nearest even; NaN gives 0x7F
+//   amax     = max(amax, |x|), of x as it is, without NaNs
+//   scale_inv = 1 / scale, correctly rounded
+//
+// All bits of the CPU loops and of the kernels are the same, those of column sums too.
+#pragma once
+
+#include "fp8/format.h"
+
+#ifdef TE_GRAPH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace te_graph::fp8 {
+
+// What is counted of a cast, if somebody asks.
+enum Count { kSaturated, kUnderflowed, kNotFinite, kCounts };
+
+// One matrix and where its casts go. 80 bytes: a row of a table in device memory, too.
+struct alignas(16) Cast {
+    const void* input;   // [rows, columns], of `dtype`
+    uint8_t* out;        // [rows, columns]
+    uint8_t* out_t;      // [columns, rows]; nullptr: none
+    const float* scale;  // [1]
+    float* scale_inv;    // [1], written; nullptr: none
+    float* amax;         // [1]; nullptr: none
+    int64_t* counts;     // [kCounts], added to; nullptr: none
+    int64_t rows, columns;
+    DType dtype;
+    Format format;
+    uint8_t reserved[6];
+};
+static_assert(sizeof(Cast) == 80);
+
+// Matrices are cast in tiles of this many rows and columns.
+constexpr int64_t kTile = 128;
+constexpr int64_t tiles_in(int64_t size) { return (size + kTile - 1) / kTile; }
+constexpr int64_t tiles_of(const Cast& cast) { return tiles_in(cast.rows) * tiles_in(cast.columns); }
+
+// The tile `index` of matrix `entry`, counted along its rows.
+struct Tile {
+    int32_t entry;
+    int32_t index;
+};
+
+// Sums of the input's columns, in fp32 in a fixed order: of 8 rows one after the other, of the 16 such groups of a
+// tile, of the tiles.
+constexpr int64_t kGroupRows = 8;
+struct ColumnSums {
+    void* out = nullptr;  // [columns], of `dtype`: fp32 or the input's; nullptr: none
+    DType dtype = DType::kFloat32;
+    float* partial = nullptr;  // [tiles_in(rows), columns], scratch of the kernels
+};
+
+// What all matrices of a list have in common, so that a kernel made for it will do: one dtype, one format, nothing counted,
+// and every eight elements of a row at a multiple of 16 bytes (8 in `out`). Else one of these.
+constexpr int kMixed = 0;
+constexpr int kCounted = -1;  // mixed, and something is counted
+constexpr int kind_of(DType dtype, Format format) { return 1 + 2 * static_cast<int>(dtype) + static_cast<int>(format); }
+inline int kind_of(const Cast& cast) {
+    if (cast.counts) return kCounted;
+    const bool is_even = cast.columns % 8 == 0 && reinterpret_cast<uintptr_t>(cast.input) % 16 == 0 &&
+                         reinterpret_cast<uintptr_t>(cast.out) % 8 == 0;
+    return is_even ? kind_of(cast.dtype, cast.format) : kMixed;
+}
+
+// Many matrices. Either `casts` in host memory, or all in device memory.
+struct Casts {
+    const Cast* casts;  // [count]
+    int64_t count;
+    const Tile* tiles = nullptr;  // [num_tiles] in device memory
+    int64_t num_tiles = 0;
+    uint32_t* state = nullptr;  // [2], zeros before and after: the next tile, and how many blocks are through
+    int kind = kMixed;          // of all that are in device memory
+};
+
+struct Dequantization {
+    const uint8_t* input;    // [numel]
+    void* out;               // [numel]
+    const float* scale_inv;  // [1]
+    int64_t numel;
+    Format format;
+    DType dtype;
+};
+
+void cast_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop);
+void dequantize_cpu(const Dequantization& work);
+
+#ifdef TE_GRAPH_CUDA
+// No allocation, no host sync.
+// Elements in their order, without out_t.
+cudaError_t launch_cast(const Cast& cast, const Flag& noop, cudaStream_t stream);
+cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream);
+// One launch for a table in device memory or up to 384 host entries, else several.
+cudaError_t launch_casts(const Casts& casts, const Flag& noop, cudaStream_t stream);
+cudaError_t launch_dequantize(const Dequantization& work, cudaStream_t stream);
+#endif
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,195 @@
+// One tile of a cast with a transposed copy, by one block.
+//
+// A thread holds 8 x 8 elements: 16 threads read 128 neighbours of a row, and write them as FP8. Turned round in registers,
+// the 8 x 8 go through shared memory, from which 8 threads write 128 neighbours of a column.
+#pragma once
+
+#include "fp8/element.cuh"
+
+namespace te_graph::fp8 {
+
+constexpr int kLanes = kTile / 8;  // threads that read one row of a tile
+static_assert(kLanes * kLanes == kThreads);
+
+// kFull: counts and column sums may be asked for.
+template <bool kFull>
+struct Shared {
+    // [kTile columns][kTile rows], in pieces of 8 rows. Piece p of column c lies where p ^ (c / 8) would be, so that
+    // threads of a warp, which write the same piece of columns 8 apart, meet in no bank.
+    uint2 turned[kTile][kLanes];
+    BlockFindings<kFull> findings;
+    float sums[kFull ? kLanes : 1][kTile];
+};
+
+// Where a tile lies.
+struct Corner {
+    int64_t top, left;
+    // Empty matrices have a tile, too.
+    __device__ Corner(const Cast& cast, int index) {
+        const int across = max(1, static_cast<int>(tiles_in(cast.columns)));
+        top = index / across * kTile;
+        left = index % across * kTile;
+    }
+};
+
+// rows: 8 x 8 bytes, row by row; on return column by column.
+__device__ inline void turn(uint2 (&rows)[8]) {
+    const auto quarter = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t(&out)[4]) {
+        const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
+        const uint32_t AB = __byte_perm(a, b, 0x7362), CD = __byte_perm(c, d, 0x7362);
+        out[0] = __byte_perm(ab, cd, 0x5410);
+        out[1] = __byte_perm(ab, cd, 0x7632);
+        out[2] = __byte_perm(AB, CD, 0x5410);
+        out[3] = __byte_perm(AB, CD, 0x7632);
+    };
+    uint32_t left_top[4], left_bottom[4], right_top[4], right_bottom[4];
+    quarter(rows[0].x, rows[1].x, rows[2].x, rows[3].x, left_top);
+    quarter(rows[4].x, rows[5].x, rows[6].x, rows[7].x, left_bottom);
+    quarter(rows[0].y, rows[1].y, rows[2].y, rows[3].y, right_top);
+    quarter(rows[4].y, rows[5].y, rows[6].y, rows[7].y, right_bottom);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        rows[k] = {left_top[k], left_bottom[k]};
+        rows[k + 4] = {right_top[k], right_bottom[k]};
+    }
+}
+
+// Reads a tile, writes its cast, and leaves the rest in `shared`. kAligned: eights of a row are aligned, and within the
+// matrix or behind it.
+template <typename T, Format kFormat, bool kAligned, bool kFull>
+__device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
+                          Shared<kFull>& shared) {
+    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+    const int64_t row = corner.top + group * 8, column = corner.left + lane * 8;
+    const auto* const input = static_cast<const T*>(cast.input) + row * cast.columns + column;
+    uint8_t* const out = cast.out + row * cast.columns + column;
+    const int64_t columns = cast.columns - column;
+    const float scale = *cast.scale;
+
+    Findings<kFull> findings;
+    float sums[kFull ? 8 : 1] = {};
+    uint2 bytes[8];
+    // 128 bytes in flight for each thread.
+    constexpr int kBatch = 16 / sizeof(T) < 8 ? 16 / sizeof(T) : 8;
+#pragma unroll
+    for (int first = 0; first < 8; first += kBatch) {
+        Vector<T, 8> batch[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+            const int i = first + b;
+            batch[b] = load_eight<kAligned>(input + i * cast.columns, row + i < cast.rows ? columns : 0);
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+            const int i = first + b;
+            bytes[i] = findings.template cast<kFormat>(batch[b].values, scale);
+            store_eight<kAligned>(out + i * cast.columns, bytes[i], row + i < cast.rows ? columns : 0);
+            if constexpr (kFull) {
+#pragma unroll
+                for (int k = 0; k < 8; ++k) sums[k] = __fadd_rn(sums[k], widen(batch[b].values[k]));
+            }
+        }
+    }
+    shared.findings.put(findings);
+    if constexpr (kFull) {
+        if (column_sums.out) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) shared.sums[group][lane * 8 + k] = sums[k];
+        }
+    }
+    if (cast.out_t) {
+        turn(bytes);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) shared.turned[lane * 8 + k][group ^ lane] = bytes[k];
+    }
+}
+
+template <bool kFull>
+__device__ void write_turned(const Cast& cast, const Corner& corner, const Shared<kFull>& shared) {
+    const bool is_aligned = cast.rows % 16 == 0 && reinterpret_cast<uintptr_t>(cast.out_t) % 16 == 0;
+    constexpr int kPieces = kTile / 16;  // of a column
+#pragma unroll
+    for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
+        const int column = i / kPieces, piece = i % kPieces, turn = column / 8;
+        uint4 bytes = reinterpret_cast<const uint4*>(shared.turned[column])[piece ^ (turn >> 1)];
+        if (turn & 1) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
+        const int64_t row = corner.top + piece * 16, at = corner.left + column;
+        if (at >= cast.columns || row >= cast.rows) continue;
+        uint8_t* const out = cast.out_t + at * cast.rows + row;
+        if (is_aligned) {
+            *reinterpret_cast<uint4*>(out) = bytes;
+        } else {
+            store_eight<false>(out, {bytes.x, bytes.y}, cast.rows - row);
+            store_eight<false>(out + 8, {bytes.z, bytes.w}, cast.rows - row - 8);
+        }
+    }
+}
+
+// The tile `index` after read_tile() and a barrier: what the threads left in `shared`.
+template <bool kFull>
+__device__ void write_tile(const Cast& cast, const ColumnSums& column_sums, const Corner& corner, int index,
+                           const Shared<kFull>& shared) {
+    if (cast.out_t) write_turned(cast, corner, shared);
+    shared.findings.flush(cast);
+    if constexpr (kFull) {
+        const int64_t column = corner.left + threadIdx.x;
+        if (column_sums.out && threadIdx.x < kTile && column < cast.columns && corner.top < cast.rows) {
+            float sum = 0;
+            for (int group = 0; group < kLanes; ++group) sum = __fadd_rn(sum, shared.sums[group][threadIdx.x]);
+            column_sums.partial[corner.top / kTile * cast.columns + column] = sum;
+        }
+    }
+    if (index == 0 && threadIdx.x == 0 && cast.scale_inv) *cast.scale_inv = __frcp_rn(*cast.scale);
+}
+
+// How tiles are read where casts differ, and where all are of one kind (cast.h).
+struct Mixed {
+    template <bool kFull>
+    static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
+                                Shared<kFull>& shared) {
+        with_cast(cast, [&]<typename T, Format kFormat>() {
+            if (cast.columns % 8 == 0 && are_eights_aligned(static_cast<const T*>(cast.input), cast.out)) {
+                read_tile<T, kFormat, true>(cast, column_sums, corner, shared);
+            } else {
+                read_tile<T, kFormat, false>(cast, column_sums, corner, shared);
+            }
+        });
+    }
+};
+template <typename T, Format kFormat>
+struct Uniform {
+    template <bool kFull>
+    static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
+                                Shared<kFull>& shared) {
+        read_tile<T, kFormat, true>(cast, column_sums, corner, shared);
+    }
+};
+
+// Calls function.operator()<Kind, kFull>() with what reads casts of `kind`.
+template <typename Function>
+void with_kind(int kind, const Function& function) {
+    const auto with_format = [&]<Format kFormat>() {
+        if (kind == kind_of(DType::kBFloat16, kFormat)) {
+            function.template operator()<Uniform<__nv_bfloat16, kFormat>, false>();
+        } else if (kind == kind_of(DType::kFloat16, kFormat)) {
+            function.template operator()<Uniform<__half, kFormat>, false>();
+        } else if (kind == kind_of(DType::kFloat32, kFormat)) {
+            function.template operator()<Uniform<float, kFormat>, false>();
+        } else {
+            return false;
+        }
+        return true;
+    };
+    if (with_format.template operator()<Format::kE4M3>() || with_format.template operator()<Format::kE5M2>()) return;
+    if (kind == kCounted) {
+        function.template operator()<Mixed, true>();
+    } else {
+        function.template operator()<Mixed, false>();
+    }
+}
+
+// What lets three blocks reside on a multiprocessor; two of those that do more.
+template <bool kFull>
+constexpr int kResident = kFull ? 2 : 3;
+
+}  // namespace te_graph::fp8

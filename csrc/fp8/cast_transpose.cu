@@ -1,0 +1,163 @@
+// Casts with a transposed copy, of one matrix or of many.
+//
+// Grid: one block of 256 threads for a tile of 128 x 128 elements (cast_tile.cuh); for a table in device memory as many
+// blocks as are resident at once, which take the next tile when they are through with one. So a launch that is skipped
+// costs next to nothing, and tiles that are worked on at a time lie side by side.
+// Bytes per element: the input read once, 1 written, and 1 for the transposed copy.
+// Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
+#include <algorithm>
+
+#include "fp8/cast_tile.cuh"
+
+namespace te_graph::fp8 {
+namespace {
+
+// Matrices as kernel arguments.
+template <int kCasts>
+struct InlineCasts {
+    Cast casts[kCasts];
+    uint32_t first_tiles[kCasts];
+    int count;
+
+    // The last one that starts at or before `tile`: empty ones have a tile too, for their scale_inv.
+    __device__ int find(uint32_t tile) const {
+        int low = 0, high = count - 1;
+        while (low < high) {
+            const int middle = (low + high + 1) / 2;
+            if (first_tiles[middle] <= tile) {
+                low = middle;
+            } else {
+                high = middle - 1;
+            }
+        }
+        return low;
+    }
+};
+constexpr int kManyCasts = 384;
+static_assert(sizeof(InlineCasts<kManyCasts>) <= 32764 - 64);
+
+template <typename Kind, bool kFull, int kCasts>
+__global__ void __launch_bounds__(kThreads, kResident<kFull>)
+    inline_kernel(const __grid_constant__ InlineCasts<kCasts> table, const ColumnSums column_sums, const Flag noop) {
+    if (is_set(noop)) return;
+    __shared__ Shared<kFull> shared;
+    const int entry = kCasts == 1 ? 0 : table.find(blockIdx.x);
+    const Cast& cast = table.casts[entry];
+    const int index = static_cast<int>(blockIdx.x - table.first_tiles[entry]);
+    const Corner corner(cast, index);
+    Kind::read(cast, column_sums, corner, shared);
+    __syncthreads();
+    write_tile(cast, column_sums, corner, index, shared);
+}
+
+// A tile's way from the table into shared memory takes three reads, each waiting for the one before. All are made while the
+// tile before it is worked on.
+template <typename Kind, bool kFull>
+__global__ void __launch_bounds__(kThreads, kResident<kFull>)
+    table_kernel(const Cast* casts, const Tile* tiles, int64_t num_tiles, uint32_t* state, const Flag noop) {
+    if (is_set(noop)) return;
+    constexpr int kParts = sizeof(Cast) / sizeof(uint4);
+    __shared__ Shared<kFull> shared;
+    __shared__ uint4 parts[2][kParts];
+    __shared__ int indices[2];
+    __shared__ uint32_t next_tile;
+    const auto fetch = [&](const Tile& tile, int turn) {
+        parts[turn][threadIdx.x] = reinterpret_cast<const uint4*>(casts + tile.entry)[threadIdx.x];
+        indices[turn] = tile.index;
+    };
+    if (threadIdx.x < kParts) fetch(tiles[blockIdx.x], 0);
+    if (threadIdx.x == 0) next_tile = gridDim.x + atomicAdd(&state[0], 1u);
+    __syncthreads();
+    for (int turn = 0;; turn ^= 1) {
+        const Cast& cast = *reinterpret_cast<const Cast*>(parts[turn]);
+        const int index = indices[turn];
+        const uint32_t next = next_tile;
+        const bool fetches = threadIdx.x < kParts && next < num_tiles;
+        const Corner corner(cast, index);
+        uint32_t after_next = 0;
+        if (threadIdx.x == 0) after_next = gridDim.x + atomicAdd(&state[0], 1u);
+        Tile ahead;
+        if (fetches) ahead = tiles[next];
+        Kind::read(cast, {}, corner, shared);
+        if (fetches) fetch(ahead, turn ^ 1);
+        __syncthreads();
+        if (threadIdx.x == 0) next_tile = after_next;
+        write_tile(cast, {}, corner, index, shared);
+        if (next >= num_tiles) break;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0 && atomicAdd(&state[1], 1u) == gridDim.x - 1) state[0] = state[1] = 0;
+}
+
+// One thread a column; adds the sums of the tiles in their order.
+template <typename T>
+__global__ void finish_sums_kernel(const float* partial, T* out, int64_t columns, int64_t tiles, const Flag noop) {
+    const int64_t column = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+    if (is_set(noop) || column >= columns) return;
+    float sum = 0;
+    for (int64_t tile = 0; tile < tiles; ++tile) sum = __fadd_rn(sum, partial[tile * columns + column]);
+    out[column] = multi_tensor::narrow<T>(sum);
+}
+
+cudaError_t finish_sums(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
+    const auto blocks = static_cast<unsigned>((cast.columns + kThreads - 1) / kThreads);
+    const auto launch = [&]<typename T>(T* out) {
+        finish_sums_kernel<<<blocks, kThreads, 0, stream>>>(sums.partial, out, cast.columns, tiles_in(cast.rows), noop);
+    };
+    if (blocks > 0 && sums.dtype == DType::kFloat32) launch(static_cast<float*>(sums.out));
+    if (blocks > 0 && sums.dtype == DType::kFloat16) launch(static_cast<__half*>(sums.out));
+    if (blocks > 0 && sums.dtype == DType::kBFloat16) launch(static_cast<__nv_bfloat16*>(sums.out));
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
+    const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
+    const InlineCasts<1> table{{cast}, {0}, 1};
+    with_kind(sums.out ? kCounted : kind_of(cast), [&]<typename Kind, bool kFull>() {
+        inline_kernel<Kind, kFull, 1><<<tiles, kThreads, 0, stream>>>(table, sums, noop);
+    });
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    return sums.out ? finish_sums(cast, sums, noop, stream) : cudaSuccess;
+}
+
+static cudaError_t launch_many(const Casts& work, const Flag& noop, cudaStream_t stream) {
+    InlineCasts<kManyCasts> table;
+    for (int64_t next = 0; next < work.count;) {
+        int64_t tiles = 0;
+        bool is_counting = false;
+        for (table.count = 0; table.count < kManyCasts && next < work.count; ++table.count, ++next) {
+            const Cast& cast = work.casts[next];
+            const int64_t more = std::max<int64_t>(1, tiles_of(cast));
+            if (table.count > 0 && tiles + more > INT32_MAX) break;
+            table.casts[table.count] = cast;
+            table.first_tiles[table.count] = static_cast<uint32_t>(tiles);
+            tiles += more;
+            is_counting |= cast.counts != nullptr;
+        }
+        const auto kernel =
+            is_counting ? inline_kernel<Mixed, true, kManyCasts> : inline_kernel<Mixed, false, kManyCasts>;
+        kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(table, {}, noop);
+        if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+}
+
+cudaError_t launch_casts(const Casts& casts, const Flag& noop, cudaStream_t stream) {
+    if (!casts.tiles) return launch_many(casts, noop, stream);
+    if (casts.num_tiles == 0) return cudaSuccess;
+    with_kind(casts.kind, [&]<typename Kind, bool kFull>() {
+        const auto kernel = table_kernel<Kind, kFull>;
+        int device = 0, multiprocessors = 0, resident = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
+        const auto blocks =
+            static_cast<unsigned>(std::min<int64_t>(casts.num_tiles, int64_t{multiprocessors} * resident));
+        kernel<<<blocks, kThreads, 0, stream>>>(casts.casts, casts.tiles, casts.num_tiles, casts.state, noop);
+    });
+    return cudaGetLastError();
+}
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,326 @@
+// Registration of the casts.
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "common/note_writes.h"
+#include "common/run_on.h"
+#include "fp8/arguments.h"
+
+namespace te_graph::fp8 {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+constexpr const char* kCast = "fp8_cast";
+constexpr const char* kCastOut = "fp8_cast_out";
+constexpr const char* kTranspose = "fp8_cast_transpose";
+constexpr const char* kDbias = "fp8_cast_transpose_dbias";
+constexpr const char* kTransposeOut = "fp8_cast_transpose_out";
+constexpr const char* kDequantize = "fp8_dequantize";
+constexpr const char* kDequantizeOut = "fp8_dequantize_out";
+
+void check_matrix(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.dim() == 2, op, ": expected ", argument, " of two dimensions, got shape ", tensor.sizes());
+}
+
+void check_input(const char* op, const at::Tensor& x) {
+    wide_dtype_of(op, "x", x.scalar_type());
+    check_strided(op, "x", x);
+}
+
+// All of a cast but where it goes; `x` is contiguous.
+Cast cast_of(const char* op, const at::Tensor& x, const at::Tensor& scale, const MaybeTensor& scale_inv,
+             const MaybeTensor& amax, const MaybeTensor& counts) {
+    check_input(op, x);
+    return {.input = x.const_data_ptr(),
+            .out = nullptr,
+            .out_t = nullptr,
+            .scale = scalar_of(op, "scale", scale, x.device()),
+            .scale_inv = scalar_of(op, "scale_inv", scale_inv, x.device()),
+            .amax = scalar_of(op, "amax", amax, x.device()),
+            .counts = counts_of(op, counts, x.device()),
+            .rows = x.dim() == 2 ? x.size(0) : 1,
+            .columns = x.dim() == 2 ? x.size(1) : x.numel(),
+            .dtype = wide_dtype_of(op, "x", x.scalar_type()),
+            .format = {},
+            .reserved = {}};
+}
+
+// An output that the caller gave: contiguous, of the shape that it must have.
+void set_out(const char* op, const char* argument, const at::Tensor& out, at::IntArrayRef shape, const at::Tensor& x,
+             uint8_t*& place) {
+    check_shape(op, argument, out, shape);
+    check_contiguous(op, argument, out);
+    check_device(op, argument, out, x.device());
+    place = static_cast<uint8_t*>(out.data_ptr());
+}
+
+void check_apart(const char* op, const char* a, const at::Tensor& first, const char* b, const at::Tensor& second) {
+    const auto* const begin = static_cast<const char*>(first.const_data_ptr());
+    const auto* const other = static_cast<const char*>(second.const_data_ptr());
+    TORCH_CHECK_VALUE(first.numel() == 0 || second.numel() == 0 || begin + first.nbytes() <= other ||
+                          other + second.nbytes() <= begin,
+                      op, ": expected ", a, " and ", b, " that do not overlap");
+}
+
+void run_cast(at::Device device, const Cast& cast, const Flag& noop) {
+    run_on(
+        device, [&] { cast_cpu(cast, {}, noop); }, TE_GRAPH_LAUNCH(launch_cast(cast, noop, stream)));
+}
+
+void run_cast_transpose(at::Device device, const Cast& cast, const ColumnSums& sums, const Flag& noop) {
+    run_on(
+        device, [&] { cast_cpu(cast, sums, noop); }, TE_GRAPH_LAUNCH(launch_cast_transpose(cast, sums, noop, stream)));
+}
+
+at::Tensor new_scale_inv(const at::Tensor& x) { return at::empty({1}, x.options().dtype(at::kFloat)); }
+
+std::tuple<at::Tensor, at::Tensor> cast(const at::Tensor& x,      // [...]
+                                        const at::Tensor& scale,  // [] or [1]
+                                        at::ScalarType dtype,
+                                        const MaybeTensor& amax,    // [] or [1]
+                                        const MaybeTensor& counts)  // [kCounts]
+{
+    check_input(kCast, x);
+    const at::Tensor input = x.contiguous(), scale_inv = new_scale_inv(x);
+    Cast work = cast_of(kCast, input, scale, scale_inv, amax, counts);
+    work.format = format_of(kCast, "out", dtype);
+    const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
+    work.out = static_cast<uint8_t*>(out.data_ptr());
+    run_cast(x.device(), work, {});
+    note_writes({amax, counts});
+    return {out, scale_inv};
+}
+
+void cast_out(const at::Tensor& out,         // [...]
+              const at::Tensor& x,           // [...]
+              const at::Tensor& scale,       // [] or [1]
+              const MaybeTensor& scale_inv,  // [] or [1]
+              const MaybeTensor& amax,       // [] or [1]
+              const MaybeTensor& counts,     // [kCounts]
+              const MaybeTensor& noop)       // [] or [1]
+{
+    check_input(kCastOut, x);
+    const at::Tensor input = x.contiguous();
+    Cast work = cast_of(kCastOut, input, scale, scale_inv, amax, counts);
+    work.format = format_of(kCastOut, "out", out.scalar_type());
+    set_out(kCastOut, "out", out, x.sizes(), x, work.out);
+    check_apart(kCastOut, "out", out, "x", input);
+    run_cast(x.device(), work, flag_of(kCastOut, "noop", noop, x.device()));
+    note_writes({out, scale_inv, amax, counts});
+}
+
+// What the sums need on x's device.
+struct Sums {
+    ColumnSums sums;
+    at::Tensor scratch;
+};
+Sums sums_into(const at::Tensor& dbias, const at::Tensor& x) {
+    Sums result;
+    if (!dbias.defined()) return result;
+    if (!x.device().is_cpu()) {
+        result.scratch = at::empty({tiles_in(x.size(0)), x.size(1)}, x.options().dtype(at::kFloat));
+        result.sums.partial = static_cast<float*>(result.scratch.data_ptr());
+    }
+    result.sums.out = dbias.data_ptr();
+    result.sums.dtype = wide_dtype_of(kTransposeOut, "dbias", dbias.scalar_type());
+    return result;
+}
+
+// Casts with a transposed copy into new tensors; column sums into `dbias`, if there is one.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose_into(const char* op,
+                                                                   const at::Tensor& x,      // [M, N]
+                                                                   const at::Tensor& scale,  // [] or [1]
+                                                                   at::ScalarType dtype,
+                                                                   const MaybeTensor& amax,    // [] or [1]
+                                                                   const MaybeTensor& counts,  // [kCounts]
+                                                                   const at::Tensor& dbias)    // [N] or undefined
+{
+    const at::Tensor input = x.contiguous(), scale_inv = new_scale_inv(x);
+    Cast work = cast_of(op, input, scale, scale_inv, amax, counts);
+    work.format = format_of(op, "out", dtype);
+    const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
+    const at::Tensor out_t = at::empty({x.size(1), x.size(0)}, out.options());
+    work.out = static_cast<uint8_t*>(out.data_ptr());
+    work.out_t = static_cast<uint8_t*>(out_t.data_ptr());
+    run_cast_transpose(x.device(), work, sums_into(dbias, x).sums, {});
+    note_writes({amax, counts});
+    return {out, out_t, scale_inv};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose(const at::Tensor& x,      // [M, N]
+                                                              const at::Tensor& scale,  // [] or [1]
+                                                              at::ScalarType dtype,
+                                                              const MaybeTensor& amax,    // [] or [1]
+                                                              const MaybeTensor& counts)  // [kCounts]
+{
+    check_matrix(kTranspose, "x", x);
+    check_input(kTranspose, x);
+    return cast_transpose_into(kTranspose, x, scale, dtype, amax, counts, {});
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias(const at::Tensor& x,      // [M, N]
+                                                                                const at::Tensor& scale,  // [] or [1]
+                                                                                at::ScalarType dtype,
+                                                                                const MaybeTensor& amax,    // [] or [1]
+                                                                                const MaybeTensor& counts)  // [kCounts]
+{
+    check_matrix(kDbias, "x", x);
+    check_input(kDbias, x);
+    const at::Tensor dbias = at::empty({x.size(1)}, x.options());
+    const auto [out, out_t, scale_inv] = cast_transpose_into(kDbias, x, scale, dtype, amax, counts, dbias);
+    return {out, out_t, scale_inv, dbias};
+}
+
+void cast_transpose_out(const at::Tensor& out,         // [M, N]
+                        const at::Tensor& out_t,       // [N, M]
+                        const at::Tensor& x,           // [M, N]
+                        const at::Tensor& scale,       // [] or [1]
+                        const MaybeTensor& scale_inv,  // [] or [1]
+                        const MaybeTensor& amax,       // [] or [1]
+                        const MaybeTensor& dbias,      // [N]
+                        const MaybeTensor& counts,     // [kCounts]
+                        const MaybeTensor& noop)       // [] or [1]
+{
+    constexpr const char* kOp = kTransposeOut;
+    check_matrix(kOp, "x", x);
+    check_input(kOp, x);
+    const at::Tensor input = x.contiguous();
+    Cast work = cast_of(kOp, input, scale, scale_inv, amax, counts);
+    work.format = format_of(kOp, "out", out.scalar_type());
+    check_dtype(kOp, "out_t", out_t, out.scalar_type());
+    set_out(kOp, "out", out, x.sizes(), x, work.out);
+    set_out(kOp, "out_t", out_t, {x.size(1), x.size(0)}, x, work.out_t);
+    check_apart(kOp, "out", out, "out_t", out_t);
+    check_apart(kOp, "out", out, "x", input);
+    check_apart(kOp, "out_t", out_t, "x", input);
+    if (dbias) {
+        TORCH_CHECK_TYPE(dbias->scalar_type() == at::kFloat || dbias->scalar_type() == x.scalar_type(), kOp,
+                         ": expected dbias of dtype Float or ", x.scalar_type(), ", got ", dbias->scalar_type());
+        check_shape(kOp, "dbias", *dbias, {x.size(1)});
+        check_contiguous(kOp, "dbias", *dbias);
+        check_device(kOp, "dbias", *dbias, x.device());
+    }
+    const Flag flag = flag_of(kOp, "noop", noop, x.device());
+    run_cast_transpose(x.device(), work, sums_into(dbias.value_or(at::Tensor()), x).sums, flag);
+    note_writes({out, out_t, scale_inv, amax, dbias, counts});
+}
+
+Dequantization dequantization_of(const char* op, const at::Tensor& x, const at::Tensor& scale_inv,
+                                 const at::Tensor& out) {
+    return {.input = static_cast<const uint8_t*>(x.const_data_ptr()),
+            .out = out.data_ptr(),
+            .scale_inv = scalar_of(op, "scale_inv", scale_inv, x.device()),
+            .numel = x.numel(),
+            .format = format_of(op, "x", x.scalar_type()),
+            .dtype = wide_dtype_of(op, "out", out.scalar_type())};
+}
+
+void run_dequantize(at::Device device, const Dequantization& work) {
+    run_on(
+        device, [&] { dequantize_cpu(work); }, TE_GRAPH_LAUNCH(launch_dequantize(work, stream)));
+}
+
+at::Tensor dequantize(const at::Tensor& x,          // [...]
+                      const at::Tensor& scale_inv,  // [] or [1]
+                      at::ScalarType dtype) {
+    format_of(kDequantize, "x", x.scalar_type());
+    wide_dtype_of(kDequantize, "out", dtype);
+    const at::Tensor input = x.contiguous();
+    const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
+    run_dequantize(x.device(), dequantization_of(kDequantize, input, scale_inv, out));
+    return out;
+}
+
+void dequantize_out(const at::Tensor& out,        // [...]
+                    const at::Tensor& x,          // [...]
+                    const at::Tensor& scale_inv)  // [] or [1]
+{
+    format_of(kDequantizeOut, "x", x.scalar_type());
+    check_shape(kDequantizeOut, "out", out, x.sizes());
+    check_contiguous(kDequantizeOut, "out", out);
+    check_device(kDequantizeOut, "out", out, x.device());
+    const at::Tensor input = x.contiguous();
+    check_apart(kDequantizeOut, "out", out, "x", input);
+    run_dequantize(x.device(), dequantization_of(kDequantizeOut, input, scale_inv, out));
+    note_writes({out});
+}
+
+// Shapes and dtypes alone, for torch.compile and fake tensors.
+void check_cast_meta(const char* op, const at::Tensor& x, const at::Tensor& scale, const MaybeTensor& amax,
+                     const MaybeTensor& counts) {
+    check_devices(op, x.device(), {{"scale", scale}, {"amax", amax}, {"counts", counts}});
+}
+std::tuple<at::Tensor, at::Tensor> cast_meta(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype,
+                                             const MaybeTensor& amax, const MaybeTensor& counts) {
+    check_cast_meta(kCast, x, scale, amax, counts);
+    return {at::empty_symint(x.sym_sizes(), x.options().dtype(dtype)), new_scale_inv(x)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose_meta(const at::Tensor& x, const at::Tensor& scale,
+                                                                   at::ScalarType dtype, const MaybeTensor& amax,
+                                                                   const MaybeTensor& counts) {
+    check_cast_meta(kTranspose, x, scale, amax, counts);
+    check_matrix(kTranspose, "x", x);
+    return {at::empty_symint(x.sym_sizes(), x.options().dtype(dtype)),
+            at::empty_symint({x.sym_size(1), x.sym_size(0)}, x.options().dtype(dtype)), new_scale_inv(x)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias_meta(const at::Tensor& x,
+                                                                                     const at::Tensor& scale,
+                                                                                     at::ScalarType dtype,
+                                                                                     const MaybeTensor& amax,
+                                                                                     const MaybeTensor& counts) {
+    check_cast_meta(kDbias, x, scale, amax, counts);
+    const auto [out, out_t, scale_inv] = cast_transpose_meta(x, scale, dtype, amax, counts);
+    return {out, out_t, scale_inv, at::empty_symint({x.sym_size(1)}, x.options())};
+}
+void cast_out_meta(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale, const MaybeTensor& scale_inv,
+                   const MaybeTensor& amax, const MaybeTensor& counts, const MaybeTensor& noop) {
+    check_cast_meta(kCastOut, x, scale, amax, counts);
+    check_devices(kCastOut, x.device(), {{"out", out}, {"scale_inv", scale_inv}, {"noop", noop}});
+}
+void cast_transpose_out_meta(const at::Tensor& out, const at::Tensor& out_t, const at::Tensor& x,
+                             const at::Tensor& scale, const MaybeTensor& scale_inv, const MaybeTensor& amax,
+                             const MaybeTensor& dbias, const MaybeTensor& counts, const MaybeTensor& noop) {
+    check_cast_meta(kTransposeOut, x, scale, amax, counts);
+    check_devices(kTransposeOut, x.device(),
+                  {{"out", out}, {"out_t", out_t}, {"scale_inv", scale_inv}, {"dbias", dbias}, {"noop", noop}});
+}
+at::Tensor dequantize_meta(const at::Tensor& x, const at::Tensor& scale_inv, at::ScalarType dtype) {
+    check_devices(kDequantize, x.device(), {{"scale_inv", scale_inv}});
+    return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype));
+}
+void dequantize_out_meta(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale_inv) {
+    check_devices(kDequantizeOut, x.device(), {{"out", out}, {"scale_inv", scale_inv}});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
+    m.impl(kCast, cast);
+    m.impl(kCastOut, cast_out);
+    m.impl(kTranspose, cast_transpose);
+    m.impl(kDbias, cast_transpose_dbias);
+    m.impl(kTransposeOut, cast_transpose_out);
+    m.impl(kDequantize, dequantize);
+    m.impl(kDequantizeOut, dequantize_out);
+}
+
+TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
+    m.impl(kCast, cast_meta);
+    m.impl(kTranspose, cast_transpose_meta);
+    m.impl(kDbias, cast_transpose_dbias_meta);
+    m.impl(kDequantize, dequantize_meta);
+    m.impl(kCastOut, cast_out_meta);
+    m.impl(kTransposeOut, cast_transpose_out_meta);
+    m.impl(kDequantizeOut, dequantize_out_meta);
+}
+
+// No formulas: a cast has no gradient that one could mean.
+TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
+    for (const char* name : {kCast, kCastOut, kTranspose, kDbias, kTransposeOut, kDequantize, kDequantizeOut}) {
+        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    }
+}
+
+}  // namespace te_graph::fp8

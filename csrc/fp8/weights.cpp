@@ -1,0 +1,216 @@
+#include "fp8/weights.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "fp8/arguments.h"
+
+namespace te_graph::fp8 {
+namespace {
+
+constexpr const char* kWeights = "Fp8Weights";
+constexpr int64_t kCastWords = sizeof(Cast) / sizeof(int64_t);
+
+int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+std::string at_index(const char* list, size_t i) { return std::string(list) + "[" + std::to_string(i) + "]"; }
+
+void check_matrix(const char* op, const std::string& name, const at::Tensor& tensor, at::IntArrayRef shape,
+                  at::ScalarType dtype, at::Device device) {
+    check_dtype(op, name.c_str(), tensor, dtype);
+    check_shape(op, name.c_str(), tensor, shape);
+    check_contiguous(op, name.c_str(), tensor);
+    check_device(op, name.c_str(), tensor, device);
+}
+
+void check_count(const char* op, const char* argument, size_t expected, size_t got) {
+    TORCH_CHECK_VALUE(got == expected, op, ": expected ", argument, " of ", expected, " tensors, got ", got);
+}
+
+// Raises if two of the buffers that are written overlap.
+void check_apart(const char* op, at::TensorList out, at::TensorList out_t) {
+    std::vector<std::pair<const char*, const char*>> spans;
+    for (const at::TensorList list : {out, out_t}) {
+        for (const at::Tensor& tensor : list) {
+            const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+            if (tensor.numel() > 0) spans.emplace_back(begin, begin + tensor.nbytes());
+        }
+    }
+    std::sort(spans.begin(), spans.end());
+    for (size_t i = 1; i < spans.size(); ++i) {
+        TORCH_CHECK_VALUE(spans[i - 1].second <= spans[i].first, op,
+                          ": expected out and out_t that do not overlap, got two that share memory");
+    }
+}
+
+// Rows on the device from rows on the host: [rows, columns].
+template <typename Row>
+at::Tensor to_device(std::vector<Row>& rows, int64_t columns, at::ScalarType dtype, at::Device device) {
+    const auto options = at::TensorOptions().dtype(dtype);
+    const auto count = static_cast<int64_t>(rows.size());
+    const at::Tensor result = at::zeros({count, columns}, options.device(device));
+    return count == 0 ? result : result.copy_(at::from_blob(rows.data(), {count, columns}, options));
+}
+
+}  // namespace
+
+std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
+                           const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
+                           const at::Tensor& counts) {
+    TORCH_CHECK_VALUE(!weights.empty(), op, ": expected at least one weight, got an empty list");
+    check_count(op, "out", weights.size(), out.size());
+    if (!out_t.empty()) check_count(op, "out_t", weights.size(), out_t.size());
+    const auto n = static_cast<int64_t>(weights.size());
+    const at::Device device = weights[0].device();
+    const auto scales = strided_of<const float>(op, "scale", scale, n, at::kFloat, device);
+    const auto scale_invs = strided_of<float>(op, "scale_inv", scale_inv, n, at::kFloat, device);
+    const auto amaxes = strided_of<float>(op, "amax", amax, n, at::kFloat, device);
+    if (counts.defined()) {
+        check_matrix(op, "counts", counts, {n, kCounts}, at::kLong, device);
+    }
+    std::vector<Cast> casts;
+    for (size_t i = 0; i < weights.size(); ++i) {
+        const at::Tensor& weight = weights[i];
+        const std::string name = at_index("weights", i);
+        TORCH_CHECK_VALUE(weight.dim() == 2, op, ": expected ", name, " of two dimensions, got shape ", weight.sizes());
+        const DType dtype = wide_dtype_of(op, name.c_str(), weight.scalar_type());
+        check_contiguous(op, name.c_str(), weight);
+        check_device(op, name.c_str(), weight, device);
+        const Format format = format_of(op, at_index("out", i).c_str(), out[i].scalar_type());
+        check_matrix(op, at_index("out", i), out[i], weight.sizes(), out[i].scalar_type(), device);
+        if (!out_t.empty()) {
+            check_matrix(op, at_index("out_t", i), out_t[i], {weight.size(1), weight.size(0)}, out[i].scalar_type(),
+                         device);
+        }
+        const auto row = static_cast<int64_t>(i);
+        casts.push_back(
+            {.input = weight.const_data_ptr(),
+             .out = static_cast<uint8_t*>(out[i].data_ptr()),
+             .out_t = out_t.empty() ? nullptr : static_cast<uint8_t*>(out_t[i].data_ptr()),
+             .scale = &scales[row],
+             .scale_inv = &scale_invs[row],
+             .amax = &amaxes[row],
+             .counts = counts.defined() ? static_cast<int64_t*>(counts.data_ptr()) + row * kCounts : nullptr,
+             .rows = weight.size(0),
+             .columns = weight.size(1),
+             .dtype = dtype,
+             .format = format,
+             .reserved = {}});
+    }
+    check_apart(op, out, out_t);
+    return casts;
+}
+
+std::vector<const void*> WeightTable::places_of(const Tensors& tensors) {
+    std::vector<const void*> places;
+    for (const at::Tensor& tensor : tensors) places.push_back(tensor.const_data_ptr());
+    return places;
+}
+
+WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor scale, at::Tensor scale_inv,
+                         at::Tensor amax, at::Tensor counts, std::vector<std::string> names)
+    : weights_(std::move(weights)),
+      out_(std::move(out)),
+      out_t_(std::move(out_t)),
+      vectors_(counts.defined() ? Tensors{scale, scale_inv, amax, counts} : Tensors{scale, scale_inv, amax}),
+      names_(std::move(names)) {
+    std::vector<Cast> casts = casts_of(kWeights, out_, out_t_, weights_, scale, scale_inv, amax, counts);
+    TORCH_CHECK_VALUE(names_.size() == weights_.size(), kWeights, ": expected ", weights_.size(), " names, got ",
+                      names_.size());
+    weight_places_ = places_of(weights_);
+    out_places_ = places_of(out_);
+    out_t_places_ = places_of(out_t_);
+    vector_places_ = places_of(vectors_);
+    versions_.assign(weights_.size(), -1);
+    kind_ = kind_of(casts[0]);
+    for (const Cast& cast : casts) {
+        if (kind_of(cast) != kind_) kind_ = counts.defined() ? kCounted : kMixed;
+    }
+    std::vector<Tile> tiles;
+    for (size_t entry = 0; entry < casts.size(); ++entry) {
+        // Empty ones have a tile, too, for their scale_inv.
+        const int64_t count = std::max<int64_t>(1, tiles_of(casts[entry]));
+        for (int64_t index = 0; index < count; ++index) {
+            tiles.push_back({static_cast<int32_t>(entry), static_cast<int32_t>(index)});
+        }
+    }
+    written_ = out_;
+    written_.insert(written_.end(), out_t_.begin(), out_t_.end());
+    written_.insert(written_.end(), vectors_.begin() + 1, vectors_.end());
+    const at::Device device = weights_[0].device();
+    table_ = to_device(casts, kCastWords, at::kLong, device);
+    tiles_ = to_device(tiles, 2, at::kInt, device);
+    state_ = at::zeros({2}, at::TensorOptions().dtype(at::kInt).device(device));
+}
+
+std::string WeightTable::moved(const Tensors& tensors, const std::vector<const void*>& places, const char* what) const {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        if (tensors[i].const_data_ptr() != places[i]) return what + names_[i] + " moved to other memory";
+    }
+    return {};
+}
+
+void WeightTable::check_places() const {
+    std::string change = moved(weights_, weight_places_, "");
+    if (!change.empty()) change += ": call update() with the weights as they are";
+    if (change.empty()) change = moved(out_, out_places_, "the FP8 data of ");
+    if (change.empty()) change = moved(out_t_, out_t_places_, "the transposed FP8 data of ");
+    if (change.empty()) {
+        const char* const words[] = {"scale", "scale_inv", "amax", "counts"};
+        for (size_t i = 0; i < vectors_.size(); ++i) {
+            if (vectors_[i].const_data_ptr() != vector_places_[i])
+                change = std::string(words[i]) + " moved to other memory";
+        }
+    }
+    TORCH_CHECK(change.empty(), kWeights, ": ", change);
+}
+
+void WeightTable::cast(const at::Tensor& noop, bool is_done) {
+    check_places();
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("te_graph::fp8_cast_weights_table_", "")
+                               .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList,
+                                           int64_t, const std::optional<at::Tensor>&)>();
+    op.call(table_, tiles_, state_, written_, kind_, noop.defined() ? std::optional<at::Tensor>(noop) : std::nullopt);
+    if (!is_done) return;
+    for (size_t i = 0; i < weights_.size(); ++i) versions_[i] = version_of(weights_[i]);
+}
+
+std::string WeightTable::stale() const {
+    for (size_t i = 0; i < weights_.size(); ++i) {
+        if (versions_[i] < 0) return names_[i] + " was never cast";
+        if (weights_[i].const_data_ptr() != weight_places_[i]) return names_[i] + " moved to other memory";
+        const int64_t version = version_of(weights_[i]);
+        if (version != versions_[i]) {
+            return names_[i] + " changed (version " + std::to_string(version) + ", cast at " +
+                   std::to_string(versions_[i]) + ")";
+        }
+    }
+    return {};
+}
+
+void WeightTable::update(Tensors weights) {
+    check_count(kWeights, "weights", weights_.size(), weights.size());
+    std::vector<int64_t> places;
+    for (size_t i = 0; i < weights.size(); ++i) {
+        const std::string name = at_index("weights", i);
+        check_matrix(kWeights, name, weights[i], weights_[i].sizes(), weights_[i].scalar_type(), table_.device());
+        const auto place = reinterpret_cast<int64_t>(weights[i].const_data_ptr());
+        // Captured launches are of the kernel for aligned ones.
+        TORCH_CHECK_VALUE(kind_ <= 0 || place % 16 == 0, kWeights, ": expected ", name,
+                          " at a multiple of 16 bytes, as all were before, got storage offset ",
+                          weights[i].storage_offset());
+        places.push_back(place);
+    }
+    // The first word of a row is the input.
+    const auto options = at::TensorOptions().dtype(at::kLong);
+    table_.select(1, 0).copy_(at::from_blob(places.data(), {static_cast<int64_t>(places.size())}, options));
+    weights_ = std::move(weights);
+    weight_places_ = places_of(weights_);
+    versions_.assign(weights_.size(), -1);
+}
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,59 @@
+// All weights of a model prepared once for casting: their table lies on the device, so a call passes a few pointers, and
+// a captured call casts whatever weights the table names when it is replayed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "fp8/cast.h"
+
+namespace te_graph::fp8 {
+
+// One row for each weight; checks everything. weights, out: [M_i, N_i]; out_t: [N_i, M_i] each, or none at all; scale,
+// scale_inv, amax: [n] of any stride; counts: [n, kCounts] or undefined. All contiguous but the vectors.
+std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
+                           const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
+                           const at::Tensor& counts);
+
+// Owns what it is given. Memory of the table stays the same for its life.
+class WeightTable {
+public:
+    using Tensors = std::vector<at::Tensor>;
+
+    WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor scale, at::Tensor scale_inv, at::Tensor amax,
+                at::Tensor counts, std::vector<std::string> names);
+
+    // Raises if something moved; casts, through the dispatcher. noop: [] or [1], or undefined. is_done: now, not by a
+    // replay of what is captured.
+    void cast(const at::Tensor& noop, bool is_done);
+
+    // Which weight changed since the last cast(), or moved, in words; empty if none did.
+    std::string stale() const;
+
+    // Raises if a weight or a buffer lies elsewhere than the table says.
+    void check_places() const;
+
+    // Other weights of the same shapes and dtypes, stream-ordered.
+    void update(Tensors weights);
+
+    const Tensors& weights() const { return weights_; }
+
+private:
+    static std::vector<const void*> places_of(const Tensors& tensors);
+    std::string moved(const Tensors& tensors, const std::vector<const void*>& places, const char* what) const;
+
+    Tensors weights_;
+    const Tensors out_, out_t_;
+    const Tensors vectors_;  // scale, scale_inv, amax, and counts if there are any
+    Tensors written_;        // out, out_t, and the vectors but for scale
+    const std::vector<std::string> names_;
+    std::vector<const void*> weight_places_;
+    std::vector<const void*> out_places_, out_t_places_, vector_places_;
+    std::vector<int64_t> versions_;  // of the weights at the last cast; -1: none yet
+    int kind_;                       // of all casts
+    at::Tensor table_, tiles_, state_;
+};
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,127 @@
+"""The FP8 copies of a model's weights, cast in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.capturing import before_replay, is_captured
+from te_graph.tensor_lists import as_sequence
+
+
+class Fp8Weights:
+    """Weights in FP8, with transposed copies, in buffers that never move.
+
+    ``cast_`` casts all of them in one launch over a table that was built once. Outside a graph it is called when the
+    weights have changed, once in an optimizer step; a captured one is skipped by a flag on the device.
+
+    ``scale_inv`` is written by the cast alone, so ``data[i] * scale_inv[i]`` is always what the weight was when it was
+    cast, whatever has become of ``scale`` since.
+
+    Args:
+        weights: [M_i, N_i] each, contiguous, on one device; float32, float16 and bfloat16 mixed. Kept alive.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        transpose: make transposed copies, too.
+        scale: [n] float32, of any stride, such as ``scales[1::3]``; ones if None. Read at each cast.
+        amax: [n] float32, of any stride, such as ``amax_history[0, 1::3]``; zeros if None. Each cast maxes into it.
+        counts: count elements that saturate, underflow or are not finite.
+        names: what messages call the weights; "weight 0" and so on if None.
+
+    Attributes:
+        data: [M_i, N_i] each, of ``dtype``.
+        transposed: [N_i, M_i] each; empty without ``transpose``.
+        scale, scale_inv, amax: [n] float32.
+        counts: [n, 3] int64, or None.
+
+    Raises:
+        TypeError, ValueError: no weights, or such as are no matrices, on several devices, or of other dtypes.
+
+    Stream and capture: making it allocates and waits for the copy of the table, so it comes before a capture.
+    """
+
+    def __init__(
+        self,
+        weights: Iterable[Tensor],
+        *,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        transpose: bool = True,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        counts: bool = False,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        listed = list(as_sequence(weights))
+        if not listed:
+            raise ValueError("Fp8Weights: expected at least one weight, got an empty list")
+        for number, weight in enumerate(listed):
+            if not isinstance(weight, Tensor):
+                raise TypeError(f"Fp8Weights: expected weights[{number}] to be a tensor, got {type(weight).__name__}")
+            if weight.dim() != 2:
+                raise ValueError(
+                    f"Fp8Weights: expected weights[{number}] of two dimensions, got shape {list(weight.shape)}"
+                )
+        count, device = len(listed), listed[0].device
+        with torch.no_grad():
+            self.data = [torch.zeros(w.shape, dtype=dtype, device=device) for w in listed]
+            turned = [torch.zeros(w.shape[::-1], dtype=dtype, device=device) for w in listed] if transpose else []
+            self.transposed = turned
+            self.scale = torch.ones(count, device=device) if scale is None else scale
+            self.scale_inv = torch.ones(count, device=device)
+            self.amax = torch.zeros(count, device=device) if amax is None else amax
+            self.counts = torch.zeros(count, 3, dtype=torch.int64, device=device) if counts else None
+        names = [f"weight {number}" for number in range(count)] if names is None else list(names)
+        self._table = _C.WeightTable(
+            listed, self.data, self.transposed, self.scale, self.scale_inv, self.amax, self.counts, names
+        )
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """[M_i, N_i] each: what the next cast reads."""
+        return self._table.weights()
+
+    def cast_(self, *, noop: Tensor | None = None) -> None:
+        """Cast all weights: ``data``, ``transposed``, ``scale_inv``, ``amax``, ``counts`` are mutated.
+
+        Args:
+            noop: [] or [1] int32, bool or float32: unless it is 0 when the kernel runs, nothing is touched. Such as
+                ``StepState.skip_weight_cast``.
+
+        Raises:
+            RuntimeError: a weight or a buffer lies elsewhere than before.
+
+        Stream and capture: allocates nothing, one launch, does not synchronize. Casts of one table on several streams
+            must be ordered. A replay reads the table anew. Whether weights are stale is known from calls alone: a
+            captured one leaves them as stale as they are.
+        """
+        before_replay(self._table.check_places)
+        self._table.cast(noop, not is_captured(self.scale_inv.device))
+
+    @property
+    def is_stale(self) -> bool:
+        """True if a weight has changed, by its version counter or its address, since the last ``cast_``."""
+        return bool(self._table.stale())
+
+    def check(self) -> None:
+        """Raise RuntimeError if a weight is stale or something has moved; names it."""
+        self._table.check_places()
+        if stale := self._table.stale():
+            raise RuntimeError(f"Fp8Weights: {stale}: call cast_() before FP8 copies are used")
+
+    def update(self, weights: Iterable[Tensor]) -> None:
+        """Let casts, captured ones too, read other weights of the same shapes and dtypes, from now on on this stream.
+
+        Raises:
+            TypeError, ValueError: they are not like those before.
+            RuntimeError: a capture is under way.
+
+        Stream and capture: a small copy; waits until it is under way. Not inside a capture.
+        """
+        if is_captured(self.scale_inv.device):
+            raise RuntimeError("Fp8Weights.update: expected no capture under way, got one")
+        self._table.update(list(as_sequence(weights)))

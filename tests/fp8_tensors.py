@@ -1,0 +1,101 @@
+"""What the tests of FP8 ops share: shapes, formats, awkward inputs, and outputs that lie in poisoned memory."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+from fp8_references import E4M3, FP8_DTYPES, FP8_MAX
+from tensor_lists import same_bits
+from torch import Tensor
+
+POISON = 0xA5
+GUARD = 64  # poisoned bytes before and behind an output; a multiple of every alignment that kernels ask for
+X_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FORMATS = [(x, fp8) for x in X_DTYPES for fp8 in FP8_DTYPES]
+# Aligned or not, primes, single rows and columns, nothing.
+SMALL_SHAPES = [(1, 1), (8, 8), (16, 16), (43, 43), (43, 256), (256, 43), (1, 768), (768, 1), (7, 13), (129, 65)]
+EMPTY_SHAPES = [(0, 0), (0, 5), (5, 0)]
+# Those of TransformerEngine's test of cast and transpose.
+LARGE_SHAPES = [(1, 3221), (2333, 1), (120, 2080), (256, 256), (1481, 677), (768, 1024)]
+HUGE_SHAPES = [(2048, 12288), (256, 65536), (65536, 128), (4096, 14336)]
+# Flags by dtype: the first leaves a kernel at work, the others make it do nothing.
+FLAGS = {torch.float32: (0.0, 1.0, -3.0, math.nan, 1e-45), torch.int32: (0, 1, -3, 256), torch.bool: (False, True)}
+SET_FLAGS = [(dtype, value) for dtype, values in FLAGS.items() for value in values[1:]]
+
+
+def numbers(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Random ``[*shape]`` over many powers of two, so that some saturate and some underflow in FP8; all finite."""
+    exponents = torch.randint(-12, 6, tuple(shape), device=device)
+    return (torch.randn(tuple(shape), device=device) * torch.exp2(exponents)).to(dtype)
+
+
+def with_specials(x: Tensor, rng: random.Random) -> Tensor:
+    """``x`` [...] with about one element in eight replaced by zeros, NaN, Inf and the ends of its dtype's range."""
+    info = torch.finfo(x.dtype)
+    specials = [0.0, -0.0, math.nan, math.inf, -math.inf, info.max, info.min, info.smallest_normal, info.tiny / 2]
+    x = x.clone()
+    for value in specials:
+        x[torch.rand(x.shape, device=x.device) < rng.uniform(0, 0.03)] = value
+    return x
+
+
+def a_scale(rng: random.Random, device: str, dtype: torch.dtype = E4M3, shape: Sequence[int] = (1,)) -> Tensor:
+    """A scale, ``[*shape]`` fp32, that is no power of two: of ``numbers()`` some saturate and some underflow."""
+    return torch.full(tuple(shape), FP8_MAX[dtype] * 2 ** rng.uniform(-8, 0), device=device)
+
+
+class Poisoned:
+    """Outputs whose memory, and some before and behind it, is full of 0xA5."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._placed: list[tuple[Tensor, int, int]] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """A contiguous poisoned ``[*shape]``, ``offset`` elements beyond an aligned address."""
+        start, nbytes = GUARD + offset * dtype.itemsize, math.prod(shape) * dtype.itemsize
+        whole = torch.full((start + nbytes + GUARD,), POISON, dtype=torch.uint8, device=self._device)
+        self._placed.append((whole, start, nbytes))
+        # A slice of what was viewed: a view of a slice must start at a multiple of the element's size.
+        usable = whole[: whole.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        first = start // dtype.itemsize
+        return usable[first : first + math.prod(shape)].view(tuple(shape))
+
+    def like(self, values: Tensor, offset: int = 0) -> Tensor:
+        """``values`` [...] copied behind ``offset`` elements, between poisoned bytes."""
+        placed = self.empty(values.shape, values.dtype, offset)
+        placed.copy_(values)
+        return placed
+
+    @property
+    def placed(self) -> list[Tensor]:
+        """The memory of all that was placed here, poisoned surroundings included: [bytes] uint8 each."""
+        return [whole for whole, _, _ in self._placed]
+
+    def assert_guards_intact(self) -> None:
+        for whole, start, nbytes in self._placed:
+            for part in (whole[:start], whole[start + nbytes :]):
+                assert bool((part == POISON).all()), "memory beside an output was written"
+
+    def assert_untouched(self) -> None:
+        """Nothing was written, neither outputs nor what is beside them."""
+        for whole, _, _ in self._placed:
+            assert bool((whole == POISON).all()), "an output was written"
+
+
+def assert_same_bits(got: Tensor, expected: Tensor, what: object = "") -> None:
+    """``got`` [...] on any device has dtype, shape and bits of ``expected`` [...], which is on the CPU."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
+    # Views of one element count as contiguous whatever their strides, and cannot be viewed as bytes.
+    pair = [torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()).flatten() for t in (got, expected)]
+    if not same_bits(*pair):
+        raw = [t.view(torch.uint8).view(len(t), -1) for t in pair]
+        wrong = (raw[0] != raw[1]).any(1).nonzero().flatten()
+        first = int(wrong[0])
+        raise AssertionError(
+            f"{what} {len(wrong)} of {len(pair[0])} elements differ, first at {first}: got {pair[0][first]} "
+            f"{raw[0][first].tolist()}, expected {pair[1][first]} {raw[1][first].tolist()}"
+        )
