@@ -65,6 +65,8 @@ bench: $(BUILT)
 	$(PY) benchmarks/bench_graphed.py $(ARGS)
 	$(PY) benchmarks/bench_graphed_sweep.py $(ARGS)
 	$(PY) benchmarks/bench_multi_tensor.py $(ARGS)
+	$(PY) benchmarks/bench_fp8.py $(ARGS)
+	$(PY) benchmarks/bench_flags.py $(ARGS)
 
 format: $(BUILT) lint-tools
 	clang-format -i $(CXX_FILES)

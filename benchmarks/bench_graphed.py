@@ -31,7 +31,7 @@ from common import (
     time_host,
     time_wall,
 )
-from harness import Measurements, complete, describe, finish, header, make_parser
+from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
 from launches import count_launches, trace_step
 from torch import Tensor
 from workloads import VARIANTS, Shape, Workload, block_workload, import_packages
@@ -225,15 +225,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     complete(parser, options, is_part, sys.argv[1:] if argv is None else argv)
     if options.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {options.rounds}")
-    missing = {name: reason for name, variant in VARIANTS.items() if (reason := variant.missing(options.device))}
-    for name in options.variants or ():
-        if name in missing:
-            parser.error(f"--variants: expected what can be measured here, got {name}: {missing[name]}")
-    options.not_measured = {} if options.variants else {VARIANTS[n].label: reason for n, reason in missing.items()}
+    choose_variants(parser, options, VARIANTS)
     is_cuda = options.device == "cuda"
     every_shape = [name for name in SHAPES if (name == CPU_SHAPE) != is_cuda]
     options.shapes = list(dict.fromkeys(options.shapes or every_shape))
-    options.variants = list(dict.fromkeys(options.variants or [name for name in VARIANTS if name not in missing]))
     options.effort = QUICK if options.quick else FULL
     return options
 

@@ -17,8 +17,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from device_time import Patience, measure_bandwidth, time_calls, time_device
-from harness import Measurements, complete, describe, finish, header, make_parser
+from device_time import Patience, measure_bandwidth, micro, time_calls, time_device
+from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
 from hp_sequence import FUNCTIONS, HP_VARIANTS
 from launches import count_launches, trace_step
 from multi_tensor_targets import achieved
@@ -62,10 +62,6 @@ def count_in_rows(timed: Sequence[tuple[dict[str, Any], Step]], device: str) -> 
         except Exception as error:
             failures.append({"op": row["op"], "variant": row["variant"], "error": describe(error)})
     return failures
-
-
-def micro(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
 
 
 def steps_of(problem: Problem, variants: Sequence[str]) -> Steps:
@@ -192,6 +188,11 @@ def print_table(record: dict[str, Any]) -> None:
         )
     for name, found in record["walk_us"].items():
         print(f"{name}: bare walk {found:.1f} us")
+    print_verdicts(record)
+
+
+def print_verdicts(record: dict[str, Any]) -> None:
+    """Print what became of the targets, and what was not measured."""
     for target in record["targets"]:
         verdict = {True: "met", False: "MISSED", None: "not measured"}[target["is_met"]]
         print(f"target: {target['what']}: {target['bound']} {target['limit']}, got {target['got']}: {verdict}")
@@ -211,12 +212,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     complete(parser, options, is_part, sys.argv[1:] if argv is None else argv)
     options.small = options.small or options.device == "cpu"
     options.lists = list(dict.fromkeys(options.lists or LISTS))
-    missing = {name: reason for name, variant in VARIANTS.items() if (reason := variant.missing(options.device))}
-    for name in options.variants or ():
-        if name in missing:
-            parser.error(f"--variants: expected what can be measured here, got {name}: {missing[name]}")
-    options.not_measured = {} if options.variants else {VARIANTS[n].label: reason for n, reason in missing.items()}
-    options.variants = list(dict.fromkeys(options.variants or [name for name in VARIANTS if name not in missing]))
+    choose_variants(parser, options, VARIANTS)
     absent = {variant.label: variant.missing for variant in HP_VARIANTS.values() if variant.missing}
     options.not_measured |= absent
     options.hp_variants = [name for name, variant in HP_VARIANTS.items() if variant.label not in absent]

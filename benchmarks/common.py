@@ -164,7 +164,8 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:  # a, b: any shape, dense
     """Whether two tensors are equal as bits: NaN equals itself, 0.0 differs from -0.0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    pair = [tensor.flatten().clone(memory_format=torch.contiguous_format) for tensor in (a, b)]  # whatever its strides
+    return torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8))
 
 
 def environment(device: str, commit: str | None) -> dict[str, Any]:

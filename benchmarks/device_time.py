@@ -24,6 +24,10 @@ class Patience:
     seconds: float
 
 
+def micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
 def time_calls(step: Callable[[], Any], device: str, patience: Patience) -> float:
     """Median seconds for which one `step` occupies the calling thread while the device has nothing else to do."""
     synchronize = synchronizer(device)

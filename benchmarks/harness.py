@@ -5,7 +5,7 @@ import multiprocessing
 import random
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -101,6 +101,22 @@ def complete(parser: argparse.ArgumentParser, options: argparse.Namespace, is_pa
     options.out = options.out or (None if is_part else RESULTS)
     options.seed = random.randrange(2**31) if options.seed is None else options.seed
     options.command = _reproducing_command(parser.prog, argv)
+
+
+def choose_variants(parser: argparse.ArgumentParser, options: argparse.Namespace, variants: Mapping[str, Any]) -> None:
+    """Fill in `options.variants`, by default all that can be measured here, and `not_measured`: why others cannot.
+
+    Args:
+        parser: Ends the program if one was asked for that cannot be measured.
+        options: What it parsed, with `variants` and `device`; changed in place.
+        variants: By name; with `missing` and `label`, as `workloads.Variant` has them.
+    """
+    missing = {name: reason for name, variant in variants.items() if (reason := variant.missing(options.device))}
+    for name in options.variants or ():
+        if name in missing:
+            parser.error(f"--variants: expected what can be measured here, got {name}: {missing[name]}")
+    options.not_measured = {} if options.variants else {variants[n].label: reason for n, reason in missing.items()}
+    options.variants = list(dict.fromkeys(options.variants or [name for name in variants if name not in missing]))
 
 
 def _reproducing_command(script: str, argv: Sequence[str]) -> str:

@@ -36,23 +36,25 @@ def achieved(record: dict[str, Any]) -> list[dict[str, Any]]:
     walk = record["walk_us"].get(MANY)
     walked = [ratio(value(MANY, op, PLAIN, "host_us"), walk) for op in ("clip_none", "clip")]
     return [
-        _at_least("norm, part of read-only bandwidth", 0.9, floors("norm")),
-        _at_least("clip with nothing to clip, part of read-only bandwidth", 0.9, floors("clip_none")),
-        _at_least("clip with nothing to clip, bf16, times torch foreach", 6.0, speedups("gpt3-1.3b-bf16")),
-        _at_least("clip that clips, part of copy bandwidth over three passes", 0.9, floors("clip")),
-        _at_least("accumulate, part of copy bandwidth", 0.9, [*floors("store"), *floors("add")]),
-        _at_most("2000 x 1024, norm + clip, device us", 40.0, clips),
-        _at_most("2000 x 1024, norm + clip with a plan, host us", 60.0, planned),
-        _at_most("2000 x 1024, norm + clip without a plan, host time over the bare walk's", 1.5, walked),
+        at_least("norm, part of read-only bandwidth", 0.9, floors("norm")),
+        at_least("clip with nothing to clip, part of read-only bandwidth", 0.9, floors("clip_none")),
+        at_least("clip with nothing to clip, bf16, times torch foreach", 6.0, speedups("gpt3-1.3b-bf16")),
+        at_least("clip that clips, part of copy bandwidth over three passes", 0.9, floors("clip")),
+        at_least("accumulate, part of copy bandwidth", 0.9, [*floors("store"), *floors("add")]),
+        at_most("2000 x 1024, norm + clip, device us", 40.0, clips),
+        at_most("2000 x 1024, norm + clip with a plan, host us", 60.0, planned),
+        at_most("2000 x 1024, norm + clip without a plan, host time over the bare walk's", 1.5, walked),
     ]
 
 
-def _at_least(what: str, limit: float, values: list[float | None]) -> dict[str, Any]:
+def at_least(what: str, limit: float, values: list[float | None]) -> dict[str, Any]:
+    """A target for the smallest of `values`."""
     got = min(values) if values and None not in values else None
     return {"what": what, "bound": "at least", "limit": limit, **_verdict(got, got is not None and got >= limit)}
 
 
-def _at_most(what: str, limit: float, values: list[float | None]) -> dict[str, Any]:
+def at_most(what: str, limit: float, values: list[float | None]) -> dict[str, Any]:
+    """A target for the largest of `values`."""
     got = max(values) if values and None not in values else None
     return {"what": what, "bound": "at most", "limit": limit, **_verdict(got, got is not None and got <= limit)}
 

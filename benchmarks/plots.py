@@ -1,8 +1,9 @@
-"""Plots of results: the sweep as an SVG that is the same wherever it is drawn, and bars of times on demand."""
+"""Plots of results: SVGs that are the same wherever they are drawn, and bars of times on demand."""
 
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,9 @@ def sweep_svg(record: dict[str, Any]) -> str:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
-    buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "te_graph", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(9, 4), layout="constrained")
+    def draw(figure: Any) -> None:
         directions = (("forward_us_per_call", "forward"), ("backward_us_per_call", "backward"))
         for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), directions, strict=True):
             for color, (variant, label) in enumerate(record["variants"].items()):
@@ -43,20 +40,66 @@ def sweep_svg(record: dict[str, Any]) -> str:
             axes.grid(alpha=0.3)
         figure.axes[0].set_ylabel("host µs per call")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(record["variants"]))
+
+    return _svg(record, (9, 4), draw)
+
+
+def fp8_svg(record: dict[str, Any]) -> str:
+    """Bandwidth of cast + transpose + amax as part of a copy's, as SVG: a panel for weights and models, one for
+    activations, a bar for each variant. The same results give the same text with the same matplotlib.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    panels = {"weights": [("weight", "cast_transpose"), ("model", "weights")]}
+    panels["activations, tokens x hidden size"] = [("activation", "cast_transpose")]
+    rows = {(row["part"], row["case"], row["op"], row["variant"]): row["fraction_of_copy"] for row in record["rows"]}
+    width = 0.8 / max(1, len(record["variants"]))
+
+    def draw(figure: Any) -> None:
+        for axes, (title, parts) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+            places = [(part, case, op) for part, op in parts for case in record["cases"].get(part, {})]
+            for number, (variant, label) in enumerate(record["variants"].items()):
+                fractions = [rows.get((*place, variant)) or 0.0 for place in places]
+                positions = [i + (number + 0.5) * width - 0.4 for i in range(len(places))]
+                axes.bar(positions, [100 * fraction for fraction in fractions], width, label=label)
+            names = [record["cases"][part][case].replace(", ", "\n") for part, case, _ in places]
+            axes.set_xticks(range(len(places)), names, rotation=30, ha="right", rotation_mode="anchor")
+            axes.set(title=title)
+            axes.grid(axis="y", alpha=0.3)
+        figure.axes[0].set_ylabel("% of the bandwidth of a copy")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+    return _svg(record, (10, 4.5), draw)
+
+
+# What is drawn beside results/NAME.json, by NAME.
+PLOTS: dict[str, Callable[[dict[str, Any]], str]] = {"graphed_sweep": sweep_svg, "fp8": fp8_svg}
+
+
+def _svg(record: dict[str, Any], size: tuple[float, float], draw: Callable[[Any], None]) -> str:
+    """What `draw` draws into a figure of `size` inches, with the digest of `record`."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "te_graph", "svg.fonttype": "none", "font.size": 9}):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Description": digest(record)})
     # matplotlib leaves blanks at the ends of some lines.
     return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
 
 
 def is_current(svg: str, record: dict[str, Any]) -> bool:
-    """Whether `svg` is what `sweep_svg` draws. Without the matplotlib that drew it: whether it shows these results."""
+    """Whether `svg` is what PLOTS draws. Without the matplotlib that drew it: whether it shows these results."""
     if digest(record) not in svg:
         return False
     try:
         import matplotlib
     except ImportError:
         return True
-    return f"Matplotlib v{matplotlib.__version__}," not in svg or svg == sweep_svg(record)
+    return f"Matplotlib v{matplotlib.__version__}," not in svg or svg == PLOTS[record["benchmark"]](record)
 
 
 def _points(record: dict[str, Any], variant: str, callables: int, key: str) -> tuple[list[int], list[float]]:

@@ -4,9 +4,9 @@
     python benchmarks/render.py --check           # fail if README.md or a plot is not what the results say
     python benchmarks/render.py --plot times.png  # also draw the times of graphed.json
 
-What concerns results/NAME.json goes between <!-- results:NAME --> and <!-- /results -->, each on a line of its own; the
-plot of graphed_sweep.json goes beside it, drawn with matplotlib. Exit status: 0 rendered or up to date, 1 --check found
-a stale file, 2 bad input.
+What concerns results/NAME.json goes between <!-- results:NAME --> and <!-- /results -->, each on a line of its own;
+plots of graphed_sweep.json and fp8.json go beside these, drawn with matplotlib. Exit status: 0 rendered or up to date,
+1 --check found a stale file, 2 bad input.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from plots import is_current, save_times, sweep_svg
+from fp8_table import fp8_table
+from plots import PLOTS, is_current, save_times
+from remarks import show_number, show_range, show_times, tell_missed, tell_not_measured, tell_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 START = re.compile(r"<!-- results:(\w+) -->")
@@ -49,8 +51,8 @@ def graphed_table(record: dict[str, Any]) -> list[str]:
     ]
     for shape, label in record["shapes"].items():
         lines.append(f"| {label} | {' | '.join(_cell(rows.get((shape, variant))) for variant in variants)} |")
-    remarks = [_gradients(record), _launches(record, variants), _split(record), _not_measured(record)]
-    return [*lines, "", " ".join(filter(None, [*remarks, _origin(record)]))]
+    remarks = [_gradients(record), _launches(record, variants), _split(record), tell_not_measured(record)]
+    return [*lines, "", " ".join(filter(None, [*remarks, tell_origin(record)]))]
 
 
 def sweep_plot(record: dict[str, Any]) -> list[str]:
@@ -63,7 +65,7 @@ def sweep_plot(record: dict[str, Any]) -> list[str]:
         ends = [rows.get((variant, chain, number)) for number in (few, many)]
         if few < many and None not in ends:
             times = (
-                f"{' → '.join(_number(row[f'{part}_us_per_call']) for row in ends)} {part}"
+                f"{' → '.join(show_number(row[f'{part}_us_per_call']) for row in ends)} {part}"
                 for part in ("forward", "backward")
             )
             growths.append(f"{label} {', '.join(times)}")
@@ -72,7 +74,7 @@ def sweep_plot(record: dict[str, Any]) -> list[str]:
         f"![Host time of a call against its number of parameters](benchmarks/results/{SWEEP}.svg)",
         "",
         "Host µs per call of a callable with few kernels, against its number of parameters, gradients present.",
-        " ".join(filter(None, [growth, _gradients(record), _not_measured(record), _origin(record)])),
+        " ".join(filter(None, [growth, _gradients(record), tell_not_measured(record), tell_origin(record)])),
     ]
 
 
@@ -85,30 +87,53 @@ def multi_tensor_table(record: dict[str, Any]) -> list[str]:
         f"|---|{'---|' * (len(record['variants']) + 1)}",
         *(_multi_tensor_row(record, name, op) for name, op in SHOWN if name in record["lists"]),
     ]
-    remarks = [_bandwidth(record), _counted(record), _hp_functions(record), _missed(record), _not_measured(record)]
-    return [*lines, "", " ".join(filter(None, [*remarks, _origin(record)]))]
+    remarks = [
+        _bandwidth(record),
+        _counted(record),
+        _hp_functions(record),
+        tell_missed(record),
+        tell_not_measured(record),
+    ]
+    return [*lines, "", " ".join(filter(None, [*remarks, tell_origin(record)]))]
+
+
+def flags_table(record: dict[str, Any]) -> list[str]:
+    """Lines of Markdown for flags.json: one row per way to switch a flag, one column per number of nodes."""
+    rows = {(row["variant"], row["nodes"]): row for row in record["rows"]}
+
+    def cell(variant: str, nodes: int) -> str:
+        row = rows.get((variant, nodes))
+        return f"{show_number(row['launch_sync_us'])} / {show_number(row['host_us'])}" if row else "failed"
+
+    lines = [
+        "A flag switched before each launch of a graph of so many updates of scales: launch + sync µs / host µs.",
+        "",
+        f"| | {' | '.join(map(_updates, record['nodes']))} |",
+        f"|---|{'---|' * len(record['nodes'])}",
+    ]
+    for variant, label in record["variants"].items():
+        lines.append(f"| {label} | {' | '.join(cell(variant, nodes) for nodes in record['nodes'])} |")
+    return [*lines, "", " ".join(filter(None, [tell_not_measured(record), tell_origin(record)]))]
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "graphed": graphed_table,
     SWEEP: sweep_plot,
     "multi_tensor": multi_tensor_table,
+    "flags": flags_table,
+    "fp8": fp8_table,
 }
+
+
+def _updates(nodes: int) -> str:
+    return f"{nodes} update" + ("" if nodes == 1 else "s")
 
 
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "failed"
     peak = "" if row["peak_mib"] is None else f", {row['peak_mib']:.0f} MiB"
-    return f"{_number(row['wall_us_per_layer'])} / {_number(row['host_us_per_layer'])}{peak}"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
-    return "-".join(dict.fromkeys((show(min(values)), show(max(values)))))
+    return f"{show_number(row['wall_us_per_layer'])} / {show_number(row['host_us_per_layer'])}{peak}"
 
 
 def _gradients(record: dict[str, Any]) -> str:
@@ -138,7 +163,7 @@ def _launches(record: dict[str, Any], variants: dict[str, str]) -> str:
     for variant, label in variants.items():
         launches = [row["launches"] for row in record["rows"] if row["variant"] == variant and row.get("launches")]
         if launches:
-            counts.append(f"{label} {_range([found['outside_graphs'] for found in launches], '{:.0f}'.format)}")
+            counts.append(f"{label} {show_range([found['outside_graphs'] for found in launches], '{:.0f}'.format)}")
     if not counts:
         return ""
     return f"Launches outside graphs in a step of {record['layers']} layers: {', '.join(counts)}."
@@ -150,9 +175,9 @@ def _split(record: dict[str, Any]) -> str:
     splits = [row[key] for row in record["rows"] if row["variant"] == "te_graph" and row.get(key)]
     if not splits:
         return ""
-    forward, backward = (_range([split[part] for split in splits], _number) for part in ("forward", "backward"))
-    bare = _range([split["bare_forward"] + split["bare_backward"] for split in splits], _number)
-    engine = _range([split["bare_engine"] for split in splits], _number)
+    forward, backward = (show_range([split[part] for split in splits], show_number) for part in ("forward", "backward"))
+    bare = show_range([split["bare_forward"] + split["bare_backward"] for split in splits], show_number)
+    engine = show_range([split["bare_engine"] for split in splits], show_number)
     return (
         f"Host µs of te_graph: forward {forward}, backward {backward}; of these the bare launches of its graphs take "
         f"{bare}, and autograd, for a `backward()` through one view, {engine}."
@@ -167,16 +192,12 @@ def _multi_tensor_row(record: dict[str, Any], name: str, op: str) -> str:
 
     def cell(variant: str) -> str:
         if variant in rows:
-            return _times(rows[variant])
+            return show_times(rows[variant])
         return "failed" if failed & {variant, "all"} else ""
 
-    floor = next((_number(row["floor_us"]) for row in rows.values() if row["floor_us"] is not None), "")
+    floor = next((show_number(row["floor_us"]) for row in rows.values() if row["floor_us"] is not None), "")
     cells = [f"{record['lists'][name]}: {record['ops'][op]}", *map(cell, record["variants"]), floor]
     return f"| {' | '.join(cells)} |"
-
-
-def _times(row: dict[str, Any]) -> str:
-    return f"{_number(row['device_us'])} / {_number(row['host_us'])}"
 
 
 def _bandwidth(record: dict[str, Any]) -> str:
@@ -194,7 +215,7 @@ def _counted(record: dict[str, Any]) -> str:
         rows = [row for row in record["rows"] if row["variant"] == variant and (row["list"], row["op"]) in SHOWN]
         launches = [row["launches"]["outside_graphs"] + row["launches"]["graphs"] for row in rows if row["launches"]]
         if launches:
-            counts.append(f"{label} {_range(launches, '{:.0f}'.format)}")
+            counts.append(f"{label} {show_range(launches, '{:.0f}'.format)}")
     return f"Launches in these rows: {', '.join(counts)}." if counts else ""
 
 
@@ -203,36 +224,11 @@ def _hp_functions(record: dict[str, Any]) -> str:
     parts = []
     for name, label in record["lists"].items():
         rows = {row["variant"]: row for row in record["hp_rows"] if (row["list"], row["op"]) == (name, "all")}
-        times = [f"{title} {_times(rows[key])}" for key, title in record["hp_variants"].items() if key in rows]
+        times = [f"{title} {show_times(rows[key])}" for key, title in record["hp_variants"].items() if key in rows]
         if times:
             parts.append(f"{label}: {', '.join(times)}")
     names = "`update_hp_grads`, `get_global_norm_of_tensors`, `clip_tensors_by_global_norm` in a row"
     return f"{names}, {'; '.join(parts)}." if parts else ""
-
-
-def _missed(record: dict[str, Any]) -> str:
-    """The targets that were missed, with what was reached."""
-    missed = [
-        f"{target['what']} {target['got']:g} ({target['bound']} {target['limit']:g})"
-        for target in record["targets"]
-        if target["is_met"] is False
-    ]
-    return f"Targets missed: {'; '.join(missed)}." if missed else ""
-
-
-def _not_measured(record: dict[str, Any]) -> str:
-    missing = record.get("not_measured", {})
-    return f"Not measured: {', '.join(f'{label} ({reason})' for label, reason in missing.items())}." if missing else ""
-
-
-def _origin(record: dict[str, Any]) -> str:
-    where = record["gpu"] or f"CPU ({record['cpu']}), recorder"
-    versions = [f"torch {record['torch']}"]
-    versions += [f"{name} {record[key]}" for name, key in (("CUDA", "cuda"), ("driver", "driver")) if record[key]]
-    versions.append(f"Python {record['python']}")
-    commit = f"commit {record['commit'][:12]}" if record["commit"] else "unknown commit"
-    changes = " with changes" if record["dirty"] else ""
-    return f"{where}, {', '.join(versions)}, {commit}{changes}, {record['date'][:10]}: `{record['command']}`."
 
 
 def render(text: str, records: dict[str, dict[str, Any]]) -> str:
@@ -300,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--plot: expected a name that ends in {', '.join(PLOT_SUFFIXES)}, got {options.plot}")
     try:
         records = load_results(options.results)
-        stale = _stale_files(options.readme, options.results / f"{SWEEP}.svg", records, options.check)
+        stale = _stale_files(options.readme, options.results, records, options.check)
         if options.plot:
             save_times(options.plot, records["graphed"])
     except ImportError as error:
@@ -318,14 +314,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _stale_files(readme: Path, plot: Path, records: dict[str, dict[str, Any]], is_check: bool) -> dict[Path, str]:
+def _stale_files(readme: Path, results: Path, records: dict[str, dict[str, Any]], is_check: bool) -> dict[Path, str]:
     """The files that are not what the results say, and what they should hold."""
     text = readme.read_text(encoding="utf-8")
     rendered = render(text, records)
     stale = {readme: rendered} if rendered != text else {}
-    if SWEEP in records and not (plot.exists() and is_current(plot.read_text(encoding="utf-8"), records[SWEEP])):
-        # A check has no use for the content, and is to run without matplotlib.
-        stale[plot] = "" if is_check else sweep_svg(records[SWEEP])
+    for name in filter(records.__contains__, PLOTS):
+        plot, record = results / f"{name}.svg", records[name]
+        if not (plot.exists() and is_current(plot.read_text(encoding="utf-8"), record)):
+            # A check has no use for the content, and is to run without matplotlib.
+            stale[plot] = "" if is_check else PLOTS[name](record)
     return stale
 
 

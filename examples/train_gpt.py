@@ -248,7 +248,8 @@ def find_differences(eager: TrainResult, graph: TrainResult) -> list[str]:
 def bits_equal(a: Tensor, b: Tensor) -> bool:  # a, b: any shape, on the CPU
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+    pair = [tensor.flatten().clone(memory_format=torch.contiguous_format) for tensor in (a, b)]  # whatever its strides
+    return torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8))
 
 
 def print_results(results: dict[str, TrainResult]) -> None:

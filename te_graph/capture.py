@@ -136,7 +136,9 @@ class CallableCapture:
         self._check_use()
         self._check_escapes()
         try:
-            self.homes = find_homes(self.root, self.watch.externals, self.group.options.hooks == "captured")
+            self.homes = find_homes(
+                self.root, self.watch.externals, self.gradients.parameters, self.group.options.hooks == "captured"
+            )
         except (RuntimeError, TypeError) as error:
             raise type(error)(f"{self.label}: {error}") from None
 

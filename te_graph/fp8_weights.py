@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_graph import _C
 from te_graph.capturing import before_replay, is_captured
 from te_graph.tensor_lists import as_sequence
+
+
+def _tell_of_optimizers(weights: Fp8Weights) -> None:
+    """From now on let optimizers move on the version counters of the weights that they step.
+
+    Fused ones write parameters without telling autograd.
+    """
+    reference = weakref.ref(weights)
+
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        prepared = reference()
+        if prepared is None:
+            return
+        groups = optimizer.param_groups
+        stepped = {id(p) for group in groups for p in group["params"] if p.grad is not None or hasattr(p, "main_grad")}
+        torch.autograd.graph.increment_version([weight for weight in prepared.weights if id(weight) in stepped])
+
+    weakref.finalize(weights, register_optimizer_step_post_hook(after_step).remove)
 
 
 class Fp8Weights:
@@ -17,6 +38,9 @@ class Fp8Weights:
 
     ``cast_`` casts all of them in one launch over a table that was built once. Outside a graph it is called when the
     weights have changed, once in an optimizer step; a captured one is skipped by a flag on the device.
+
+    Whether weights have changed is known from their version counters, which steps of ``torch.optim`` optimizers move
+    on, fused ones too as long as this object is there. A CUDA graph of yours that replays an optimizer tells nobody.
 
     ``scale_inv`` is written by the cast alone, so ``data[i] * scale_inv[i]`` is always what the weight was when it was
     cast, whatever has become of ``scale`` since.
@@ -33,7 +57,9 @@ class Fp8Weights:
     Attributes:
         data: [M_i, N_i] each, of ``dtype``.
         transposed: [N_i, M_i] each; empty without ``transpose``.
-        scale, scale_inv, amax: [n] float32.
+        scale, amax: [n] float32.
+        scale_inv: [n] float32, of stride 4, so that ``scale_inv[i : i + 1]`` lies where ``torch._scaled_mm`` wants it,
+            at a multiple of 16 bytes.
         counts: [n, 3] int64, or None.
 
     Raises:
@@ -69,13 +95,16 @@ class Fp8Weights:
             turned = [torch.zeros(w.shape[::-1], dtype=dtype, device=device) for w in listed] if transpose else []
             self.transposed = turned
             self.scale = torch.ones(count, device=device) if scale is None else scale
-            self.scale_inv = torch.ones(count, device=device)
+            self.scale_inv = torch.ones(count, 4, device=device)[:, 0]
             self.amax = torch.zeros(count, device=device) if amax is None else amax
             self.counts = torch.zeros(count, 3, dtype=torch.int64, device=device) if counts else None
         names = [f"weight {number}" for number in range(count)] if names is None else list(names)
         self._table = _C.WeightTable(
             listed, self.data, self.transposed, self.scale, self.scale_inv, self.amax, self.counts, names
         )
+        # Where a capture that holds a cast finds them.
+        self._tables = self._table.tables()
+        _tell_of_optimizers(self)
 
     def __len__(self) -> int:
         return len(self.data)

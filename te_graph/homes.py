@@ -6,7 +6,7 @@ import dis
 import functools
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,8 +118,13 @@ class Homes:
         return self.add(place.attributes().item("main_grad", f"main_grad of {place.name}"))
 
 
-def find_homes(root: Any, externals: dict[int, External], may_capture_hooks: bool = False) -> Homes:
+def find_homes(
+    root: Any, externals: dict[int, External], leaves: Iterable[Tensor] = (), may_capture_hooks: bool = False
+) -> Homes:
     """Find where the external tensors of a capture are reached from, and build the guard over them.
+
+    ``leaves``, [...] each, are looked for as well: what gets a gradient need not have been read, such as the weight of
+    a layer that reads an FP8 copy of it.
 
     Searches the modules, attributes, containers, closure variables, globals, defaults and bound objects that ``root``
     refers to. Modules are guarded whole: their submodules, training flags and hooks belong to what was captured.
@@ -129,19 +134,20 @@ def find_homes(root: Any, externals: dict[int, External], may_capture_hooks: boo
             module that is not the callable itself has hooks and ``may_capture_hooks`` is False.
     """
     homes = Homes()
-    missing = set(externals)
+    wanted = {*externals, *map(storage_key, leaves)}
+    missing = set(wanted)
     found: list[Place] = []
     reach = _MAX_DISTANCE
     for place in walk(root):
         if place.distance > reach:
             break
-        if isinstance(place.obj, Tensor) and is_dense(place.obj) and storage_key(place.obj) in externals:
+        if isinstance(place.obj, Tensor) and is_dense(place.obj) and storage_key(place.obj) in wanted:
             found.append(place)
             missing.discard(storage_key(place.obj))
         if not missing:
             # What is as near may hold the same memory under another name.
             reach = min(reach, max((home.distance for home in found), default=0))
-    if missing:
+    if missing := missing & externals.keys():
         lost = externals[min(missing, key=list(externals).index)]
         raise RuntimeError(
             f"{lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an argument nor a parameter, "

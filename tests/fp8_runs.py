@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +21,11 @@ SIZES = (32, 48, 64, 16)
 ROWS = 16
 
 
-def new_layers(seed: int, device: str, mechanism: str = "flag", history_length: int = 4) -> Any:
+def new_layers(seed: int, device: str, mechanism: str = "flag", history_length: int = 2) -> Any:
     """Three layers, [16, 32] -> [16, 16]; the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     linears = []
-    for inner, outer in zip(SIZES[:-1], SIZES[1:], strict=True):
+    for inner, outer in itertools.pairwise(SIZES):
         linear = nn.Linear(inner, outer, device=device, dtype=torch.bfloat16)
         for parameter in linear.parameters():
             values = torch.randn(parameter.shape, generator=generator) / inner**0.5

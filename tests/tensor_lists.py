@@ -20,7 +20,7 @@ FENCE = 64  # elements before and behind a fenced tensor; a multiple of 16 bytes
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of ``tensor`` [...] in logical order, [bytes]: NaN equals itself, 0.0 differs from -0.0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -182,7 +182,8 @@ def test_results_that_are_not_there_are_said_to_be_missing(record):
 def test_a_folder_without_results_is_refused(folder, capsys):
     (folder.path / "results" / "graphed.json").unlink()
     assert folder.render() == 2
-    assert "expected graphed.json or graphed_sweep.json or multi_tensor.json, got none" in capsys.readouterr().err
+    names = "graphed.json or graphed_sweep.json or multi_tensor.json or flags.json or fp8.json"
+    assert f"expected {names}, got none" in capsys.readouterr().err
     assert folder.readme.read_text() == README
 
 

@@ -46,7 +46,9 @@ TABLE_OPS = (
 
 
 def overloads() -> list[torch._ops.OpOverload]:
-    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("te_graph::multi_tensor_")]
+    schemas = [
+        schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("te_graph::multi_tensor_")
+    ]
     packets = [(getattr(ops, schema.name.partition("::")[2]), schema.overload_name) for schema in schemas]
     return [getattr(packet, name or "default") for packet, name in packets]
 

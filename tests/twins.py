@@ -63,7 +63,9 @@ def assert_bitwise_equal(actual: Any, expected: Any) -> None:
         assert isinstance(one, Tensor), f"{where}: expected a tensor, got {one!r}"
         facts = [(t.dtype, t.shape, t.device, t.requires_grad) for t in (one, other)]
         assert facts[0] == facts[1], f"{where}: {facts[0]} is not {facts[1]}"
-        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+        bits = [
+            t.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (one, other)
+        ]
         assert torch.equal(*bits), f"{where}: largest difference {(one - other).abs().max()}"
 
 

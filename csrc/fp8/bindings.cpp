@@ -28,7 +28,8 @@ void bind(py::module_& m) {
         .def("stale", &WeightTable::stale)
         .def("check_places", &WeightTable::check_places)
         .def("update", &WeightTable::update, py::arg("weights"))
-        .def("weights", &WeightTable::weights);
+        .def("weights", &WeightTable::weights)
+        .def("tables", &WeightTable::tables);
 }
 
 }  // namespace te_graph::fp8

@@ -11,14 +11,18 @@ namespace te_graph::fp8 {
 constexpr int kLanes = kTile / 8;  // threads that read one row of a tile
 static_assert(kLanes * kLanes == kThreads);
 
-// kFull: counts and column sums may be asked for.
-template <bool kFull>
+// What else is made of the elements than their casts and amax.
+enum class Extra { kNone, kSums, kSumsAndCounts };
+constexpr bool has_counts(Extra extra) { return extra == Extra::kSumsAndCounts; }
+constexpr bool has_sums(Extra extra) { return extra != Extra::kNone; }
+
+template <Extra kExtra>
 struct Shared {
     // [kTile columns][kTile rows], in pieces of 8 rows. Piece p of column c lies where p ^ (c / 8) would be, so that
     // threads of a warp, which write the same piece of columns 8 apart, meet in no bank.
     uint2 turned[kTile][kLanes];
-    BlockFindings<kFull> findings;
-    float sums[kFull ? kLanes : 1][kTile];
+    BlockFindings<has_counts(kExtra)> findings;
+    float sums[has_sums(kExtra) ? kLanes : 1][kTile];
 };
 
 // Where a tile lies.
@@ -56,9 +60,9 @@ __device__ inline void turn(uint2 (&rows)[8]) {
 
 // Reads a tile, writes its cast, and leaves the rest in `shared`. kAligned: eights of a row are aligned, and within the
 // matrix or behind it.
-template <typename T, Format kFormat, bool kAligned, bool kFull>
+template <typename T, Format kFormat, bool kAligned, Extra kExtra>
 __device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
-                          Shared<kFull>& shared) {
+                          Shared<kExtra>& shared) {
     const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
     const int64_t row = corner.top + group * 8, column = corner.left + lane * 8;
     const auto* const input = static_cast<const T*>(cast.input) + row * cast.columns + column;
@@ -66,8 +70,8 @@ __device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const
     const int64_t columns = cast.columns - column;
     const float scale = *cast.scale;
 
-    Findings<kFull> findings;
-    float sums[kFull ? 8 : 1] = {};
+    Findings<has_counts(kExtra)> findings;
+    float sums[has_sums(kExtra) ? 8 : 1] = {};
     uint2 bytes[8];
     // 128 bytes in flight for each thread.
     constexpr int kBatch = 16 / sizeof(T) < 8 ? 16 / sizeof(T) : 8;
@@ -84,14 +88,14 @@ __device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const
             const int i = first + b;
             bytes[i] = findings.template cast<kFormat>(batch[b].values, scale);
             store_eight<kAligned>(out + i * cast.columns, bytes[i], row + i < cast.rows ? columns : 0);
-            if constexpr (kFull) {
+            if constexpr (has_sums(kExtra)) {
 #pragma unroll
                 for (int k = 0; k < 8; ++k) sums[k] = __fadd_rn(sums[k], widen(batch[b].values[k]));
             }
         }
     }
     shared.findings.put(findings);
-    if constexpr (kFull) {
+    if constexpr (has_sums(kExtra)) {
         if (column_sums.out) {
 #pragma unroll
             for (int k = 0; k < 8; ++k) shared.sums[group][lane * 8 + k] = sums[k];
@@ -104,8 +108,8 @@ __device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const
     }
 }
 
-template <bool kFull>
-__device__ void write_turned(const Cast& cast, const Corner& corner, const Shared<kFull>& shared) {
+template <Extra kExtra>
+__device__ void write_turned(const Cast& cast, const Corner& corner, const Shared<kExtra>& shared) {
     const bool is_aligned = cast.rows % 16 == 0 && reinterpret_cast<uintptr_t>(cast.out_t) % 16 == 0;
     constexpr int kPieces = kTile / 16;  // of a column
 #pragma unroll
@@ -126,12 +130,12 @@ __device__ void write_turned(const Cast& cast, const Corner& corner, const Share
 }
 
 // The tile `index` after read_tile() and a barrier: what the threads left in `shared`.
-template <bool kFull>
+template <Extra kExtra>
 __device__ void write_tile(const Cast& cast, const ColumnSums& column_sums, const Corner& corner, int index,
-                           const Shared<kFull>& shared) {
+                           const Shared<kExtra>& shared) {
     if (cast.out_t) write_turned(cast, corner, shared);
     shared.findings.flush(cast);
-    if constexpr (kFull) {
+    if constexpr (has_sums(kExtra)) {
         const int64_t column = corner.left + threadIdx.x;
         if (column_sums.out && threadIdx.x < kTile && column < cast.columns && corner.top < cast.rows) {
             float sum = 0;
@@ -144,9 +148,9 @@ __device__ void write_tile(const Cast& cast, const ColumnSums& column_sums, cons
 
 // How tiles are read where casts differ, and where all are of one kind (cast.h).
 struct Mixed {
-    template <bool kFull>
+    template <Extra kExtra>
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
-                                Shared<kFull>& shared) {
+                                Shared<kExtra>& shared) {
         with_cast(cast, [&]<typename T, Format kFormat>() {
             if (cast.columns % 8 == 0 && are_eights_aligned(static_cast<const T*>(cast.input), cast.out)) {
                 read_tile<T, kFormat, true>(cast, column_sums, corner, shared);
@@ -158,23 +162,24 @@ struct Mixed {
 };
 template <typename T, Format kFormat>
 struct Uniform {
-    template <bool kFull>
+    template <Extra kExtra>
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
-                                Shared<kFull>& shared) {
+                                Shared<kExtra>& shared) {
         read_tile<T, kFormat, true>(cast, column_sums, corner, shared);
     }
 };
 
-// Calls function.operator()<Kind, kFull>() with what reads casts of `kind`.
-template <typename Function>
+// Calls function.operator()<Kind, kExtra>() with what reads casts of `kind`, and sums if that is wanted.
+template <bool kWithSums, typename Function>
 void with_kind(int kind, const Function& function) {
+    constexpr Extra kExtra = kWithSums ? Extra::kSums : Extra::kNone;
     const auto with_format = [&]<Format kFormat>() {
         if (kind == kind_of(DType::kBFloat16, kFormat)) {
-            function.template operator()<Uniform<__nv_bfloat16, kFormat>, false>();
+            function.template operator()<Uniform<__nv_bfloat16, kFormat>, kExtra>();
         } else if (kind == kind_of(DType::kFloat16, kFormat)) {
-            function.template operator()<Uniform<__half, kFormat>, false>();
+            function.template operator()<Uniform<__half, kFormat>, kExtra>();
         } else if (kind == kind_of(DType::kFloat32, kFormat)) {
-            function.template operator()<Uniform<float, kFormat>, false>();
+            function.template operator()<Uniform<float, kFormat>, kExtra>();
         } else {
             return false;
         }
@@ -182,14 +187,14 @@ void with_kind(int kind, const Function& function) {
     };
     if (with_format.template operator()<Format::kE4M3>() || with_format.template operator()<Format::kE5M2>()) return;
     if (kind == kCounted) {
-        function.template operator()<Mixed, true>();
+        function.template operator()<Mixed, Extra::kSumsAndCounts>();
     } else {
-        function.template operator()<Mixed, false>();
+        function.template operator()<Mixed, kExtra>();
     }
 }
 
-// What lets three blocks reside on a multiprocessor; two of those that do more.
-template <bool kFull>
-constexpr int kResident = kFull ? 2 : 3;
+// Blocks that shall reside on a multiprocessor: fewer where threads hold more.
+template <Extra kExtra>
+constexpr int kResident = has_counts(kExtra) ? 2 : 3;
 
 }  // namespace te_graph::fp8

@@ -36,11 +36,11 @@ struct InlineCasts {
 constexpr int kManyCasts = 384;
 static_assert(sizeof(InlineCasts<kManyCasts>) <= 32764 - 64);
 
-template <typename Kind, bool kFull, int kCasts>
-__global__ void __launch_bounds__(kThreads, kResident<kFull>)
+template <typename Kind, Extra kExtra, int kCasts>
+__global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     inline_kernel(const __grid_constant__ InlineCasts<kCasts> table, const ColumnSums column_sums, const Flag noop) {
     if (is_set(noop)) return;
-    __shared__ Shared<kFull> shared;
+    __shared__ Shared<kExtra> shared;
     const int entry = kCasts == 1 ? 0 : table.find(blockIdx.x);
     const Cast& cast = table.casts[entry];
     const int index = static_cast<int>(blockIdx.x - table.first_tiles[entry]);
@@ -52,12 +52,12 @@ __global__ void __launch_bounds__(kThreads, kResident<kFull>)
 
 // A tile's way from the table into shared memory takes three reads, each waiting for the one before. All are made while the
 // tile before it is worked on.
-template <typename Kind, bool kFull>
-__global__ void __launch_bounds__(kThreads, kResident<kFull>)
+template <typename Kind, Extra kExtra>
+__global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     table_kernel(const Cast* casts, const Tile* tiles, int64_t num_tiles, uint32_t* state, const Flag noop) {
     if (is_set(noop)) return;
     constexpr int kParts = sizeof(Cast) / sizeof(uint4);
-    __shared__ Shared<kFull> shared;
+    __shared__ Shared<kExtra> shared;
     __shared__ uint4 parts[2][kParts];
     __shared__ int indices[2];
     __shared__ uint32_t next_tile;
@@ -94,8 +94,15 @@ template <typename T>
 __global__ void finish_sums_kernel(const float* partial, T* out, int64_t columns, int64_t tiles, const Flag noop) {
     const int64_t column = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     if (is_set(noop) || column >= columns) return;
+    constexpr int kBatch = 16;  // so that few reads wait for others
     float sum = 0;
-    for (int64_t tile = 0; tile < tiles; ++tile) sum = __fadd_rn(sum, partial[tile * columns + column]);
+    for (int64_t first = 0; first < tiles; first += kBatch) {
+        float batch[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) batch[b] = first + b < tiles ? partial[(first + b) * columns + column] : 0;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) sum = __fadd_rn(sum, batch[b]);
+    }
     out[column] = multi_tensor::narrow<T>(sum);
 }
 
@@ -115,9 +122,14 @@ cudaError_t finish_sums(const Cast& cast, const ColumnSums& sums, const Flag& no
 cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
     const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
     const InlineCasts<1> table{{cast}, {0}, 1};
-    with_kind(sums.out ? kCounted : kind_of(cast), [&]<typename Kind, bool kFull>() {
-        inline_kernel<Kind, kFull, 1><<<tiles, kThreads, 0, stream>>>(table, sums, noop);
-    });
+    const auto launch = [&]<typename Kind, Extra kExtra>() {
+        inline_kernel<Kind, kExtra, 1><<<tiles, kThreads, 0, stream>>>(table, sums, noop);
+    };
+    if (sums.out) {
+        with_kind<true>(kind_of(cast), launch);
+    } else {
+        with_kind<false>(kind_of(cast), launch);
+    }
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     return sums.out ? finish_sums(cast, sums, noop, stream) : cudaSuccess;
 }
@@ -136,8 +148,8 @@ static cudaError_t launch_many(const Casts& work, const Flag& noop, cudaStream_t
             tiles += more;
             is_counting |= cast.counts != nullptr;
         }
-        const auto kernel =
-            is_counting ? inline_kernel<Mixed, true, kManyCasts> : inline_kernel<Mixed, false, kManyCasts>;
+        const auto kernel = is_counting ? inline_kernel<Mixed, Extra::kSumsAndCounts, kManyCasts>
+                                        : inline_kernel<Mixed, Extra::kNone, kManyCasts>;
         kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(table, {}, noop);
         if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
@@ -147,8 +159,8 @@ static cudaError_t launch_many(const Casts& work, const Flag& noop, cudaStream_t
 cudaError_t launch_casts(const Casts& casts, const Flag& noop, cudaStream_t stream) {
     if (!casts.tiles) return launch_many(casts, noop, stream);
     if (casts.num_tiles == 0) return cudaSuccess;
-    with_kind(casts.kind, [&]<typename Kind, bool kFull>() {
-        const auto kernel = table_kernel<Kind, kFull>;
+    with_kind<false>(casts.kind, [&]<typename Kind, Extra kExtra>() {
+        const auto kernel = table_kernel<Kind, kExtra>;
         int device = 0, multiprocessors = 0, resident = 0;
         cudaGetDevice(&device);
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

@@ -39,6 +39,8 @@ public:
     void update(Tensors weights);
 
     const Tensors& weights() const { return weights_; }
+    // What the casts read beside the weights and scales: the table, its tiles, the state.
+    Tensors tables() const { return {table_, tiles_, state_}; }
 
 private:
     static std::vector<const void*> places_of(const Tensors& tensors);
