@@ -155,4 +155,4 @@ def draw_scales(count: int, device: str) -> list[Tensor]:
 def zero(tensors: Sequence[Tensor]) -> None:
     """Write zeros into `tensors`, [...] of any dtype each."""
     for tensor in tensors:
-        tensor.view(torch.uint8).zero_()
+        tensor.zero_()

@@ -93,9 +93,14 @@ def require_copy(got: Tensor, want: Tensor) -> None:  # both of any shape
     _require("a copy", bits_equal(got, want))
 
 
+def as_numbers(tensor: Tensor) -> Tensor:
+    """`tensor`, [...], or its bytes where it is FP8, of which torch tells little."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
 def require_zeros(what: str, tensors: list[Tensor]) -> None:
     """Raise RuntimeError unless all `tensors`, [...] each, are 0."""
-    _require(what, not any(tensor.view(torch.uint8).any().item() for tensor in tensors))
+    _require(what, not any(as_numbers(tensor).any().item() for tensor in tensors))
 
 
 def _require(what: str, is_met: Any) -> None:
