@@ -176,10 +176,10 @@ def test_a_captured_cast_of_weights_touches_no_byte_while_its_flag_is_not_0(valu
     outputs = [*prepared.data, *prepared.transposed, prepared.scale_inv, layers.forward_scaling.history]
     layers.state.block[1] = value
     for tensor in outputs:
-        tensor.view(torch.uint8).fill_(POISON)
+        tensor.copy_(torch.full(tensor.shape, POISON, dtype=torch.uint8, device=device).to(tensor.dtype))
+    before = [tensor.clone() for tensor in outputs]
     assert torch.equal(recast(x), x * 2)
-    for tensor in outputs:
-        assert bool((tensor.view(torch.uint8) == POISON).all())
+    assert_bitwise_equal(outputs, before)
     layers.state.block[1] = 0
     layers.forward_scaling.history.zero_()
     recast(x)
