@@ -303,3 +303,20 @@ def test_micro_batches_do_not_wait_for_the_device(mechanism, seed):
     with no_sync("cuda"):
         for number, x in enumerate(inputs):
             run(call, x, is_first=number % 2 == 0)
+
+
+def test_weight_gradients_of_micro_batches_add_up_in_fp32(device, seed):
+    """A17: main_grad is the sum of the separate gradients, added one after the other in fp32."""
+    layers, twin = (new_layers(seed, device) for _ in range(2))
+    tg.make_graphed_callables(layers, (an_input(device),), step_state=layers.state, grad_dtype=torch.float32)
+    call = fp8_linear.MicroBatches(twin, twin)
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in twin.parameters()]
+    for number in range(4):
+        x = an_input(device, 1 + number)
+        run(layers, x, is_first_microbatch=number == 0)
+        run(call, x, is_first=number == 0)
+        for total, parameter in zip(sums, twin.parameters(), strict=True):
+            total += parameter.grad
+            parameter.grad = None
+    assert_bitwise_equal([p.main_grad for p in layers.parameters()], sums)
+    assert all(p.grad is None for p in layers.parameters())
