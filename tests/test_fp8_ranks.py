@@ -1,4 +1,4 @@
-"""Scales that several ranks share: row 0 of the history, or an amax, is reduced by max, and all ranks find the same bits.
+"""Scales that ranks share: row 0 of the history, or an amax, is reduced by max, and all find the same bits.
 
 All ranks draw the same numbers, so each knows the whole tensor of which it casts its rows: what one process finds for
 that is the reference.
