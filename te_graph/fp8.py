@@ -229,7 +229,7 @@ def fp8_scale(
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         margin: powers of two to stay below the largest number.
         eps: smallest amax to go by.
-        power_of_2: round down to a power of two.
+        power_of_2: round down to a power of two, of subnormal numbers too.
 
     Returns:
         [...] float32, new.

@@ -85,7 +85,8 @@ def reference_scale(
     scale = divided(scaled_maximum(FP8_MAX[dtype], margin), bounded)
     scale = torch.where(bounded.isfinite() & (bounded > 0), scale, torch.ones(()))
     if power_of_2:
-        scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)
+        _, exponents = torch.frexp(scale.double())  # which are those of subnormal numbers, too
+        scale = torch.ldexp(torch.full(scale.shape, 0.5, dtype=torch.float64), exponents).float()
     return scale
 
 

@@ -134,3 +134,13 @@ def test_each_tensor_at_any_address_has_its_own_amax(device):
             inner.copy_(numbers((1000,), x_dtype, device))
             check(inner, E4M3, 0.0, False)
             check(inner[: offset * 7], E4M3, 0.0, False)
+
+
+def test_a_power_of_2_is_never_0(device):
+    """Where the quotient has no exponent of its own: amaxes near the largest number, a margin near the format's."""
+    amax = torch.tensor([torch.finfo(torch.float32).max, 1e38, 3e38], device=device)
+    exact = tg.fp8_scale(amax, E4M3, margin=12.0)
+    scale = tg.fp8_scale(amax, E4M3, margin=12.0, power_of_2=True)
+    assert (scale > 0).all() and (scale <= exact).all() and (scale.double() * 2 > exact.double()).all()
+    mantissas, _ = torch.frexp(scale.double())
+    assert (mantissas == 0.5).all()

@@ -4,7 +4,7 @@
 //   amax     = max(amax, |x|), of x as it is, without NaNs
 //   scale_inv = 1 / scale, correctly rounded
 //
-// All bits of the CPU loops and of the kernels are the same, those of column sums too.
+// All bits of the CPU loops and of the kernels are the same, those of column sums too, but for those of NaNs in fp32.
 #pragma once
 
 #include "fp8/format.h"

@@ -38,7 +38,13 @@ TE_GRAPH_HOST_DEVICE inline float scale_of(float amax, const ScaleRule& rule) {
     if (rule.power_of_2) {
         uint32_t bits;
         memcpy(&bits, &scale, sizeof(bits));
-        bits &= 0xFF800000u;
+        // The mantissa goes; of a subnormal number, which has nothing else, its first digit stays.
+        if (bits >= 0x00800000u) {
+            bits &= 0xFF800000u;
+        } else {
+            for (int shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
+            bits ^= bits >> 1;
+        }
         memcpy(&scale, &bits, sizeof(bits));
     }
     return scale;
