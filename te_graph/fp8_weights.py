@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,22 +16,24 @@ from te_graph.capturing import before_replay, is_captured
 from te_graph.tensor_lists import as_sequence
 
 
-def _tell_of_optimizers(weights: Fp8Weights) -> None:
-    """From now on let optimizers move on the version counters of the weights that they step.
+# One hook for all, which stays: removing one, as the garbage collector would, breaks a step that is calling its hooks.
+_prepared: weakref.WeakSet[Fp8Weights] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From now on let optimizers move on the version counters of the prepared weights that they step.
 
     Fused ones write parameters without telling autograd.
     """
-    reference = weakref.ref(weights)
+    register_optimizer_step_post_hook(_after_step)
 
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        prepared = reference()
-        if prepared is None:
-            return
-        groups = optimizer.param_groups
-        stepped = {id(p) for group in groups for p in group["params"] if p.grad is not None or hasattr(p, "main_grad")}
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    groups = optimizer.param_groups
+    stepped = {id(p) for group in groups for p in group["params"] if p.grad is not None or hasattr(p, "main_grad")}
+    for prepared in list(_prepared):
         torch.autograd.graph.increment_version([weight for weight in prepared.weights if id(weight) in stepped])
-
-    weakref.finalize(weights, register_optimizer_step_post_hook(after_step).remove)
 
 
 class Fp8Weights:
@@ -104,7 +107,8 @@ class Fp8Weights:
         )
         # Where a capture that holds a cast finds them.
         self._tables = self._table.tables()
-        _tell_of_optimizers(self)
+        _watch_optimizers()
+        _prepared.add(self)
 
     def __len__(self) -> int:
         return len(self.data)
