@@ -15,7 +15,6 @@ from te_graph import _C
 from te_graph.capturing import before_replay, is_captured
 from te_graph.tensor_lists import as_sequence
 
-
 # One hook for all, which stays: removing one, as the garbage collector would, breaks a step that is calling its hooks.
 _prepared: weakref.WeakSet[Fp8Weights] = weakref.WeakSet()
 
