@@ -141,9 +141,13 @@ class Fp8Weights:
 
     def check(self) -> None:
         """Raise RuntimeError if a weight is stale or something has moved; names it."""
-        self._table.check_places()
+        self.check_places()
         if stale := self._table.stale():
             raise RuntimeError(f"Fp8Weights: {stale}: call cast_() before FP8 copies are used")
+
+    def check_places(self) -> None:
+        """Raise RuntimeError if a weight or a buffer lies elsewhere than before; names it."""
+        self._table.check_places()
 
     def update(self, weights: Iterable[Tensor]) -> None:
         """Let casts, captured ones too, read other weights of the same shapes and dtypes, from now on on this stream.

@@ -153,7 +153,7 @@ class StepState:
             if begins_step:
                 weights.cast_()
             else:
-                weights.check()
+                weights.check_places()
         self.set_(is_first)
         if begins_step:
             self._callers.clear()

@@ -11,7 +11,7 @@ import torch
 from fp8_references import reciprocal
 from fp8_tensors import assert_same_bits
 from tensor_lists import all_same_bits, capture, copies, no_sync
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_graph as tg
@@ -379,3 +379,44 @@ def test_a_state_needs_a_device_and_weights_on_it(device):
         tg.StepState(device, weights=[torch.zeros(2, 2, device=device)])
     with pytest.raises(ValueError, match=r"StepState: expected weights on .*got"):
         tg.StepState("meta", weights=tg.Fp8Weights([torch.zeros(2, 2, device=device)]))
+
+
+def test_begin_names_a_buffer_that_moved_in_the_middle_of_a_step(device):
+    weights = tg.Fp8Weights([torch.randn(16, 16, device=device)])
+    state, caller = tg.StepState(weights=weights), Caller()
+    state.begin_(caller)
+    weights.transposed[0].data = weights.transposed[0].clone()
+    with pytest.raises(RuntimeError, match="the transposed FP8 data of weight 0 moved to other memory"):
+        state.begin_(caller)
+
+
+class ReadsFlag(nn.Module):
+    """Adds its state's flag for first micro-batches to the input [n]."""
+
+    def __init__(self, state: tg.StepState) -> None:
+        super().__init__()
+        self.register_buffer("flag", state.is_first_microbatch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.flag
+
+
+def test_a_call_that_was_refused_was_no_micro_batch(device):
+    state = tg.StepState(device)
+    module = ReadsFlag(state)
+    zeros = torch.zeros(4, device=device)
+    tg.make_graphed_callables(module, (zeros,), step_state=state)
+    with pytest.raises(ValueError, match="shape"):
+        module(torch.zeros(5, device=device))
+    assert [module(zeros)[0].item() for _ in range(3)] == [1, 0, 0]
+    with pytest.raises(ValueError, match="shape"):
+        module(torch.zeros(5, device=device))
+    assert module(zeros)[0].item() == 0
+    with pytest.raises(TypeError, match="is_first_microbatch: expected True, False or None, got int"):
+        module(zeros, is_first_microbatch=1)
+    assert module(zeros, is_first_microbatch=True)[0].item() == 1
+
+
+def test_a_step_state_of_another_type_is_refused(device):
+    with pytest.raises(TypeError, match="expected step_state to be a StepState, got bool"):
+        tg.make_graphed_callables(nn.Linear(4, 4, device=device), (torch.zeros(4, device=device),), step_state=True)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "common/to_device.h"
 #include "fp8/arguments.h"
 
 namespace te_graph::fp8 {
@@ -44,15 +45,6 @@ void check_apart(const char* op, at::TensorList out, at::TensorList out_t) {
         TORCH_CHECK_VALUE(spans[i - 1].second <= spans[i].first, op,
                           ": expected out and out_t that do not overlap, got two that share memory");
     }
-}
-
-// Rows on the device from rows on the host: [rows, columns].
-template <typename Row>
-at::Tensor to_device(std::vector<Row>& rows, int64_t columns, at::ScalarType dtype, at::Device device) {
-    const auto options = at::TensorOptions().dtype(dtype);
-    const auto count = static_cast<int64_t>(rows.size());
-    const at::Tensor result = at::zeros({count, columns}, options.device(device));
-    return count == 0 ? result : result.copy_(at::from_blob(rows.data(), {count, columns}, options));
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
 #include "multi_tensor/plan.h"
 
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 
+#include "common/to_device.h"
 #include "multi_tensor/run.h"
 #include "multi_tensor/tensor_list.h"
 
@@ -29,16 +29,6 @@ void check_overlap(const std::vector<Entry>& entries, at::TensorList tensors) {
             kPlan, ": tensors ", last, " and ", i, " overlap");
         last = i;
     }
-}
-
-// Rows on the device from rows on the host: [rows, columns].
-template <typename Row>
-at::Tensor to_device(std::vector<Row>& rows, int64_t columns, at::ScalarType dtype, at::Device device) {
-    const auto count = static_cast<int64_t>(rows.size());
-    const auto options = at::TensorOptions().dtype(dtype);
-    const at::Tensor result = at::zeros({count, columns}, options.device(device));
-    if (count > 0) result.copy_(at::from_blob(rows.data(), {count, columns}, options));
-    return result;
 }
 
 }  // namespace
