@@ -9,7 +9,12 @@ from torch import Tensor
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 FLT_MAX = torch.finfo(torch.float32).max
 RELATIVE = 1e-6  # of numbers in fp32 that not everybody divides alike for
-NEIGHBOURS = 0.05  # share of bytes that may be those of the next number, where the scale is not the same in all bits
+NEIGHBOURS = 0.1  # share of bytes that may be those of the next number, where the scale is not the same in all bits
+
+
+def quotient(amax: Tensor) -> Tensor:  # any shape, as what is returned
+    """LARGEST / amax, rounded once: `LARGEST / amax` is the product with a rounded reciprocal."""
+    return torch.full_like(amax, LARGEST) / amax
 
 
 def torch_cast(op: str, x: Tensor, scale: Tensor, amax: Tensor) -> dict[str, Tensor]:
@@ -20,7 +25,7 @@ def torch_cast(op: str, x: Tensor, scale: Tensor, amax: Tensor) -> dict[str, Ten
     """
     amax = torch.maximum(amax, x.abs().max().float())
     if op == "current":
-        scale = LARGEST / amax
+        scale = quotient(amax)
     # Conversion of torch 2.11 does not saturate.
     out = (x.float() * scale).clamp(-LARGEST, LARGEST).to(E4M3)
     found = {"out": out, "scale_inv": scale.reciprocal(), "amax": amax}
@@ -39,7 +44,7 @@ def torch_update(history: Tensor, scale: Tensor, scale_inv: Tensor, non_weight_m
     """
     amax, ran = history.amax(0), history[0] != 0
     usable = ran & (amax > 0) & amax.isfinite()
-    scale.copy_(torch.where(usable, (LARGEST / amax).clamp(max=FLT_MAX), scale))
+    scale.copy_(torch.where(usable, quotient(amax).clamp(max=FLT_MAX), scale))
     moved = history.roll(-1, 0)
     moved[0] = 0
     history.copy_(torch.where(ran, moved, history))
