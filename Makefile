@@ -54,7 +54,7 @@ train: $(BUILT)
 test: $(BUILT) tools lint-tools
 	$(PY) -m ruff check .
 	clang-format --dry-run -Werror $(CXX_FILES)
-	$(PY) -m pytest -m 'not gpu' $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m 'not gpu' $(ARGS)
 	$(call gtest,host)
 
 test-gpu: $(BUILT) tools
