@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "collectives/bindings.h"
 #include "fp8/bindings.h"
 #include "graph/bindings.h"
 #include "multi_tensor/bindings.h"
@@ -88,6 +89,17 @@ TORCH_LIBRARY(te_graph, m) {
     // The state of a step: [16] int32 (csrc/graph/step_state.h).
     def("step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()");
     def("step_state_advance_(Tensor(a!) state) -> ()");
+
+    // Collectives of a te_graph.PeerGroup, by its name. x: any shape; fp32, fp16 or bf16 where there are sums, reduction
+    // "sum", or "max" for fp32. Along `dim` reduce_scatter divides, all_gather multiplies the size by world_size.
+    def("all_reduce(Tensor x, str group, str reduction=\"sum\") -> Tensor");
+    def("all_reduce_(Tensor(a!) x, str group, str reduction=\"sum\") -> ()");
+    def("all_reduce_out(Tensor(a!) out, Tensor x, str group, str reduction=\"sum\") -> ()");
+    def("reduce_scatter(Tensor x, int dim, int world_size, str group, str reduction=\"sum\") -> Tensor");
+    def("reduce_scatter_out(Tensor(a!) out, Tensor x, int dim, int world_size, str group, str reduction=\"sum\") -> "
+        "()");
+    def("all_gather(Tensor x, int dim, int world_size, str group) -> Tensor");
+    def("all_gather_out(Tensor(a!) out, Tensor x, int dim, int world_size, str group) -> ()");
 }
 
 PYBIND11_MODULE(_C, m) {
@@ -98,4 +110,5 @@ PYBIND11_MODULE(_C, m) {
     te_graph::graph::bind(m);
     te_graph::multi_tensor::bind(m);
     te_graph::fp8::bind(m);
+    te_graph::collectives::bind(m);
 }

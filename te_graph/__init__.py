@@ -6,6 +6,15 @@ load_extension()
 
 from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
 from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402
+from te_graph.collectives import (  # noqa: E402
+    all_gather,
+    all_gather_out,
+    all_reduce,
+    all_reduce_,
+    all_reduce_out,
+    reduce_scatter,
+    reduce_scatter_out,
+)
 from te_graph.fp8 import (  # noqa: E402
     amax_and_scale_update_inplace,
     fp8_cast,
@@ -25,6 +34,7 @@ from te_graph.graphs import capture_to_graph, create_graph, replay_graph  # noqa
 from te_graph.hp_grads import clip_tensors_by_global_norm, get_global_norm_of_tensors, update_hp_grads  # noqa: E402
 from te_graph.kernel_node import KernelNode  # noqa: E402
 from te_graph.norms import get_total_norm, new_sum_squares, norm_of_sum_squares  # noqa: E402
+from te_graph.peer_group import PeerGroup  # noqa: E402
 from te_graph.plan import MultiTensorPlan  # noqa: E402
 from te_graph.recorder import CaptureError, Recorder  # noqa: E402
 from te_graph.report import info  # noqa: E402
@@ -36,8 +46,14 @@ __all__ = [
     "Fp8Weights",
     "KernelNode",
     "MultiTensorPlan",
+    "PeerGroup",
     "Recorder",
     "StepState",
+    "all_gather",
+    "all_gather_out",
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_out",
     "amax_and_scale_update_inplace",
     "build_info",
     "capture_to_graph",
@@ -62,6 +78,8 @@ __all__ = [
     "make_graphed_callables",
     "new_sum_squares",
     "norm_of_sum_squares",
+    "reduce_scatter",
+    "reduce_scatter_out",
     "replay_graph",
     "reset_main_grads",
     "update_hp_grads",

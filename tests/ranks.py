@@ -79,6 +79,7 @@ class Ranks:
         self._ranks = [Rank(rank, world, kind.format(rank)) for rank in range(world)]
         self._folder = folder
         self._groups = 0
+        self.is_cpu = device == "cpu"
         self._processes: list[multiprocessing.Process] = []
         self._pipes: list[Connection] = []
 

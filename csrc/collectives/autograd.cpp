@@ -1,0 +1,113 @@
+#include "collectives/autograd.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+namespace te_graph::collectives {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Through the dispatcher, so that tracers see each op once.
+template <typename Signature>
+auto op_named(const char* name) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+at::Tensor call_all_reduce(const at::Tensor& x, std::string group, std::string reduction) {
+    static const auto op = op_named<at::Tensor(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce");
+    return op.call(x, group, reduction);
+}
+at::Tensor call_reduce_scatter(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group,
+                               std::string reduction) {
+    static const auto op =
+        op_named<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string, std::string)>("te_graph::reduce_scatter");
+    return op.call(x, dim, world_size, group, reduction);
+}
+at::Tensor call_all_gather(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group) {
+    static const auto op =
+        op_named<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather");
+    return op.call(x, dim, world_size, group);
+}
+
+void check_differentiable(const char* op, std::string reduction) {
+    TORCH_CHECK_NOT_IMPLEMENTED(reduction == "sum", op, ": '", reduction,
+                                "' has no gradient; detach x, or call it under torch.no_grad()");
+}
+
+struct AllReduce : torch::autograd::Function<AllReduce> {
+    static at::Tensor forward(AutogradContext* context, const at::Tensor& x, std::string group) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        context->saved_data["group"] = group;
+        return call_all_reduce(x, group, "sum");
+    }
+    static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+        return {call_all_reduce(gradients[0], context->saved_data["group"].toStringRef(), "sum"), at::Tensor()};
+    }
+};
+
+struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
+    static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t dim, int64_t world_size,
+                              std::string group) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        context->saved_data["group"] = group;
+        context->saved_data["dim"] = dim;
+        context->saved_data["world_size"] = world_size;
+        return call_reduce_scatter(x, dim, world_size, group, "sum");
+    }
+    static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+        auto& saved = context->saved_data;
+        return {call_all_gather(gradients[0], saved["dim"].toInt(), saved["world_size"].toInt(),
+                                saved["group"].toStringRef()),
+                at::Tensor(), at::Tensor(), at::Tensor()};
+    }
+};
+
+struct AllGather : torch::autograd::Function<AllGather> {
+    static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t dim, int64_t world_size,
+                              std::string group) {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        context->saved_data["group"] = group;
+        context->saved_data["dim"] = dim;
+        context->saved_data["world_size"] = world_size;
+        return call_all_gather(x, dim, world_size, group);
+    }
+    static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+        auto& saved = context->saved_data;
+        return {call_reduce_scatter(gradients[0], saved["dim"].toInt(), saved["world_size"].toInt(),
+                                    saved["group"].toStringRef(), "sum"),
+                at::Tensor(), at::Tensor(), at::Tensor()};
+    }
+};
+
+bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
+
+}  // namespace
+
+at::Tensor all_reduce_autograd(const at::Tensor& x, std::string group, std::string reduction) {
+    if (needs_gradient(x)) {
+        check_differentiable("all_reduce", reduction);
+        return AllReduce::apply(x, group);
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return call_all_reduce(x, group, reduction);
+}
+
+at::Tensor reduce_scatter_autograd(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group,
+                                   std::string reduction) {
+    if (needs_gradient(x)) {
+        check_differentiable("reduce_scatter", reduction);
+        return ReduceScatter::apply(x, dim, world_size, group);
+    }
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return call_reduce_scatter(x, dim, world_size, group, reduction);
+}
+
+at::Tensor all_gather_autograd(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group) {
+    if (needs_gradient(x)) return AllGather::apply(x, dim, world_size, group);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return call_all_gather(x, dim, world_size, group);
+}
+
+}  // namespace te_graph::collectives

@@ -1,0 +1,112 @@
+#include "collectives/bindings.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "collectives/group.h"
+#include "collectives/peer_transport.h"
+#include "collectives/process_group.h"
+
+namespace py = pybind11;
+
+namespace te_graph::collectives {
+namespace {
+
+// A group as Python holds it; ops find it by its name until it is closed.
+class Handle {
+public:
+    Handle(std::string name, int rank, int world, at::Device device, std::shared_ptr<Transport> transport)
+        : group_(std::make_shared<Group>(std::move(name), rank, world, device, std::move(transport))) {
+        add_group(group_);
+    }
+
+    void close() {
+        if (group_) remove_group(group_->name());
+        group_.reset();
+    }
+    const Group& group() const {
+        TORCH_CHECK(group_, "PeerGroup: expected a group that is open, got one that was closed");
+        return *group_;
+    }
+    void check(const char* op) const { group().check(op); }
+    template <typename Function>
+    void with_transport(const Function& function) const {
+        if (Transport* const transport = group().transport()) function(*transport);
+    }
+
+private:
+    std::shared_ptr<const Group> group_;
+};
+
+std::unique_ptr<Handle> make_alone(std::string name, at::Device device) {
+    return std::make_unique<Handle>(std::move(name), 0, 1, device, nullptr);
+}
+
+std::unique_ptr<Handle> make_on_process_group(std::string name, const std::string& process_group, int rank, int world,
+                                              at::Device device, double timeout) {
+    auto transport = make_process_group_transport(name, process_group, rank, world, device, timeout);
+    return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
+}
+
+#ifdef TE_GRAPH_CUDA
+PeerTransport& peers_of(const Handle& handle) {
+    auto* const transport = dynamic_cast<PeerTransport*>(handle.group().transport());
+    TORCH_CHECK(transport != nullptr, "PeerGroup: expected a group of GPUs that are peers, got one without");
+    return *transport;
+}
+
+std::unique_ptr<Handle> make_on_peers(std::string name, at::Tensor slab /* [bytes] uint8 */,
+                                      std::vector<uint64_t> places, int64_t inbox_bytes, int rank, double timeout,
+                                      bool traps, double watchdog) {
+    const auto world = static_cast<int>(places.size());
+    const at::Device device = slab.device();
+    auto transport =
+        std::make_shared<PeerTransport>(name, PeerMemory{std::move(slab), std::move(places), inbox_bytes, rank},
+                                        PeerOptions{timeout, traps, watchdog, default_tuning(world)});
+    return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
+}
+#endif
+
+}  // namespace
+
+void bind(py::module_& m) {
+    const py::call_guard<py::gil_scoped_release> without_gil;
+    py::class_<Handle> handle(m, "GroupHandle");
+    handle.def_static("alone", &make_alone, py::arg("name"), py::arg("device"))
+        .def_static("on_process_group", &make_on_process_group, py::arg("name"), py::arg("process_group"),
+                    py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("timeout"), without_gil)
+        .def("close", &Handle::close, without_gil)
+        .def(
+            "check", [](const Handle& self, const std::string& op) { self.check(op.c_str()); }, py::arg("op"),
+            without_gil)
+        .def(
+            "abort", [](const Handle& self) { self.with_transport([](Transport& it) { it.abort(); }); }, without_gil)
+        .def(
+            "set_timeout",
+            [](const Handle& self, double seconds) {
+                self.with_transport([&](Transport& it) { it.set_timeout(seconds); });
+            },
+            py::arg("seconds"), without_gil);
+#ifdef TE_GRAPH_CUDA
+    handle
+        .def_static("on_peers", &make_on_peers, py::arg("name"), py::arg("slab"), py::arg("places"),
+                    py::arg("inbox_bytes"), py::arg("rank"), py::arg("timeout"), py::arg("traps"), py::arg("watchdog"),
+                    without_gil)
+        .def("found_inf", [](const Handle& self) { return peers_of(self).found_inf(); })
+        .def("tuning",
+             [](const Handle& self) {
+                 const Tuning tuning = peers_of(self).tuning();
+                 return std::pair{tuning.one_step_bytes, tuning.blocks};
+             })
+        .def(
+            "set_tuning",
+            [](const Handle& self, int64_t one_step_bytes, int blocks) {
+                TORCH_CHECK_VALUE(blocks >= 1 && blocks <= kMaxBlocks && (blocks & (blocks - 1)) == 0,
+                                  "set_tuning: expected blocks to be a power of two up to ", kMaxBlocks, ", got ",
+                                  blocks);
+                peers_of(self).set_tuning({one_step_bytes, blocks});
+            },
+            py::arg("one_step_bytes"), py::arg("blocks"));
+#endif
+}
+
+}  // namespace te_graph::collectives

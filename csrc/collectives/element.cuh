@@ -1,0 +1,51 @@
+// Sums of words of 8 bytes, element by element: in fp32, in the order of the ranks, rounded once.
+#pragma once
+
+#include "collectives/peers.h"
+#include "multi_tensor/element.cuh"
+
+namespace te_graph::collectives {
+
+template <typename T>
+struct alignas(8) Packed {
+    T values[8 / sizeof(T)];
+};
+
+template <Reduction kReduction>
+__device__ float join(float a, float b) {
+    if constexpr (kReduction == Reduction::kSum) return a + b;
+    // NaN wins, as in torch.
+    return a != a ? a : b != b ? b : fmaxf(a, b);
+}
+
+// words: of all ranks, `world` of them.
+template <typename T, Reduction kReduction, int kMost>
+__device__ uint64_t reduce_words(const uint64_t (&words)[kMost], int world) {
+    constexpr int kCount = 8 / sizeof(T);
+    float sums[kCount];
+#pragma unroll
+    for (int p = 0; p < kMost; ++p) {
+        if (p >= world) break;
+        const auto packed = __builtin_bit_cast(Packed<T>, words[p]);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float value = multi_tensor::widen(packed.values[i]);
+            sums[i] = p == 0 ? value : join<kReduction>(sums[i], value);
+        }
+    }
+    Packed<T> result;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) result.values[i] = multi_tensor::narrow<T>(sums[i]);
+    return __builtin_bit_cast(uint64_t, result);
+}
+
+// Calls function.operator()<T, kReduction>().
+template <typename Function>
+auto with_reduction(Element element, Reduction reduction, const Function& function) {
+    if (element == Element::kFloat16) return function.template operator()<__half, Reduction::kSum>();
+    if (element == Element::kBFloat16) return function.template operator()<__nv_bfloat16, Reduction::kSum>();
+    if (reduction == Reduction::kMax) return function.template operator()<float, Reduction::kMax>();
+    return function.template operator()<float, Reduction::kSum>();
+}
+
+}  // namespace te_graph::collectives

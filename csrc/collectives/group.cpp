@@ -1,0 +1,54 @@
+#include "collectives/group.h"
+
+#include <c10/util/Exception.h>
+
+#include <map>
+#include <mutex>
+
+namespace te_graph::collectives {
+namespace {
+
+struct Registry {
+    std::mutex mutex;
+    std::map<std::string, std::shared_ptr<const Group>> groups;
+};
+
+// Never destroyed: at exit CUDA may be gone before the groups are.
+Registry& registry() {
+    static auto* const instance = new Registry;
+    return *instance;
+}
+
+}  // namespace
+
+void Group::run(const Operation& operation) const {
+    if (operation.input.numel() == 0) return;
+    if (transport_) return transport_->run(operation);
+    if (!operation.out.is_same(operation.input)) operation.out.view({-1}).copy_(operation.input.view({-1}));
+}
+
+void add_group(std::shared_ptr<const Group> group) {
+    const std::lock_guard lock(registry().mutex);
+    const std::string name = group->name();
+    TORCH_CHECK_VALUE(registry().groups.emplace(name, std::move(group)).second, "PeerGroup: expected a new name, got '",
+                      name, "', which a group has that is not closed");
+}
+
+void remove_group(const std::string& name) {
+    std::shared_ptr<const Group> removed;  // outlives the lock
+    const std::lock_guard lock(registry().mutex);
+    if (const auto found = registry().groups.find(name); found != registry().groups.end()) {
+        removed = std::move(found->second);
+        registry().groups.erase(found);
+    }
+}
+
+std::shared_ptr<const Group> find_group(const char* op, const std::string& name) {
+    const std::lock_guard lock(registry().mutex);
+    const auto found = registry().groups.find(name);
+    TORCH_CHECK_VALUE(found != registry().groups.end(), op, ": expected the name of a te_graph.PeerGroup, got '", name,
+                      "'");
+    return found->second;
+}
+
+}  // namespace te_graph::collectives

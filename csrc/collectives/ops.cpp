@@ -1,0 +1,250 @@
+// Registration of the collectives.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "collectives/autograd.h"
+#include "collectives/element_of.h"
+#include "collectives/group.h"
+#include "common/check.h"
+#include "common/note_writes.h"
+
+namespace te_graph::collectives {
+namespace {
+
+constexpr const char* kAllReduceOp = "all_reduce";
+constexpr const char* kAllReduceInplace = "all_reduce_";
+constexpr const char* kAllReduceOut = "all_reduce_out";
+constexpr const char* kReduceScatterOp = "reduce_scatter";
+constexpr const char* kReduceScatterOut = "reduce_scatter_out";
+constexpr const char* kAllGatherOp = "all_gather";
+constexpr const char* kAllGatherOut = "all_gather_out";
+
+void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": expected ", argument, " of layout Strided, got ",
+                      tensor.layout());
+    TORCH_CHECK_TYPE(!tensor.is_quantized(), op, ": expected ", argument, " that is not quantized, got ",
+                     tensor.scalar_type());
+}
+
+Reduction reduction_of(const char* op, const at::Tensor& x, c10::string_view name) {
+    TORCH_CHECK_VALUE(name == "sum" || name == "max", op, ": expected reduction 'sum' or 'max', got '", name, "'");
+    TORCH_CHECK_TYPE(element_of(x.scalar_type()) != Element::kBytes, op,
+                     ": expected x of dtype Float, Half or BFloat16, got ", x.scalar_type());
+    TORCH_CHECK_TYPE(name == "sum" || x.scalar_type() == at::kFloat, op, ": expected x of dtype Float for 'max', got ",
+                     x.scalar_type());
+    return name == "sum" ? Reduction::kSum : Reduction::kMax;
+}
+
+int64_t dim_of(const char* op, const at::Tensor& x, int64_t dim) {
+    TORCH_CHECK_VALUE(x.dim() > 0, op, ": expected x of at least one dimension, got a scalar");
+    TORCH_CHECK_INDEX(-x.dim() <= dim && dim < x.dim(), op, ": expected dim from ", -x.dim(), " to ", x.dim() - 1,
+                      ", got ", dim);
+    return dim < 0 ? dim + x.dim() : dim;
+}
+
+std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const std::string& name,
+                                      std::optional<int64_t> world_size = {}) {
+    auto group = find_group(op, name);
+    check_strided(op, "x", x);
+    TORCH_CHECK_VALUE(x.device() == group->device(), op, ": expected x on ", group->device(), ", where group '", name,
+                      "' is, got ", x.device());
+    TORCH_CHECK_VALUE(!world_size || *world_size == group->world(), op, ": expected world_size ", group->world(),
+                      " of group '", name, "', got ", world_size.value_or(0));
+    return group;
+}
+
+void check_out(const char* op, const at::Tensor& out, const at::Tensor& x, at::IntArrayRef shape) {
+    check_strided(op, "out", out);
+    check_dtype(op, "out", out, x.scalar_type());
+    check_device(op, "out", out, x.device());
+    TORCH_CHECK_VALUE(out.sizes() == shape, op, ": expected out of shape ", shape, ", got ", out.sizes());
+}
+
+// Fills `out`, of any strides, with what function(contiguous tensor) writes.
+template <typename Function>
+void write_to(const at::Tensor& out, const Function& function) {
+    if (out.is_contiguous()) return function(out);
+    const at::Tensor result = at::empty(out.sizes(), out.options());
+    function(result);
+    out.copy_(result);
+}
+
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+    const auto *const first = static_cast<const char*>(a.const_data_ptr()), *const second = static_cast<const char*>(
+                                                                                b.const_data_ptr());
+    return a.nbytes() > 0 && b.nbytes() > 0 && first < second + b.nbytes() && second < first + a.nbytes();
+}
+
+// What an op reads while it writes `out`: contiguous, and apart from `out` unless they are one.
+at::Tensor input_beside(const at::Tensor& x, const at::Tensor& out, bool may_be_one) {
+    const at::Tensor input = x.contiguous();
+    if (!overlap(input, out)) return input;
+    return may_be_one && input.const_data_ptr() == out.const_data_ptr() ? input : input.clone();
+}
+
+// x, out: [...] contiguous.
+void run_all_reduce(const char* op, const Group& group, Reduction reduction, const at::Tensor& x,
+                    const at::Tensor& out) {
+    group.run({op, Op::kAllReduce, reduction, input_beside(x, out, true), out});
+}
+
+at::Tensor all_reduce(const at::Tensor& x,  // [...]
+                      std::string name, std::string reduction) {
+    const auto group = group_of(kAllReduceOp, x, name);
+    const Reduction how = reduction_of(kAllReduceOp, x, reduction);
+    const at::Tensor out = at::empty(x.sizes(), x.options());
+    run_all_reduce(kAllReduceOp, *group, how, x, out);
+    return out;
+}
+
+void all_reduce_inplace(const at::Tensor& x,  // [...]
+                        std::string name, std::string reduction) {
+    const auto group = group_of(kAllReduceInplace, x, name);
+    const Reduction how = reduction_of(kAllReduceInplace, x, reduction);
+    write_to(x, [&](const at::Tensor& out) { run_all_reduce(kAllReduceInplace, *group, how, x, out); });
+    note_write(x);
+}
+
+void all_reduce_out(const at::Tensor& out,  // [...]
+                    const at::Tensor& x,    // [...]
+                    std::string name, std::string reduction) {
+    const auto group = group_of(kAllReduceOut, x, name);
+    const Reduction how = reduction_of(kAllReduceOut, x, reduction);
+    check_out(kAllReduceOut, out, x, x.sizes());
+    write_to(out, [&](const at::Tensor& place) { run_all_reduce(kAllReduceOut, *group, how, x, place); });
+    note_write(out);
+}
+
+// The part of each rank of what is `dim` in x; then also of what is dim of the output.
+std::vector<int64_t> scattered_shape(const char* op, const at::Tensor& x, int64_t dim, int64_t world) {
+    TORCH_CHECK_VALUE(x.size(dim) % world == 0, op, ": expected x of a size in dim ", dim, " that ", world,
+                      " ranks can share, got ", x.size(dim));
+    std::vector<int64_t> shape = x.sizes().vec();
+    shape[dim] /= world;
+    return shape;
+}
+std::vector<int64_t> gathered_shape(const at::Tensor& x, int64_t dim, int64_t world) {
+    std::vector<int64_t> shape = x.sizes().vec();
+    shape[dim] *= world;
+    return shape;
+}
+
+void run_reduce_scatter(const char* op, const Group& group, Reduction reduction, const at::Tensor& x, int64_t dim,
+                        const at::Tensor& out) {
+    // Ranks' parts one behind the other.
+    const at::Tensor rows = x.unflatten(dim, {group.world(), x.size(dim) / group.world()}).movedim(dim, 0);
+    write_to(out, [&](const at::Tensor& place) {
+        group.run({op, Op::kReduceScatter, reduction, input_beside(rows, place, false), place});
+    });
+}
+
+at::Tensor reduce_scatter(const at::Tensor& x,  // [..., world * n, ...] -> [..., n, ...]
+                          int64_t dim, int64_t world_size, std::string name, std::string reduction) {
+    const auto group = group_of(kReduceScatterOp, x, name, world_size);
+    const Reduction how = reduction_of(kReduceScatterOp, x, reduction);
+    dim = dim_of(kReduceScatterOp, x, dim);
+    const at::Tensor out = at::empty(scattered_shape(kReduceScatterOp, x, dim, world_size), x.options());
+    run_reduce_scatter(kReduceScatterOp, *group, how, x, dim, out);
+    return out;
+}
+
+void reduce_scatter_out(const at::Tensor& out,  // [..., n, ...]
+                        const at::Tensor& x,    // [..., world * n, ...]
+                        int64_t dim, int64_t world_size, std::string name, std::string reduction) {
+    const auto group = group_of(kReduceScatterOut, x, name, world_size);
+    const Reduction how = reduction_of(kReduceScatterOut, x, reduction);
+    dim = dim_of(kReduceScatterOut, x, dim);
+    check_out(kReduceScatterOut, out, x, scattered_shape(kReduceScatterOut, x, dim, world_size));
+    run_reduce_scatter(kReduceScatterOut, *group, how, x, dim, out);
+    note_write(out);
+}
+
+void run_all_gather(const char* op, const Group& group, const at::Tensor& x, int64_t dim, const at::Tensor& out) {
+    // out as [world, ...]: the rows are contiguous where dim is the first one of more than one element.
+    const at::Tensor rows = out.unflatten(dim, {group.world(), x.size(dim)}).movedim(dim, 0);
+    write_to(rows, [&](const at::Tensor& place) {
+        group.run({op, Op::kAllGather, Reduction::kSum, input_beside(x, place, false), place});
+    });
+}
+
+at::Tensor all_gather(const at::Tensor& x,  // [..., n, ...] -> [..., world * n, ...]
+                      int64_t dim, int64_t world_size, std::string name) {
+    const auto group = group_of(kAllGatherOp, x, name, world_size);
+    dim = dim_of(kAllGatherOp, x, dim);
+    const at::Tensor out = at::empty(gathered_shape(x, dim, world_size), x.options());
+    run_all_gather(kAllGatherOp, *group, x, dim, out);
+    return out;
+}
+
+void all_gather_out(const at::Tensor& out,  // [..., world * n, ...]
+                    const at::Tensor& x,    // [..., n, ...]
+                    int64_t dim, int64_t world_size, std::string name) {
+    const auto group = group_of(kAllGatherOut, x, name, world_size);
+    dim = dim_of(kAllGatherOut, x, dim);
+    check_out(kAllGatherOut, out, x, gathered_shape(x, dim, world_size));
+    run_all_gather(kAllGatherOut, *group, x, dim, out);
+    note_write(out);
+}
+
+// Shapes alone, for torch.compile and fake tensors.
+at::Tensor all_reduce_meta(const at::Tensor& x, std::string, std::string) {
+    return at::empty_symint(x.sym_sizes(), x.options());
+}
+at::Tensor reduce_scatter_meta(const at::Tensor& x, int64_t dim, int64_t world_size, std::string, std::string) {
+    dim = dim_of(kReduceScatterOp, x, dim);
+    std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+    TORCH_CHECK_VALUE((shape[dim] % world_size).sym_eq(0).expect_true(__FILE__, __LINE__), kReduceScatterOp,
+                      ": expected x of a size in dim ", dim, " that ", world_size, " ranks can share, got ",
+                      shape[dim]);
+    shape[dim] = shape[dim] / world_size;
+    return at::empty_symint(shape, x.options());
+}
+at::Tensor all_gather_meta(const at::Tensor& x, int64_t dim, int64_t world_size, std::string) {
+    std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+    shape[dim_of(kAllGatherOp, x, dim)] *= world_size;
+    return at::empty_symint(shape, x.options());
+}
+void check_out_meta(const char* op, const at::Tensor& out, const at::Tensor& x) {
+    check_dtype(op, "out", out, x.scalar_type());
+    check_device(op, "out", out, x.device());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
+    m.impl(kAllReduceOp, all_reduce);
+    m.impl(kAllReduceInplace, all_reduce_inplace);
+    m.impl(kAllReduceOut, all_reduce_out);
+    m.impl(kReduceScatterOp, reduce_scatter);
+    m.impl(kReduceScatterOut, reduce_scatter_out);
+    m.impl(kAllGatherOp, all_gather);
+    m.impl(kAllGatherOut, all_gather_out);
+}
+
+TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
+    m.impl(kAllReduceOp, all_reduce_meta);
+    m.impl(kAllReduceInplace, [](const at::Tensor&, std::string, std::string) {});
+    m.impl(kAllReduceOut, [](const at::Tensor& out, const at::Tensor& x, std::string, std::string) {
+        check_out_meta(kAllReduceOut, out, x);
+    });
+    m.impl(kReduceScatterOp, reduce_scatter_meta);
+    m.impl(kReduceScatterOut, [](const at::Tensor& out, const at::Tensor& x, int64_t, int64_t, std::string,
+                                 std::string) { check_out_meta(kReduceScatterOut, out, x); });
+    m.impl(kAllGatherOp, all_gather_meta);
+    m.impl(kAllGatherOut, [](const at::Tensor& out, const at::Tensor& x, int64_t, int64_t, std::string) {
+        check_out_meta(kAllGatherOut, out, x);
+    });
+}
+
+TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
+    m.impl(kAllReduceOp, all_reduce_autograd);
+    m.impl(kReduceScatterOp, reduce_scatter_autograd);
+    m.impl(kAllGatherOp, all_gather_autograd);
+    for (const char* name : {kAllReduceInplace, kAllReduceOut, kReduceScatterOut, kAllGatherOut}) {
+        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    }
+}
+
+}  // namespace te_graph::collectives

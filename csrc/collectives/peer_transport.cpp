@@ -1,0 +1,206 @@
+#include "collectives/peer_transport.h"
+
+#ifdef TE_GRAPH_CUDA
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <mutex>
+#include <sstream>
+
+#include "collectives/element_of.h"
+#include "collectives/stream_chain.h"
+#include "collectives/watchdog.h"
+
+namespace te_graph::collectives {
+namespace {
+
+std::string message_of(const std::string& group, int rank, double timeout, const Record& record) {
+    std::ostringstream text;
+    text << "group " << group << " was given up on rank " << rank;
+    if (record.expected != 0) {
+        text << " in operation " << sequence_of(record.expected) << ", " << describe(unpack(record.expected));
+    }
+    text << ": ";
+    switch (record.failure) {
+        case Failure::kTimeout:
+            text << "nothing came from rank " << record.peer << " within " << timeout << " s";
+            break;
+        case Failure::kMismatch:
+            text << "rank " << record.peer << " is at " << describe(unpack(record.seen)) << " in the same place";
+            break;
+        case Failure::kTwoKernels:
+            text << "two operations of the group ran on one GPU at the same time; order their streams, or replay "
+                    "graphs that hold them on one stream";
+            break;
+        case Failure::kToldByPeer:
+            text << "rank " << record.peer << " gave up first, its own error says why";
+            break;
+        default:
+            text << "abort() was called";
+    }
+    return text.str();
+}
+
+}  // namespace
+
+struct PeerTransport::State {
+    State(std::string name, PeerMemory slab, PeerOptions wishes)
+        : group(std::move(name)), memory(std::move(slab)), options(wishes) {
+        const c10::cuda::CUDAGuard guard(memory.slab.device());
+        control =
+            at::zeros({static_cast<int64_t>(sizeof(Control) / sizeof(float))}, memory.slab.options().dtype(at::kFloat));
+        record_memory =
+            at::empty({static_cast<int64_t>(sizeof(Record))}, at::TensorOptions(at::kByte).pinned_memory(true));
+        record = new (record_memory.data_ptr()) Record{};
+
+        peers.rank = memory.rank;
+        peers.world = static_cast<int32_t>(memory.places.size());
+        peers.half_bytes = (memory.inbox_bytes - static_cast<int64_t>(sizeof(Mailbox))) / 2 / kLineBytes * kLineBytes;
+        peers.control = static_cast<Control*>(control.data_ptr());
+        peers.record = record;
+        for (int p = 0; p < peers.world; ++p) {
+            char* const place = reinterpret_cast<char*>(memory.places[p]);
+            peers.mailbox[p] = reinterpret_cast<Mailbox*>(place);
+            peers.inbox[p] = place + sizeof(Mailbox);
+        }
+
+        // Lines of whoever had this memory before must not look like ours.
+        memory.slab.narrow(0, 0, memory.inbox_bytes).zero_();
+        Control start{};
+        start.state = 1ull << kSequenceShift;
+        start.traps = options.traps;
+        start.timeout_ns = nanoseconds(options.timeout);
+        C10_CUDA_CHECK(cudaMemcpy(peers.control, &start, sizeof(start), cudaMemcpyHostToDevice));
+        C10_CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
+        C10_CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    ~State() { C10_CUDA_CHECK_WARN(cudaStreamDestroy(side)); }
+
+    static uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
+
+    // To the device without waiting for its kernels.
+    void write(void* place, const void* value, size_t bytes) {
+        const c10::cuda::CUDAGuard guard(memory.slab.device());
+        C10_CUDA_CHECK(cudaMemcpyAsync(place, value, bytes, cudaMemcpyHostToDevice, side));
+        C10_CUDA_CHECK(cudaStreamSynchronize(side));
+    }
+
+    void launch(const Operation& operation, cudaStream_t stream) {
+        const int64_t world = peers.world, bytes = static_cast<int64_t>(operation.input.nbytes());
+        const Split split = split_of(operation.op, bytes, peers.world, peers.half_bytes, options.tuning);
+        const auto* const input = static_cast<const char*>(operation.input.const_data_ptr());
+        auto* const out = static_cast<char*>(operation.out.data_ptr());
+        // What each rank's line covers: of an all-reduce in two steps as many pieces as ranks.
+        const int64_t pieces = split.steps == Steps::kReduceSend ? world : 1;
+        const int64_t most = split.lines_per_launch * kLineData * pieces;
+        const int64_t whole = operation.op == Op::kReduceScatter ? bytes / world : bytes;
+        for (int64_t begin = 0; begin < whole; begin += most) {
+            const int64_t size = std::min(most, whole - begin);
+            LineJob job{};
+            job.lines = (lines_in(size) + pieces - 1) / pieces;
+            job.steps = split.steps;
+            job.element = element_of(operation.input.scalar_type());
+            job.reduction = operation.reduction;
+            job.signature = pack(operation.signature());
+            job.launch = launches = launches % kMaxLaunchId + 1;
+            job.blocks = blocks_for(job.lines, options.tuning.blocks);
+            switch (operation.op) {
+                case Op::kReduceScatter:
+                    job.input = {input + begin, bytes - begin, whole, size};
+                    job.out = {out + begin, size, 0, size};
+                    break;
+                case Op::kAllGather:
+                    job.input = {input + begin, size, 0, size};
+                    job.out = {out + begin, world * whole - begin, whole, size};
+                    break;
+                case Op::kAllReduce:
+                    const int64_t piece = pieces == 1 ? size : job.lines * kLineData;
+                    const int64_t stride = pieces == 1 ? 0 : piece;
+                    job.input = {input + begin, size, stride, piece};
+                    job.out = {out + begin, size, stride, piece};
+            }
+            C10_CUDA_CHECK(launch_lines(peers, job, stream));
+        }
+    }
+
+    const std::string group;
+    const PeerMemory memory;
+    PeerOptions options;
+    at::Tensor control, record_memory;
+    Record* record;
+    Peers peers{};
+    cudaStream_t side = nullptr;
+    int32_t launches = 0;
+    StreamChain chain;
+    std::mutex mutex;
+    std::unique_ptr<Watchdog> watchdog;
+};
+
+PeerTransport::PeerTransport(std::string group, PeerMemory memory, PeerOptions options)
+    : state_(std::make_unique<State>(std::move(group), std::move(memory), options)) {
+    if (options.watchdog > 0) {
+        state_->watchdog = std::make_unique<Watchdog>(state_->record, options.watchdog, [state = state_.get()] {
+            return message_of(state->group, state->peers.rank, state->options.timeout, *state->record);
+        });
+    }
+}
+PeerTransport::~PeerTransport() = default;
+
+void PeerTransport::run(const Operation& operation) {
+    check(operation.name);
+    const std::lock_guard lock(state_->mutex);
+    const c10::cuda::CUDAGuard guard(state_->memory.slab.device());
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    state_->chain.enter(stream);
+    state_->launch(operation, stream);
+    state_->chain.leave(stream);
+}
+
+void PeerTransport::check(const char* op) {
+    if (static_cast<volatile Record*>(state_->record)->is_set == 0) return;
+    if (state_->watchdog) state_->watchdog->acknowledge();
+    TORCH_CHECK(false, op, ": ",
+                message_of(state_->group, state_->peers.rank, state_->options.timeout, *state_->record));
+}
+
+void PeerTransport::abort() {
+    const std::lock_guard lock(state_->mutex);
+    auto& record = *static_cast<volatile Record*>(state_->record);
+    if (record.is_set != 0) return;
+    const float failed = 1;
+    const int32_t claimed = 1;
+    state_->write(&state_->peers.control->is_claimed, &claimed, sizeof(claimed));
+    state_->write(&state_->peers.control->failed, &failed, sizeof(failed));
+    record.failure = Failure::kAborted;
+    record.is_set = 1;
+    const uint64_t told = 1 + static_cast<uint64_t>(state_->peers.rank);
+    for (int p = 0; p < state_->peers.world; ++p) {
+        state_->write(&state_->peers.mailbox[p]->abort, &told, sizeof(told));
+    }
+}
+
+void PeerTransport::set_timeout(double seconds) {
+    const std::lock_guard lock(state_->mutex);
+    state_->options.timeout = seconds;
+    const uint64_t timeout_ns = State::nanoseconds(seconds);
+    state_->write(&state_->peers.control->timeout_ns, &timeout_ns, sizeof(timeout_ns));
+}
+
+at::Tensor PeerTransport::found_inf() const {
+    return state_->control.narrow(0, offsetof(Control, failed) / sizeof(float), 1);
+}
+
+void PeerTransport::set_tuning(const Tuning& tuning) {
+    const std::lock_guard lock(state_->mutex);
+    state_->options.tuning = tuning;
+}
+Tuning PeerTransport::tuning() const { return state_->options.tuning; }
+
+}  // namespace te_graph::collectives
+
+#endif

@@ -1,0 +1,38 @@
+// Formula: reduce_rows.h. Grid: blocks of 256 threads, an element per thread and turn.
+// Bytes per element: read once per row, written once. Determinism: the order is that of the rows.
+#include <algorithm>
+
+#include "collectives/element.cuh"
+#include "collectives/reduce_rows.h"
+
+namespace te_graph::collectives {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMostBlocks = 1024;
+
+template <typename T, Reduction kReduction>
+__global__ void __launch_bounds__(kThreads)
+    reduce_rows_kernel(const T* rows /* [ranks, columns] */, T* out /* [columns] */, int64_t columns, int ranks) {
+    const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < columns; i += step) {
+        float sum = multi_tensor::widen(rows[i]);
+        for (int row = 1; row < ranks; ++row) {
+            sum = join<kReduction>(sum, multi_tensor::widen(rows[row * columns + i]));
+        }
+        out[i] = multi_tensor::narrow<T>(sum);
+    }
+}
+
+}  // namespace
+
+cudaError_t launch_reduce_rows(const Rows& rows, cudaStream_t stream) {
+    const auto blocks = static_cast<int>(std::clamp<int64_t>((rows.columns + kThreads - 1) / kThreads, 1, kMostBlocks));
+    return with_reduction(rows.element, rows.reduction, [&]<typename T, Reduction kReduction>() {
+        reduce_rows_kernel<T, kReduction><<<blocks, kThreads, 0, stream>>>(
+            static_cast<const T*>(rows.rows), static_cast<T*>(rows.out), rows.columns, rows.ranks);
+        return cudaGetLastError();
+    });
+}
+
+}  // namespace te_graph::collectives

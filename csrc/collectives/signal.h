@@ -1,0 +1,101 @@
+// The two words that collectives agree by, as plain functions: the state of a rank, which all blocks of a kernel count
+// themselves in and out of, and the flag that travels with data. No Torch.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define TE_GRAPH_ANYWHERE __host__ __device__
+#else
+#define TE_GRAPH_ANYWHERE
+#endif
+
+namespace te_graph::collectives {
+
+constexpr int kMaxRanks = 8;
+constexpr int kMaxBlocks = 128;
+constexpr int kMaxLaunchId = 1023;
+
+enum class Op : uint8_t { kAllReduce, kReduceScatter, kAllGather };
+enum class Reduction : uint8_t { kSum, kMax };
+
+// The flag of an operation: its sequence number and its signature, so that whoever waits sees that a peer is at another
+// operation, and at which one.
+//
+//     63 ...... 37   36 35   34          33 ... 28   27 ..................... 0
+//     sequence       op      reduction   dtype       numel, modulo 2^28 - 57
+//
+// The modulus is prime, so numbers of elements that differ by a power of two differ here.
+constexpr int kSequenceBits = 27;
+constexpr int kSignatureBits = 64 - kSequenceBits;
+constexpr uint64_t kNumelModulus = (1ull << 28) - 57;
+
+struct Signature {
+    Op op;
+    Reduction reduction;
+    uint8_t dtype;  // any number below 64 that ranks agree on: c10::ScalarType
+    int64_t numel;  // of the whole operation, whatever part of it a launch does
+
+    constexpr bool operator==(const Signature&) const = default;
+};
+
+TE_GRAPH_ANYWHERE constexpr uint64_t pack(const Signature& signature) {
+    return static_cast<uint64_t>(signature.op) << 35 | static_cast<uint64_t>(signature.reduction) << 34 |
+           static_cast<uint64_t>(signature.dtype & 63) << 28 | static_cast<uint64_t>(signature.numel) % kNumelModulus;
+}
+TE_GRAPH_ANYWHERE constexpr Signature unpack(uint64_t flag) {
+    return {static_cast<Op>(flag >> 35 & 3), static_cast<Reduction>(flag >> 34 & 1),
+            static_cast<uint8_t>(flag >> 28 & 63), static_cast<int64_t>(flag & ((1ull << 28) - 1))};
+}
+TE_GRAPH_ANYWHERE constexpr uint64_t flag_of(uint64_t sequence, uint64_t signature) {
+    return sequence << kSignatureBits | signature;
+}
+TE_GRAPH_ANYWHERE constexpr uint64_t sequence_of(uint64_t flag) { return flag >> kSignatureBits; }
+// Of the same operation of the sequence, but another one by kind or size.
+TE_GRAPH_ANYWHERE constexpr bool is_other_operation(uint64_t expected, uint64_t seen) {
+    return expected != seen && sequence_of(expected) == sequence_of(seen);
+}
+
+// The state of a rank. Each block of a kernel adds arrival() before it does anything and departure() when it is done; what
+// all blocks of a kernel add comes to exactly one more sequence number, so nothing is ever reset and the next kernel finds
+// the next number, whatever its grid.
+//
+//     63 ...... 37   36 ..... 28   27 .... 19   18 ........ 0
+//     sequence       departed      inside       launch, signed
+//
+// A departed block counts 2^9 / blocks, so that the last one carries into the sequence: the number of blocks is a power of
+// two. In the lowest field each block but the last adds its launch's number n, and the last one -(blocks - 1) n. So a
+// block that arrives while blocks of another kernel are inside finds a sum that its own launch cannot have left: two
+// kernels of a group at once on one GPU, which is what two streams without an order between them come to.
+constexpr int kLaunchBits = 19;
+constexpr int kInsideBits = 9;
+constexpr int kDepartedBits = 9;
+constexpr int kSequenceShift = kLaunchBits + kInsideBits + kDepartedBits;
+static_assert(kSequenceShift == kSignatureBits);
+static_assert(2 * (kMaxBlocks - 1) * kMaxLaunchId < 1 << (kLaunchBits - 1) && kMaxBlocks < 1 << (kInsideBits - 1));
+
+TE_GRAPH_ANYWHERE constexpr uint64_t arrival(int block, int blocks, int launch) {
+    const int64_t part = block < blocks - 1 ? launch : -static_cast<int64_t>(blocks - 1) * launch;
+    return (1ull << kLaunchBits) + static_cast<uint64_t>(part);
+}
+TE_GRAPH_ANYWHERE constexpr uint64_t departure(int blocks) {
+    return (1ull << (kSequenceShift - kDepartedBits)) * ((1u << kDepartedBits) / blocks) - (1ull << kLaunchBits);
+}
+
+struct Arrived {
+    uint64_t sequence;
+    bool is_alone;  // no block of another kernel has been seen
+};
+// What a block that found `state` when it arrived knows.
+TE_GRAPH_ANYWHERE constexpr Arrived read_state(uint64_t state, int blocks, int launch) {
+    constexpr int kUpper = 64 - kLaunchBits;
+    const int64_t sum = static_cast<int64_t>(state << kUpper) >> kUpper;
+    const uint64_t rest = state - static_cast<uint64_t>(sum);
+    const auto inside = static_cast<int64_t>(rest >> kLaunchBits & ((1u << kInsideBits) - 1));
+    const auto share = static_cast<int64_t>(rest >> (kLaunchBits + kInsideBits) & ((1u << kDepartedBits) - 1));
+    const int64_t arrived = inside + share * blocks / (1 << kDepartedBits);
+    const bool is_own = sum == arrived * launch || sum == (arrived - blocks) * launch;
+    return {rest >> kSequenceShift, arrived < blocks && is_own};
+}
+
+}  // namespace te_graph::collectives

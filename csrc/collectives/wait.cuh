@@ -1,0 +1,106 @@
+// How a kernel of a group begins and ends, and how its waiting ends when nobody comes.
+#pragma once
+
+#include "collectives/peers.h"
+
+namespace te_graph::collectives {
+
+__device__ inline uint64_t now_ns() {
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
+
+__device__ inline uint64_t load_relaxed(const uint64_t* place) {
+    uint64_t value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
+    return value;
+}
+__device__ inline void store_relaxed(uint64_t* place, uint64_t value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
+}
+
+// Gives the group up: the first thread that comes writes the record, and all peers are told.
+__device__ inline __noinline__ void give_up(const Peers& peers, Failure failure, int peer, uint64_t expected,
+                                            uint64_t seen) {
+    if (atomicExch(&peers.control->is_claimed, 1) != 0) return;
+    *const_cast<volatile float*>(&peers.control->failed) = 1.0f;
+    volatile Record& record = *peers.record;
+    record.failure = failure;
+    record.peer = peer;
+    record.expected = expected;
+    record.seen = seen;
+    __threadfence_system();
+    record.is_set = 1;
+    for (int p = 0; p < peers.world; ++p) store_relaxed(&peers.mailbox[p]->abort, 1 + peers.rank);
+    if (peers.control->traps) {
+        __threadfence_system();
+        __trap();
+    }
+}
+
+// The part of a block in an operation. All threads of the block call begin() and end().
+class Turn {
+public:
+    __device__ Turn(const Peers& peers, uint64_t signature, int launch) : peers_(peers) {
+        __shared__ uint64_t flag;
+        __shared__ bool failed;
+        if (threadIdx.x == 0) {
+            // Both loads are under way at once.
+            const auto state = reinterpret_cast<unsigned long long*>(&peers.control->state);
+            const uint64_t told = load_relaxed(&peers.mailbox[peers.rank]->abort);
+            const Arrived arrived =
+                read_state(atomicAdd(state, arrival(blockIdx.x, gridDim.x, launch)), gridDim.x, launch);
+            flag = flag_of(arrived.sequence, signature);
+            failed = told != 0 || !arrived.is_alone;
+            if (!arrived.is_alone) give_up(peers, Failure::kTwoKernels, peers.rank, flag, 0);
+            if (told != 0) give_up(peers, Failure::kToldByPeer, static_cast<int>(told - 1), flag, 0);
+        }
+        __syncthreads();
+        flag_ = flag;
+        failed_ = failed;
+    }
+
+    __device__ uint64_t flag() const { return flag_; }
+    __device__ int64_t half() const { return (sequence_of(flag_) & 1) * peers_.half_bytes; }
+    __device__ bool failed() const { return failed_; }
+
+    // Whether this warp goes on waiting; called by all its lanes. `awaited`: the lane waits for `seen`, a flag of `peer`.
+    __device__ bool goes_on(bool awaited, uint64_t seen, int peer) {
+        if (awaited && is_other_operation(flag_, seen)) {
+            give_up(peers_, Failure::kMismatch, peer, flag_, seen);
+            failed_ = true;
+        }
+        if (++rounds_ % kRoundsPerLook == 0) {
+            if (start_ns_ == 0) start_ns_ = now_ns();
+            const uint64_t told = load_relaxed(&peers_.mailbox[peers_.rank]->abort);
+            const auto timeout = *const_cast<volatile uint64_t*>(&peers_.control->timeout_ns);
+            if (told != 0) {
+                give_up(peers_, Failure::kToldByPeer, static_cast<int>(told - 1), flag_, seen);
+                failed_ = true;
+            } else if (awaited && now_ns() - start_ns_ > timeout) {
+                give_up(peers_, Failure::kTimeout, peer, flag_, seen);
+                failed_ = true;
+            }
+        }
+        return !(failed_ = __any_sync(~0u, failed_));
+    }
+
+    __device__ void end() const {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const auto state = reinterpret_cast<unsigned long long*>(&peers_.control->state);
+            atomicAdd(state, departure(gridDim.x));
+        }
+    }
+
+private:
+    static constexpr unsigned kRoundsPerLook = 256;
+    const Peers& peers_;
+    uint64_t flag_;
+    uint64_t start_ns_ = 0;
+    unsigned rounds_ = 0;
+    bool failed_;
+};
+
+}  // namespace te_graph::collectives

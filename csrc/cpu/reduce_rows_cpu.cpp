@@ -1,0 +1,39 @@
+// Sums of rows on the CPU, with the bits of the kernels but for the payloads of NaNs.
+#include "collectives/reduce_rows.h"
+#include "cpu/element.h"
+
+namespace te_graph::collectives {
+namespace {
+
+using multi_tensor::BFloat16;
+using multi_tensor::Float16;
+
+float join(Reduction reduction, float a, float b) {
+    if (reduction == Reduction::kSum) return a + b;
+    if (a != a || b != b) return a != a ? a : b;
+    if (a == b) return std::signbit(a) ? b : a;  // +0 is above -0
+    return a > b ? a : b;
+}
+
+template <typename T>
+void reduce(const Rows& work) {
+    const auto* const rows = static_cast<const T*>(work.rows);
+    auto* const out = static_cast<T*>(work.out);
+    for (int64_t i = 0; i < work.columns; ++i) {
+        float sum = multi_tensor::widen(rows[i]);
+        for (int row = 1; row < work.ranks; ++row) {
+            sum = join(work.reduction, sum, multi_tensor::widen(rows[row * work.columns + i]));
+        }
+        out[i] = multi_tensor::narrow<T>(sum);
+    }
+}
+
+}  // namespace
+
+void reduce_rows_cpu(const Rows& rows) {
+    if (rows.element == Element::kFloat16) return reduce<Float16>(rows);
+    if (rows.element == Element::kBFloat16) return reduce<BFloat16>(rows);
+    reduce<float>(rows);
+}
+
+}  // namespace te_graph::collectives

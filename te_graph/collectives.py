@@ -1,0 +1,81 @@
+"""Collectives over a `PeerGroup`: thin wrappers of torch.ops.te_graph.*, for eager code, captures and traces alike.
+
+All of them read x wherever it lies and write ordinary memory. A GPU's sums are taken in fp32 in the order of the ranks
+and rounded once, so all ranks find the same bits, at any size. Gradients are those of a loss that is the sum of all
+ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention.
+
+Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group was
+given up, with the rank, the operation and its number.
+
+Stream and capture: on the current stream; the functional forms allocate their result, all allocate copies of tensors
+that are not contiguous; no host sync. A replay overwrites the results.
+"""
+
+import torch
+from torch import Tensor
+
+from te_graph.peer_group import PeerGroup
+
+
+def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
+    """The sum, or largest, of all ranks' x.
+
+    Args:
+        x: [...], fp32, fp16 or bf16, of the same shape and dtype on all ranks.
+        group: of ranks; x is on its device.
+        reduction: "sum"; for fp32 also "max", which passes NaN on and has no gradient.
+
+    Returns:
+        [...], new and contiguous, of x's dtype.
+    """
+    return torch.ops.te_graph.all_reduce.default(x, group.name, reduction)
+
+
+def all_reduce_(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
+    """`all_reduce` into x [...] itself, which is returned. No gradients."""
+    torch.ops.te_graph.all_reduce_.default(x, group.name, reduction)
+    return x
+
+
+def all_reduce_out(out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum") -> None:
+    """`all_reduce` into out [...], of x's shape and dtype. No gradients."""
+    torch.ops.te_graph.all_reduce_out.default(out, x, group.name, reduction)
+
+
+def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> Tensor:
+    """This rank's part, along a dimension, of the sum or the largest of all ranks' x.
+
+    Args:
+        x: [..., world_size * n, ...], fp32, fp16 or bf16, of the same shape and dtype on all ranks.
+        group: of ranks; x is on its device.
+        dim: that is divided. Other dimensions than the first one cost a copy.
+        reduction: as of `all_reduce`.
+
+    Returns:
+        [..., n, ...], new and contiguous, of x's dtype.
+    """
+    return torch.ops.te_graph.reduce_scatter.default(x, dim, group.world_size, group.name, reduction)
+
+
+def reduce_scatter_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> None:
+    """`reduce_scatter` into out [..., n, ...], of x's dtype. No gradients."""
+    torch.ops.te_graph.reduce_scatter_out.default(out, x, dim, group.world_size, group.name, reduction)
+
+
+def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:
+    """All ranks' x, one behind the other along a dimension.
+
+    Args:
+        x: [..., n, ...], any dtype, of the same shape and dtype on all ranks.
+        group: of ranks; x is on its device.
+        dim: along which they are joined. Other dimensions than the first one cost a copy.
+
+    Returns:
+        [..., world_size * n, ...], new and contiguous, of x's dtype.
+    """
+    return torch.ops.te_graph.all_gather.default(x, dim, group.world_size, group.name)
+
+
+def all_gather_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0) -> None:
+    """`all_gather` into out [..., world_size * n, ...], of x's dtype. No gradients."""
+    torch.ops.te_graph.all_gather_out.default(out, x, dim, group.world_size, group.name)

@@ -1,0 +1,302 @@
+"""Groups of ranks for collectives that capture, replay and tracing cannot break."""
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.agreement import Agreement
+
+logger = logging.getLogger("te_graph")
+
+MAX_PEERS = 8
+MIN_INBOX_BYTES = 1 << 20
+SLAB_BYTES = 256 << 20
+# For set-up and teardown, where a rank that is missing will not come.
+PATIENCE = 120.0
+
+_open_groups: "weakref.WeakSet[PeerGroup]" = weakref.WeakSet()
+
+
+class PeerGroup:
+    """Ranks that all_reduce, reduce_scatter and all_gather together, found by these ops through its name.
+
+    On GPUs of one host kernels write straight into the memory of the others; elsewhere, on CPUs, or where
+    TE_GRAPH_PEER=0, data goes through the process group. The numbers are the same: sums are taken in fp32, in the order
+    of the ranks, and rounded once, whatever the size, the algorithm or the transport, so all ranks and runs find the
+    same bits.
+
+    An op decides when it runs, in C++, on what is true at replay too. There is nothing to register, nothing to enter
+    before a capture, and traces hold the group's name alone, so it has to be there, under the same name, when they run.
+
+    Args:
+        process_group: of torch.distributed; the default one if None. All of its ranks construct the group, in the same
+            order among its groups.
+        slab_bytes: memory of each GPU that its peers write into. Larger operations go through it in parts.
+        timeout: seconds that an operation waits for a peer.
+        on_timeout: "raise": outputs become NaN, `found_inf` 1, and the next op or `check` raises; "trap": the CUDA
+            context ends at once.
+        watchdog: seconds after which a process that has not looked at a failure is ended, with the message on stderr;
+            0 for never.
+        device: where tensors are; the current GPU if the process group serves GPUs, else the CPU.
+        name: what ops find the group by; the process group's name if None, with a number for its second group.
+
+    Raises:
+        ValueError: an argument is none of the above, or the name is taken.
+        RuntimeError: set-up failed on a rank; the same error on all ranks, within two minutes.
+
+    Stream and capture: construction synchronizes and must not be captured. Ops allocate their result and nothing else,
+    and do not synchronize. All operations of a group run one after the other: across streams they are ordered where one
+    capture, or no capture, has them both; replays on two streams at once are an error that ops report.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        slab_bytes: int = SLAB_BYTES,
+        timeout: float = 600.0,
+        on_timeout: str = "raise",
+        watchdog: float = 30.0,
+        device: torch.device | str | int | None = None,
+        name: str | None = None,
+    ) -> None:
+        process_group = process_group if process_group is not None else dist.group.WORLD
+        if process_group is None:
+            raise ValueError("PeerGroup: expected torch.distributed to be initialized, or a process_group")
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ValueError(f"PeerGroup: expected a process_group that this rank is in, got {process_group!r}")
+        _check_options(slab_bytes, timeout, on_timeout, watchdog)
+        self.process_group = process_group
+        self.rank, self.world_size = process_group.rank(), process_group.size()
+        self.device = _device_of(process_group, device)
+        self.timeout, self.on_timeout, self.watchdog = float(timeout), on_timeout, float(watchdog)
+        self._agreement = Agreement(process_group, process_group.group_name, PATIENCE)
+        number = self._agreement.number
+        self.name = name or process_group.group_name + (f".{number}" if number > 1 else "")
+        self.slab_bytes = slab_bytes
+        self._slab: Tensor | None = None  # [slab_bytes] uint8
+        self._mapping: Any = None
+        self._handle = self._set_up()
+        _open_groups.add(self)
+
+    @property
+    def uses_peers(self) -> bool:
+        """Whether kernels write into peers' memory; else data goes through the process group."""
+        return self._slab is not None
+
+    @property
+    def found_inf(self) -> Tensor:
+        """[1] fp32 on the device: 0, or 1 once the group was given up. For optimizers that are captured.
+
+        Raises:
+            RuntimeError: `uses_peers` is False.
+        """
+        return self._handle.found_inf()
+
+    def check(self) -> None:
+        """Raise if the group was given up: which rank, which operation, what was expected and seen. No host sync.
+
+        Raises:
+            RuntimeError: the group was given up, or closed.
+        """
+        self._handle.check("PeerGroup.check")
+
+    def abort(self) -> None:
+        """Give the group up: operations that wait end, here and on all peers, and ops raise from now on."""
+        self._handle.abort()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Change the time that operations wait for a peer, those in graphs and those under way included."""
+        _check_options(self.slab_bytes, seconds, self.on_timeout, self.watchdog)
+        self._handle.set_timeout(seconds)
+        self.timeout = float(seconds)
+
+    def close(self) -> None:
+        """Wait for all work and all ranks, and give memory back. Graphs that hold operations must not be replayed after.
+
+        Without a rank that has died; ops with the group's name raise from now on.
+        """
+        if self not in _open_groups:
+            return
+        _open_groups.discard(self)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        # A rank that died cannot come; the memory of those that live stays mapped until they are done.
+        with contextlib.suppress(RuntimeError):
+            self._agreement.wait("closing the group")
+        self._release()
+
+    def __enter__(self) -> "PeerGroup":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        way = "peers" if self.uses_peers else "process group" if self.world_size > 1 else "one rank"
+        return f"PeerGroup({self.name!r}, rank {self.rank} of {self.world_size}, {self.device}, {way})"
+
+    def _release(self) -> None:
+        self._handle.close()
+        self._mapping = self._slab = None
+
+    def _set_up(self) -> Any:
+        agree = self._agreement
+        facts = agree.step("looking for peers", self._facts)
+        _check_alike(facts)
+        if self.world_size == 1:
+            return _C.GroupHandle.alone(self.name, self.device)
+        reason = _why_not_peers(facts)
+        if reason is None:
+            reason = self._map_peers()
+        if reason is not None:
+            if self.device.type == "cuda":
+                logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
+        opened = self._open_on_peers if reason is None else self._open_on_process_group
+        handles: list[Any] = []
+        agree.step("opening the group", lambda: handles.append(opened()))
+        return handles[0]
+
+    def _facts(self) -> dict[str, Any]:
+        facts = {
+            "options": (self.slab_bytes, self.on_timeout, self.device.type),
+            "name": self.name,
+            "host": (socket.gethostname(), _boot_id()),
+            "wants_peers": os.environ.get("TE_GRAPH_PEER", "1") != "0",
+            "gpu": None,
+        }
+        if self.device.type == "cuda":
+            facts["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
+        return facts
+
+    def _open_on_process_group(self) -> Any:
+        return _C.GroupHandle.on_process_group(
+            self.name, self.process_group.group_name, self.rank, self.world_size, self.device, self.timeout
+        )
+
+    def _open_on_peers(self) -> Any:
+        return _C.GroupHandle.on_peers(
+            self.name,
+            self._slab,
+            list(self._mapping.buffer_ptrs),
+            self.slab_bytes,
+            self.rank,
+            self.timeout,
+            self.on_timeout == "trap",
+            self.watchdog,
+        )
+
+    def _map_peers(self) -> str | None:
+        """Allocate the slab and map those of the peers. Returns why that is not possible, the same on all ranks."""
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        def allocate() -> None:
+            self._slab = symmetric_memory.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
+
+        def connect() -> None:
+            self._mapping = symmetric_memory.rendezvous(self._slab, self.process_group.group_name)
+
+        agree = self._agreement
+        agree.step("allocating the slab", allocate)
+        agree.step("mapping the slabs of peers", connect)
+        agree.step("writing to peers", self._write_to_peers)
+        troubles = [trouble for trouble in agree.step("reading what peers wrote", self._read_from_peers) if trouble]
+        if troubles:
+            self._mapping = self._slab = None
+            return troubles[0]
+        return None
+
+    def _write_to_peers(self) -> None:
+        for peer in range(self.world_size):
+            self._mapping.get_buffer(peer, (1,), torch.int64, self.rank).fill_(_token(self.rank, peer))
+        torch.cuda.synchronize(self.device)
+
+    def _read_from_peers(self) -> str | None:
+        found = self._slab[: 8 * self.world_size].view(torch.int64).tolist()
+        for peer, token in enumerate(found):
+            if token != _token(peer, self.rank):
+                return f"what rank {peer} wrote did not come to rank {self.rank}"
+        return None
+
+
+def _token(source: int, destination: int) -> int:
+    return 0x7E69_0000_0000 + source * 256 + destination
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | int | None) -> torch.device:
+    kinds = {kind.type for kind in process_group._device_types}
+    if device is None:
+        # gloo says that it serves GPUs, too, and is meant for CPUs.
+        serves_gpus = "cuda" in kinds and process_group._get_backend(torch.device("cuda")).name() != "gloo"
+        device = "cuda" if serves_gpus else "cpu"
+    device = torch.device(device)
+    if device.type not in kinds:
+        raise ValueError(
+            f"PeerGroup: expected a device that the process group serves ({', '.join(sorted(kinds))}), got {device}"
+        )
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_options(slab_bytes: int, timeout: float, on_timeout: str, watchdog: float) -> None:
+    if slab_bytes < MIN_INBOX_BYTES:
+        raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_INBOX_BYTES}, got {slab_bytes}")
+    if not 0 < timeout < 1e9:
+        raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {timeout}")
+    if on_timeout not in ("raise", "trap"):
+        raise ValueError(f"PeerGroup: expected on_timeout 'raise' or 'trap', got {on_timeout!r}")
+    if watchdog < 0:
+        raise ValueError(f"PeerGroup: expected watchdog in seconds, 0 for none, got {watchdog}")
+
+
+def _check_alike(facts: list[dict[str, Any]]) -> None:
+    for what in ("options", "name"):
+        for rank, fact in enumerate(facts):
+            if fact[what] != facts[0][what]:
+                raise RuntimeError(
+                    f"PeerGroup: expected the same {what} on all ranks, got {facts[0][what]} on rank 0 and "
+                    f"{fact[what]} on rank {rank}"
+                )
+
+
+def _why_not_peers(facts: list[dict[str, Any]]) -> str | None:
+    """Why kernels cannot write to all ranks; what is known before anything is tried."""
+    if any(fact["gpu"] is None for fact in facts):
+        return "tensors are on the CPU"
+    for rank, fact in enumerate(facts):
+        if not fact["wants_peers"]:
+            return f"TE_GRAPH_PEER=0 on rank {rank}"
+        if fact["host"] != facts[0]["host"]:
+            return f"rank {rank} is on another host than rank 0"
+    if len(facts) > MAX_PEERS:
+        return f"{len(facts)} ranks, and kernels know {MAX_PEERS}"
+    if len({fact["gpu"] for fact in facts}) < len(facts):
+        return "two ranks share a GPU"
+    return None
+
+
+@atexit.register
+def _forget_groups() -> None:
+    """At exit nobody waits for anybody: peers may have gone."""
+    for group in list(_open_groups):
+        _open_groups.discard(group)
+        group._release()

@@ -1,0 +1,34 @@
+"""What tests of collectives share: worlds of ranks, groups, and the reference of sums."""
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import Rank
+from torch import Tensor
+
+import te_graph as tg
+
+WORLDS = [
+    pytest.param(("cpu", 1), id="gloo-1"),
+    pytest.param(("cpu", 2), id="gloo-2"),
+    pytest.param(("cpu", 3), id="gloo-3"),
+    pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
+    pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+]
+TIMEOUT = 20.0  # seconds: less than a test may take, so that a rank that waits ends with te_graph's own error
+
+
+def open_group(rank: Rank, **options: Any) -> tg.PeerGroup:
+    """A group of all ranks; on several GPUs it must be one of peers."""
+    group = tg.PeerGroup(**{"timeout": TIMEOUT, "slab_bytes": 64 << 20} | options)
+    assert group.uses_peers == (rank.world > 1 and rank.device.startswith("cuda"))
+    return group
+
+
+def reference_reduce(everybody: Tensor) -> Tensor:  # [world, ...] -> [...]
+    """The sum in fp32 in the order of the ranks, rounded once."""
+    total = everybody[0].float()
+    for x in everybody[1:]:
+        total = total + x.float()
+    return total.to(everybody.dtype)

@@ -1,0 +1,342 @@
+// The words that collectives agree by (signal.h), with kernels as random interleavings of their blocks' arrivals and
+// departures, and the sizes of their memory (lines.h).
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+#include <ostream>
+#include <vector>
+
+#include "collectives/lines.h"
+#include "collectives/signal.h"
+#include "seed.h"
+
+namespace te_graph::collectives {
+namespace {
+
+constexpr uint64_t kSequences = 1ull << kSequenceBits;
+
+Signature random_signature(std::mt19937_64& generator) {
+    return {static_cast<Op>(generator() % 3), static_cast<Reduction>(generator() % 2),
+            static_cast<uint8_t>(generator() % 64), static_cast<int64_t>(generator() % kNumelModulus)};
+}
+
+TEST(Flag, ComesApartIntoWhatItWasMadeOf) {
+    auto generator = seeded_generator();
+    for (int i = 0; i < 100000; ++i) {
+        const Signature signature = random_signature(generator);
+        const uint64_t sequence = generator() % kSequences;
+        const uint64_t flag = flag_of(sequence, pack(signature));
+        ASSERT_EQ(sequence_of(flag), sequence);
+        ASSERT_TRUE(unpack(flag) == signature) << signature.numel;
+        ASSERT_LT(pack(signature), 1ull << kSignatureBits);
+    }
+}
+
+TEST(Flag, DiffersWhereAnyPartDiffers) {
+    auto generator = seeded_generator();
+    for (int i = 0; i < 100000; ++i) {
+        const Signature signature = random_signature(generator);
+        Signature other = signature;
+        switch (generator() % 4) {
+            case 0:
+                other.op = static_cast<Op>((static_cast<int>(other.op) + 1 + generator() % 2) % 3);
+                break;
+            case 1:
+                other.reduction = other.reduction == Reduction::kSum ? Reduction::kMax : Reduction::kSum;
+                break;
+            case 2:
+                other.dtype = (other.dtype + 1 + generator() % 63) % 64;
+                break;
+            case 3:
+                other.numel = static_cast<int64_t>((other.numel + 1 + generator() % (kNumelModulus - 1)) %
+                                                   static_cast<uint64_t>(kNumelModulus));
+        }
+        ASSERT_NE(pack(signature), pack(other));
+    }
+}
+
+TEST(Flag, DiffersWhereNumbersOfElementsDifferByAPowerOfTwo) {
+    auto generator = seeded_generator();
+    for (int i = 0; i < 1000; ++i) {
+        Signature signature = random_signature(generator);
+        signature.numel = static_cast<int64_t>(1 + generator() % (1ull << (1 + generator() % 40)));
+        for (int power = 0; power < 62; ++power) {
+            Signature sum = signature, product = signature;
+            sum.numel += int64_t{1} << power;
+            ASSERT_NE(pack(signature), pack(sum)) << signature.numel << " and 2^" << power << " more";
+            if (power == 0 || signature.numel > std::numeric_limits<int64_t>::max() >> power) continue;
+            product.numel <<= power;
+            // A multiple of the modulus is one whatever it is multiplied by.
+            if (signature.numel % static_cast<int64_t>(kNumelModulus) == 0) continue;
+            ASSERT_NE(pack(signature), pack(product)) << signature.numel << " times 2^" << power;
+        }
+    }
+}
+
+TEST(Flag, AnotherOperationIsOneOfTheSameSequenceNumber) {
+    auto generator = seeded_generator();
+    for (int i = 0; i < 10000; ++i) {
+        const uint64_t signature = pack(random_signature(generator));
+        const uint64_t other = signature ^ 1ull << generator() % kSignatureBits;
+        const uint64_t sequence = generator() % kSequences, earlier = (sequence + kSequences - 2) % kSequences;
+        const uint64_t flag = flag_of(sequence, signature);
+        ASSERT_FALSE(is_other_operation(flag, flag));
+        ASSERT_TRUE(is_other_operation(flag, flag_of(sequence, other)));
+        ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, signature)));
+        ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, other)));
+    }
+}
+
+// The numbers that launches have.
+const std::vector<int>& launches() {
+    static const std::vector<int> numbers = [] {
+        std::vector<int> all(kMaxLaunchId);
+        std::iota(all.begin(), all.end(), 1);
+        return all;
+    }();
+    return numbers;
+}
+int random_launch(std::mt19937_64& generator) { return launches()[generator() % launches().size()]; }
+
+// The state of a rank as its blocks change it.
+struct State {
+    uint64_t word;
+
+    Arrived arrive(int block, int blocks, int launch) {
+        const Arrived arrived = read_state(word, blocks, launch);
+        word += arrival(block, blocks, launch);
+        return arrived;
+    }
+    void depart(int blocks) { word += departure(blocks); }
+};
+
+// A kernel whose blocks arrive in any order, some when others have departed.
+class Kernel {
+public:
+    Kernel(int blocks, int launch, std::mt19937_64& generator) : blocks_(blocks), launch_(launch) {
+        for (int block = 0; block < blocks; ++block) waiting_.push_back(block);
+        std::shuffle(waiting_.begin(), waiting_.end(), generator);
+    }
+    static Kernel random(std::mt19937_64& generator) {
+        return {1 << generator() % 8, random_launch(generator), generator};
+    }
+
+    int blocks() const { return blocks_; }
+    int launch() const { return launch_; }
+    bool has_begun() const { return waiting_.size() < static_cast<size_t>(blocks_); }
+    bool is_done() const { return waiting_.empty() && inside_ == 0; }
+    bool can_arrive() const { return !waiting_.empty(); }
+    bool can_depart() const { return inside_ > 0; }
+
+    Arrived arrive(State& state) {
+        const int block = waiting_.back();
+        waiting_.pop_back();
+        ++inside_;
+        return state.arrive(block, blocks_, launch_);
+    }
+    void depart(State& state) {
+        --inside_;
+        state.depart(blocks_);
+    }
+
+private:
+    int blocks_, launch_;
+    std::vector<int> waiting_;
+    int inside_ = 0;
+};
+
+std::ostream& operator<<(std::ostream& out, const Kernel& kernel) {
+    return out << kernel.blocks() << " blocks of launch " << kernel.launch();
+}
+
+// Runs of blocks that stay inside for long, or leave at once.
+class Pace {
+public:
+    explicit Pace(std::mt19937_64& generator) : arrivals_in_16_(1 + generator() % 15) {}
+    bool arrives(const Kernel& kernel, std::mt19937_64& generator) const {
+        if (!kernel.can_arrive() || !kernel.can_depart()) return kernel.can_arrive();
+        return generator() % 16 < arrivals_in_16_;
+    }
+
+private:
+    uint64_t arrivals_in_16_;
+};
+
+// A run of kernels one after another, from `sequence` on.
+void expect_consecutive_numbers(uint64_t sequence, int kernels, std::mt19937_64& generator) {
+    State state{sequence << kSequenceShift};
+    for (int i = 0; i < kernels; ++i) {
+        Kernel kernel = Kernel::random(generator);
+        const Pace pace(generator);
+        while (!kernel.is_done()) {
+            if (!pace.arrives(kernel, generator)) {
+                kernel.depart(state);
+                continue;
+            }
+            const Arrived arrived = kernel.arrive(state);
+            ASSERT_EQ(arrived.sequence, (sequence + i) % kSequences) << kernel;
+            ASSERT_TRUE(arrived.is_alone) << kernel;
+        }
+        ASSERT_EQ(state.word, (sequence + i + 1) << kSequenceShift) << kernel;
+    }
+}
+
+TEST(State, KernelsOneAfterAnotherFindConsecutiveNumbersAndThemselvesAlone) {
+    auto generator = seeded_generator();
+    for (int run = 0; run < 1000; ++run) expect_consecutive_numbers(generator() % kSequences, 10, generator);
+}
+
+TEST(State, NumbersBeginAgainBehindTheLastOne) {
+    auto generator = seeded_generator();
+    for (int run = 0; run < 300; ++run) expect_consecutive_numbers(kSequences - 5, 10, generator);
+}
+
+TEST(State, LargestGridsAndLaunchesStayInsideTheirFields) {
+    for (const int block : {0, kMaxBlocks - 1}) {
+        // One block comes first, and all are inside at once.
+        State state{(kSequences - 1) << kSequenceShift};
+        for (int i = 0; i < kMaxBlocks; ++i) {
+            const int now = i == 0 ? block : i == block ? 0 : i;
+            const Arrived arrived = state.arrive(now, kMaxBlocks, kMaxLaunchId);
+            ASSERT_EQ(arrived.sequence, kSequences - 1);
+            ASSERT_TRUE(arrived.is_alone) << i;
+        }
+        for (int i = 0; i < kMaxBlocks; ++i) state.depart(kMaxBlocks);
+        ASSERT_EQ(state.word, 0u);
+    }
+}
+
+// What came of two kernels that were under way at the same time.
+struct Mixed {
+    bool have_met = false;  // a block of one arrived when the other had begun and was not done
+    bool is_seen = false;
+    uint64_t word;  // at the end
+};
+Mixed run_mixed(Kernel first, Kernel second, uint64_t word, std::mt19937_64& generator) {
+    State state{word};
+    const std::array<Kernel*, 2> kernels = {&first, &second};
+    const std::array<Pace, 2> paces = {Pace(generator), Pace(generator)};
+    // How many moves a kernel makes before the other one has its turn.
+    const uint64_t longest = uint64_t{1} << generator() % 6;
+    Mixed mixed;
+    for (int now = 0; !first.is_done() || !second.is_done(); now = 1 - now) {
+        for (uint64_t moves = 1 + generator() % longest; moves > 0 && !kernels[now]->is_done(); --moves) {
+            if (!paces[now].arrives(*kernels[now], generator)) {
+                kernels[now]->depart(state);
+                continue;
+            }
+            mixed.have_met |= kernels[1 - now]->has_begun() && !kernels[1 - now]->is_done();
+            mixed.is_seen |= !kernels[now]->arrive(state).is_alone;
+        }
+    }
+    mixed.word = state.word;
+    return mixed;
+}
+
+// Small grids, too, where few blocks have a chance to see.
+TEST(State, TwoKernelsAtOnceAreSeenByABlockAndTheNextNumberIsRight) {
+    auto generator = seeded_generator();
+    int met = 0;
+    for (int run = 0; run < 200000; ++run) {
+        const int limit = 1 + static_cast<int>(generator() % 8);
+        const int launch = random_launch(generator), other = random_launch(generator);
+        if (launch == other) continue;
+        const Kernel first(1 << generator() % limit, launch, generator);
+        const Kernel second(1 << generator() % limit, other, generator);
+        const uint64_t sequence = generator() % 4 == 0 ? kSequences - 1 - generator() % 2 : generator() % kSequences;
+        const Mixed mixed = run_mixed(first, second, sequence << kSequenceShift, generator);
+        ASSERT_EQ(mixed.word, (sequence + 2) << kSequenceShift) << first << ", " << second;
+        ASSERT_EQ(mixed.is_seen, mixed.have_met) << first << ", " << second;
+        met += mixed.have_met;
+    }
+    EXPECT_GT(met, 50000);
+}
+
+// All states that a kernel of `blocks` blocks leaves behind while it is under way: this many have arrived, the last block
+// among them or not, and this many of them have departed.
+template <typename Function>
+void for_each_state(int blocks, int launch, const Function& function) {
+    for (int arrived = 1; arrived <= blocks; ++arrived) {
+        for (const bool has_last : {false, true}) {
+            if (arrived == blocks && !has_last) continue;
+            State state{1ull << kSequenceShift};
+            for (int i = 0; i < arrived; ++i) {
+                state.arrive(has_last && i == 0 ? blocks - 1 : i - has_last, blocks, launch);
+            }
+            for (int departed = 0; departed <= arrived && departed < blocks; ++departed) {
+                function(state, arrived, has_last, departed);
+                state.depart(blocks);
+            }
+        }
+    }
+}
+
+// Each pair of launches, in every state in which they can meet: the first block of the one that comes later sees it.
+TEST(State, TheFirstBlockThatMeetsAnotherKernelSeesIt) {
+    auto generator = seeded_generator();
+    // The smallest ones all with each other, and any others.
+    std::vector<std::array<int, 2>> pairs;
+    for (int i = 0; i < 256; ++i) pairs.push_back({launches()[i / 16], launches()[i % 16]});
+    for (int i = 0; i < 300; ++i) pairs.push_back({random_launch(generator), random_launch(generator)});
+    for (const auto& [launch, other] : pairs) {
+        if (launch == other) continue;
+        for (int blocks = 1; blocks <= kMaxBlocks; blocks *= 2) {
+            for_each_state(blocks, launch, [&](const State& state, int arrived, bool has_last, int departed) {
+                for (int others = 1; others <= kMaxBlocks; others *= 2) {
+                    ASSERT_FALSE(read_state(state.word, others, other).is_alone)
+                        << arrived << " of " << blocks << " blocks of launch " << launch << " have arrived"
+                        << (has_last ? ", the last one among them, and " : " and ") << departed
+                        << " departed: unseen by the first of " << others << " blocks of launch " << other;
+                }
+            });
+            if (HasFatalFailure()) return;
+        }
+    }
+}
+
+TEST(Lines, BearFifteenWordsOfEightBytes) {
+    EXPECT_EQ(lines_in(0), 0);
+    EXPECT_EQ(lines_in(1), 1);
+    EXPECT_EQ(lines_in(119), 1);
+    EXPECT_EQ(lines_in(120), 1);
+    EXPECT_EQ(lines_in(121), 2);
+    EXPECT_EQ(lines_in(240), 2);
+    EXPECT_EQ(lines_in(241), 3);
+    constexpr int64_t kMany = 120 * (int64_t{1} << 50);
+    EXPECT_EQ(lines_in(kMany), int64_t{1} << 50);
+    EXPECT_EQ(lines_in(kMany + 1), (int64_t{1} << 50) + 1);
+}
+
+TEST(Lines, AnInboxHoldsTheLinesOfAllPeersAndOfTwoStepsTwice) {
+    for (const Steps steps : {Steps::kReduce, Steps::kSend, Steps::kReduceSend}) {
+        const int64_t times = steps == Steps::kReduceSend ? 2 : 1;
+        EXPECT_EQ(inbox_bytes(steps, 2, 0), 0);
+        EXPECT_EQ(inbox_bytes(steps, 1, 5), 0);
+        EXPECT_EQ(inbox_bytes(steps, 2, 1), times * 128);
+        EXPECT_EQ(inbox_bytes(steps, 8, 1), times * 7 * 128);
+        // Beyond 32 bits.
+        EXPECT_EQ(inbox_bytes(steps, 8, int64_t{1} << 32), times * 7 * (int64_t{1} << 39));
+    }
+}
+
+TEST(Pieces, LieOneBehindTheOtherAndEndWithTheWhole) {
+    char memory[100];
+    const Pieces<char> pieces{memory, 100, 40, 40};
+    for (int p = 0; p < 3; ++p) EXPECT_EQ(pieces.begin(p), memory + 40 * p);
+    EXPECT_EQ(pieces.size(0), 40);
+    EXPECT_EQ(pieces.size(1), 40);
+    EXPECT_EQ(pieces.size(2), 20);
+    EXPECT_EQ(pieces.size(3), 0);
+    EXPECT_EQ(pieces.size(7), 0);
+    const Pieces<char> whole{memory, 100, 0, 100};
+    for (int p = 0; p < 8; ++p) {
+        EXPECT_EQ(whole.begin(p), memory);
+        EXPECT_EQ(whole.size(p), 100);
+    }
+}
+
+}  // namespace
+}  // namespace te_graph::collectives

@@ -1,0 +1,246 @@
+"""Values of the collectives: bits of sums in fp32 in the order of the ranks, rounded once (A1-A7, S1, D1).
+
+All ranks draw the same numbers, so each knows what all others have: the reference needs no communication.
+"""
+
+import pytest
+import torch
+from collective_ranks import WORLDS, open_group, reference_reduce
+from ranks import Rank, ranks_of
+from tensor_lists import same_bits
+from torch import Tensor
+
+import te_graph as tg
+
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GUARD = 4096
+
+
+def spread(shape: tuple[int, ...], rank: Rank, dtype: torch.dtype) -> Tensor:
+    """[world, *shape]: what each rank has, of sizes so different that the order of a sum matters."""
+    reach = {torch.float16: 5, torch.bfloat16: 12, torch.float32: 12}[dtype]
+    x = torch.randn(rank.world, *shape, device=rank.device)
+    exponents = torch.randint(-reach, reach + 1, x.shape, device=rank.device)
+    return (x * 2.0**exponents).to(dtype)
+
+
+def scenario_all_reduce(rank: Rank, dtype: torch.dtype, numels: list[int]) -> None:
+    with open_group(rank) as group:
+        for numel in numels:
+            everybody = spread((numel,), rank, dtype)
+            mine = everybody[rank.rank].clone()
+            expected = reference_reduce(everybody)
+            assert same_bits(tg.all_reduce(mine, group), expected), numel
+            assert same_bits(mine, everybody[rank.rank]), "the input was written"
+            out = torch.full_like(mine, float("nan"))
+            tg.all_reduce_out(out, mine, group)
+            assert same_bits(out, expected), numel
+            assert tg.all_reduce_(mine, group) is mine and same_bits(mine, expected), numel
+        group.check()
+
+
+def scenario_order(rank: Rank, dtype: torch.dtype) -> None:
+    """A2: small numbers beside large ones that cancel, so that another order gives other bits."""
+    everybody = torch.zeros(rank.world, 4096, dtype=dtype, device=rank.device)
+    everybody[0] = torch.randn(4096, device=rank.device) * 2.0**-10
+    everybody[rank.world // 2] += 2.0**15
+    everybody[-1] -= 2.0**15
+    if rank.world > 2:
+        assert not same_bits(reference_reduce(everybody), reference_reduce(everybody.flip(0)))
+    with open_group(rank) as group:
+        assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
+
+
+def scenario_size_invariance(rank: Rank, dtype: torch.dtype, heights: list[int]) -> None:
+    """A3: rows have the same sums however many others are with them, whatever the algorithm."""
+    everybody = spread((max(heights), 4096), rank, dtype)
+    expected = reference_reduce(everybody)
+    with open_group(rank) as group:
+        for height in heights:
+            got = tg.all_reduce(everybody[rank.rank, :height], group)
+            assert same_bits(got, expected[:height]), height
+
+
+def odd_tensors(rank: Rank, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """[world, ...] each, with what is odd about what a rank has."""
+    base = spread((61, 47), rank, dtype)
+    return [
+        ("no elements", base[:, :0]),
+        ("one element", base[:, 3, 5:6]),
+        ("a scalar", base[:, 7, 11]),
+        ("bytes that 16 does not divide", base[:, 0, :45]),
+        ("a storage offset of one element", base.flatten(1)[:, 1:1030]),
+        ("transposed", base.transpose(1, 2)),
+        ("every second column", base[:, :, ::2]),
+        ("expanded", base[:, :1].expand(-1, 5, -1)),
+        ("reversed dimensions of a cube", base[:, :60, :46].unflatten(1, (6, 10)).permute(0, 3, 1, 2)),
+    ]
+
+
+def scenario_odd_tensors(rank: Rank, dtype: torch.dtype) -> None:
+    """A4."""
+    with open_group(rank) as group:
+        for what, everybody in odd_tensors(rank, dtype):
+            mine = everybody[rank.rank]
+            expected = reference_reduce(everybody)
+            got = tg.all_reduce(mine, group)
+            assert got.is_contiguous() and got.shape == mine.shape and same_bits(got, expected), what
+            if mine.dim() > 0:
+                gathered = tg.all_gather(mine, group, dim=-1)
+                assert same_bits(gathered, torch.cat(list(everybody), -1)), what
+            if what == "expanded":
+                continue  # cannot be written in place
+            target = mine.clone(memory_format=torch.preserve_format)
+            assert same_bits(tg.all_reduce_(target, group), expected), what
+
+
+def scenario_special_values(rank: Rank, dtype: torch.dtype) -> None:
+    """A5: zeros keep their signs, infinities and NaNs are what IEEE makes of them, subnormals stay."""
+    limits = torch.finfo(dtype)
+    values = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), limits.tiny / 4, limits.max, -limits.max]
+    grid = torch.tensor(values, dtype=dtype, device=rank.device)
+    pairs = torch.cartesian_prod(grid, grid)  # [n, 2]
+    everybody = torch.stack([pairs[:, r % 2] for r in range(rank.world)])
+    with open_group(rank) as group:
+        got, expected = tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody)
+        assert torch.equal(got.isnan(), expected.isnan()) and expected.isnan().any()
+        assert same_bits(got.nan_to_num(nan=0.5), expected.nan_to_num(nan=0.5))
+        minus = torch.full((7,), -0.0, dtype=dtype, device=rank.device)
+        assert tg.all_reduce(minus, group).signbit().all()
+        payloads = torch.arange(256, dtype=torch.uint8, device=rank.device).repeat(5) + rank.rank
+        expected = torch.cat([payloads - rank.rank + r for r in range(rank.world)])
+        assert torch.equal(tg.all_gather(payloads, group), expected)
+
+
+def scenario_guards(rank: Rank, dtype: torch.dtype) -> None:
+    """A7: what lies around input and output stays as it was."""
+    with open_group(rank) as group:
+        for numel in (1, 13, 1000, 70001):
+            everybody = spread((numel,), rank, dtype)
+            pad = GUARD // everybody.element_size()
+            whole = torch.full((2, numel + 2 * pad), 7.0, dtype=dtype, device=rank.device)
+            whole[0, pad : pad + numel] = everybody[rank.rank]
+            before = whole.clone()
+            tg.all_reduce_out(whole[1, pad : pad + numel], whole[0, pad : pad + numel], group)
+            before[1, pad : pad + numel] = reference_reduce(everybody)
+            assert same_bits(whole, before), numel
+
+
+def scenario_oversize(rank: Rank, dtype: torch.dtype) -> None:
+    """A6: operations around, above and far above what the slab takes at once."""
+    with open_group(rank, slab_bytes=1 << 20) as group:
+        for nbytes in ((1 << 19) - 16, 1 << 19, (1 << 19) + 16, 5 << 20):
+            everybody = spread((nbytes // dtype.itemsize + 3,), rank, dtype)
+            mine = everybody[rank.rank]
+            assert same_bits(tg.all_reduce(mine, group), reference_reduce(everybody)), nbytes
+            assert same_bits(tg.all_gather(mine, group), everybody.flatten()), nbytes
+            shared = mine.repeat(rank.world)
+            expected = reference_reduce(everybody)
+            assert same_bits(tg.reduce_scatter(shared, group), expected), nbytes
+
+
+def scenario_max(rank: Rank) -> None:
+    with open_group(rank) as group:
+        everybody = spread((1001,), rank, torch.float32)
+        assert same_bits(tg.all_reduce(everybody[rank.rank], group, "max"), everybody.amax(0))
+        everybody[rank.world - 1, 17] = float("nan")
+        got = tg.all_reduce(everybody[rank.rank], group, "max")
+        assert got.isnan().nonzero().flatten().tolist() == [17]
+        zeros = torch.zeros(4, device=rank.device) * (-1.0 if rank.rank == 0 and rank.world > 1 else 1.0)
+        assert not tg.all_reduce(zeros, group, "max").signbit().any()
+        rows = spread((3 * rank.world, 5), rank, torch.float32)
+        mine = tg.reduce_scatter(rows[rank.rank], group, reduction="max")
+        assert same_bits(mine, rows.amax(0).chunk(rank.world)[rank.rank])
+
+
+def scenario_scatter_and_gather(rank: Rank, dtype: torch.dtype) -> None:
+    """S1: along every dimension, into new and given tensors."""
+    with open_group(rank) as group:
+        shape = (2 * rank.world, 3, 5 * rank.world)
+        everybody = spread(shape, rank, dtype)
+        mine, total = everybody[rank.rank], reference_reduce(everybody)
+        for dim in (0, 2, -1, -3):
+            expected = total.chunk(rank.world, dim)[rank.rank].contiguous()
+            assert same_bits(tg.reduce_scatter(mine, group, dim), expected), dim
+            out = torch.full_like(expected, float("nan"))
+            tg.reduce_scatter_out(out, mine, group, dim)
+            assert same_bits(out, expected), dim
+        for dim in (0, 1, 2, -1, -2):
+            expected = torch.cat(list(everybody), dim)
+            assert same_bits(tg.all_gather(mine, group, dim), expected), dim
+            out = torch.full_like(expected.transpose(0, 2), float("nan")).transpose(0, 2)
+            tg.all_gather_out(out, mine, group, dim)
+            assert same_bits(out, expected), dim
+
+
+def scenario_any_dtype(rank: Rank) -> None:
+    with open_group(rank) as group:
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool, torch.int64, torch.float64):
+            everybody = torch.randint(0, 2, (rank.world, 37), device=rank.device).to(dtype)
+            assert same_bits(tg.all_gather(everybody[rank.rank], group), everybody.flatten()), dtype
+
+
+def scenario_repeats(rank: Rank, times: int) -> None:
+    """D1: the same input gives the same bits every time."""
+    everybody = spread((5000,), rank, torch.bfloat16)
+    expected = reference_reduce(everybody)
+    with open_group(rank) as group:
+        wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
+        for _ in range(times):
+            got = tg.all_reduce(everybody[rank.rank], group)
+            wrong += (got.view(torch.int16) != expected.view(torch.int16)).sum()
+        assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_have_the_bits_of_the_reference_at_any_size(ranks, seed, dtype):
+    sizes = [8, 16, 64, 1024, 1040, 4096, 32768, 262152] + ([] if ranks.is_cpu else [1 << 20, 1 << 21, 1 << 24])
+    ranks.run(scenario_all_reduce, seed, dtype, sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_the_sum_is_that_of_the_ranks(ranks, seed, dtype):
+    ranks.run(scenario_order, seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_have_the_same_sums_at_any_height(ranks, seed, dtype):
+    ranks.run(scenario_size_invariance, seed, dtype, [1, 32, 127, 128, 256] + ([] if ranks.is_cpu else [512, 1000, 3000]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_shapes_and_strides(ranks, seed, dtype):
+    ranks.run(scenario_odd_tensors, seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_special_values(ranks, seed, dtype):
+    ranks.run(scenario_special_values, seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_around_the_output_is_written(ranks, seed, dtype):
+    ranks.run(scenario_guards, seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operations_larger_than_the_slab(ranks, seed, dtype):
+    ranks.run(scenario_oversize, seed, dtype)
+
+
+def test_the_largest_of_all_ranks(ranks, seed):
+    ranks.run(scenario_max, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parts_and_wholes_along_every_dimension(ranks, seed, dtype):
+    ranks.run(scenario_scatter_and_gather, seed, dtype)
+
+
+def test_bytes_of_any_dtype_are_gathered(ranks, seed):
+    ranks.run(scenario_any_dtype, seed)
+
+
+def test_repetitions_find_the_same_bits(ranks, seed):
+    ranks.run(scenario_repeats, seed, 50 if ranks.is_cpu else 10_000)
