@@ -16,132 +16,161 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kLinesPerBlock = kThreads / 32 * kLinesPerWarp;
 
-// Lines that a thread has under way: more where there are fewer peers.
-template <int kMost>
-constexpr int kBatch = 8 / kMost;
+// Turns that a warp sends before it waits for what came of the first one: so the links stay busy while sums are made.
+constexpr int kAhead = 4;
 
-// The slots of an inbox: one for each peer, in the order of the ranks.
+// Where a rank finds lines: each sender has a slot, in the order of the ranks. The slots' places do not depend on the
+// operation, so ranks that are at different ones see each other's flags.
 struct Slots {
-    int64_t offset;  // of the first one in the inbox
-    int64_t bytes;   // of each
+    int64_t half;    // of the inbox
+    int64_t offset;  // in each slot
 
-    __device__ int64_t of(int from, int at) const { return offset + (from < at ? from : from - 1) * bytes; }
-};
-
-// All peers' parts of lines `first`, `first + step`, ...; whether they came. found[i][rank] is left alone.
-template <int kMost>
-__device__ bool collect(const Peers& peers, Turn& turn, const Slots& slots, int64_t first, int64_t step, int64_t lines,
-                        Part (&found)[kBatch<kMost>][kMost]) {
-    if (turn.failed()) return false;
-    const char* const inbox = peers.inbox[peers.rank];
-    while (true) {
-        bool is_missing = false;
-        int missing_peer = 0;
-        uint64_t seen = 0;
-#pragma unroll
-        for (int i = 0; i < kBatch<kMost>; ++i) {
-#pragma unroll
-            for (int p = 0; p < kMost; ++p) {
-                if (p == peers.rank || p >= peers.world || first + i * step >= lines) continue;
-                found[i][p] = look_at_part(inbox + slots.of(p, peers.rank), first + i * step);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch<kMost>; ++i) {
-#pragma unroll
-            for (int p = 0; p < kMost; ++p) {
-                if (p == peers.rank || p >= peers.world || first + i * step >= lines) continue;
-                if (has_flag() && found[i][p].second != turn.flag()) {
-                    is_missing = true;
-                    missing_peer = p;
-                    seen = found[i][p].second;
-                }
-            }
-        }
-        if (!__any_sync(~0u, is_missing)) return true;
-        if (!turn.goes_on(is_missing, seen, missing_peer)) return false;
+    __device__ const char* of(const Peers& peers, int from, int at) const {
+        return peers.inbox[at] + half + (from < at ? from : from - 1) * peers.slot_bytes + offset;
     }
-}
+};
 
 // The same part to all peers, each rank beginning behind itself, so that no link has all at once.
 __device__ __forceinline__ void send_to_all(const Peers& peers, const Slots& slots, int64_t line, const Part& part,
                                             uint64_t flag) {
     for (int i = 1; i < peers.world; ++i) {
         const int to = peers.rank + i < peers.world ? peers.rank + i : peers.rank + i - peers.world;
-        send_part(peers.inbox[to] + slots.of(peers.rank, to), line, part, flag);
+        send_part(slots.of(peers, peers.rank, to), line, part, flag);
     }
 }
+
+// All peers' parts of a line; whether they came. found[rank] is left alone.
+template <int kMost>
+__device__ bool collect(const Peers& peers, Turn& turn, const Slots& slots, int64_t line, int64_t lines,
+                        Part (&found)[kMost]) {
+    if (turn.failed()) return false;
+    while (true) {
+        bool is_missing = false;
+        int missing_peer = 0;
+        uint64_t seen = 0;
+#pragma unroll
+        for (int p = 0; p < kMost; ++p) {
+            if (p == peers.rank || p >= peers.world || line >= lines) continue;
+            found[p] = look_at_part(slots.of(peers, p, peers.rank), line);
+        }
+#pragma unroll
+        for (int p = 0; p < kMost; ++p) {
+            if (p == peers.rank || p >= peers.world || line >= lines) continue;
+            if (has_flag() && found[p].second != turn.flag()) {
+                is_missing = true;
+                missing_peer = p;
+                seen = found[p].second;
+            }
+        }
+        if (!__any_sync(~0u, is_missing)) {
+            turn.came();
+            return true;
+        }
+        if (!turn.goes_on(is_missing, seen, missing_peer)) return false;
+    }
+}
+
+// NaN in every float format.
+__device__ inline Part poison() { return {~0ull, ~0ull}; }
+
+// What a thread does with a line, by steps.
+template <typename T, Reduction kReduction, Steps kSteps, int kMost>
+struct Line {
+    // Input pieces that are sent: one where all peers get the same.
+    static constexpr int kPieces = kSteps == Steps::kScatter || kSteps == Steps::kReduceSend ? kMost : 1;
+    using Loaded = Part[kPieces];
+
+    const Peers& peers;
+    const LineJob& job;
+
+    __device__ void load(int64_t line, Loaded& parts) const {
+        if (line >= job.lines) return;
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+            if (p < peers.world) parts[p] = load_part(job.input.begin(p), job.input.size(p), line);
+        }
+    }
+
+    __device__ void send(const Turn& turn, const Slots& slots, int64_t line, const Loaded& parts) const {
+        if (line >= job.lines) return;
+        if constexpr (kSteps == Steps::kSend) {
+            const Part part = turn.failed() ? poison() : parts[0];
+            store_part(job.out.begin(peers.rank), job.out.size(peers.rank), line, part);
+        }
+        if (turn.failed()) return;
+        if constexpr (kPieces == 1) {
+            send_to_all(peers, slots, line, parts[0], turn.flag());
+        } else {
+#pragma unroll
+            for (int p = 0; p < kPieces; ++p) {
+                if (p == peers.rank || p >= peers.world) continue;
+                send_part(slots.of(peers, peers.rank, p), line, parts[p], turn.flag());
+            }
+        }
+    }
+
+    // Sends the sum on, where there is a second step.
+    __device__ void reduce(Turn& turn, const Slots& slots, const Slots& sums, int64_t line) const {
+        Part found[kMost], own{};
+        if (line < job.lines) own = load_part(job.input.begin(peers.rank), job.input.size(peers.rank), line);
+        const bool came = collect<kMost>(peers, turn, slots, line, job.lines, found);
+        if (line >= job.lines) return;
+        uint64_t first[kMost], second[kMost];
+#pragma unroll
+        for (int p = 0; p < kMost; ++p) {
+            first[p] = p == peers.rank ? own.first : found[p].first;
+            second[p] = p == peers.rank ? own.second : found[p].second;
+        }
+        const Part sum = came ? Part{reduce_words<T, kReduction>(first, peers.world),
+                                     reduce_words<T, kReduction>(second, peers.world)}
+                              : poison();
+        const int piece = kSteps == Steps::kReduceSend ? peers.rank : 0;
+        store_part(job.out.begin(piece), job.out.size(piece), line, sum);
+        if (kSteps == Steps::kReduceSend && came) send_to_all(peers, sums, line, sum, turn.flag());
+    }
+
+    __device__ void gather(Turn& turn, const Slots& slots, int64_t line) const {
+        Part found[kMost];
+        const bool came = collect<kMost>(peers, turn, slots, line, job.lines, found);
+        if (line >= job.lines) return;
+#pragma unroll
+        for (int p = 0; p < kMost; ++p) {
+            if (p == peers.rank || p >= peers.world) continue;
+            store_part(job.out.begin(p), job.out.size(p), line, came ? found[p] : poison());
+        }
+    }
+};
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
 __global__ void __launch_bounds__(kThreads)
     lines_kernel(const __grid_constant__ Peers peers, const __grid_constant__ LineJob job) {
-    constexpr Part kPoison{~0ull, ~0ull};  // NaN in every float format
-    Turn turn(peers, job.signature, job.launch);
-    const int rank = peers.rank, world = peers.world;
+    using Work = Line<T, kReduction, kSteps, kMost>;
+    // Turns from sending a line to the last that is done with it.
+    constexpr int kDelay = kSteps == Steps::kReduceSend ? 2 * kAhead : kAhead;
+    const Work work{peers, job};
+    const int64_t first = blockIdx.x * static_cast<int64_t>(kLinesPerBlock) + threadIdx.x / 8;
     const int64_t step = static_cast<int64_t>(gridDim.x) * kLinesPerBlock;
-    const int64_t begin = blockIdx.x * static_cast<int64_t>(kLinesPerBlock) + threadIdx.x / 32 * kLinesPerWarp;
-    const int in_warp = threadIdx.x % 32 / 8;
-    const Slots slots{turn.half(), job.lines * kLineBytes};
-    const Slots sums{slots.offset + (kSteps == Steps::kSend ? 0 : (world - 1) * slots.bytes), slots.bytes};
+    // The same for all threads of a warp: it votes on what has come.
+    const int64_t left = job.lines - (first - threadIdx.x % 32 / 8);
+    const int64_t turns = left <= 0 ? 0 : (left + step - 1) / step;
 
-    if constexpr (kSteps == Steps::kSend) {
-        for (int64_t line = begin + in_warp; line < job.lines; line += step) {
-            const Part part = turn.failed() ? kPoison : load_part(job.input.begin(0), job.input.size(0), line);
-            if (!turn.failed()) send_to_all(peers, slots, line, part, turn.flag());
-            store_part(job.out.begin(rank), job.out.size(rank), line, part);
+    typename Work::Loaded parts;
+    work.load(first, parts);  // does not wait for the turn
+    Turn turn(peers, job.signature, job.launch);
+    const Slots slots{turn.half(), 0};
+    const Slots sums{turn.half(), kSteps == Steps::kReduceSend ? job.lines * kLineBytes : 0};
+    for (int64_t i = 0; i < turns + kDelay; ++i) {
+        if (i < turns) {
+            const int64_t line = first + i * step;
+            work.send(turn, slots, line, parts);
+            work.load(line + step, parts);
         }
-    } else {
-        for (int64_t line = begin + in_warp; line < job.lines && !turn.failed(); line += step) {
-            if (job.input.stride == 0) {
-                send_to_all(peers, slots, line, load_part(job.input.begin(0), job.input.size(0), line), turn.flag());
-                continue;
-            }
-            for (int i = 1; i < world; ++i) {
-                const int to = rank + i < world ? rank + i : rank + i - world;
-                send_part(peers.inbox[to] + slots.of(rank, to), line,
-                          load_part(job.input.begin(to), job.input.size(to), line), turn.flag());
-            }
+        if constexpr (kSteps != Steps::kSend) {
+            const int64_t summed = i - kAhead;
+            if (0 <= summed && summed < turns) work.reduce(turn, slots, sums, first + summed * step);
         }
-        for (int64_t base = begin; base < job.lines; base += kBatch<kMost> * step) {
-            Part found[kBatch<kMost>][kMost];
-            const bool came = collect<kMost>(peers, turn, slots, base + in_warp, step, job.lines, found);
-#pragma unroll
-            for (int i = 0; i < kBatch<kMost>; ++i) {
-                const int64_t line = base + in_warp + i * step;
-                if (line >= job.lines) break;
-                const Part own = load_part(job.input.begin(rank), job.input.size(rank), line);
-                uint64_t first[kMost], second[kMost];
-#pragma unroll
-                for (int p = 0; p < kMost; ++p) {
-                    first[p] = p == rank ? own.first : found[i][p].first;
-                    second[p] = p == rank ? own.second : found[i][p].second;
-                }
-                const Part sum =
-                    came ? Part{reduce_words<T, kReduction>(first, world), reduce_words<T, kReduction>(second, world)}
-                         : kPoison;
-                const int piece = kSteps == Steps::kReduceSend ? rank : 0;
-                store_part(job.out.begin(piece), job.out.size(piece), line, sum);
-                if constexpr (kSteps == Steps::kReduceSend) {
-                    if (came) send_to_all(peers, sums, line, sum, turn.flag());
-                }
-            }
-        }
-    }
-
-    if constexpr (kSteps != Steps::kReduce) {
-        for (int64_t base = begin; base < job.lines; base += kBatch<kMost> * step) {
-            Part found[kBatch<kMost>][kMost];
-            const bool came = collect<kMost>(peers, turn, sums, base + in_warp, step, job.lines, found);
-#pragma unroll
-            for (int i = 0; i < kBatch<kMost>; ++i) {
-                const int64_t line = base + in_warp + i * step;
-                if (line >= job.lines) break;
-#pragma unroll
-                for (int p = 0; p < kMost; ++p) {
-                    if (p == rank || p >= world) continue;
-                    store_part(job.out.begin(p), job.out.size(p), line, came ? found[i][p] : kPoison);
-                }
-            }
+        if constexpr (kSteps == Steps::kReduceSend || kSteps == Steps::kSend) {
+            if (i >= kDelay) work.gather(turn, sums, first + (i - kDelay) * step);
         }
     }
     turn.end();
@@ -152,7 +181,10 @@ cudaError_t launch(const Peers& peers, const LineJob& job, cudaStream_t stream) 
     const auto kernel = peers.world <= 2   ? lines_kernel<T, kReduction, kSteps, 2>
                         : peers.world <= 4 ? lines_kernel<T, kReduction, kSteps, 4>
                                            : lines_kernel<T, kReduction, kSteps, 8>;
-    kernel<<<job.blocks, kThreads, 0, stream>>>(peers, job);
+    // One block needs no more warps than there are lines for.
+    const auto needed = static_cast<int>((job.lines + kLinesPerWarp - 1) / kLinesPerWarp * 32);
+    const int threads = job.blocks == 1 && job.lines < kLinesPerBlock ? needed : kThreads;
+    kernel<<<job.blocks, threads, 0, stream>>>(peers, job);
     return cudaGetLastError();
 }
 
@@ -167,8 +199,9 @@ int blocks_for(int64_t lines, int most) {
 cudaError_t launch_lines(const Peers& peers, const LineJob& job, cudaStream_t stream) {
     if (job.steps == Steps::kSend) return launch<float, Reduction::kSum, Steps::kSend>(peers, job, stream);
     return with_reduction(job.element, job.reduction, [&]<typename T, Reduction kReduction>() {
-        return job.steps == Steps::kReduce ? launch<T, kReduction, Steps::kReduce>(peers, job, stream)
-                                           : launch<T, kReduction, Steps::kReduceSend>(peers, job, stream);
+        return job.steps == Steps::kReduce    ? launch<T, kReduction, Steps::kReduce>(peers, job, stream)
+               : job.steps == Steps::kScatter ? launch<T, kReduction, Steps::kScatter>(peers, job, stream)
+                                              : launch<T, kReduction, Steps::kReduceSend>(peers, job, stream);
     });
 }
 

@@ -29,33 +29,16 @@ __device__ auto with_unit(const char* place, int bytes, const Function& function
     return function.template operator()<uint8_t>();
 }
 
-// What is at an end, or begins at no multiple of 8. Not inlined: rare, and code would be several times as large.
-__device__ inline __noinline__ uint64_t load_some(const char* place, int64_t left) {
+// Up to 8 of `left` bytes from `place` on, which may begin anywhere; what lies behind them is 0.
+__device__ inline uint64_t load_some(const char* place, int64_t left) {
     if (left <= 0) return 0;
     const int count = left < 8 ? static_cast<int>(left) : 8;
     return with_unit(place, count, [&]<typename Unit>() { return load_units<Unit>(place, count); });
 }
-__device__ inline __noinline__ void store_some(char* place, int64_t left, uint64_t word) {
+__device__ inline void store_some(char* place, int64_t left, uint64_t word) {
     if (left <= 0) return;
     const int count = left < 8 ? static_cast<int>(left) : 8;
     with_unit(place, count, [&]<typename Unit>() { store_units<Unit>(place, count, word); });
-}
-
-// Word w of `bytes` bytes that begin anywhere; what lies behind them is 0.
-__device__ inline uint64_t load_word(const char* begin, int64_t bytes, int64_t w) {
-    const char* const place = begin + 8 * w;
-    const int64_t left = bytes - 8 * w;
-    if (left >= 8 && reinterpret_cast<uintptr_t>(place) % 8 == 0) return *reinterpret_cast<const uint64_t*>(place);
-    return load_some(place, left);
-}
-__device__ inline void store_word(char* begin, int64_t bytes, int64_t w, uint64_t word) {
-    char* const place = begin + 8 * w;
-    const int64_t left = bytes - 8 * w;
-    if (left >= 8 && reinterpret_cast<uintptr_t>(place) % 8 == 0) {
-        *reinterpret_cast<uint64_t*>(place) = word;
-    } else {
-        store_some(place, left, word);
-    }
 }
 
 // What a lane has of a line: two words, or in every eighth lane one and the flag.
@@ -66,26 +49,48 @@ constexpr int kLinesPerWarp = 4;
 __device__ inline int place_in_line() { return threadIdx.x % 8; }
 __device__ inline bool has_flag() { return place_in_line() == 7; }
 
-__device__ inline Part load_part(const char* begin, int64_t bytes, int64_t line) {
-    const int64_t word = line * kWordsPerLine + 2 * place_in_line();
-    return {load_word(begin, bytes, word), has_flag() ? 0 : load_word(begin, bytes, word + 1)};
+// Lines at an end, or of memory that begins at no multiple of 8. Not inlined: rare, and registers are scarce.
+__device__ inline __noinline__ Part load_odd_part(const char* place, int64_t left) {
+    return {load_some(place, left), has_flag() ? 0 : load_some(place + 8, left - 8)};
 }
-__device__ inline void store_part(char* begin, int64_t bytes, int64_t line, const Part& part) {
-    const int64_t word = line * kWordsPerLine + 2 * place_in_line();
-    store_word(begin, bytes, word, part.first);
-    if (!has_flag()) store_word(begin, bytes, word + 1, part.second);
+__device__ inline __noinline__ void store_odd_part(char* place, int64_t left, uint64_t first, uint64_t second) {
+    store_some(place, left, first);
+    if (!has_flag()) store_some(place + 8, left - 8, second);
 }
 
-// One instruction of a warp writes whole lines, and NVLink and L2 keep a line's 128 bytes together.
-__device__ inline void send_part(char* inbox, int64_t line, const Part& part, uint64_t flag) {
-    char* const place = inbox + line * kLineBytes + 16 * place_in_line();
-    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(place), "l"(part.first),
-                 "l"(has_flag() ? flag : part.second)
-                 : "memory");
+// Part of a line of `bytes` bytes that begin anywhere.
+__device__ inline Part load_part(const char* begin, int64_t bytes, int64_t line) {
+    const int64_t offset = line * kLineData + 16 * place_in_line();
+    const char* const place = begin + offset;
+    if (reinterpret_cast<uintptr_t>(begin) % 8 != 0 || (line + 1) * kLineData > bytes) {
+        return load_odd_part(place, bytes - offset);
+    }
+    const auto* const words = reinterpret_cast<const uint64_t*>(place);
+    return {words[0], has_flag() ? 0 : words[1]};
 }
-__device__ inline Part look_at_part(const char* inbox, int64_t line) {
-    const char* const place = inbox + line * kLineBytes + 16 * place_in_line();
+__device__ inline void store_part(char* begin, int64_t bytes, int64_t line, const Part& part) {
+    const int64_t offset = line * kLineData + 16 * place_in_line();
+    char* const place = begin + offset;
+    if (reinterpret_cast<uintptr_t>(begin) % 8 != 0 || (line + 1) * kLineData > bytes) {
+        return store_odd_part(place, bytes - offset, part.first, part.second);
+    }
+    auto* const words = reinterpret_cast<uint64_t*>(place);
+    words[0] = part.first;
+    if (!has_flag()) words[1] = part.second;
+}
+
+// The eight lanes of a line meet, so that one instruction moves the whole line. NVLink and L2 keep its 128 bytes together.
+__device__ inline void meet_in_line() { __syncwarp(0xFFu << (threadIdx.x & 24)); }
+__device__ inline void send_part(const char* slot, int64_t line, const Part& part, uint64_t flag) {
+    const char* const place = slot + line * kLineBytes + 16 * place_in_line();
+    const uint64_t second = has_flag() ? flag : part.second;
+    meet_in_line();
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(place), "l"(part.first), "l"(second) : "memory");
+}
+__device__ inline Part look_at_part(const char* slot, int64_t line) {
+    const char* const place = slot + line * kLineBytes + 16 * place_in_line();
     Part part;
+    meet_in_line();
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                  : "=l"(part.first), "=l"(part.second)
                  : "l"(place)

@@ -5,9 +5,10 @@
 // numbers. A rank that runs operation s + 2 has finished s + 1, for which it needed lines of all peers, so they have
 // finished s: what is overwritten has been read.
 //
-//     reduce       all-reduce of one step, reduce-scatter: each rank sends piece p to rank p and sums what it gets
-//     reduce_send  all-reduce of two steps: the same, and each rank sends its sum to all
-//     send         all-gather
+//     kReduce      all-reduce in one step: each rank sends all to all and sums what it gets
+//     kScatter     reduce-scatter: each rank sends piece p to rank p and sums what it gets
+//     kReduceSend  all-reduce in two steps: the same, and each rank sends its sum to all
+//     kSend        all-gather
 #pragma once
 
 #include "collectives/peers.h"
@@ -36,11 +37,11 @@ struct Pieces {
     }
 };
 
-enum class Steps : uint8_t { kReduce, kReduceSend, kSend };
+enum class Steps : uint8_t { kReduce, kScatter, kReduceSend, kSend };
 
 struct LineJob {
-    Pieces<const char> input;  // kSend: one piece
-    Pieces<char> out;          // kReduce: one piece
+    Pieces<const char> input;  // kReduce, kSend: one piece
+    Pieces<char> out;          // kReduce, kScatter: one piece
     uint64_t signature;
     int64_t lines;  // in a piece
     int32_t launch;
@@ -50,12 +51,12 @@ struct LineJob {
     Reduction reduction;
 };
 
-// Bytes of a half that a job needs.
-constexpr int64_t inbox_bytes(Steps steps, int world, int64_t lines) {
-    return lines * kLineBytes * (world - 1) * (steps == Steps::kReduceSend ? 2 : 1);
+// Bytes of a slot that a job needs.
+constexpr int64_t slot_bytes_for(Steps steps, int64_t lines) {
+    return lines * kLineBytes * (steps == Steps::kReduceSend ? 2 : 1);
 }
 
-// A power of two, enough for `lines` and not above `most`.
+// A power of two, enough for `lines` and not above `most`, which is one.
 int blocks_for(int64_t lines, int most);
 
 #ifdef TE_GRAPH_CUDA

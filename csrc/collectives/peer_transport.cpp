@@ -60,7 +60,9 @@ struct PeerTransport::State {
 
         peers.rank = memory.rank;
         peers.world = static_cast<int32_t>(memory.places.size());
-        peers.half_bytes = (memory.inbox_bytes - static_cast<int64_t>(sizeof(Mailbox))) / 2 / kLineBytes * kLineBytes;
+        const auto slots = 2 * static_cast<int64_t>(peers.world - 1);
+        peers.slot_bytes =
+            (memory.inbox_bytes - static_cast<int64_t>(sizeof(Mailbox))) / slots / kLineBytes * kLineBytes;
         peers.control = static_cast<Control*>(control.data_ptr());
         peers.record = record;
         for (int p = 0; p < peers.world; ++p) {
@@ -92,7 +94,7 @@ struct PeerTransport::State {
 
     void launch(const Operation& operation, cudaStream_t stream) {
         const int64_t world = peers.world, bytes = static_cast<int64_t>(operation.input.nbytes());
-        const Split split = split_of(operation.op, bytes, peers.world, peers.half_bytes, options.tuning);
+        const Split split = split_of(operation.op, bytes, peers.slot_bytes, options.tuning);
         const auto* const input = static_cast<const char*>(operation.input.const_data_ptr());
         auto* const out = static_cast<char*>(operation.out.data_ptr());
         // What each rank's line covers: of an all-reduce in two steps as many pieces as ranks.
@@ -107,7 +109,7 @@ struct PeerTransport::State {
             job.element = element_of(operation.input.scalar_type());
             job.reduction = operation.reduction;
             job.signature = pack(operation.signature());
-            job.launch = launches = launches % kMaxLaunchId + 1;
+            job.launch = kLaunchIds[launches++ % kLaunchIds.size()];
             job.blocks = blocks_for(job.lines, options.tuning.blocks);
             switch (operation.op) {
                 case Op::kReduceScatter:
@@ -135,7 +137,7 @@ struct PeerTransport::State {
     Record* record;
     Peers peers{};
     cudaStream_t side = nullptr;
-    int32_t launches = 0;
+    uint64_t launches = 0;
     StreamChain chain;
     std::mutex mutex;
     std::unique_ptr<Watchdog> watchdog;

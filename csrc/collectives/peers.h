@@ -51,7 +51,7 @@ struct Peers {
     Mailbox* mailbox[kMaxRanks];
     Control* control;
     Record* record;
-    int64_t half_bytes;
+    int64_t slot_bytes;  // of an inbox half, for one sender: a multiple of a line
     int32_t rank;
     int32_t world;
 };

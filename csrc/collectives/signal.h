@@ -2,6 +2,7 @@
 // themselves in and out of, and the flag that travels with data. No Torch.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #ifdef __CUDACC__
@@ -14,7 +15,24 @@ namespace te_graph::collectives {
 
 constexpr int kMaxRanks = 8;
 constexpr int kMaxBlocks = 128;
-constexpr int kMaxLaunchId = 1023;
+
+// Numbers that launches bear in turn: the primes between kMaxBlocks and 1024. With others some orders of the blocks of
+// two kernels would look like those of one, see read_state().
+constexpr bool is_prime(int number) {
+    for (int divisor = 2; divisor * divisor <= number; ++divisor) {
+        if (number % divisor == 0) return false;
+    }
+    return true;
+}
+constexpr auto kLaunchIds = [] {
+    std::array<int32_t, 141> ids{};
+    int found = 0;
+    for (int number = kMaxBlocks + 1; number < 1024; ++number) {
+        if (is_prime(number)) ids.at(found++) = number;
+    }
+    return ids;
+}();
+constexpr int kMaxLaunchId = kLaunchIds.back();
 
 enum class Op : uint8_t { kAllReduce, kReduceScatter, kAllGather };
 enum class Reduction : uint8_t { kSum, kMax };
@@ -66,7 +84,8 @@ TE_GRAPH_ANYWHERE constexpr bool is_other_operation(uint64_t expected, uint64_t 
 // A departed block counts 2^9 / blocks, so that the last one carries into the sequence: the number of blocks is a power of
 // two. In the lowest field each block but the last adds its launch's number n, and the last one -(blocks - 1) n. So a
 // block that arrives while blocks of another kernel are inside finds a sum that its own launch cannot have left: two
-// kernels of a group at once on one GPU, which is what two streams without an order between them come to.
+// kernels of a group at once on one GPU, which is what two streams without an order between them come to. The first block
+// that meets another kernel sees it whatever the grids and the order, which the tests try for all of them.
 constexpr int kLaunchBits = 19;
 constexpr int kInsideBits = 9;
 constexpr int kDepartedBits = 9;

@@ -10,7 +10,7 @@ namespace te_graph::collectives {
 
 struct Tuning {
     int64_t one_step_bytes = 0;  // all-reduces up to here are done in one step, larger ones in two
-    int32_t blocks = 64;         // at most, a power of two
+    int32_t blocks = 128;        // at most, a power of two
 };
 
 // Found by benchmarks/bench_collectives.py on H200s: for H100s too, whose links are the same.
@@ -20,16 +20,17 @@ constexpr Tuning default_tuning(int world) {
     return {.one_step_bytes = world <= 4 ? 512 << 10 : 192 << 10};
 }
 
-// The launches that an operation comes to: lines of each piece go through inboxes of `half_bytes`.
+// The launches that an operation comes to: lines of each piece go through slots of `slot_bytes`.
 struct Split {
     Steps steps;
     int64_t lines_per_launch;
 };
-constexpr Split split_of(Op op, int64_t bytes, int world, int64_t half_bytes, const Tuning& tuning) {
-    const Steps steps = op == Op::kAllGather                                    ? Steps::kSend
-                        : op == Op::kAllReduce && bytes > tuning.one_step_bytes ? Steps::kReduceSend
-                                                                                : Steps::kReduce;
-    return {steps, half_bytes / inbox_bytes(steps, world, 1)};
+constexpr Split split_of(Op op, int64_t bytes, int64_t slot_bytes, const Tuning& tuning) {
+    const Steps steps = op == Op::kAllGather            ? Steps::kSend
+                        : op == Op::kReduceScatter      ? Steps::kScatter
+                        : bytes > tuning.one_step_bytes ? Steps::kReduceSend
+                                                        : Steps::kReduce;
+    return {steps, slot_bytes / slot_bytes_for(steps, 1)};
 }
 
 }  // namespace te_graph::collectives

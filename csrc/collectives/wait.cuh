@@ -39,7 +39,7 @@ __device__ inline __noinline__ void give_up(const Peers& peers, Failure failure,
     }
 }
 
-// The part of a block in an operation. All threads of the block call begin() and end().
+// The part of a block in an operation. All threads of the block construct it and call end().
 class Turn {
 public:
     __device__ Turn(const Peers& peers, uint64_t signature, int launch) : peers_(peers) {
@@ -62,7 +62,7 @@ public:
     }
 
     __device__ uint64_t flag() const { return flag_; }
-    __device__ int64_t half() const { return (sequence_of(flag_) & 1) * peers_.half_bytes; }
+    __device__ int64_t half() const { return (sequence_of(flag_) & 1) * (peers_.world - 1) * peers_.slot_bytes; }
     __device__ bool failed() const { return failed_; }
 
     // Whether this warp goes on waiting; called by all its lanes. `awaited`: the lane waits for `seen`, a flag of `peer`.
@@ -72,7 +72,7 @@ public:
             failed_ = true;
         }
         if (++rounds_ % kRoundsPerLook == 0) {
-            if (start_ns_ == 0) start_ns_ = now_ns();
+            if (rounds_ == kRoundsPerLook) start_ns_ = now_ns();
             const uint64_t told = load_relaxed(&peers_.mailbox[peers_.rank]->abort);
             const auto timeout = *const_cast<volatile uint64_t*>(&peers_.control->timeout_ns);
             if (told != 0) {
@@ -86,8 +86,11 @@ public:
         return !(failed_ = __any_sync(~0u, failed_));
     }
 
+    // What this warp waited for has come: it waits anew.
+    __device__ void came() { rounds_ = 0; }
+
+    // The first warp is done: as good as the block, for whoever looks for a second kernel. Nobody waits for it.
     __device__ void end() const {
-        __syncthreads();
         if (threadIdx.x == 0) {
             const auto state = reinterpret_cast<unsigned long long*>(&peers_.control->state);
             atomicAdd(state, departure(gridDim.x));

@@ -23,8 +23,8 @@ using multi_tensor::check;
 constexpr uint64_t kMillisecond = 1000000;
 constexpr uint64_t kSequences = 1ull << kSequenceBits;
 
-// Kernels that wait for each other need a hardware queue for each stream, and no code may be loaded while they wait. Both
-// are read when the driver starts.
+// Kernels that wait for each other need a hardware queue for each stream, and no code may be loaded while they wait.
+// Both are read when the driver starts.
 class DriverSettings : public testing::Environment {
 public:
     void SetUp() override {
@@ -62,16 +62,14 @@ public:
         void* memory = nullptr;
         check(cudaHostAlloc(&memory, sizeof(Record), cudaHostAllocMapped));
         record_.reset(new (memory) Record{});
+        check(cudaHostGetDevicePointer(&memory, record_.get(), 0));
+        record_on_device_ = static_cast<Record*>(memory);
     }
 
     char* inbox() const { return inbox_.at(0); }
     Mailbox* mailbox() const { return reinterpret_cast<Mailbox*>(mailbox_.at(0)); }
     Control* control_on_device() const { return reinterpret_cast<Control*>(control_.at(0)); }
-    Record* record_on_device() const {
-        void* memory = nullptr;
-        check(cudaHostGetDevicePointer(&memory, record_.get(), 0));
-        return static_cast<Record*>(memory);
-    }
+    Record* record_on_device() const { return record_on_device_; }
     cudaStream_t stream() const { return stream_.get(); }
 
     const Record& record() const { return *record_; }
@@ -93,6 +91,7 @@ private:
     };
     Buffer inbox_, mailbox_, control_;
     std::unique_ptr<Record, FreeHost> record_;
+    Record* record_on_device_ = nullptr;
     Stream stream_;
 };
 
@@ -112,6 +111,7 @@ public:
     Ranks& operator=(const Ranks&) = delete;
 
     int world() const { return static_cast<int>(ranks_.size()); }
+    int64_t slot_bytes() const { return kHalfBytes / std::max(world() - 1, 1) / kLineBytes * kLineBytes; }
     const Rank& operator[](int rank) const { return *ranks_[rank]; }
     Peers peers(int rank) const {
         Peers peers{};
@@ -121,7 +121,7 @@ public:
         }
         peers.control = ranks_[rank]->control_on_device();
         peers.record = ranks_[rank]->record_on_device();
-        peers.half_bytes = kHalfBytes;
+        peers.slot_bytes = slot_bytes();
         peers.rank = rank;
         peers.world = world();
         return peers;
@@ -162,9 +162,7 @@ struct Case {
     bool is_in_place = false;
     bool is_special = false;  // zeros, NaN, infinities and subnormals among the inputs
 
-    int64_t element_bytes() const {
-        return element == Element::kFloat32 ? 4 : element == Element::kBytes ? 1 : 2;
-    }
+    int64_t element_bytes() const { return element == Element::kFloat32 ? 4 : element == Element::kBytes ? 1 : 2; }
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Case& now) {
@@ -175,6 +173,25 @@ inline std::ostream& operator<<(std::ostream& out, const Case& now) {
                << now.numel << ' ' << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset
                << ", out at " << now.out_offset << (now.is_in_place ? ", in place" : "")
                << (now.is_special ? ", special values" : "");
+}
+
+// Elements and reductions that a kind of operation is made for.
+inline std::vector<Case> cases_of(Kind kind, int64_t numel) {
+    if (kind == Kind::kAllGather) return {{.kind = kind, .element = Element::kBytes, .numel = numel}};
+    return {{.kind = kind, .numel = numel},
+            {.kind = kind, .reduction = Reduction::kMax, .numel = numel},
+            {.kind = kind, .element = Element::kFloat16, .numel = numel},
+            {.kind = kind, .element = Element::kBFloat16, .numel = numel}};
+}
+// Of up to 2^largest elements.
+inline Case random_case(int largest, std::mt19937_64& generator) {
+    const auto numel = static_cast<int64_t>(1 + generator() % (1ull << generator() % (largest + 1)));
+    const std::vector<Case> cases = cases_of(kKinds[generator() % 4], numel);
+    Case now = cases[generator() % cases.size()];
+    now.input_offset = static_cast<int64_t>(generator() % 3) * now.element_bytes();
+    now.out_offset = static_cast<int64_t>(generator() % 3) * now.element_bytes();
+    now.is_in_place = generator() % 3 == 0;
+    return now;
 }
 
 // The memory of one operation on all ranks, on the host and on the device, with poison around each tensor.
@@ -247,6 +264,7 @@ public:
             job.lines = (job.lines + world_ - 1) / world_;
             job.input.stride = job.input.piece = job.out.stride = job.out.piece = job.lines * kLineData;
         } else if (case_.kind == Kind::kReduceScatter) {
+            job.steps = Steps::kScatter;
             job.input.stride = job.input.piece = piece;
         } else if (case_.kind == Kind::kAllGather) {
             job.steps = Steps::kSend;
@@ -257,7 +275,9 @@ public:
         job.blocks = blocks;
         job.element = case_.element;
         job.reduction = case_.reduction;
-        if (inbox_bytes(job.steps, world_, job.lines) > Ranks::kHalfBytes) throw std::length_error("inbox too small");
+        if (slot_bytes_for(job.steps, job.lines) > Ranks::kHalfBytes / world_ / kLineBytes * kLineBytes) {
+            throw std::length_error("slot too small");
+        }
         return job;
     }
 
@@ -278,6 +298,43 @@ private:
     std::vector<char> host_;
     std::optional<Buffer> device_;
 };
+
+inline multi_tensor::DType dtype_of(Element element) {
+    return element == Element::kFloat32   ? multi_tensor::DType::kFloat32
+           : element == Element::kFloat16 ? multi_tensor::DType::kFloat16
+                                          : multi_tensor::DType::kBFloat16;
+}
+
+inline uint64_t random_special(const multi_tensor::Format& format, std::mt19937_64& generator) {
+    const uint64_t sign = generator() % 2 ? format.sign() : 0, any = generator() & format.fraction_mask();
+    switch (generator() % 5) {
+        case 0:
+            return sign;
+        case 1:
+            return sign | any;  // subnormal
+        case 2:
+            return sign | format.infinity();
+        case 3:
+            return sign | format.infinity() | any;
+        default:
+            return sign | (format.infinity() - 1);  // the largest number
+    }
+}
+
+// Fresh random inputs of all ranks.
+inline void refill(Memory& memory, std::mt19937_64& generator) {
+    const Case now = memory.kind_of_case();
+    const multi_tensor::Format format = multi_tensor::format_of(dtype_of(now.element));
+    memory.refill([&](char* place) {
+        uint64_t bits = generator();
+        if (now.element != Element::kBytes) {
+            // Zeros meet zeros, and numbers meet NaN, in a part of the elements alone.
+            const bool is_special = now.is_special && generator() % 3 != 0;
+            bits = is_special ? random_special(format, generator) : multi_tensor::random_finite(format, generator);
+        }
+        std::memcpy(place, &bits, now.element_bytes());
+    });
+}
 
 // A sequence of kernels in a CUDA graph of their own.
 class CapturedGraph {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <numeric>
 #include <ostream>
 #include <vector>
 
@@ -90,16 +89,7 @@ TEST(Flag, AnotherOperationIsOneOfTheSameSequenceNumber) {
     }
 }
 
-// The numbers that launches have.
-const std::vector<int>& launches() {
-    static const std::vector<int> numbers = [] {
-        std::vector<int> all(kMaxLaunchId);
-        std::iota(all.begin(), all.end(), 1);
-        return all;
-    }();
-    return numbers;
-}
-int random_launch(std::mt19937_64& generator) { return launches()[generator() % launches().size()]; }
+int random_launch(std::mt19937_64& generator) { return kLaunchIds[generator() % kLaunchIds.size()]; }
 
 // The state of a rank as its blocks change it.
 struct State {
@@ -255,8 +245,8 @@ TEST(State, TwoKernelsAtOnceAreSeenByABlockAndTheNextNumberIsRight) {
     EXPECT_GT(met, 50000);
 }
 
-// All states that a kernel of `blocks` blocks leaves behind while it is under way: this many have arrived, the last block
-// among them or not, and this many of them have departed.
+// All states that a kernel of `blocks` blocks leaves behind while it is under way: so many have arrived, the last block
+// among them or not, and so many of them have departed.
 template <typename Function>
 void for_each_state(int blocks, int launch, const Function& function) {
     for (int arrived = 1; arrived <= blocks; ++arrived) {
@@ -279,7 +269,7 @@ TEST(State, TheFirstBlockThatMeetsAnotherKernelSeesIt) {
     auto generator = seeded_generator();
     // The smallest ones all with each other, and any others.
     std::vector<std::array<int, 2>> pairs;
-    for (int i = 0; i < 256; ++i) pairs.push_back({launches()[i / 16], launches()[i % 16]});
+    for (int i = 0; i < 256; ++i) pairs.push_back({kLaunchIds[i / 16], kLaunchIds[i % 16]});
     for (int i = 0; i < 300; ++i) pairs.push_back({random_launch(generator), random_launch(generator)});
     for (const auto& [launch, other] : pairs) {
         if (launch == other) continue;
@@ -310,15 +300,19 @@ TEST(Lines, BearFifteenWordsOfEightBytes) {
     EXPECT_EQ(lines_in(kMany + 1), (int64_t{1} << 50) + 1);
 }
 
-TEST(Lines, AnInboxHoldsTheLinesOfAllPeersAndOfTwoStepsTwice) {
-    for (const Steps steps : {Steps::kReduce, Steps::kSend, Steps::kReduceSend}) {
+TEST(Lines, ASlotHoldsTheLinesAndOfTwoStepsTwice) {
+    for (const Steps steps : {Steps::kReduce, Steps::kScatter, Steps::kSend, Steps::kReduceSend}) {
         const int64_t times = steps == Steps::kReduceSend ? 2 : 1;
-        EXPECT_EQ(inbox_bytes(steps, 2, 0), 0);
-        EXPECT_EQ(inbox_bytes(steps, 1, 5), 0);
-        EXPECT_EQ(inbox_bytes(steps, 2, 1), times * 128);
-        EXPECT_EQ(inbox_bytes(steps, 8, 1), times * 7 * 128);
-        // Beyond 32 bits.
-        EXPECT_EQ(inbox_bytes(steps, 8, int64_t{1} << 32), times * 7 * (int64_t{1} << 39));
+        EXPECT_EQ(slot_bytes_for(steps, 0), 0);
+        EXPECT_EQ(slot_bytes_for(steps, 1), times * 128);
+        EXPECT_EQ(slot_bytes_for(steps, int64_t{1} << 32), times * (int64_t{1} << 39));  // beyond 32 bits
+    }
+}
+
+TEST(State, LaunchesBearDifferentPrimesAboveTheLargestGrid) {
+    for (size_t i = 0; i < kLaunchIds.size(); ++i) {
+        EXPECT_TRUE(is_prime(kLaunchIds[i]) && kLaunchIds[i] > kMaxBlocks && kLaunchIds[i] <= kMaxLaunchId);
+        EXPECT_TRUE(i == 0 || kLaunchIds[i] > kLaunchIds[i - 1]);
     }
 }
 

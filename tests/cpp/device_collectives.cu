@@ -1,0 +1,441 @@
+// Collectives by lines (lines.cu): all ranks of a group on one device, against sums on the host, bit for bit. Where a
+// number is NaN it is NaN on both, of whatever bits.
+#include <bit>
+#include <cmath>
+
+#include "collective_ranks.h"
+#include "collectives/wait.cuh"
+#include "cpu/element.h"
+
+namespace te_graph::collectives {
+namespace {
+
+using multi_tensor::BFloat16;
+using multi_tensor::Float16;
+
+const testing::Environment* const kDriverSettings = testing::AddGlobalTestEnvironment(new DriverSettings);
+constexpr int kWorlds[] = {2, 3, 4, 8};
+
+// Reference: one element after the other, in fp32, in the order of the ranks, rounded once.
+float larger(float a, float b) {
+    if (a != a || b != b) return std::nanf("");
+    if (a == b) return std::signbit(a) ? b : a;
+    return a > b ? a : b;
+}
+
+template <typename T>
+T reduce_one(const std::vector<const char*>& places, Reduction reduction) {
+    float result = 0;
+    for (size_t rank = 0; rank < places.size(); ++rank) {
+        T element;
+        std::memcpy(&element, places[rank], sizeof(T));
+        const float value = multi_tensor::widen(element);
+        result = rank == 0 ? value : reduction == Reduction::kSum ? result + value : larger(result, value);
+    }
+    return multi_tensor::narrow<T>(result);
+}
+
+template <typename T>
+void reduce_all(std::vector<const char*> places, int64_t bytes, Reduction reduction, char* out) {
+    for (int64_t i = 0; i < bytes; i += sizeof(T)) {
+        const T element = reduce_one<T>(places, reduction);
+        std::memcpy(out + i, &element, sizeof(T));
+        for (const char*& place : places) place += sizeof(T);
+    }
+}
+
+// All of the memory as it is after the operation.
+std::vector<char> reference(const Memory& memory) {
+    const Case& now = memory.kind_of_case();
+    std::vector<char> after = memory.host();
+    for (int rank = 0; rank < memory.world(); ++rank) {
+        char* const out = &after[memory.out_at(rank)];
+        std::vector<const char*> inputs;
+        for (int p = 0; p < memory.world(); ++p) inputs.push_back(&memory.host()[memory.input_at(p)]);
+        if (now.kind == Kind::kAllGather) {
+            const int64_t piece = memory.input_bytes();
+            for (int p = 0; p < memory.world(); ++p) std::memcpy(out + p * piece, inputs[p], piece);
+            continue;
+        }
+        if (now.kind == Kind::kReduceScatter) {
+            for (const char*& input : inputs) input += rank * memory.out_bytes();
+        }
+        const auto reduce = now.element == Element::kFloat32   ? reduce_all<float>
+                            : now.element == Element::kFloat16 ? reduce_all<Float16>
+                                                               : reduce_all<BFloat16>;
+        reduce(inputs, memory.out_bytes(), now.reduction, out);
+    }
+    return after;
+}
+
+// Every NaN of a rank's out with the same bits.
+void unify_nan(const Memory& memory, std::vector<char>& bytes) {
+    const Case& now = memory.kind_of_case();
+    if (now.element == Element::kBytes || now.kind == Kind::kAllGather) return;
+    const multi_tensor::Format format = multi_tensor::format_of(dtype_of(now.element));
+    const uint64_t nan = format.infinity() | 1;
+    for (int rank = 0; rank < memory.world(); ++rank) {
+        for (int64_t i = 0; i < memory.out_bytes(); i += format.bytes) {
+            char* const place = &bytes[memory.out_at(rank) + i];
+            uint64_t bits = 0;
+            std::memcpy(&bits, place, format.bytes);
+            if (format.is_nan(bits)) std::memcpy(place, &nan, format.bytes);
+        }
+    }
+}
+
+// Equal to the reference in every byte, poison included.
+testing::AssertionResult is_right(const Memory& memory) {
+    std::vector<char> actual = memory.download(), expected = reference(memory);
+    unify_nan(memory, actual);
+    unify_nan(memory, expected);
+    const auto [at, expected_at] = std::mismatch(actual.begin(), actual.end(), expected.begin());
+    if (at == actual.end()) return testing::AssertionSuccess();
+    const int64_t byte = at - actual.begin();
+    int rank = 0;
+    while (byte >= memory.end_of(rank)) ++rank;
+    return testing::AssertionFailure() << memory.kind_of_case() << ", world " << memory.world() << ": rank " << rank
+                                       << ", byte " << byte - memory.out_at(rank) << " of out's " << memory.out_bytes()
+                                       << ": expected " << (*expected_at & 0xFF) << ", got " << (*at & 0xFF);
+}
+
+// NaN in all of a rank's out, and nothing else changed. Of an all-gather, parts of the rank's own piece may be there.
+testing::AssertionResult is_given_up(const Memory& memory, int rank) {
+    std::vector<char> actual = memory.download(), expected = memory.host();
+    std::fill_n(&expected[memory.out_at(rank)], memory.out_bytes(), static_cast<char>(0xFF));
+    if (memory.kind_of_case().kind == Kind::kAllGather) {
+        const int64_t piece = memory.input_bytes(), own = memory.out_at(rank) + rank * piece;
+        for (int64_t i = 0; i < piece; ++i) {
+            if (actual[own + i] == memory.host()[memory.input_at(rank) + i]) actual[own + i] = static_cast<char>(0xFF);
+        }
+    }
+    const int64_t begin = memory.begin_of(rank), end = memory.end_of(rank);
+    if (std::equal(&actual[begin], &actual[begin] + (end - begin), &expected[begin]))
+        return testing::AssertionSuccess();
+    return testing::AssertionFailure() << memory.kind_of_case() << ", world " << memory.world() << ": rank " << rank;
+}
+
+// Launches.
+__global__ void delay_kernel(uint64_t ns) {
+    const uint64_t start = now_ns();
+    while (now_ns() - start < ns) __nanosleep(1000);
+}
+void delay(cudaStream_t stream, uint64_t ns) {
+    delay_kernel<<<1, 1, 0, stream>>>(ns);
+    check(cudaGetLastError());
+}
+
+// All ranks together have few enough blocks to be resident at once.
+int random_blocks(std::mt19937_64& generator) { return 1 << generator() % 4; }
+int random_launch(std::mt19937_64& generator) { return kLaunchIds[generator() % kLaunchIds.size()]; }
+
+void launch(const Ranks& ranks, int rank, const Memory& memory, std::mt19937_64& generator) {
+    const LineJob job = memory.job(rank, random_blocks(generator), random_launch(generator));
+    check(launch_lines(ranks.peers(rank), job, ranks[rank].stream()));
+}
+void launch_all(const Ranks& ranks, const Memory& memory, std::mt19937_64& generator) {
+    const int first = static_cast<int>(generator() % ranks.world());
+    for (int i = 0; i < ranks.world(); ++i) launch(ranks, (first + i) % ranks.world(), memory, generator);
+}
+
+void expect_right_at_once(const Ranks& ranks, const Case& now, std::mt19937_64& generator) {
+    Memory memory(now, ranks.world());
+    refill(memory, generator);
+    launch_all(ranks, memory, generator);
+    check(cudaDeviceSynchronize());
+    ASSERT_TRUE(is_right(memory));
+}
+
+TEST(CollectivesDevice, ResultsOfAllSizesAndAlignmentsAreThoseOfTheHost) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        const Ranks ranks(world);
+        int operations = 0;
+        for (const Kind kind : kKinds) {
+            // Words and lines begin and end within these, whatever the size of an element; primes.
+            for (const int64_t numel : {1, 2, 7, 8, 29, 30, 31, 59, 60, 61, 119, 120, 121, 127, 1009, 10007}) {
+                for (Case now : cases_of(kind, numel)) {
+                    for (const bool is_in_place : {false, true}) {
+                        for (const int offsets : {0, 2, 1, 3}) {
+                            if (is_in_place && offsets % 2 == 1) break;
+                            now.is_in_place = is_in_place;
+                            now.input_offset = offsets % 2 * now.element_bytes();
+                            now.out_offset = offsets / 2 * now.element_bytes();
+                            expect_right_at_once(ranks, now, generator);
+                            if (HasFatalFailure()) return;
+                            ++operations;
+                        }
+                    }
+                }
+            }
+        }
+        ranks.expect_finished(operations);
+    }
+}
+
+TEST(CollectivesDevice, ResultsOfAMebibyteAreThoseOfTheHost) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        const Ranks ranks(world);
+        for (const Kind kind : kKinds) {
+            for (Case now : cases_of(kind, 1 << 20)) {
+                now.numel /= now.element_bytes();
+                now.is_in_place = generator() % 2 == 0;
+                now.input_offset = now.out_offset = static_cast<int64_t>(generator() % 2) * now.element_bytes();
+                expect_right_at_once(ranks, now, generator);
+                if (HasFatalFailure()) return;
+            }
+        }
+    }
+}
+
+TEST(CollectivesDevice, SpecialValuesAreThoseOfTheHost) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        const Ranks ranks(world);
+        for (const Kind kind : kKinds) {
+            for (Case now : cases_of(kind, 5003)) {
+                now.is_special = true;
+                expect_right_at_once(ranks, now, generator);
+                if (HasFatalFailure()) return;
+            }
+        }
+    }
+}
+
+TEST(CollectivesDevice, TheSumOfNegativeZerosIsNegativeZero) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        const Ranks ranks(world);
+        for (const Kind kind : {Kind::kOneStep, Kind::kTwoSteps, Kind::kReduceScatter}) {
+            for (const Case& now : cases_of(kind, 1001)) {
+                const uint64_t zero = multi_tensor::format_of(dtype_of(now.element)).sign();
+                Memory memory(now, world);
+                memory.refill([&](char* place) { std::memcpy(place, &zero, now.element_bytes()); });
+                launch_all(ranks, memory, generator);
+                check(cudaDeviceSynchronize());
+                const std::vector<char> actual = memory.download();
+                for (int rank = 0; rank < world; ++rank) {
+                    const char* const input = &memory.host()[memory.input_at(0)];
+                    ASSERT_TRUE(std::equal(input, input + memory.out_bytes(), &actual[memory.out_at(rank)])) << now;
+                }
+            }
+        }
+    }
+}
+
+// Operations of all kinds one after another, some ranks late; what is launched is checked at the end alone.
+void expect_sequence_is_right(const Ranks& ranks, int operations, std::mt19937_64& generator) {
+    std::vector<std::unique_ptr<Memory>> memories;
+    for (int i = 0; i < operations; ++i) {
+        memories.push_back(std::make_unique<Memory>(random_case(15, generator), ranks.world()));
+        refill(*memories.back(), generator);
+    }
+    for (const auto& memory : memories) {
+        if (generator() % 3 == 0) {
+            delay(ranks[static_cast<int>(generator() % ranks.world())].stream(), generator() % (2 * kMillisecond));
+        }
+        launch_all(ranks, *memory, generator);
+    }
+    check(cudaDeviceSynchronize());
+    for (const auto& memory : memories) ASSERT_TRUE(is_right(*memory));
+    ranks.expect_finished(operations);
+}
+
+TEST(CollectivesDevice, ManyOperationsOneAfterAnotherNeedNoSynchronization) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) expect_sequence_is_right(Ranks(world), 50, generator);
+}
+
+TEST(CollectivesDevice, SequenceNumbersBeginAgainBehindTheLastOne) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) expect_sequence_is_right(Ranks(world, kSequences - 10), 20, generator);
+}
+
+TEST(CollectivesDevice, CapturedGraphsReplayOnChangedInputs) {
+    auto generator = seeded_generator();
+    constexpr int kOperations = 6, kReplays = 20;
+    for (const int world : kWorlds) {
+        const Ranks ranks(world);
+        std::vector<std::unique_ptr<Memory>> memories;
+        for (int i = 0; i < kOperations; ++i) {
+            memories.push_back(std::make_unique<Memory>(random_case(13, generator), world));
+        }
+        std::vector<std::unique_ptr<CapturedGraph>> graphs;
+        for (int rank = 0; rank < world; ++rank) {
+            graphs.push_back(std::make_unique<CapturedGraph>(ranks[rank].stream(), [&] {
+                for (const auto& memory : memories) {
+                    launch(ranks, rank, *memory, generator);
+                    delay(ranks[rank].stream(), generator() % (kMillisecond / 4));
+                }
+            }));
+        }
+        for (int replay = 0; replay < kReplays; ++replay) {
+            for (const auto& memory : memories) refill(*memory, generator);
+            for (int rank = 0; rank < world; ++rank) graphs[rank]->launch(ranks[rank].stream());
+            check(cudaDeviceSynchronize());
+            for (const auto& memory : memories) ASSERT_TRUE(is_right(*memory)) << "replay " << replay;
+        }
+        ranks.expect_finished(kOperations * kReplays);
+    }
+}
+
+// A rank has given up, and everything that can be asked says so.
+void expect_given_up(const Ranks& ranks, int rank) {
+    const Record& record = ranks[rank].record();
+    EXPECT_EQ(record.is_set, 1) << "rank " << rank;
+    EXPECT_NE(record.failure, Failure::kNone) << "rank " << rank;
+    EXPECT_EQ(ranks[rank].control().failed, 1.0f) << "rank " << rank;
+    EXPECT_GE(ranks[rank].abort(), 1u) << "rank " << rank;
+    EXPECT_LE(ranks[rank].abort(), static_cast<uint64_t>(ranks.world())) << "rank " << rank;
+}
+
+TEST(CollectivesFailureDevice, ARankThatDoesNotComeEndsTheOthersAndEverythingAfterwards) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        for (const Kind kind : kKinds) {
+            const Ranks ranks(world);
+            const int absent = static_cast<int>(generator() % world);
+            expect_sequence_is_right(ranks, 2, generator);
+            ranks.set_timeout(100 * kMillisecond);
+            const std::vector<Case> cases = cases_of(kind, 5003);
+            Memory memory(cases[generator() % cases.size()], world);
+            refill(memory, generator);
+            for (int rank = 0; rank < world; ++rank) {
+                if (rank != absent) launch(ranks, rank, memory, generator);
+            }
+            const double seconds = seconds_to_finish();
+            EXPECT_GT(seconds, 0.05);
+            EXPECT_LT(seconds, 1.0);
+            int timeouts = 0;
+            for (int rank = 0; rank < world; ++rank) {
+                EXPECT_GE(ranks[rank].abort(), 1u) << "rank " << rank;
+                if (rank == absent) continue;
+                expect_given_up(ranks, rank);
+                EXPECT_TRUE(is_given_up(memory, rank));
+                const Record& record = ranks[rank].record();
+                EXPECT_EQ(sequence_of(record.expected), 3u);
+                EXPECT_TRUE(unpack(record.expected) == memory.signature()) << memory.kind_of_case();
+                if (record.failure == Failure::kTimeout) {
+                    ++timeouts;
+                    EXPECT_EQ(record.peer, absent);
+                    EXPECT_NE(sequence_of(record.seen), 3u);
+                } else {
+                    EXPECT_EQ(record.failure, Failure::kToldByPeer);
+                    EXPECT_TRUE(record.peer != rank && record.peer != absent) << record.peer;
+                }
+            }
+            EXPECT_GT(timeouts, 0);
+            EXPECT_EQ(ranks[absent].record().is_set, 0);
+
+            // The absent rank, too, ends at once from here on.
+            ranks.set_timeout(10000 * kMillisecond);
+            Memory later(random_case(12, generator), world);
+            refill(later, generator);
+            launch_all(ranks, later, generator);
+            EXPECT_LT(seconds_to_finish(), 1.0);
+            for (int rank = 0; rank < world; ++rank) {
+                expect_given_up(ranks, rank);
+                EXPECT_TRUE(is_given_up(later, rank));
+            }
+            EXPECT_EQ(ranks[absent].record().failure, Failure::kToldByPeer);
+        }
+    }
+}
+
+// One rank runs `other`, all others `common`: somebody sees it, and all end.
+void expect_mismatch(int world, const Case& common, const Case& other, std::mt19937_64& generator) {
+    const Ranks ranks(world);
+    ranks.set_timeout(5000 * kMillisecond);
+    const int odd = static_cast<int>(generator() % world);
+    Memory memory(common, world), odd_memory(other, world);
+    refill(memory, generator);
+    refill(odd_memory, generator);
+    for (int rank = 0; rank < world; ++rank) launch(ranks, rank, rank == odd ? odd_memory : memory, generator);
+    EXPECT_LT(seconds_to_finish(), 2.0) << common << " and " << other;
+    int mismatches = 0;
+    for (int rank = 0; rank < world; ++rank) {
+        expect_given_up(ranks, rank);
+        EXPECT_TRUE(is_given_up(rank == odd ? odd_memory : memory, rank));
+        const Record& record = ranks[rank].record();
+        if (record.failure != Failure::kMismatch) {
+            EXPECT_EQ(record.failure, Failure::kToldByPeer) << common << " and " << other;
+            continue;
+        }
+        ++mismatches;
+        EXPECT_EQ(sequence_of(record.seen), 1u);
+        EXPECT_EQ(record.expected, flag_of(1, pack((rank == odd ? odd_memory : memory).signature())));
+        EXPECT_EQ(record.seen, flag_of(1, pack((rank == odd ? memory : odd_memory).signature())));
+        if (rank != odd) EXPECT_EQ(record.peer, odd) << common << " and " << other << ", world " << world;
+    }
+    EXPECT_GT(mismatches, 0) << common << " and " << other;
+}
+
+TEST(CollectivesFailureDevice, AnotherNumberOfElementsDtypeOrOperationIsSeenAndEndsAll) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        const Case sum{.kind = Kind::kOneStep, .numel = 5003};
+        Case other = sum;
+        other.reduction = Reduction::kMax;
+        expect_mismatch(world, sum, other, generator);
+        other = sum;
+        other.element = Element::kBFloat16;
+        expect_mismatch(world, sum, other, generator);
+        for (const Kind kind : kKinds) {
+            Case now = cases_of(kind, 5003)[0];
+            for (const int64_t numel : {1, 5002, 10006}) {
+                other = now;
+                other.numel = numel;
+                expect_mismatch(world, now, other, generator);
+            }
+            now.element = other.element = Element::kFloat32;
+            other.kind = kind == Kind::kAllGather ? Kind::kOneStep : Kind::kAllGather;
+            expect_mismatch(world, now, other, generator);
+        }
+    }
+}
+
+TEST(CollectivesFailureDevice, TwoKernelsOfARankAtOnceAreSeenAndEndAll) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        for (const Kind kind : kKinds) {
+            const Ranks ranks(world);
+            const Stream second_stream;
+            Memory first(cases_of(kind, 5003)[0], world), second(random_case(12, generator), world);
+            refill(first, generator);
+            refill(second, generator);
+            for (int rank = 1; rank < world; ++rank) delay(ranks[rank].stream(), 200 * kMillisecond);
+            check(launch_lines(ranks.peers(0), first.job(0, random_blocks(generator), 401), ranks[0].stream()));
+            check(launch_lines(ranks.peers(0), second.job(0, random_blocks(generator), 577), second_stream.get()));
+            for (int rank = 1; rank < world; ++rank) {
+                launch(ranks, rank, first, generator);
+                launch(ranks, rank, second, generator);
+            }
+            EXPECT_LT(seconds_to_finish(), 1.0);
+            EXPECT_EQ(ranks[0].record().failure, Failure::kTwoKernels);
+            EXPECT_EQ(ranks[0].record().peer, 0);
+            for (int rank = 0; rank < world; ++rank) {
+                expect_given_up(ranks, rank);
+                EXPECT_TRUE(is_given_up(first, rank));
+                EXPECT_TRUE(is_given_up(second, rank));
+                if (rank > 0) EXPECT_EQ(ranks[rank].record().failure, Failure::kToldByPeer);
+            }
+        }
+    }
+}
+
+TEST(CollectivesDevice, BlocksAreAPowerOfTwoEnoughForTheLinesAndNotAboveTheMost) {
+    auto generator = seeded_generator();
+    EXPECT_EQ(blocks_for(1, kMaxBlocks), 1);
+    EXPECT_EQ(blocks_for(int64_t{1} << 40, kMaxBlocks), kMaxBlocks);
+    for (int i = 0; i < 10000; ++i) {
+        const auto lines = static_cast<int64_t>(1 + generator() % (1ull << generator() % 32));
+        const int most = 1 << generator() % 8, blocks = blocks_for(lines, most);
+        ASSERT_TRUE(std::has_single_bit(static_cast<unsigned>(blocks))) << blocks;
+        ASSERT_LE(blocks, most) << lines << " lines";
+        ASSERT_LE(blocks, blocks_for(2 * lines, most)) << lines << " lines";
+    }
+}
+
+}  // namespace
+}  // namespace te_graph::collectives
