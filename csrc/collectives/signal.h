@@ -69,9 +69,9 @@ TE_GRAPH_ANYWHERE constexpr uint64_t flag_of(uint64_t sequence, uint64_t signatu
     return sequence << kSignatureBits | signature;
 }
 TE_GRAPH_ANYWHERE constexpr uint64_t sequence_of(uint64_t flag) { return flag >> kSignatureBits; }
-// Of the same operation of the sequence, but another one by kind or size.
+// Of the same operation of the sequence, but another one by kind or size. 0 is memory that nobody has written yet.
 TE_GRAPH_ANYWHERE constexpr bool is_other_operation(uint64_t expected, uint64_t seen) {
-    return expected != seen && sequence_of(expected) == sequence_of(seen);
+    return seen != 0 && expected != seen && sequence_of(expected) == sequence_of(seen);
 }
 
 // The state of a rank. Each block of a kernel adds arrival() before it does anything and departure() when it is done; what

@@ -97,7 +97,8 @@ private:
 
 class Ranks {
 public:
-    static constexpr int64_t kHalfBytes = 8 << 20;
+    static constexpr int64_t kHalfBytes = 16 << 20;
+    static int64_t slot_bytes(int world) { return kHalfBytes / (world - 1) / kLineBytes * kLineBytes; }
 
     explicit Ranks(int world, uint64_t first_sequence = 1) : first_sequence_(first_sequence) {
         for (int rank = 0; rank < world; ++rank) {
@@ -111,7 +112,6 @@ public:
     Ranks& operator=(const Ranks&) = delete;
 
     int world() const { return static_cast<int>(ranks_.size()); }
-    int64_t slot_bytes() const { return kHalfBytes / std::max(world() - 1, 1) / kLineBytes * kLineBytes; }
     const Rank& operator[](int rank) const { return *ranks_[rank]; }
     Peers peers(int rank) const {
         Peers peers{};
@@ -121,7 +121,7 @@ public:
         }
         peers.control = ranks_[rank]->control_on_device();
         peers.record = ranks_[rank]->record_on_device();
-        peers.slot_bytes = slot_bytes();
+        peers.slot_bytes = slot_bytes(world());
         peers.rank = rank;
         peers.world = world();
         return peers;
@@ -275,7 +275,7 @@ public:
         job.blocks = blocks;
         job.element = case_.element;
         job.reduction = case_.reduction;
-        if (slot_bytes_for(job.steps, job.lines) > Ranks::kHalfBytes / world_ / kLineBytes * kLineBytes) {
+        if (slot_bytes_for(job.steps, job.lines) > Ranks::slot_bytes(world_)) {
             throw std::length_error("slot too small");
         }
         return job;

@@ -86,6 +86,7 @@ TEST(Flag, AnotherOperationIsOneOfTheSameSequenceNumber) {
         ASSERT_TRUE(is_other_operation(flag, flag_of(sequence, other)));
         ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, signature)));
         ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, other)));
+        ASSERT_FALSE(is_other_operation(flag_of(0, signature), 0));
     }
 }
 
