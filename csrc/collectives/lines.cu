@@ -26,7 +26,7 @@ struct Slots {
     int64_t offset;  // in each slot
 
     __device__ const char* of(const Peers& peers, int from, int at) const {
-        return peers.inbox[at] + half + (from < at ? from : from - 1) * peers.slot_bytes + offset;
+        return peers.lines[at] + half + (from < at ? from : from - 1) * peers.line_slot_bytes + offset;
     }
 };
 
@@ -81,10 +81,10 @@ struct Line {
     using Loaded = Part[kPieces];
 
     const Peers& peers;
-    const LineJob& job;
+    const Job& job;
 
     __device__ void load(int64_t line, Loaded& parts) const {
-        if (line >= job.lines) return;
+        if (line >= job.count) return;
 #pragma unroll
         for (int p = 0; p < kPieces; ++p) {
             if (p < peers.world) parts[p] = load_part(job.input.begin(p), job.input.size(p), line);
@@ -92,7 +92,7 @@ struct Line {
     }
 
     __device__ void send(const Turn& turn, const Slots& slots, int64_t line, const Loaded& parts) const {
-        if (line >= job.lines) return;
+        if (line >= job.count) return;
         if constexpr (kSteps == Steps::kSend) {
             const Part part = turn.failed() ? poison() : parts[0];
             store_part(job.out.begin(peers.rank), job.out.size(peers.rank), line, part);
@@ -112,9 +112,9 @@ struct Line {
     // Sends the sum on, where there is a second step.
     __device__ void reduce(Turn& turn, const Slots& slots, const Slots& sums, int64_t line) const {
         Part found[kMost], own{};
-        if (line < job.lines) own = load_part(job.input.begin(peers.rank), job.input.size(peers.rank), line);
-        const bool came = collect<kMost>(peers, turn, slots, line, job.lines, found);
-        if (line >= job.lines) return;
+        if (line < job.count) own = load_part(job.input.begin(peers.rank), job.input.size(peers.rank), line);
+        const bool came = collect<kMost>(peers, turn, slots, line, job.count, found);
+        if (line >= job.count) return;
         uint64_t first[kMost], second[kMost];
 #pragma unroll
         for (int p = 0; p < kMost; ++p) {
@@ -131,8 +131,8 @@ struct Line {
 
     __device__ void gather(Turn& turn, const Slots& slots, int64_t line) const {
         Part found[kMost];
-        const bool came = collect<kMost>(peers, turn, slots, line, job.lines, found);
-        if (line >= job.lines) return;
+        const bool came = collect<kMost>(peers, turn, slots, line, job.count, found);
+        if (line >= job.count) return;
 #pragma unroll
         for (int p = 0; p < kMost; ++p) {
             if (p == peers.rank || p >= peers.world) continue;
@@ -143,7 +143,7 @@ struct Line {
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
 __global__ void __launch_bounds__(kThreads)
-    lines_kernel(const __grid_constant__ Peers peers, const __grid_constant__ LineJob job) {
+    lines_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
     using Work = Line<T, kReduction, kSteps, kMost>;
     // Turns from sending a line to the last that is done with it.
     constexpr int kDelay = kSteps == Steps::kReduceSend ? 2 * kAhead : kAhead;
@@ -151,14 +151,14 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = blockIdx.x * static_cast<int64_t>(kLinesPerBlock) + threadIdx.x / 8;
     const int64_t step = static_cast<int64_t>(gridDim.x) * kLinesPerBlock;
     // The same for all threads of a warp: it votes on what has come.
-    const int64_t left = job.lines - (first - threadIdx.x % 32 / 8);
+    const int64_t left = job.count - (first - threadIdx.x % 32 / 8);
     const int64_t turns = left <= 0 ? 0 : (left + step - 1) / step;
 
     typename Work::Loaded parts;
     work.load(first, parts);  // does not wait for the turn
     Turn turn(peers, job.signature, job.launch);
-    const Slots slots{turn.half(), 0};
-    const Slots sums{turn.half(), kSteps == Steps::kReduceSend ? job.lines * kLineBytes : 0};
+    const Slots slots{turn.half(peers.line_slot_bytes), 0};
+    const Slots sums{turn.half(peers.line_slot_bytes), kSteps == Steps::kReduceSend ? job.count * kLineBytes : 0};
     for (int64_t i = 0; i < turns + kDelay; ++i) {
         if (i < turns) {
             const int64_t line = first + i * step;
@@ -177,26 +177,26 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, Reduction kReduction, Steps kSteps>
-cudaError_t launch(const Peers& peers, const LineJob& job, cudaStream_t stream) {
+cudaError_t launch(const Peers& peers, const Job& job, cudaStream_t stream) {
     const auto kernel = peers.world <= 2   ? lines_kernel<T, kReduction, kSteps, 2>
                         : peers.world <= 4 ? lines_kernel<T, kReduction, kSteps, 4>
                                            : lines_kernel<T, kReduction, kSteps, 8>;
     // One block needs no more warps than there are lines for.
-    const auto needed = static_cast<int>((job.lines + kLinesPerWarp - 1) / kLinesPerWarp * 32);
-    const int threads = job.blocks == 1 && job.lines < kLinesPerBlock ? needed : kThreads;
+    const auto needed = static_cast<int>((job.count + kLinesPerWarp - 1) / kLinesPerWarp * 32);
+    const int threads = job.blocks == 1 && job.count < kLinesPerBlock ? needed : kThreads;
     kernel<<<job.blocks, threads, 0, stream>>>(peers, job);
     return cudaGetLastError();
 }
 
 }  // namespace
 
-int blocks_for(int64_t lines, int most) {
+int line_blocks_for(int64_t lines, int most) {
     int blocks = 1;
     while (blocks < most && static_cast<int64_t>(blocks) * kLinesPerBlock < lines) blocks *= 2;
     return blocks;
 }
 
-cudaError_t launch_lines(const Peers& peers, const LineJob& job, cudaStream_t stream) {
+cudaError_t launch_lines(const Peers& peers, const Job& job, cudaStream_t stream) {
     if (job.steps == Steps::kSend) return launch<float, Reduction::kSum, Steps::kSend>(peers, job, stream);
     return with_reduction(job.element, job.reduction, [&]<typename T, Reduction kReduction>() {
         return job.steps == Steps::kReduce    ? launch<T, kReduction, Steps::kReduce>(peers, job, stream)

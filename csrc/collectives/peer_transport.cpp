@@ -60,15 +60,17 @@ struct PeerTransport::State {
 
         peers.rank = memory.rank;
         peers.world = static_cast<int32_t>(memory.places.size());
-        const auto slots = 2 * static_cast<int64_t>(peers.world - 1);
-        peers.slot_bytes =
-            (memory.inbox_bytes - static_cast<int64_t>(sizeof(Mailbox))) / slots / kLineBytes * kLineBytes;
+        slots = divide_inbox(memory.inbox_bytes, 2 * static_cast<int64_t>(peers.world - 1));
+        peers.line_slot_bytes = slots.lines;
+        peers.tile_slot_bytes = slots.tiles;
         peers.control = static_cast<Control*>(control.data_ptr());
         peers.record = record;
         for (int p = 0; p < peers.world; ++p) {
             char* const place = reinterpret_cast<char*>(memory.places[p]);
             peers.mailbox[p] = reinterpret_cast<Mailbox*>(place);
-            peers.inbox[p] = place + sizeof(Mailbox);
+            peers.lines[p] = place + sizeof(Mailbox);
+            peers.tiles[p] = peers.lines[p] + 2 * (peers.world - 1) * slots.lines;
+            peers.pool[p] = place;
         }
 
         // Lines of whoever had this memory before must not look like ours.
@@ -92,25 +94,33 @@ struct PeerTransport::State {
         C10_CUDA_CHECK(cudaStreamSynchronize(side));
     }
 
+    // In its memory pool, tensors have a place that peers know.
+    int64_t pool_offset_of(const char* data) const {
+        const auto* const slab = static_cast<const char*>(memory.slab.const_data_ptr());
+        return data >= slab && data < slab + memory.slab.nbytes() ? data - slab : -1;
+    }
+
     void launch(const Operation& operation, cudaStream_t stream) {
-        const int64_t world = peers.world, bytes = static_cast<int64_t>(operation.input.nbytes());
-        const Split split = split_of(operation.op, bytes, peers.slot_bytes, options.tuning);
+        const int64_t world = peers.world;
+        const auto bytes = static_cast<int64_t>(std::max(operation.input.nbytes(), operation.out.nbytes()));
+        const Split split = split_of(operation.op, bytes, slots, options.tuning);
         const auto* const input = static_cast<const char*>(operation.input.const_data_ptr());
         auto* const out = static_cast<char*>(operation.out.data_ptr());
-        // What each rank's line covers: of an all-reduce in two steps as many pieces as ranks.
+        // Pieces of which a launch does `count` lines or tiles each: of an all-reduce in two steps, one for each rank.
+        const int64_t unit = split.by_tiles ? kTileBytes : kLineData;
         const int64_t pieces = split.steps == Steps::kReduceSend ? world : 1;
-        const int64_t most = split.lines_per_launch * kLineData * pieces;
-        const int64_t whole = operation.op == Op::kReduceScatter ? bytes / world : bytes;
+        const int64_t most = split.count * unit * pieces;
+        const int64_t whole = operation.op == Op::kAllReduce ? bytes : bytes / world;
         for (int64_t begin = 0; begin < whole; begin += most) {
             const int64_t size = std::min(most, whole - begin);
-            LineJob job{};
-            job.lines = (lines_in(size) + pieces - 1) / pieces;
+            Job job{};
+            job.count = ((size + unit - 1) / unit + pieces - 1) / pieces;
             job.steps = split.steps;
             job.element = element_of(operation.input.scalar_type());
             job.reduction = operation.reduction;
             job.signature = pack(operation.signature());
             job.launch = kLaunchIds[launches++ % kLaunchIds.size()];
-            job.blocks = blocks_for(job.lines, options.tuning.blocks);
+            job.pool_offset = pool_offset_of(out + begin);
             switch (operation.op) {
                 case Op::kReduceScatter:
                     job.input = {input + begin, bytes - begin, whole, size};
@@ -118,15 +128,21 @@ struct PeerTransport::State {
                     break;
                 case Op::kAllGather:
                     job.input = {input + begin, size, 0, size};
-                    job.out = {out + begin, world * whole - begin, whole, size};
+                    job.out = {out + begin, bytes - begin, whole, size};
                     break;
                 case Op::kAllReduce:
-                    const int64_t piece = pieces == 1 ? size : job.lines * kLineData;
+                    const int64_t piece = pieces == 1 ? size : job.count * unit;
                     const int64_t stride = pieces == 1 ? 0 : piece;
                     job.input = {input + begin, size, stride, piece};
                     job.out = {out + begin, size, stride, piece};
             }
-            C10_CUDA_CHECK(launch_lines(peers, job, stream));
+            if (split.by_tiles) {
+                job.blocks = tile_blocks_for(job.count, options.tuning.tile_blocks);
+                C10_CUDA_CHECK(launch_tiles(peers, job, stream));
+            } else {
+                job.blocks = line_blocks_for(job.count, options.tuning.line_blocks);
+                C10_CUDA_CHECK(launch_lines(peers, job, stream));
+            }
         }
     }
 
@@ -136,6 +152,7 @@ struct PeerTransport::State {
     at::Tensor control, record_memory;
     Record* record;
     Peers peers{};
+    SlotBytes slots{};
     cudaStream_t side = nullptr;
     uint64_t launches = 0;
     StreamChain chain;

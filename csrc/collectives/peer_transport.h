@@ -15,7 +15,7 @@ namespace te_graph::collectives {
 struct PeerMemory {
     at::Tensor slab;               // [bytes] uint8, of this rank; kept alive
     std::vector<uint64_t> places;  // of all ranks' slabs, as this GPU addresses them
-    int64_t inbox_bytes;           // at the start of each, a Mailbox and two halves; what follows is the pool's
+    int64_t inbox_bytes;           // at the start of each; what follows is the pool's
     int rank;
 };
 

@@ -47,16 +47,58 @@ struct alignas(128) Mailbox {
 };
 
 struct Peers {
-    char* inbox[kMaxRanks];  // of each rank, as this GPU addresses it: two halves, for even and odd sequence numbers
+    // Of each rank, as this GPU addresses it.
     Mailbox* mailbox[kMaxRanks];
+    char* lines[kMaxRanks];  // inboxes: a half for even and one for odd sequence numbers each
+    char* tiles[kMaxRanks];
+    char* pool[kMaxRanks];  // where a tensor at offset o of rank p's pool is: pool[p] + o
     Control* control;
     Record* record;
-    int64_t slot_bytes;  // of an inbox half, for one sender: a multiple of a line
+    // Of an inbox half, for one sender; multiples of a line. No room for a tile: no operation goes by tiles.
+    int64_t line_slot_bytes;
+    int64_t tile_slot_bytes;
     int32_t rank;
     int32_t world;
 };
 
 // What elements are to a reduction; bytes are only moved.
 enum class Element : uint8_t { kFloat32, kFloat16, kBFloat16, kBytes };
+
+// Memory in pieces, one per rank: piece p begins at p * stride and ends after `piece` bytes or with the whole.
+// stride 0: each piece is the whole.
+template <typename Byte>
+struct Pieces {
+    Byte* data;
+    int64_t bytes;
+    int64_t stride;
+    int64_t piece;
+
+    TE_GRAPH_ANYWHERE Byte* begin(int p) const { return data + p * stride; }
+    TE_GRAPH_ANYWHERE int64_t size(int p) const {
+        const int64_t left = bytes - p * stride;
+        return left < 0 ? 0 : left < piece ? left : piece;
+    }
+};
+
+// What comes to pass.
+//
+//     kReduce      all-reduce in one step: each rank sends all to all and sums what it gets
+//     kScatter     reduce-scatter: each rank sends piece p to rank p and sums what it gets
+//     kReduceSend  all-reduce in two steps: the same, and each rank sends its sum to all
+//     kSend        all-gather
+enum class Steps : uint8_t { kReduce, kScatter, kReduceSend, kSend };
+
+struct Job {
+    Pieces<const char> input;  // kReduce, kSend: one piece
+    Pieces<char> out;          // kReduce, kScatter: one piece
+    uint64_t signature;
+    int64_t count;        // lines or tiles in a piece
+    int64_t pool_offset;  // of out.data in this rank's pool; -1: it lies elsewhere
+    int32_t launch;       // of kLaunchIds
+    int32_t blocks;       // a power of two
+    Steps steps;
+    Element element;
+    Reduction reduction;
+};
 
 }  // namespace te_graph::collectives

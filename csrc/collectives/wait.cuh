@@ -62,7 +62,10 @@ public:
     }
 
     __device__ uint64_t flag() const { return flag_; }
-    __device__ int64_t half() const { return (sequence_of(flag_) & 1) * (peers_.world - 1) * peers_.slot_bytes; }
+    // Where the half of an inbox begins whose slots have so many bytes.
+    __device__ int64_t half(int64_t slot_bytes) const {
+        return (sequence_of(flag_) & 1) * (peers_.world - 1) * slot_bytes;
+    }
     __device__ bool failed() const { return failed_; }
 
     // Whether this warp goes on waiting; called by all its lanes. `awaited`: the lane waits for `seen`, a flag of `peer`.

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "collectives/lines.h"
+#include "collectives/tiles.h"
 #include "device_memory.h"
 
 namespace te_graph::collectives {
@@ -53,8 +53,9 @@ private:
 class Rank {
 public:
     Rank(int64_t half_bytes, uint64_t first_sequence)
-        : inbox_(2 * half_bytes), mailbox_(sizeof(Mailbox)), control_(sizeof(Control)) {
-        inbox_.fill(0);
+        : lines_(2 * half_bytes), tiles_(2 * half_bytes), mailbox_(sizeof(Mailbox)), control_(sizeof(Control)) {
+        lines_.fill(0);
+        tiles_.fill(0);
         mailbox_.fill(0);
         Control control{};
         control.state = first_sequence << kSequenceShift;
@@ -66,7 +67,8 @@ public:
         record_on_device_ = static_cast<Record*>(memory);
     }
 
-    char* inbox() const { return inbox_.at(0); }
+    char* lines() const { return lines_.at(0); }
+    char* tiles() const { return tiles_.at(0); }
     Mailbox* mailbox() const { return reinterpret_cast<Mailbox*>(mailbox_.at(0)); }
     Control* control_on_device() const { return reinterpret_cast<Control*>(control_.at(0)); }
     Record* record_on_device() const { return record_on_device_; }
@@ -89,7 +91,7 @@ private:
     struct FreeHost {
         void operator()(Record* record) const { EXPECT_EQ(cudaFreeHost(record), cudaSuccess); }
     };
-    Buffer inbox_, mailbox_, control_;
+    Buffer lines_, tiles_, mailbox_, control_;
     std::unique_ptr<Record, FreeHost> record_;
     Record* record_on_device_ = nullptr;
     Stream stream_;
@@ -116,12 +118,13 @@ public:
     Peers peers(int rank) const {
         Peers peers{};
         for (int p = 0; p < world(); ++p) {
-            peers.inbox[p] = ranks_[p]->inbox();
+            peers.lines[p] = ranks_[p]->lines();
+            peers.tiles[p] = ranks_[p]->tiles();
             peers.mailbox[p] = ranks_[p]->mailbox();
         }
         peers.control = ranks_[rank]->control_on_device();
         peers.record = ranks_[rank]->record_on_device();
-        peers.slot_bytes = slot_bytes(world());
+        peers.line_slot_bytes = peers.tile_slot_bytes = slot_bytes(world());
         peers.rank = rank;
         peers.world = world();
         return peers;
@@ -160,6 +163,8 @@ struct Case {
     int64_t input_offset = 0;  // in bytes, behind a boundary of 256 bytes
     int64_t out_offset = 0;
     bool is_in_place = false;
+    bool by_tiles = false;
+    int in_pool = 0;          // bit r: rank r's output lies where its peers can write it
     bool is_special = false;  // zeros, NaN, infinities and subnormals among the inputs
 
     int64_t element_bytes() const { return element == Element::kFloat32 ? 4 : element == Element::kBytes ? 1 : 2; }
@@ -169,19 +174,34 @@ inline std::ostream& operator<<(std::ostream& out, const Case& now) {
     constexpr const char* kKindNames[] = {"all-reduce of one step", "all-reduce of two steps", "reduce-scatter",
                                           "all-gather"};
     constexpr const char* kElementNames[] = {"fp32", "fp16", "bf16", "bytes"};
-    return out << kKindNames[static_cast<int>(now.kind)] << (now.reduction == Reduction::kMax ? " (max) of " : " of ")
-               << now.numel << ' ' << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset
-               << ", out at " << now.out_offset << (now.is_in_place ? ", in place" : "")
-               << (now.is_special ? ", special values" : "");
+    out << kKindNames[static_cast<int>(now.kind)] << (now.reduction == Reduction::kMax ? " (max) of " : " of ")
+        << now.numel << ' ' << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset
+        << ", out at " << now.out_offset << (now.is_in_place ? ", in place" : "")
+        << (now.is_special ? ", special values" : "") << (now.by_tiles ? ", by tiles, in pools " : "");
+    return now.by_tiles ? out << now.in_pool : out;
 }
 
 // Elements and reductions that a kind of operation is made for.
 inline std::vector<Case> cases_of(Kind kind, int64_t numel) {
-    if (kind == Kind::kAllGather) return {{.kind = kind, .element = Element::kBytes, .numel = numel}};
-    return {{.kind = kind, .numel = numel},
-            {.kind = kind, .reduction = Reduction::kMax, .numel = numel},
-            {.kind = kind, .element = Element::kFloat16, .numel = numel},
-            {.kind = kind, .element = Element::kBFloat16, .numel = numel}};
+    std::vector<Case> cases;
+    if (kind == Kind::kAllGather) {
+        cases = {{.kind = kind, .element = Element::kBytes, .numel = numel}};
+    } else {
+        cases = {{.kind = kind, .numel = numel},
+                 {.kind = kind, .reduction = Reduction::kMax, .numel = numel},
+                 {.kind = kind, .element = Element::kFloat16, .numel = numel},
+                 {.kind = kind, .element = Element::kBFloat16, .numel = numel}};
+    }
+    // By lines, and by tiles with the outputs of no, some and all ranks in pools.
+    const size_t count = cases.size();
+    for (const int in_pool : {0, 0b01010101, 0xFF}) {
+        for (size_t i = 0; i < count; ++i) {
+            cases.push_back(cases[i]);
+            cases.back().by_tiles = true;
+            cases.back().in_pool = in_pool;
+        }
+    }
+    return cases;
 }
 // Of up to 2^largest elements.
 inline Case random_case(int largest, std::mt19937_64& generator) {
@@ -252,17 +272,22 @@ public:
                                                    : Op::kAllReduce,
                 case_.reduction, static_cast<uint8_t>(case_.element), case_.numel * (is_of_pieces ? world_ : 1)};
     }
-    LineJob job(int rank, int blocks, int launch) const {
+    // Where tensors of all ranks' pools are.
+    char* pool() const { return device_->at(0); }
+    Job job(int rank, int blocks, int launch) const {
         const int64_t piece = std::min(input_bytes_, out_bytes_);
-        LineJob job{};
-        job.lines = lines_in(piece);
+        Job job{};
+        job.count = case_.by_tiles ? tiles_in(piece) : lines_in(piece);
+        // Some ranks have their outputs in the pool, some have not.
+        job.pool_offset = (case_.in_pool >> rank & 1) != 0 ? outs_[rank] : -1;
         job.input = {device_->at(inputs_[rank]), input_bytes_, 0, input_bytes_};
         job.out = {device_->at(outs_[rank]), out_bytes_, 0, out_bytes_};
         job.steps = Steps::kReduce;
         if (case_.kind == Kind::kTwoSteps) {
             job.steps = Steps::kReduceSend;
-            job.lines = (job.lines + world_ - 1) / world_;
-            job.input.stride = job.input.piece = job.out.stride = job.out.piece = job.lines * kLineData;
+            job.count = (job.count + world_ - 1) / world_;
+            const int64_t unit = case_.by_tiles ? kTileBytes : kLineData;
+            job.input.stride = job.input.piece = job.out.stride = job.out.piece = job.count * unit;
         } else if (case_.kind == Kind::kReduceScatter) {
             job.steps = Steps::kScatter;
             job.input.stride = job.input.piece = piece;
@@ -275,7 +300,9 @@ public:
         job.blocks = blocks;
         job.element = case_.element;
         job.reduction = case_.reduction;
-        if (slot_bytes_for(job.steps, job.lines) > Ranks::slot_bytes(world_)) {
+        const int64_t slot_bytes = Ranks::slot_bytes(world_);
+        if (case_.by_tiles ? slot_tiles_for(job.steps, job.count) > tiles_of_slot(slot_bytes)
+                           : line_slot_bytes_for(job.steps, job.count) > slot_bytes) {
             throw std::length_error("slot too small");
         }
         return job;

@@ -129,9 +129,14 @@ void delay(cudaStream_t stream, uint64_t ns) {
 int random_blocks(std::mt19937_64& generator) { return 1 << generator() % 4; }
 int random_launch(std::mt19937_64& generator) { return kLaunchIds[generator() % kLaunchIds.size()]; }
 
+void launch(const Ranks& ranks, int rank, const Memory& memory, int blocks, int launch, cudaStream_t stream) {
+    Peers peers = ranks.peers(rank);
+    std::fill(std::begin(peers.pool), std::end(peers.pool), memory.pool());
+    const Job job = memory.job(rank, blocks, launch);
+    check(memory.kind_of_case().by_tiles ? launch_tiles(peers, job, stream) : launch_lines(peers, job, stream));
+}
 void launch(const Ranks& ranks, int rank, const Memory& memory, std::mt19937_64& generator) {
-    const LineJob job = memory.job(rank, random_blocks(generator), random_launch(generator));
-    check(launch_lines(ranks.peers(rank), job, ranks[rank].stream()));
+    launch(ranks, rank, memory, random_blocks(generator), random_launch(generator), ranks[rank].stream());
 }
 void launch_all(const Ranks& ranks, const Memory& memory, std::mt19937_64& generator) {
     const int first = static_cast<int>(generator() % ranks.world());
@@ -405,8 +410,8 @@ TEST(CollectivesFailureDevice, TwoKernelsOfARankAtOnceAreSeenAndEndAll) {
             refill(first, generator);
             refill(second, generator);
             for (int rank = 1; rank < world; ++rank) delay(ranks[rank].stream(), 200 * kMillisecond);
-            check(launch_lines(ranks.peers(0), first.job(0, random_blocks(generator), 401), ranks[0].stream()));
-            check(launch_lines(ranks.peers(0), second.job(0, random_blocks(generator), 577), second_stream.get()));
+            launch(ranks, 0, first, random_blocks(generator), 401, ranks[0].stream());
+            launch(ranks, 0, second, random_blocks(generator), 577, second_stream.get());
             for (int rank = 1; rank < world; ++rank) {
                 launch(ranks, rank, first, generator);
                 launch(ranks, rank, second, generator);
@@ -426,14 +431,14 @@ TEST(CollectivesFailureDevice, TwoKernelsOfARankAtOnceAreSeenAndEndAll) {
 
 TEST(CollectivesDevice, BlocksAreAPowerOfTwoEnoughForTheLinesAndNotAboveTheMost) {
     auto generator = seeded_generator();
-    EXPECT_EQ(blocks_for(1, kMaxBlocks), 1);
-    EXPECT_EQ(blocks_for(int64_t{1} << 40, kMaxBlocks), kMaxBlocks);
+    EXPECT_EQ(line_blocks_for(1, kMaxBlocks), 1);
+    EXPECT_EQ(line_blocks_for(int64_t{1} << 40, kMaxBlocks), kMaxBlocks);
     for (int i = 0; i < 10000; ++i) {
         const auto lines = static_cast<int64_t>(1 + generator() % (1ull << generator() % 32));
-        const int most = 1 << generator() % 8, blocks = blocks_for(lines, most);
+        const int most = 1 << generator() % 8, blocks = line_blocks_for(lines, most);
         ASSERT_TRUE(std::has_single_bit(static_cast<unsigned>(blocks))) << blocks;
         ASSERT_LE(blocks, most) << lines << " lines";
-        ASSERT_LE(blocks, blocks_for(2 * lines, most)) << lines << " lines";
+        ASSERT_LE(blocks, line_blocks_for(2 * lines, most)) << lines << " lines";
     }
 }
 

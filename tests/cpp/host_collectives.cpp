@@ -304,9 +304,9 @@ TEST(Lines, BearFifteenWordsOfEightBytes) {
 TEST(Lines, ASlotHoldsTheLinesAndOfTwoStepsTwice) {
     for (const Steps steps : {Steps::kReduce, Steps::kScatter, Steps::kSend, Steps::kReduceSend}) {
         const int64_t times = steps == Steps::kReduceSend ? 2 : 1;
-        EXPECT_EQ(slot_bytes_for(steps, 0), 0);
-        EXPECT_EQ(slot_bytes_for(steps, 1), times * 128);
-        EXPECT_EQ(slot_bytes_for(steps, int64_t{1} << 32), times * (int64_t{1} << 39));  // beyond 32 bits
+        EXPECT_EQ(line_slot_bytes_for(steps, 0), 0);
+        EXPECT_EQ(line_slot_bytes_for(steps, 1), times * 128);
+        EXPECT_EQ(line_slot_bytes_for(steps, int64_t{1} << 32), times * (int64_t{1} << 39));  // beyond 32 bits
     }
 }
 

@@ -1,0 +1,251 @@
+// Formula: as lines.cu, for large operations.
+// Grid: blocks of 512 threads, each with every n-th tile of each piece; a thread has 64 bytes of a tile, the same in all
+// steps, so `out` may be `input`.
+// Bytes per element: one-step reduce: read twice, received world - 1 times, written once; as many on the wire as sent.
+// Determinism: the order of the sum is that of the ranks.
+// A block waits for the blocks of peers that have the same tiles, never for one of its own GPU.
+#include "collectives/element.cuh"
+#include "collectives/tiles.cuh"
+
+namespace te_graph::collectives {
+namespace {
+
+// Tiles that a block sends before it waits for what came of the first one.
+constexpr int kAhead = 2;
+
+// Vectors that a thread sums at a time: fewer where there are more ranks.
+template <int kMost>
+constexpr int kTogether = kMost <= 2 ? kVectors : 1;
+
+template <typename T, Reduction kReduction, Steps kSteps, int kMost>
+class Tiles {
+public:
+    __device__ Tiles(const Peers& peers, const Job& job, Turn& turn)
+        : peers_(peers), job_(job), turn_(turn), is_failed_(turn.failed()) {}
+
+    // Says where the output lies.
+    __device__ void say_hello() {
+        if (blockIdx.x != 0 || threadIdx.x >= 8 || is_failed_) return;
+        const Part part{static_cast<uint64_t>(job_.pool_offset), 0};
+        for_each_peer([&](int p) { send_part(slot_at(p).hello(), 0, part, turn_.flag()); });
+    }
+
+    // Hears where the outputs of the peers lie. All threads of the block call it.
+    __device__ void hear_hellos(int64_t* offsets /* [kMaxRanks], shared */) {
+        for (int p = threadIdx.x / 32; p < peers_.world; p += kTileThreads / 32) {
+            if (p == peers_.rank || is_failed_) continue;
+            while (true) {
+                const Part part = look_at_part(slot_of(p).hello(), 0);
+                const bool is_missing = has_flag() && part.second != turn_.flag();
+                if (threadIdx.x % 32 == 0) offsets[p] = static_cast<int64_t>(part.first);
+                if (!__any_sync(~0u, is_missing)) break;
+                if (!turn_.goes_on(is_missing, part.second, p)) {
+                    is_failed_ = true;
+                    break;
+                }
+            }
+        }
+        turn_.came();
+        is_failed_ = __syncthreads_or(is_failed_);
+        offsets_ = offsets;
+    }
+
+    // Input tile to the peers' slots; of an all-gather, to where it is wanted.
+    __device__ void send(int64_t tile) {
+        Vectors vectors;
+        if constexpr (kSteps == Steps::kSend) {
+            load_tile(job_.input.begin(0), job_.input.size(0), tile, vectors);
+            if (is_failed_) poison(vectors);
+            store_tile(job_.out.begin(peers_.rank), job_.out.size(peers_.rank), tile, vectors);
+            deliver(tile, vectors);
+        } else {
+            if (is_failed_) return;
+            if (job_.input.stride == 0) load_tile(job_.input.begin(0), job_.input.size(0), tile, vectors);
+            for_each_peer([&](int p) {
+                if (job_.input.stride != 0) load_tile(job_.input.begin(p), job_.input.size(p), tile, vectors);
+                store_whole(slot_at(p).tiles(0), tile, vectors);
+            });
+            raise(tile);
+        }
+    }
+
+    __device__ void reduce(int64_t tile) {
+        Vectors sums;
+        const int piece = kSteps == Steps::kReduceSend ? peers_.rank : 0;
+        load_tile(job_.input.begin(peers_.rank), job_.input.size(peers_.rank), tile, sums);
+        if (await(tile)) {
+#pragma unroll
+            for (int i = 0; i < kVectors; i += kTogether<kMost>) add_received(tile, i, sums);
+        } else {
+            poison(sums);
+        }
+        store_tile(job_.out.begin(piece), job_.out.size(piece), tile, sums);
+        if constexpr (kSteps == Steps::kReduceSend) deliver(tile, sums);
+    }
+
+    // What peers have delivered is in place, or is copied there.
+    __device__ void gather(int64_t tile) {
+        const bool came = await(first_sum() + tile);
+        for_each_peer([&](int p) {
+            Vectors vectors;
+            if (came && job_.pool_offset >= 0) return;
+            if (came) {
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) {
+                    vectors[i] = load_received(slot_of(p).tiles(first_sum()), tile, i);
+                }
+            } else {
+                poison(vectors);
+            }
+            store_tile(job_.out.begin(p), job_.out.size(p), tile, vectors);
+        });
+    }
+
+private:
+    __device__ TileSlot slot_at(int peer) const { return {peers_, turn_, peers_.rank, peer}; }
+    __device__ TileSlot slot_of(int peer) const { return {peers_, turn_, peer, peers_.rank}; }
+    __device__ int64_t first_sum() const { return kSteps == Steps::kReduceSend ? job_.count : 0; }
+
+    // Each rank begins behind itself, so that no link has all at once.
+    template <typename Function>
+    __device__ void for_each_peer(const Function& function) const {
+        for (int i = 1; i < peers_.world; ++i) {
+            function(peers_.rank + i < peers_.world ? peers_.rank + i : peers_.rank + i - peers_.world);
+        }
+    }
+
+    __device__ static void poison(Vectors& vectors) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) vectors[i] = {~0ull, ~0ull};
+    }
+
+    __device__ static void store_whole(char* tiles, int64_t tile, const Vectors& vectors) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            *reinterpret_cast<Vector*>(tiles + vector_offset(tile, i)) = vectors[i];
+        }
+    }
+
+    // Vectors `first` and some that follow: of this rank before, the sums after.
+    __device__ void add_received(int64_t tile, int first, Vectors& sums) const {
+        Vector all[kTogether<kMost>][kMost];
+#pragma unroll
+        for (int i = 0; i < kTogether<kMost>; ++i) {
+#pragma unroll
+            for (int p = 0; p < kMost; ++p) {
+                all[i][p] = sums[first + i];
+                if (p == peers_.rank || p >= peers_.world) continue;
+                all[i][p] = load_received(slot_of(p).tiles(0), tile, first + i);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether<kMost>; ++i) {
+            uint64_t words[2][kMost];
+#pragma unroll
+            for (int p = 0; p < kMost; ++p) {
+                words[0][p] = all[i][p].first;
+                words[1][p] = all[i][p].second;
+            }
+            sums[first + i] = {reduce_words<T, kReduction>(words[0], peers_.world),
+                               reduce_words<T, kReduction>(words[1], peers_.world)};
+        }
+    }
+
+    // This rank's part of the result, to all.
+    __device__ void deliver(int64_t tile, const Vectors& vectors) {
+        if (is_failed_) return;
+        for_each_peer([&](int p) {
+            if (offsets_[p] >= 0) {
+                char* const out = peers_.pool[p] + offsets_[p] + peers_.rank * job_.out.stride;
+                store_tile(out, job_.out.size(peers_.rank), tile, vectors);
+            } else {
+                store_whole(slot_at(p).tiles(first_sum()), tile, vectors);
+            }
+        });
+        raise(first_sum() + tile);
+    }
+
+    // What all threads of the block have written before is there when the flag is.
+    __device__ void raise(int64_t flag) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence_system();
+            for_each_peer([&](int p) { store_relaxed(slot_at(p).flag(flag), turn_.flag()); });
+        }
+    }
+
+    // Whether a tile of all peers has come: each lane of the first warp waits for one of them.
+    __device__ bool await(int64_t flag) {
+        if (threadIdx.x < 32 && !is_failed_) {
+            const int peer = static_cast<int>(threadIdx.x);
+            const bool is_awaited = peer < peers_.world && peer != peers_.rank;
+            const uint64_t* const place = is_awaited ? slot_of(peer).flag(flag) : nullptr;
+            while (true) {
+                uint64_t seen = is_awaited ? load_acquire(place) : turn_.flag();
+                const bool is_missing = seen != turn_.flag();
+                if (!__any_sync(~0u, is_missing)) break;
+                // A peer that is at an operation by lines raises no flag here.
+                if (is_missing) seen = slot_of(peer).hello_flag();
+                if (!turn_.goes_on(is_missing, seen, peer)) {
+                    is_failed_ = true;
+                    break;
+                }
+            }
+            turn_.came();
+        }
+        is_failed_ = __syncthreads_or(is_failed_);
+        return !is_failed_;
+    }
+
+    const Peers& peers_;
+    const Job& job_;
+    Turn& turn_;
+    const int64_t* offsets_ = nullptr;
+    bool is_failed_;
+};
+
+template <typename T, Reduction kReduction, Steps kSteps, int kMost>
+__global__ void __launch_bounds__(kTileThreads)
+    tiles_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
+    constexpr bool kGathers = kSteps == Steps::kReduceSend || kSteps == Steps::kSend;
+    constexpr int kDelay = kSteps == Steps::kReduceSend ? 2 * kAhead : kAhead;
+    __shared__ int64_t offsets[kMaxRanks];
+    Turn turn(peers, job.signature, job.launch);
+    Tiles<T, kReduction, kSteps, kMost> tiles(peers, job, turn);
+    tiles.say_hello();
+    if constexpr (kGathers) tiles.hear_hellos(offsets);
+    const int64_t first = blockIdx.x, step = gridDim.x;
+    const int64_t turns = first < job.count ? (job.count - first + step - 1) / step : 0;
+    for (int64_t i = 0; i < turns + kDelay; ++i) {
+        if (i < turns) tiles.send(first + i * step);
+        if constexpr (kSteps != Steps::kSend) {
+            if (kAhead <= i && i < turns + kAhead) tiles.reduce(first + (i - kAhead) * step);
+        }
+        if constexpr (kGathers) {
+            if (kDelay <= i) tiles.gather(first + (i - kDelay) * step);
+        }
+    }
+    turn.end();
+}
+
+template <typename T, Reduction kReduction, Steps kSteps>
+cudaError_t launch(const Peers& peers, const Job& job, cudaStream_t stream) {
+    const auto kernel = peers.world <= 2   ? tiles_kernel<T, kReduction, kSteps, 2>
+                        : peers.world <= 4 ? tiles_kernel<T, kReduction, kSteps, 4>
+                                           : tiles_kernel<T, kReduction, kSteps, 8>;
+    kernel<<<job.blocks, kTileThreads, 0, stream>>>(peers, job);
+    return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t launch_tiles(const Peers& peers, const Job& job, cudaStream_t stream) {
+    if (job.steps == Steps::kSend) return launch<float, Reduction::kSum, Steps::kSend>(peers, job, stream);
+    return with_reduction(job.element, job.reduction, [&]<typename T, Reduction kReduction>() {
+        // A one-step all-reduce is a reduce-scatter whose pieces are all the whole.
+        return job.steps == Steps::kReduceSend ? launch<T, kReduction, Steps::kReduceSend>(peers, job, stream)
+                                               : launch<T, kReduction, Steps::kScatter>(peers, job, stream);
+    });
+}
+
+}  // namespace te_graph::collectives

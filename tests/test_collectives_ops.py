@@ -1,0 +1,308 @@
+"""The collectives as operators: opcheck, fakes, aliases, versions, and bad input that is refused before anything is sent.
+
+The reference of a shape or dtype is the real operator, that of a value the numbers that all ranks draw alike. Whether a
+refused call sent something is seen from the next one: only one rank makes the bad call, so that ranks which are out of
+step could not go on.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from collective_ranks import open_group, reference_reduce
+from ranks import WORLDS, Rank, ranks_of
+from tensor_lists import same_bits
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+import te_graph as tg
+
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+ops = torch.ops.te_graph
+OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def draw(rank: Rank, *shape: int) -> Tensor:
+    """[world, *shape]: what each rank has."""
+    return torch.randn(rank.world, *shape, device=rank.device)
+
+
+def calls(x: Tensor, group: str, world: int) -> list[tuple[Any, tuple]]:
+    """Each operator with arguments for it. x: [2 * world, 3, 2 * world]."""
+    part, whole = x[:2].contiguous(), torch.cat([x] * world, 1)
+    return [
+        (ops.all_reduce.default, (x, group)),
+        (ops.all_reduce.default, (x.detach(), group, "max")),
+        (ops.reduce_scatter.default, (x, 0, world, group)),
+        (ops.reduce_scatter.default, (x, -1, world, group)),
+        (ops.all_gather.default, (x, 1, world, group)),
+        (ops.all_gather.default, (x, -3, world, group)),
+        (ops.all_reduce_.default, (x.detach().clone(), group)),
+        (ops.all_reduce_out.default, (x.detach().clone(), x.detach(), group)),
+        (ops.reduce_scatter_out.default, (part.detach().clone(), x.detach(), 0, world, group)),
+        (ops.all_gather_out.default, (whole.detach().clone(), x.detach(), 1, world, group)),
+    ]
+
+
+def scenario_opcheck(rank: Rank, requires_grad: bool) -> None:
+    # On CPUs one process stands for all, since this takes seconds; there the second one is for the first operator.
+    count = 1 if rank.world > 1 and rank.device == "cpu" else None
+    with open_group(rank) as group:
+        x = torch.randn(2 * rank.world, 3, 2 * rank.world, device=rank.device, requires_grad=requires_grad)
+        for op, arguments in calls(x, group.name, rank.world)[:count]:
+            results = torch.library.opcheck(op, arguments, test_utils=OPCHECK)
+            assert results == dict.fromkeys(OPCHECK, "SUCCESS"), op
+        group.check()
+
+
+def layout(tensor: Tensor) -> tuple:
+    """What a fake must tell of ``tensor`` [...], with the numbers that stand behind symbols."""
+    hints = [[s.node.hint if isinstance(s, torch.SymInt) else s for s in it] for it in (tensor.shape, tensor.stride())]
+    return *hints, tensor.dtype, tensor.device, tensor.layout
+
+
+def views(rank: Rank, dtype: torch.dtype) -> dict[str, Tensor]:
+    """[2 * world, 6, 2 * world] each."""
+    n = 2 * rank.world
+    return {
+        "contiguous": torch.ones(n, 6, n, device=rank.device, dtype=dtype),
+        "transposed": torch.ones(n, 6, n, device=rank.device, dtype=dtype).transpose(0, 2),
+        "every second column": torch.ones(n, 6, 2 * n, device=rank.device, dtype=dtype)[:, :, ::2],
+        "expanded": torch.ones(n, 1, n, device=rank.device, dtype=dtype).expand(n, 6, n),
+    }
+
+
+def scenario_fakes(rank: Rank, dtype: torch.dtype) -> None:
+    with open_group(rank) as group:
+        for what, x in views(rank, dtype).items():
+            wanted = [
+                lambda x: ops.all_reduce(x, group.name),
+                *(lambda x, dim=dim: ops.reduce_scatter(x, dim, rank.world, group.name) for dim in (0, 2, -1)),
+                *(lambda x, dim=dim: ops.all_gather(x, dim, rank.world, group.name) for dim in (0, 1, -1)),
+            ]
+            for number, call in enumerate(wanted):
+                real = layout(call(x))
+                with FakeTensorMode() as mode:
+                    assert layout(call(mode.from_tensor(x))) == real, (what, number)
+                context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 3)
+                mode = FakeTensorMode(shape_env=ShapeEnv())
+                symbolic = mode.from_tensor(x, symbolic_context=context)
+                with mode:
+                    fake = call(symbolic)
+                assert layout(fake) == real, (what, number)
+                assert any(isinstance(size, torch.SymInt) for size in fake.shape), "a size became a constant"
+        with FakeTensorMode() as mode, pytest.raises(ValueError, match="that 2 ranks can share"):
+            ops.reduce_scatter(mode.from_tensor(torch.ones(3, 4)), 0, 2, group.name)
+
+
+def scenario_fakes_without_a_group(rank: Rank) -> None:
+    """A trace may be made before its group is."""
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.ones(6, 4, device=rank.device))
+        assert ops.all_reduce(x, "of later").shape == (6, 4)
+        assert ops.reduce_scatter(x, 0, 3, "of later").shape == (2, 4)
+        assert ops.all_gather(x, -1, 3, "of later").shape == (6, 12)
+
+
+def scenario_no_aliases(rank: Rank) -> None:
+    with open_group(rank) as group:
+        for x in views(rank, torch.float32).values():
+            for call in (tg.all_reduce, tg.reduce_scatter, tg.all_gather):
+                before = x.clone()
+                got = call(x, group)
+                assert got.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+                got.fill_(-1)
+                assert same_bits(x, before), call.__name__
+
+
+def scenario_versions(rank: Rank) -> None:
+    """Autograd, and whoever caches what a tensor is made into, sees writes; inference tensors have no versions."""
+    with open_group(rank) as group:
+        for stride in (1, 2):
+            x = torch.randn(2 * rank.world, 6, device=rank.device)[:, ::stride]
+            part, whole = x[:2].clone(), torch.cat([x] * rank.world)
+            written = [
+                (x, lambda x=x: tg.all_reduce_(x, group)),
+                (part, lambda x=x, part=part: tg.reduce_scatter_out(part, x, group)),
+                (whole, lambda x=x, whole=whole: tg.all_gather_out(whole, x, group)),
+                (whole, lambda x=x, whole=whole: tg.all_reduce_out(whole, whole.clone(), group)),
+            ]
+            for tensor, write in written:
+                before = tensor._version
+                write()
+                assert tensor._version > before
+        read = torch.randn(4, device=rank.device)
+        tg.all_reduce(read, group)
+        assert read._version == 0
+        with torch.inference_mode():
+            everybody = draw(rank, 5)
+            assert same_bits(tg.all_reduce_(everybody[rank.rank].clone(), group), reference_reduce(everybody))
+
+
+def scenario_saved_tensors(rank: Rank) -> None:
+    """A tensor that a backward needs, and a collective wrote, is an error as with any other operator."""
+    with open_group(rank) as group:
+        weight = torch.randn(4, device=rank.device, requires_grad=True)
+        x = torch.randn(4, device=rank.device)
+        loss = (weight * x).sum()
+        tg.all_reduce_(x, group)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def scenario_max_has_no_gradient(rank: Rank) -> None:
+    with open_group(rank) as group:
+        everybody = draw(rank, 4 * rank.world)
+        x = everybody[rank.rank].clone().requires_grad_()
+        for call in (tg.all_reduce, tg.reduce_scatter):
+            if rank.rank == 0:
+                with pytest.raises(NotImplementedError, match="'max' has no gradient"):
+                    call(x, group, reduction="max")
+            with torch.no_grad():
+                got = call(x, group, reduction="max")
+            assert not got.requires_grad
+        assert same_bits(tg.all_reduce(x.detach(), group, "max"), everybody.amax(0))
+
+
+def scenario_conjugates(rank: Rank) -> None:
+    """What a bit of a tensor's says of its values is not lost on the way."""
+    with open_group(rank) as group:
+        everybody = torch.complex(draw(rank, 6), draw(rank, 6)).conj()
+        assert same_bits(tg.all_gather(everybody[rank.rank], group), everybody.flatten().resolve_conj())
+        negative = everybody.imag
+        assert negative.is_neg()
+        assert same_bits(tg.all_gather(negative[rank.rank], group), negative.flatten().resolve_neg())
+        assert same_bits(tg.all_reduce(negative[rank.rank], group), reference_reduce(negative.resolve_neg()))
+
+
+def bad_calls(rank: Rank, group: tg.PeerGroup) -> list[tuple[Callable[[], Any], type[Exception], str]]:
+    """Calls of one rank, what they raise, and with which words."""
+    n = 2 * rank.world
+    x = torch.randn(n, 3, device=rank.device)
+    low, double, scalar = x.bfloat16(), x.double(), x[0, 0]
+    sparse, quantized = x.to_sparse(), torch.quantize_per_tensor(x.cpu(), 0.1, 0, torch.qint8).to(rank.device)
+    elsewhere = torch.empty(n, 3, device="cpu" if rank.device != "cpu" else "meta")
+    out, leaf = torch.zeros_like(x), x.clone().requires_grad_()
+    name, world = group.name, rank.world
+    number = "expected x of dtype Float, Half or BFloat16, got"
+    bad: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: ops.all_reduce(x, "nobody"), ValueError, "all_reduce: .* te_graph.PeerGroup, got 'nobody'"),
+        (lambda: ops.all_gather_out(out, x, 0, world, ""), ValueError, "all_gather_out: .* te_graph.PeerGroup, got ''"),
+        (lambda: tg.all_reduce(double, group), TypeError, f"all_reduce: {number} Double"),
+        (lambda: tg.reduce_scatter(x.long(), group), TypeError, f"reduce_scatter: {number} Long"),
+        (lambda: tg.all_reduce_(x > 0, group), TypeError, f"all_reduce_: {number} Bool"),
+        (lambda: tg.all_reduce(low, group, "max"), TypeError, "dtype Float for 'max', got BFloat16"),
+        (lambda: tg.all_reduce(x, group, "mean"), ValueError, "expected reduction 'sum' or 'max', got 'mean'"),
+        (lambda: tg.all_gather(x, group, 2), IndexError, "all_gather: expected dim from -2 to 1, got 2"),
+        (lambda: tg.reduce_scatter(x, group, -3), IndexError, "reduce_scatter: expected dim from -2 to 1, got -3"),
+        (lambda: tg.all_gather(scalar, group), ValueError, "all_gather: .* at least one dimension, got a scalar"),
+        (lambda: tg.reduce_scatter(scalar, group), ValueError, "reduce_scatter: .* dimension, got a scalar"),
+        (lambda: tg.all_reduce(sparse, group), ValueError, "expected x of layout Strided, got Sparse"),
+        (lambda: tg.all_gather(sparse, group), ValueError, "expected x of layout Strided, got Sparse"),
+        (lambda: tg.all_gather(quantized, group), TypeError, "x that is not quantized, got QInt8"),
+        (lambda: ops.all_gather(x, 0, world + 1, name), ValueError, rf"world_size {world} of .*, got {world + 1}"),
+        (lambda: ops.reduce_scatter(x, 0, 0, name), ValueError, rf"expected world_size {world} of .*, got 0"),
+        (lambda: tg.all_reduce_out(out[1:], x, group), ValueError, rf"expected out of shape \[{n}, 3\], got"),
+        (lambda: tg.all_reduce_out(out.half(), x, group), TypeError, "expected out of dtype Float, got Half"),
+        (lambda: tg.all_reduce_out(out.to_sparse(), x, group), ValueError, "out of layout Strided, got Sparse"),
+        (lambda: tg.reduce_scatter_out(x[:1], x, group), ValueError, r"expected out of shape \[2, 3\], got \[1, 3\]"),
+        (lambda: tg.all_gather_out(scalar, x, group), ValueError, r"expected out of shape .*, got \[\]"),
+        (lambda: tg.all_reduce_(leaf, group), RuntimeError, "leaf Variable that requires grad"),
+    ]
+    if rank.device != "cpu":
+        bad.append((lambda: tg.all_reduce(elsewhere, group), ValueError, f"expected x on {rank.device}, .* got cpu"))
+    bad.append((lambda: tg.all_reduce_out(elsewhere, x, group), ValueError, f"expected out on {rank.device}, got"))
+    if rank.world > 1:
+        words = f"a size in dim 1 that {rank.world} ranks can share, got 1"
+        bad.append((lambda: tg.reduce_scatter(x[:, :1], group, 1), ValueError, words))
+        bad.append((lambda: tg.reduce_scatter_out(out, x[:, :1], group, 1), ValueError, words))
+    return bad
+
+
+def scenario_bad_input(rank: Rank) -> None:
+    with open_group(rank) as group:
+        for number, (call, error, words) in enumerate(bad_calls(rank, group)):
+            if rank.rank == number % rank.world:
+                with pytest.raises(error, match=words):
+                    call()
+            everybody = draw(rank, 33)
+            assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody)), words
+        group.check()
+
+
+def scenario_overlapping_output(rank: Rank) -> None:
+    """Several elements in one place cannot be written; this, too, is known before anything is sent."""
+    with open_group(rank, timeout=2.0) as group:
+        x = torch.randn(2 * rank.world, 3, device=rank.device)
+        for tensor, write in [
+            (x[:1].expand(4, 3), lambda t: tg.all_reduce_(t, group)),
+            (torch.zeros(1, 3, device=rank.device).expand(2 * rank.world, 3), lambda t: tg.all_reduce_out(t, x, group)),
+            (torch.zeros(1, 3, device=rank.device).expand(2, 3), lambda t: tg.reduce_scatter_out(t, x, group)),
+            (x[:1, :1].expand(2 * rank.world**2, 3), lambda t: tg.all_gather_out(t, x, group)),
+        ]:
+            if rank.rank == 0:
+                with pytest.raises((ValueError, RuntimeError), match="single memory location|overlap|one place"):
+                    write(tensor)
+            everybody = draw(rank, 33)
+            assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
+
+
+def scenario_closed(rank: Rank) -> None:
+    with open_group(rank, name="to be closed") as group, open_group(rank) as other:
+        group.close()
+        x = draw(rank, 4)[rank.rank]
+        with pytest.raises(ValueError, match="all_reduce: expected the name of a te_graph.PeerGroup, got 'to be closed'"):
+            tg.all_reduce(x, group)
+        for call in (group.check, group.abort, lambda: group.set_timeout(3)):
+            with pytest.raises(RuntimeError, match="expected a group that is open, got one that was closed"):
+                call()
+        everybody = draw(rank, 7)
+        assert same_bits(tg.all_reduce(everybody[rank.rank], other), reference_reduce(everybody))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck_finds_all_operators_sound(ranks, seed, requires_grad):
+    ranks.run(scenario_opcheck, seed, requires_grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fakes_have_the_shape_dtype_and_strides_of_the_real_result(ranks, seed, dtype):
+    ranks.run(scenario_fakes, seed, dtype)
+
+
+def test_bad_input_is_named_before_anything_is_sent(ranks, seed):
+    ranks.run(scenario_bad_input, seed)
+
+
+def test_a_trace_needs_no_group(ranks, seed):
+    ranks.run(scenario_fakes_without_a_group, seed)
+
+
+def test_results_share_no_memory_with_inputs(ranks, seed):
+    ranks.run(scenario_no_aliases, seed)
+
+
+def test_versions_of_tensors_that_are_written_go_up(ranks, seed):
+    ranks.run(scenario_versions, seed)
+
+
+def test_a_backward_sees_that_a_saved_tensor_was_written(ranks, seed):
+    ranks.run(scenario_saved_tensors, seed)
+
+
+def test_the_largest_has_no_gradient(ranks, seed):
+    ranks.run(scenario_max_has_no_gradient, seed)
+
+
+def test_conjugate_and_negative_views_have_their_values(ranks, seed):
+    ranks.run(scenario_conjugates, seed)
+
+
+def test_a_closed_group_is_gone_and_others_stay(ranks, seed):
+    ranks.run(scenario_closed, seed)
+
+
+def test_outputs_that_overlap_themselves_are_refused_before_anything_is_sent(ranks, seed):
+    ranks.run(scenario_overlapping_output, seed)
