@@ -2,6 +2,7 @@
 
 import argparse
 import multiprocessing
+import multiprocessing.context
 import random
 import shlex
 import sys
@@ -23,16 +24,21 @@ T = TypeVar("T")
 def in_fresh_process(function: Callable[..., T], *args: Any) -> T:
     """Call a function of a module in a process of its own, so that no other measurement's memory is counted.
 
-    The process is forked from a server that has imported torch and has not touched the GPU, so it starts at once.
+    The process is forked from a server that has not touched the GPU.
 
     Raises:
         Exception: what the function raised.
         BrokenProcessPool: the process died.
     """
+    with ProcessPoolExecutor(max_workers=1, mp_context=fresh_processes()) as pool:
+        return pool.submit(function, *args).result()
+
+
+def fresh_processes() -> multiprocessing.context.ForkServerContext:
+    """What makes processes that start at once: forked from a server that has imported torch and te_graph."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "te_graph"])
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *args).result()
+    return context
 
 
 class Measurements:

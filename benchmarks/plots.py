@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-MARKERS = {0: "o", 1: "s", 2: "^"}  # by the number of the chain's length
+from collectives_targets import WORLDS, size_name
+
+MARKERS = {0: "o", 1: "s", 2: "^"}  # by the number of what is told apart
 
 
 def digest(record: dict[str, Any]) -> str:
@@ -73,8 +75,42 @@ def fp8_svg(record: dict[str, Any]) -> str:
     return _svg(record, (10, 4.5), draw)
 
 
+def collectives_svg(record: dict[str, Any]) -> str:
+    """Median time of a collective against its bytes, as SVG: a panel for each op, a line for each variant and mode. The
+    same results give the same text with the same matplotlib.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    styles = dict(zip(record["modes"], ("-", ":"), strict=True))
+    scale = "log" if record["rows"] else "linear"  # matplotlib has no logarithms of nothing
+
+    def draw(figure: Any) -> None:
+        panels = figure.subplots(1, len(record["ops"]), sharey=True, squeeze=False)[0]
+        for axes, (op, title) in zip(panels, record["ops"].items(), strict=True):
+            for color, (variant, label) in enumerate(record["variants"].items()):
+                for mode, name in record["modes"].items():
+                    rows = [r for r in record["rows"] if (r["op"], r["variant"], r["mode"]) == (op, variant, mode)]
+                    points = [row["bytes"] for row in rows], [row["p50_us"] for row in rows]
+                    style = {"color": f"C{color}", "linestyle": styles[mode], "label": f"{label}, {name}"}
+                    axes.plot(*points, marker=MARKERS[color % len(MARKERS)], markersize=3, **style)
+            axes.set(title=title, xscale=scale, yscale=scale)
+            axes.set_xticks(record["sizes"], list(map(size_name, record["sizes"])), rotation=45, ha="right")
+            axes.minorticks_off()
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.grid(alpha=0.3)
+        panels[0].set_ylabel("µs per call, slowest rank")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(record["variants"]))
+
+    return _svg(record, (11, 4.5), draw)
+
+
 # What is drawn beside results/NAME.json, by NAME.
-PLOTS: dict[str, Callable[[dict[str, Any]], str]] = {"graphed_sweep": sweep_svg, "fp8": fp8_svg}
+PLOTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "graphed_sweep": sweep_svg,
+    "fp8": fp8_svg,
+    **{f"collectives_{world}": collectives_svg for world in WORLDS},
+}
 
 
 def _svg(record: dict[str, Any], size: tuple[float, float], draw: Callable[[Any], None]) -> str:

@@ -5,8 +5,8 @@
     python benchmarks/render.py --plot times.png  # also draw the times of graphed.json
 
 What concerns results/NAME.json goes between <!-- results:NAME --> and <!-- /results -->, each on a line of its own;
-plots of graphed_sweep.json and fp8.json go beside these, drawn with matplotlib. Exit status: 0 rendered or up to date,
-1 --check found a stale file, 2 bad input.
+plots of graphed_sweep.json, fp8.json and collectives_RANKS.json go beside these, drawn with matplotlib. Exit status: 0
+rendered or up to date, 1 --check found a stale file, 2 bad input.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives_table import collectives_table
+from collectives_targets import WORLDS
 from fp8_table import fp8_table
 from plots import PLOTS, is_current, save_times
 from remarks import show_number, show_range, show_times, tell_missed, tell_not_measured, tell_origin
@@ -122,7 +124,14 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "multi_tensor": multi_tensor_table,
     "flags": flags_table,
     "fp8": fp8_table,
+    **{f"collectives_{world}": collectives_table for world in WORLDS},
 }
+
+
+def _command(name: str) -> str:
+    """What measures the results of this name."""
+    name, _, world = name.partition("_") if name.startswith("collectives_") else (name, "", "")
+    return f"python benchmarks/bench_{name}.py" + (f" --world {world}" if world else "")
 
 
 def _updates(nodes: int) -> str:
@@ -248,7 +257,7 @@ def render(text: str, records: dict[str, dict[str, Any]]) -> str:
             name = start[1]
             if name not in RENDERERS:
                 raise ValueError(f"marker results:{name}: expected one of {', '.join(RENDERERS)}")
-            missing = [f"Not measured yet: `python benchmarks/bench_{name}.py`."]
+            missing = [f"Not measured yet: `{_command(name)}`."]
             lines += [line, *(RENDERERS[name](records[name]) if name in records else missing)]
         elif start:
             raise ValueError(f"marker results:{name}: expected {END} before results:{start[1]}")

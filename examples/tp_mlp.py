@@ -172,9 +172,8 @@ def find_differences(eager: TrainResult, graph: TrainResult) -> list[str]:
     """Where two trainings are not equal bit for bit, in words; empty where they are."""
     # The notation of hex() is exact and tells -0.0 from 0.0.
     pairs = enumerate(zip(eager.losses, graph.losses, strict=True), 1)
-    differences = [
-        f"loss of step {i} is {a!r} in eager, {b!r} in graph" for i, (a, b) in pairs if a.hex() != b.hex()
-    ][:1]
+    steps = [f"step {i} is {a!r} in eager, {b!r} in graph" for i, (a, b) in pairs if a.hex() != b.hex()]
+    differences = [f"loss of {steps[0]}"] if steps else []
     names = [name for name, tensor in eager.state.items() if not bits_equal(tensor, graph.state[name])]
     return differences + ([f"{len(names)} of {len(eager.state)} parameters: {', '.join(names)}"] if names else [])
 

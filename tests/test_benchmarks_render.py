@@ -173,9 +173,10 @@ def test_results_of_an_older_benchmark_have_a_table_without_what_it_did_not_coun
 
 
 def test_results_that_are_not_there_are_said_to_be_missing(record):
-    text = render.render(README + "<!-- results:graphed_sweep -->\n<!-- /results -->\n", {"graphed": record})
-    words = "Not measured yet: `python benchmarks/bench_graphed_sweep.py`."
-    assert text.endswith(f"<!-- results:graphed_sweep -->\n{words}\n<!-- /results -->\n")
+    for name, command in (("graphed_sweep", "graphed_sweep.py"), ("collectives_2", "collectives.py --world 2")):
+        text = render.render(README + f"<!-- results:{name} -->\n<!-- /results -->\n", {"graphed": record})
+        words = f"Not measured yet: `python benchmarks/bench_{command}`."
+        assert text.endswith(f"<!-- results:{name} -->\n{words}\n<!-- /results -->\n")
     assert "1170 / 3.1" in text
 
 
@@ -183,7 +184,8 @@ def test_a_folder_without_results_is_refused(folder, capsys):
     (folder.path / "results" / "graphed.json").unlink()
     assert folder.render() == 2
     names = "graphed.json or graphed_sweep.json or multi_tensor.json or flags.json or fp8.json"
-    assert f"expected {names}, got none" in capsys.readouterr().err
+    worlds = "collectives_2.json or collectives_4.json or collectives_8.json"
+    assert f"expected {names} or {worlds}, got none" in capsys.readouterr().err
     assert folder.readme.read_text() == README
 
 

@@ -1,8 +1,8 @@
 """Gradients of the collectives and of tensor- and sequence-parallel regions (B1, B2).
 
-The reference is one process that has everything: all ranks draw the same numbers, so each of them computes what all have,
-and autograd of ordinary operators tells what a rank's gradient must be. Small integers make sums exact in any order, so
-that all but the block of layers is compared exactly, and that within a tolerance.
+The reference is one process that has everything: all ranks draw the same numbers, so each of them computes what all
+have, and autograd of ordinary operators tells what a rank's gradient must be. Small integers make sums exact in any
+order, so that all but the block of layers is compared exactly, and that within a tolerance.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,11 @@ def bare_ops(group: tg.PeerGroup) -> Iterator[tuple[str, Function, Whole]]:
             lambda x, dim=dim: tg.reduce_scatter(x, group, dim),
             lambda xs, r, dim=dim: part(sum(xs), dim, world, r),
         )
-        yield f"all_gather {dim}", lambda x, dim=dim: tg.all_gather(x, group, dim), lambda xs, _, dim=dim: torch.cat(xs, dim)
+        yield (
+            f"all_gather {dim}",
+            lambda x, dim=dim: tg.all_gather(x, group, dim),
+            lambda xs, _, dim=dim: torch.cat(xs, dim),
+        )
 
 
 def uses(call: Function, x: Tensor, *, twice: bool) -> Tensor:
@@ -58,10 +62,14 @@ def scenario_bare_ops(rank: Rank, dtype: torch.dtype) -> None:
         for what, call, whole in bare_ops(group):
             for twice in (False, True):
                 shape = (ROWS * rank.world, COLUMNS * rank.world)
-                everybody = [whole_numbers(*shape, device=rank.device).to(dtype).requires_grad_() for _ in range(rank.world)]
+                everybody = [
+                    whole_numbers(*shape, device=rank.device).to(dtype).requires_grad_() for _ in range(rank.world)
+                ]
                 each = [uses_whole(everybody, whole, r, twice) for r in range(rank.world)]
                 weights = [whole_numbers(*each[0].shape, device=rank.device).to(dtype) for _ in each]
-                expected = torch.autograd.grad(sum((w * y).sum() for w, y in zip(weights, each, strict=True)), everybody)
+                expected = torch.autograd.grad(
+                    sum((w * y).sum() for w, y in zip(weights, each, strict=True)), everybody
+                )
 
                 mine = everybody[rank.rank].detach().clone().requires_grad_()
                 result = uses(call, mine, twice=twice)
@@ -131,7 +139,12 @@ def scenario_regions(rank: Rank) -> None:
             return tp.reduce_from_tp(x.sum(), group)
 
         cases: list[tuple[str, list[Tensor], Function, Callable[[list[Tensor]], Tensor]]] = [
-            ("copy_to_tp", [alike], lambda x: summed(tp.copy_to_tp(x, group) * w_mine), lambda xs: (xs[0] * total).sum()),
+            (
+                "copy_to_tp",
+                [alike],
+                lambda x: summed(tp.copy_to_tp(x, group) * w_mine),
+                lambda xs: (xs[0] * total).sum(),
+            ),
             ("reduce_from_tp", own, lambda x: (tp.reduce_from_tp(x, group) * w).sum(), lambda xs: (sum(xs) * w).sum()),
             (
                 "scatter_to_tp",
@@ -189,13 +202,14 @@ def scenario_regions(rank: Rank) -> None:
 
 
 def scenario_region_shapes(rank: Rank) -> None:
-    """What cannot be shared is named; results that nobody may write through are views of nothing."""
-    if rank.world == 1:
-        return
     with open_group(rank) as group:
-        x = torch.zeros(2 * rank.world + 1, 2 * rank.world + 1, device=rank.device)
+        n = 2 * rank.world + 1
+        x = torch.randn(n, n, device=rank.device)
         for region, dim in ((tp.scatter_to_tp, -1), (tp.scatter_to_sp, 0)):
-            with pytest.raises(ValueError, match=f"a size in dim {dim} that {rank.world} ranks can share, got {len(x)}"):
+            if rank.world == 1:
+                assert same_bits(region(x, group), x)
+                continue
+            with pytest.raises(ValueError, match=f"in dim {dim} that {rank.world} ranks can share, got {n}"):
                 region(x, group)
 
 

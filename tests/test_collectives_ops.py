@@ -1,4 +1,4 @@
-"""The collectives as operators: opcheck, fakes, aliases, versions, and bad input that is refused before anything is sent.
+"""The collectives as operators: opcheck, fakes, aliases, versions, and bad input that is refused before it is sent.
 
 The reference of a shape or dtype is the real operator, that of a value the numbers that all ranks draw alike. Whether a
 refused call sent something is seen from the next one: only one rank makes the bad call, so that ranks which are out of
@@ -243,7 +243,7 @@ def scenario_overlapping_output(rank: Rank) -> None:
             (x[:1, :1].expand(2 * rank.world**2, 3), lambda t: tg.all_gather_out(t, x, group)),
         ]:
             if rank.rank == 0:
-                with pytest.raises((ValueError, RuntimeError), match="single memory location|overlap|one place"):
+                with pytest.raises((ValueError, RuntimeError), match=r"single memory location|overlap|one place"):
                     write(tensor)
             everybody = draw(rank, 33)
             assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
@@ -253,7 +253,7 @@ def scenario_closed(rank: Rank) -> None:
     with open_group(rank, name="to be closed") as group, open_group(rank) as other:
         group.close()
         x = draw(rank, 4)[rank.rank]
-        with pytest.raises(ValueError, match="all_reduce: expected the name of a te_graph.PeerGroup, got 'to be closed'"):
+        with pytest.raises(ValueError, match=r"all_reduce: .* te_graph.PeerGroup, got 'to be closed'"):
             tg.all_reduce(x, group)
         for call in (group.check, group.abort, lambda: group.set_timeout(3)):
             with pytest.raises(RuntimeError, match="expected a group that is open, got one that was closed"):

@@ -15,6 +15,9 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kLinesPerBlock = kThreads / 32 * kLinesPerWarp;
+// Of the kernel for what each thread does a line of: wider blocks reach further.
+template <int kMost>
+constexpr int kOnceThreads = kMost <= 2 ? 1024 : kThreads;
 
 // Turns that a warp sends before it waits for what came of the first one: so the links stay busy while sums are made.
 constexpr int kAhead = 4;
@@ -109,10 +112,14 @@ struct Line {
         }
     }
 
+    // This rank's own part of what is summed here.
+    __device__ Part own_part(int64_t line) const {
+        return line < job.count ? load_part(job.input.begin(peers.rank), job.input.size(peers.rank), line) : Part{};
+    }
+
     // Sends the sum on, where there is a second step.
-    __device__ void reduce(Turn& turn, const Slots& slots, const Slots& sums, int64_t line) const {
-        Part found[kMost], own{};
-        if (line < job.count) own = load_part(job.input.begin(peers.rank), job.input.size(peers.rank), line);
+    __device__ void reduce(Turn& turn, const Slots& slots, const Slots& sums, int64_t line, const Part& own) const {
+        Part found[kMost];
         const bool came = collect<kMost>(peers, turn, slots, line, job.count, found);
         if (line >= job.count) return;
         uint64_t first[kMost], second[kMost];
@@ -167,7 +174,10 @@ __global__ void __launch_bounds__(kThreads)
         }
         if constexpr (kSteps != Steps::kSend) {
             const int64_t summed = i - kAhead;
-            if (0 <= summed && summed < turns) work.reduce(turn, slots, sums, first + summed * step);
+            if (0 <= summed && summed < turns) {
+                const int64_t line = first + summed * step;
+                work.reduce(turn, slots, sums, line, work.own_part(line));
+            }
         }
         if constexpr (kSteps == Steps::kReduceSend || kSteps == Steps::kSend) {
             if (i >= kDelay) work.gather(turn, sums, first + (i - kDelay) * step);
@@ -176,16 +186,46 @@ __global__ void __launch_bounds__(kThreads)
     turn.end();
 }
 
+// The same for operations so small that each thread has a line at most: no loop, since a microsecond is all there is.
+template <typename T, Reduction kReduction, Steps kSteps, int kMost>
+__global__ void __launch_bounds__(kOnceThreads<kMost>, 1)
+    lines_once_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
+    using Work = Line<T, kReduction, kSteps, kMost>;
+    const Work work{peers, job};
+    const int64_t line = static_cast<int64_t>(blockIdx.x * blockDim.x + threadIdx.x) / 8;
+    typename Work::Loaded parts;
+    work.load(line, parts);
+    Turn turn(peers, job.signature, job.launch);
+    const Slots slots{turn.half(peers.line_slot_bytes), 0};
+    work.send(turn, slots, line, parts);
+    if constexpr (kSteps == Steps::kSend) {
+        work.gather(turn, slots, line);
+    } else {
+        work.reduce(turn, slots, slots, line, Work::kPieces == 1 ? parts[0] : work.own_part(line));
+    }
+    turn.end();
+}
+
+template <typename T, Reduction kReduction, Steps kSteps, int kMost>
+cudaError_t launch_for(const Peers& peers, const Job& job, cudaStream_t stream) {
+    if constexpr (kSteps != Steps::kReduceSend) {
+        constexpr int kMostThreads = kOnceThreads<kMost>;
+        const int64_t threads = job.count * 8;
+        if (threads <= static_cast<int64_t>(job.blocks) * kMostThreads) {
+            const auto whole_warps = static_cast<int>((threads + job.blocks * 32 - 1) / (job.blocks * 32) * 32);
+            lines_once_kernel<T, kReduction, kSteps, kMost><<<job.blocks, whole_warps, 0, stream>>>(peers, job);
+            return cudaGetLastError();
+        }
+    }
+    lines_kernel<T, kReduction, kSteps, kMost><<<job.blocks, kThreads, 0, stream>>>(peers, job);
+    return cudaGetLastError();
+}
+
 template <typename T, Reduction kReduction, Steps kSteps>
 cudaError_t launch(const Peers& peers, const Job& job, cudaStream_t stream) {
-    const auto kernel = peers.world <= 2   ? lines_kernel<T, kReduction, kSteps, 2>
-                        : peers.world <= 4 ? lines_kernel<T, kReduction, kSteps, 4>
-                                           : lines_kernel<T, kReduction, kSteps, 8>;
-    // One block needs no more warps than there are lines for.
-    const auto needed = static_cast<int>((job.count + kLinesPerWarp - 1) / kLinesPerWarp * 32);
-    const int threads = job.blocks == 1 && job.count < kLinesPerBlock ? needed : kThreads;
-    kernel<<<job.blocks, threads, 0, stream>>>(peers, job);
-    return cudaGetLastError();
+    return peers.world <= 2   ? launch_for<T, kReduction, kSteps, 2>(peers, job, stream)
+           : peers.world <= 4 ? launch_for<T, kReduction, kSteps, 4>(peers, job, stream)
+                              : launch_for<T, kReduction, kSteps, 8>(peers, job, stream);
 }
 
 }  // namespace

@@ -49,34 +49,39 @@ constexpr int kLinesPerWarp = 4;
 __device__ inline int place_in_line() { return threadIdx.x % 8; }
 __device__ inline bool has_flag() { return place_in_line() == 7; }
 
-// Lines at an end, or of memory that begins at no multiple of 8. Not inlined: rare, and registers are scarce.
-__device__ inline __noinline__ Part load_odd_part(const char* place, int64_t left) {
-    return {load_some(place, left), has_flag() ? 0 : load_some(place + 8, left - 8)};
+// Words at an end, or of memory that begins at no multiple of 8. Not inlined: rare, and what is inlined shall be small.
+__device__ inline __noinline__ uint64_t load_odd_word(const char* place, int64_t left) {
+    return load_some(place, left);
 }
-__device__ inline __noinline__ void store_odd_part(char* place, int64_t left, uint64_t first, uint64_t second) {
-    store_some(place, left, first);
-    if (!has_flag()) store_some(place + 8, left - 8, second);
+__device__ inline __noinline__ void store_odd_word(char* place, int64_t left, uint64_t word) {
+    store_some(place, left, word);
+}
+// Eight bytes of `left` from `place` on.
+__device__ inline uint64_t load_word(const char* place, int64_t left, bool is_aligned) {
+    if (left <= 0) return 0;
+    return is_aligned && left >= 8 ? *reinterpret_cast<const uint64_t*>(place) : load_odd_word(place, left);
+}
+__device__ inline void store_word(char* place, int64_t left, bool is_aligned, uint64_t word) {
+    if (left <= 0) return;
+    if (is_aligned && left >= 8) {
+        *reinterpret_cast<uint64_t*>(place) = word;
+    } else {
+        store_odd_word(place, left, word);
+    }
 }
 
 // Part of a line of `bytes` bytes that begin anywhere.
 __device__ inline Part load_part(const char* begin, int64_t bytes, int64_t line) {
-    const int64_t offset = line * kLineData + 16 * place_in_line();
-    const char* const place = begin + offset;
-    if (reinterpret_cast<uintptr_t>(begin) % 8 != 0 || (line + 1) * kLineData > bytes) {
-        return load_odd_part(place, bytes - offset);
-    }
-    const auto* const words = reinterpret_cast<const uint64_t*>(place);
-    return {words[0], has_flag() ? 0 : words[1]};
+    const bool is_aligned = reinterpret_cast<uintptr_t>(begin) % 8 == 0;
+    const int64_t offset = line * kLineData + 16 * place_in_line(), left = bytes - offset;
+    return {load_word(begin + offset, left, is_aligned),
+            has_flag() ? 0 : load_word(begin + offset + 8, left - 8, is_aligned)};
 }
 __device__ inline void store_part(char* begin, int64_t bytes, int64_t line, const Part& part) {
-    const int64_t offset = line * kLineData + 16 * place_in_line();
-    char* const place = begin + offset;
-    if (reinterpret_cast<uintptr_t>(begin) % 8 != 0 || (line + 1) * kLineData > bytes) {
-        return store_odd_part(place, bytes - offset, part.first, part.second);
-    }
-    auto* const words = reinterpret_cast<uint64_t*>(place);
-    words[0] = part.first;
-    if (!has_flag()) words[1] = part.second;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(begin) % 8 == 0;
+    const int64_t offset = line * kLineData + 16 * place_in_line(), left = bytes - offset;
+    store_word(begin + offset, left, is_aligned, part.first);
+    if (!has_flag()) store_word(begin + offset + 8, left - 8, is_aligned, part.second);
 }
 
 // The eight lanes of a line meet, so that one instruction moves the whole line. NVLink and L2 keep its 128 bytes together.

@@ -1,6 +1,6 @@
 // Formula: as lines.cu, for large operations.
-// Grid: blocks of 512 threads, each with every n-th tile of each piece; a thread has 64 bytes of a tile, the same in all
-// steps, so `out` may be `input`.
+// Grid: blocks of 2 x 256 threads, each with every n-th tile of each piece; one half sends, the other one receives, so that
+// links and memory are busy at once. A tile is written when it has been sent, so `out` may be `input`.
 // Bytes per element: one-step reduce: read twice, received world - 1 times, written once; as many on the wire as sent.
 // Determinism: the order of the sum is that of the ranks.
 // A block waits for the blocks of peers that have the same tiles, never for one of its own GPU.
@@ -10,18 +10,19 @@
 namespace te_graph::collectives {
 namespace {
 
-// Tiles that a block sends before it waits for what came of the first one.
+// Tiles that a receiver sends sums of before it waits for what the peers made of the first one.
 constexpr int kAhead = 2;
 
 // Vectors that a thread sums at a time: fewer where there are more ranks.
 template <int kMost>
-constexpr int kTogether = kMost <= 2 ? kVectors : 1;
+constexpr int kTogether = kMost <= 2 ? 2 : 1;
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
 class Tiles {
 public:
-    __device__ Tiles(const Peers& peers, const Job& job, Turn& turn)
-        : peers_(peers), job_(job), turn_(turn), is_failed_(turn.failed()) {}
+    // sent: shared, 0: tiles that the sending half is done with.
+    __device__ Tiles(const Peers& peers, const Job& job, Turn& turn, volatile int64_t& sent)
+        : peers_(peers), job_(job), turn_(turn), sent_(sent), is_failed_(turn.failed()) {}
 
     // Says where the output lies.
     __device__ void say_hello() {
@@ -32,7 +33,7 @@ public:
 
     // Hears where the outputs of the peers lie. All threads of the block call it.
     __device__ void hear_hellos(int64_t* offsets /* [kMaxRanks], shared */) {
-        for (int p = threadIdx.x / 32; p < peers_.world; p += kTileThreads / 32) {
+        for (int p = threadIdx.x / 32; p < peers_.world; p += 2 * kTileThreads / 32) {
             if (p == peers_.rank || is_failed_) continue;
             while (true) {
                 const Part part = look_at_part(slot_of(p).hello(), 0);
@@ -50,8 +51,8 @@ public:
         offsets_ = offsets;
     }
 
-    // Input tile to the peers' slots; of an all-gather, to where it is wanted.
-    __device__ void send(int64_t tile) {
+    // Input tile to the peers' slots; of an all-gather, to where it is wanted. `turn`: counts tiles of the block.
+    __device__ void send(int64_t tile, int64_t turn) {
         Vectors vectors;
         if constexpr (kSteps == Steps::kSend) {
             load_tile(job_.input.begin(0), job_.input.size(0), tile, vectors);
@@ -59,18 +60,25 @@ public:
             store_tile(job_.out.begin(peers_.rank), job_.out.size(peers_.rank), tile, vectors);
             deliver(tile, vectors);
         } else {
-            if (is_failed_) return;
-            if (job_.input.stride == 0) load_tile(job_.input.begin(0), job_.input.size(0), tile, vectors);
-            for_each_peer([&](int p) {
-                if (job_.input.stride != 0) load_tile(job_.input.begin(p), job_.input.size(p), tile, vectors);
-                store_whole(slot_at(p).tiles(0), tile, vectors);
-            });
-            raise(tile);
+            if (!is_failed_) {
+                if (job_.input.stride == 0) load_tile(job_.input.begin(0), job_.input.size(0), tile, vectors);
+                for_each_peer([&](int p) {
+                    if (job_.input.stride != 0) load_tile(job_.input.begin(p), job_.input.size(p), tile, vectors);
+                    store_whole(slot_at(p).tiles(0), tile, vectors);
+                });
+            }
+            meet_in_half();
+            if (thread_of_half() == 0) {
+                sent_ = turn + 1;
+                if (!is_failed_) raise(tile);
+            }
         }
     }
 
-    __device__ void reduce(int64_t tile) {
+    __device__ void reduce(int64_t tile, int64_t turn) {
         Vectors sums;
+        while (sent_ <= turn) {
+        }
         const int piece = kSteps == Steps::kReduceSend ? peers_.rank : 0;
         load_tile(job_.input.begin(peers_.rank), job_.input.size(peers_.rank), tile, sums);
         if (await(tile)) {
@@ -162,22 +170,20 @@ private:
                 store_whole(slot_at(p).tiles(first_sum()), tile, vectors);
             }
         });
-        raise(first_sum() + tile);
+        meet_in_half();
+        if (thread_of_half() == 0) raise(first_sum() + tile);
     }
 
-    // What all threads of the block have written before is there when the flag is.
-    __device__ void raise(int64_t flag) {
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence_system();
-            for_each_peer([&](int p) { store_relaxed(slot_at(p).flag(flag), turn_.flag()); });
-        }
+    // Says that a tile is there, which all threads of the half have written before they met.
+    __device__ void raise(int64_t flag) const {
+        __threadfence_system();
+        for_each_peer([&](int p) { store_relaxed(slot_at(p).flag(flag), turn_.flag()); });
     }
 
     // Whether a tile of all peers has come: each lane of the first warp waits for one of them.
     __device__ bool await(int64_t flag) {
-        if (threadIdx.x < 32 && !is_failed_) {
-            const int peer = static_cast<int>(threadIdx.x);
+        if (thread_of_half() < 32 && !is_failed_) {
+            const int peer = thread_of_half();
             const bool is_awaited = peer < peers_.world && peer != peers_.rank;
             const uint64_t* const place = is_awaited ? slot_of(peer).flag(flag) : nullptr;
             while (true) {
@@ -193,39 +199,44 @@ private:
             }
             turn_.came();
         }
-        is_failed_ = __syncthreads_or(is_failed_);
+        is_failed_ = meet_in_half(is_failed_);
         return !is_failed_;
     }
 
     const Peers& peers_;
     const Job& job_;
     Turn& turn_;
+    volatile int64_t& sent_;
     const int64_t* offsets_ = nullptr;
     bool is_failed_;
 };
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
-__global__ void __launch_bounds__(kTileThreads)
+__global__ void __launch_bounds__(2 * kTileThreads, 1)
     tiles_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
+    constexpr bool kReduces = kSteps != Steps::kSend;
     constexpr bool kGathers = kSteps == Steps::kReduceSend || kSteps == Steps::kSend;
-    constexpr int kDelay = kSteps == Steps::kReduceSend ? 2 * kAhead : kAhead;
+    constexpr int kDelay = kSteps == Steps::kReduceSend ? kAhead : 0;
     __shared__ int64_t offsets[kMaxRanks];
+    __shared__ volatile int64_t sent;
+    if (threadIdx.x == 0) sent = 0;
     Turn turn(peers, job.signature, job.launch);
-    Tiles<T, kReduction, kSteps, kMost> tiles(peers, job, turn);
+    Tiles<T, kReduction, kSteps, kMost> tiles(peers, job, turn, sent);
     tiles.say_hello();
     if constexpr (kGathers) tiles.hear_hellos(offsets);
     const int64_t first = blockIdx.x, step = gridDim.x;
     const int64_t turns = first < job.count ? (job.count - first + step - 1) / step : 0;
+    if (half_of_block() == Half::kSender) {
+        for (int64_t i = 0; i < turns; ++i) tiles.send(first + i * step, i);
+        return;
+    }
     for (int64_t i = 0; i < turns + kDelay; ++i) {
-        if (i < turns) tiles.send(first + i * step);
-        if constexpr (kSteps != Steps::kSend) {
-            if (kAhead <= i && i < turns + kAhead) tiles.reduce(first + (i - kAhead) * step);
-        }
+        if (kReduces && i < turns) tiles.reduce(first + i * step, i);
         if constexpr (kGathers) {
             if (kDelay <= i) tiles.gather(first + (i - kDelay) * step);
         }
     }
-    turn.end();
+    turn.end(kTileThreads);
 }
 
 template <typename T, Reduction kReduction, Steps kSteps>
@@ -233,7 +244,7 @@ cudaError_t launch(const Peers& peers, const Job& job, cudaStream_t stream) {
     const auto kernel = peers.world <= 2   ? tiles_kernel<T, kReduction, kSteps, 2>
                         : peers.world <= 4 ? tiles_kernel<T, kReduction, kSteps, 4>
                                            : tiles_kernel<T, kReduction, kSteps, 8>;
-    kernel<<<job.blocks, kTileThreads, 0, stream>>>(peers, job);
+    kernel<<<job.blocks, 2 * kTileThreads, 0, stream>>>(peers, job);
     return cudaGetLastError();
 }
 

@@ -6,8 +6,29 @@
 
 namespace te_graph::collectives {
 
-constexpr int kTileThreads = 512;
+// A block has two halves: one sends, one waits for peers and sums.
+constexpr int kTileThreads = 256;                           // of a half
 constexpr int kVectors = kTileBytes / (16 * kTileThreads);  // of a tile, that a thread has
+enum class Half : int { kSender, kReceiver };
+__device__ inline Half half_of_block() { return threadIdx.x < kTileThreads ? Half::kSender : Half::kReceiver; }
+__device__ inline int thread_of_half() { return static_cast<int>(threadIdx.x) % kTileThreads; }
+
+// All threads of a half meet; whether `value` is true for one of them. Barrier 0 is that of the whole block.
+__device__ inline bool meet_in_half(bool value = false) {
+    const auto barrier = 1 + static_cast<uint32_t>(half_of_block());
+    uint32_t any;
+    asm volatile(
+        "{\n"
+        ".reg .pred p, q;\n"
+        "setp.ne.u32 q, %1, 0;\n"
+        "barrier.cta.red.or.pred p, %2, %3, q;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(any)
+        : "r"(static_cast<uint32_t>(value)), "r"(barrier), "n"(kTileThreads)
+        : "memory");
+    return any != 0;
+}
 
 // 16 bytes.
 struct alignas(16) Vector {
@@ -16,7 +37,7 @@ struct alignas(16) Vector {
 using Vectors = Vector[kVectors];
 
 __device__ inline int64_t vector_offset(int64_t tile, int i) {
-    return tile * kTileBytes + (i * kTileThreads + static_cast<int>(threadIdx.x)) * int64_t{16};
+    return tile * kTileBytes + (i * kTileThreads + thread_of_half()) * int64_t{16};
 }
 
 // Not inlined: rare, and registers are scarce.

@@ -1,4 +1,4 @@
-// Large operations by tiles: 32 KB of data as it is, and one flag for all of it, so that nothing is sent but data. A rank
+// Large operations by tiles: 16 KB of data as it is, and one flag for all of it, so that nothing is sent but data. A rank
 // says in a hello where its output lies, and where that is its pool, peers write results there and nobody copies them.
 //
 // A slot of a sender: flags, then tiles. What lines.h says of halves holds here too; the two have inboxes of their own, so
@@ -10,7 +10,7 @@
 
 namespace te_graph::collectives {
 
-constexpr int kTileBytes = 32 << 10;
+constexpr int kTileBytes = 16 << 10;
 
 constexpr int64_t tiles_in(int64_t bytes) { return (bytes + kTileBytes - 1) / kTileBytes; }
 

@@ -70,38 +70,43 @@ public:
 
     // Whether this warp goes on waiting; called by all its lanes. `awaited`: the lane waits for `seen`, a flag of `peer`.
     __device__ bool goes_on(bool awaited, uint64_t seen, int peer) {
-        if (awaited && is_other_operation(flag_, seen)) {
-            give_up(peers_, Failure::kMismatch, peer, flag_, seen);
-            failed_ = true;
-        }
-        if (++rounds_ % kRoundsPerLook == 0) {
-            if (rounds_ == kRoundsPerLook) start_ns_ = now_ns();
-            const uint64_t told = load_relaxed(&peers_.mailbox[peers_.rank]->abort);
-            const auto timeout = *const_cast<volatile uint64_t*>(&peers_.control->timeout_ns);
-            if (told != 0) {
-                give_up(peers_, Failure::kToldByPeer, static_cast<int>(told - 1), flag_, seen);
-                failed_ = true;
-            } else if (awaited && now_ns() - start_ns_ > timeout) {
-                give_up(peers_, Failure::kTimeout, peer, flag_, seen);
-                failed_ = true;
-            }
-        }
-        return !(failed_ = __any_sync(~0u, failed_));
+        if (++rounds_ % kRoundsPerLook != 0) return true;
+        if (rounds_ == kRoundsPerLook) start_ns_ = now_ns();
+        return !(failed_ = __any_sync(~0u, look(peers_, flag_, start_ns_, awaited, seen, peer)));
     }
 
     // What this warp waited for has come: it waits anew.
     __device__ void came() { rounds_ = 0; }
 
-    // The first warp is done: as good as the block, for whoever looks for a second kernel. Nobody waits for it.
-    __device__ void end() const {
-        if (threadIdx.x == 0) {
+    // A warp that waits for peers is done: as good as the block, for whoever looks for a second kernel. The thread that
+    // comes here counts the block out; nobody waits for it.
+    __device__ void end(int thread = 0) const {
+        if (static_cast<int>(threadIdx.x) == thread) {
             const auto state = reinterpret_cast<unsigned long long*>(&peers_.control->state);
             atomicAdd(state, departure(gridDim.x));
         }
     }
 
 private:
-    static constexpr unsigned kRoundsPerLook = 256;
+    static constexpr unsigned kRoundsPerLook = 32;
+
+    // Whether there is a reason to give up. Not inlined: what waits shall be small.
+    static __device__ __noinline__ bool look(const Peers& peers, uint64_t flag, uint64_t start_ns, bool awaited,
+                                             uint64_t seen, int peer) {
+        const uint64_t told = load_relaxed(&peers.mailbox[peers.rank]->abort);
+        const auto timeout = *const_cast<volatile uint64_t*>(&peers.control->timeout_ns);
+        if (awaited && is_other_operation(flag, seen)) {
+            give_up(peers, Failure::kMismatch, peer, flag, seen);
+        } else if (told != 0) {
+            give_up(peers, Failure::kToldByPeer, static_cast<int>(told - 1), flag, seen);
+        } else if (!awaited || now_ns() - start_ns <= timeout) {
+            return false;
+        } else {
+            give_up(peers, Failure::kTimeout, peer, flag, seen);
+        }
+        return true;
+    }
+
     const Peers& peers_;
     uint64_t flag_;
     uint64_t start_ns_ = 0;

@@ -1,0 +1,429 @@
+"""Groups that fail while they work (F1-F4): who waits in vain ends with an error that names rank, operation and number.
+
+What a failure looks like is told by the documentation of te_graph.PeerGroup: on a CPU the op raises, on a GPU its result
+is NaN, found_inf 1, and check() and later ops raise. Each scenario that fails has a process group of its own, because
+gloo gives connections up that were late.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_ranks import open_group, reference_reduce
+from ranks import WORLDS, Rank, process_group, ranks_of
+from tensor_lists import same_bits
+from torch import Tensor
+
+import te_graph as tg
+from te_graph import peer_group
+
+SEVERAL = [world for world in WORLDS if world.values[0][1] > 1]
+ranks = pytest.fixture(ranks_of, scope="module", params=SEVERAL)
+gpu_ranks = pytest.fixture(ranks_of, scope="module", params=[w for w in SEVERAL if w.values[0][0] == "cuda"])
+TIMEOUT, SLACK = 1.0, 2.0  # seconds: an error comes within their sum
+
+
+def is_cpu(rank: Rank) -> bool:
+    return rank.device == "cpu"
+
+
+def is_last(rank: Rank) -> bool:
+    return rank.rank == rank.world - 1
+
+
+def finish(rank: Rank) -> None:
+    if not is_cpu(rank):
+        torch.cuda.synchronize(rank.device)
+
+
+@contextlib.contextmanager
+def short_lived(rank: Rank, **options: Any) -> Iterator[tg.PeerGroup]:
+    """A group over a process group of its own."""
+    own = dist.new_group() if is_cpu(rank) else None
+    with open_group(rank, process_group=own, **{"timeout": TIMEOUT} | options) as group:
+        yield group
+        dist.barrier()
+    if own is not None:
+        dist.destroy_process_group(own)
+
+
+def error_of(rank: Rank, group: tg.PeerGroup, call: Callable[[], Any]) -> str:
+    """What ``call`` raises, or, on a GPU, the group when it is looked at as soon as the kernels are done."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        call()
+        finish(rank)
+        group.check()
+    assert time.monotonic() - began < TIMEOUT + SLACK
+    return str(caught.value)
+
+
+def assert_given_up(rank: Rank, group: tg.PeerGroup, words: str) -> None:
+    """From now on check() and all ops say why; nothing waits any more."""
+    began, x = time.monotonic(), torch.ones(rank.world, device=rank.device)
+    for call in (group.check, *(lambda f=f: f(x, group) for f in (tg.all_reduce, tg.reduce_scatter, tg.all_gather))):
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    assert time.monotonic() - began < TIMEOUT / 2
+
+
+def everybodys(rank: Rank, own: str) -> list[str]:
+    """What each rank has, by rank."""
+    found: list[Any] = [None] * rank.world
+    dist.all_gather_object(found, own)
+    return found
+
+
+def draw(rank: Rank, *shape: int) -> Tensor:
+    """[world, *shape]: what each rank has."""
+    return torch.randn(rank.world, *shape, device=rank.device)
+
+
+def scenario_late(rank: Rank) -> None:
+    """F1."""
+    late = 1.0 if is_cpu(rank) else 3.0
+    with open_group(rank) as group:
+        everybody = draw(rank, 5000)
+        began = time.monotonic()
+        if is_last(rank):
+            time.sleep(late)
+        got = tg.all_reduce(everybody[rank.rank], group)
+        finish(rank)
+        assert time.monotonic() - began > late * 0.9
+        assert same_bits(got, reference_reduce(everybody))
+        group.check()
+
+
+def scenario_never(rank: Rank) -> None:
+    """F2: the last rank does not come to the second operation."""
+    with short_lived(rank) as group:
+        x = torch.ones(1000, device=rank.device)
+        tg.all_reduce(x, group)
+        if not is_last(rank):
+            got: list[Tensor] = []
+            error = error_of(rank, group, lambda: got.append(tg.all_reduce(x, group)))
+            words = rf"was given up on rank {rank.rank} in operation 2, all_reduce \(sum\) of 1000 Float: "
+            pytest.raises(RuntimeError, group.check).match(words)
+            assert f"on rank {rank.rank} in operation 2, all_reduce (sum) of 1000 Float" in error
+            assert_given_up(rank, group, words)
+            if not is_cpu(rank):
+                assert f"nothing came from rank {rank.world - 1} within {TIMEOUT:g} s" in error
+                assert got[0].isnan().any() and group.found_inf.tolist() == [1.0]
+        dist.barrier()
+        if is_last(rank):
+            assert f"on rank {rank.rank}" in error_of(rank, group, lambda: tg.all_reduce(x, group))
+            assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+
+
+Call = Callable[[tg.PeerGroup, str], Any]
+# What rank 0 calls and what the others call, and how errors speak of both. World sizes up to 4 share 48 elements.
+MISMATCHES: dict[str, tuple[tuple[Call, str], tuple[Call, str]]] = {
+    "numel": (
+        (lambda g, d: tg.all_reduce(torch.ones(48, device=d), g), "all_reduce (sum) of 48 Float"),
+        (lambda g, d: tg.all_reduce(torch.ones(52, device=d), g), "all_reduce (sum) of 52 Float"),
+    ),
+    "large numel": (
+        (lambda g, d: tg.all_gather(torch.ones(1 << 17, device=d), g), "all_gather of 131072 Float"),
+        (lambda g, d: tg.all_gather(torch.ones(1 << 16, device=d), g), "all_gather of 65536 Float"),
+    ),
+    "dtype of as many bytes": (
+        (lambda g, d: tg.all_reduce(torch.ones(48, device=d), g), "all_reduce (sum) of 48 Float"),
+        (lambda g, d: tg.all_reduce(torch.ones(96, device=d).bfloat16(), g), "all_reduce (sum) of 96 BFloat16"),
+    ),
+    "dtype": (
+        (lambda g, d: tg.all_reduce(torch.ones(48, device=d).half(), g), "all_reduce (sum) of 48 Half"),
+        (lambda g, d: tg.all_reduce(torch.ones(48, device=d).bfloat16(), g), "all_reduce (sum) of 48 BFloat16"),
+    ),
+    "reduction": (
+        (lambda g, d: tg.all_reduce(torch.ones(48, device=d), g, "max"), "all_reduce (max) of 48 Float"),
+        (lambda g, d: tg.all_reduce(torch.ones(48, device=d), g), "all_reduce (sum) of 48 Float"),
+    ),
+    "op": (
+        (lambda g, d: tg.all_reduce(torch.ones(48, device=d), g), "all_reduce (sum) of 48 Float"),
+        (lambda g, d: tg.reduce_scatter(torch.ones(48, device=d), g), "reduce_scatter (sum) of 48 Float"),
+    ),
+    "op without a sum": (
+        (lambda g, d: tg.all_gather(torch.ones(48, device=d), g), "all_gather of 48 Float"),
+        (lambda g, d: tg.reduce_scatter(torch.ones(48, device=d), g), "reduce_scatter (sum) of 48 Float"),
+    ),
+}
+
+
+def scenario_mismatch(rank: Rank, what: str) -> None:
+    """F3: all ranks raise; each on a CPU, on GPUs at least one, names what it did and what another did."""
+    (first, first_words), (other, other_words) = MISMATCHES[what]
+    own, theirs = (first_words, other_words) if rank.rank == 0 else (other_words, first_words)
+    with short_lived(rank) as group:
+        good = draw(rank, 100)
+        assert same_bits(tg.all_reduce(good[rank.rank], group), reference_reduce(good))
+        error = error_of(rank, group, lambda: (first if rank.rank == 0 else other)(group, rank.device))
+        assert f"on rank {rank.rank}" in error
+        names_both = f"in operation 2, {own}: " in error and theirs in error
+        assert any("True" in answer for answer in everybodys(rank, str(names_both))), error
+        assert names_both or not is_cpu(rank), error
+        assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+
+
+def scenario_abort(rank: Rank) -> None:
+    with short_lived(rank) as group:
+        x = torch.ones(10, device=rank.device)
+        if rank.rank == 0:
+            group.abort()
+            assert_given_up(rank, group, "abort")
+        dist.barrier()
+        if rank.rank != 0:
+            assert f"on rank {rank.rank}" in error_of(rank, group, lambda: tg.all_reduce(x, group))
+            assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+
+
+def scenario_abort_while_waiting(rank: Rank) -> None:
+    """Kernels that wait for a peer end long before their timeout, and outputs are NaN."""
+    with short_lived(rank, timeout=60.0) as group:
+        x = torch.ones(1000, device=rank.device)
+        began = time.monotonic()
+        if rank.rank == 0:
+            got = tg.all_reduce(x, group)
+            time.sleep(0.2)
+            assert not torch.cuda.current_stream().query()
+            group.abort()
+            finish(rank)
+            assert got.isnan().any() and group.found_inf.tolist() == [1.0]
+        dist.barrier()
+        assert time.monotonic() - began < 10
+        if rank.rank != 0:
+            assert "rank 0" in error_of(rank, group, lambda: tg.all_reduce(x, group))
+
+
+def scenario_set_timeout(rank: Rank) -> None:
+    """A shorter time is obeyed; on a GPU also by what waits already, from any thread."""
+    with short_lived(rank, timeout=60.0) as group:
+        x = torch.ones(10, device=rank.device)
+        tg.all_reduce(x, group)
+        with pytest.raises(ValueError, match="timeout in seconds above 0, got 0"):
+            group.set_timeout(0)
+        if not is_last(rank):
+            if is_cpu(rank):
+                group.set_timeout(TIMEOUT)
+            else:
+                threading.Timer(0.2, group.set_timeout, [TIMEOUT]).start()
+            assert "in operation 2" in error_of(rank, group, lambda: tg.all_reduce(x, group))
+            assert group.timeout == TIMEOUT
+        dist.barrier()
+
+
+def scenario_two_eager_streams(rank: Rank) -> None:
+    """F4: the group orders its operations, whatever streams they are on."""
+    with open_group(rank) as group:
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        everybody = [draw(rank, numel) for numel in (100, 1 << 20, 7, 1 << 22)]
+        finish(rank)
+        found = []
+        for turn in range(40):
+            with torch.cuda.stream(streams[turn % 2]):
+                found.append((turn % 4, tg.all_reduce(everybody[turn % 4][rank.rank], group)))
+        finish(rank)
+        group.check()
+        for which, got in found:
+            assert same_bits(got, reference_reduce(everybody[which]))
+
+
+def scenario_two_replays_at_once(rank: Rank) -> None:
+    """F4: right results or the named error, and never a hang."""
+    with open_group(rank, timeout=5.0) as group:
+        everybody = draw(rank, 1 << 20)
+        expected = reference_reduce(everybody)
+        graphs = []
+        for _ in range(2):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                outputs = [tg.all_reduce(everybody[rank.rank], group) for _ in range(50)]
+            graphs.append((graph, outputs, torch.cuda.Stream()))
+        finish(rank)
+        began = time.monotonic()
+        for graph, _, stream in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        finish(rank)
+        assert time.monotonic() - began < 5.0 + SLACK
+        try:
+            group.check()
+            answer = ""
+        except RuntimeError as error:
+            answer = str(error)
+        answers = everybodys(rank, answer)
+        if any(answers):
+            assert any("two operations of the group ran on one GPU at the same time" in text for text in answers)
+        else:
+            assert all(same_bits(got, expected) for _, outputs, _ in graphs for got in outputs)
+
+
+# Processes that end. They are not shared with other tests.
+
+
+@contextlib.contextmanager
+def processes(device: str, folder: Path, job: Callable[..., None]) -> Iterator[list[tuple[Any, Connection]]]:
+    """Two ranks that run job(rank, pipe) with a process group; those that are left are killed."""
+    spawn = multiprocessing.get_context("spawn")
+    found = []
+    for number in range(2):
+        rank = Rank(number, 2, device if device == "cpu" else f"cuda:{number}")
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=in_process_group, args=(rank, folder, theirs, job), daemon=True)
+        process.start()
+        theirs.close()
+        found.append((process, ours))
+    try:
+        yield found
+    finally:
+        for process, pipe in found:
+            pipe.close()
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def in_process_group(rank: Rank, folder: Path, pipe: Connection, job: Callable[..., None]) -> None:
+    torch.set_num_threads(1)
+    # A rank that was killed does not come to the closing, either.
+    peer_group.PATIENCE = 20.0
+    errors = os.open(folder / f"stderr of rank {rank.rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(errors, 2)
+    with process_group(rank, folder / "rendezvous"):
+        job(rank, pipe)
+
+
+def receive(pipe: Connection, patience: float = 60.0) -> Any:
+    assert pipe.poll(patience), "a rank gave no answer"
+    return pipe.recv()
+
+
+def job_killed(rank: Rank, pipe: Connection) -> None:
+    """Rank 1 waits to be killed; rank 0 tells its error, when it came, and how long closing took."""
+    group = open_group(rank, timeout=TIMEOUT)
+    x = torch.ones(1000, device=rank.device)
+    tg.all_reduce(x, group)
+    finish(rank)
+    pipe.send("ready")
+    if rank.rank == 1:
+        time.sleep(600)
+    pipe.recv()
+    try:
+        tg.all_reduce(x, group)
+        finish(rank)
+        group.check()
+    except RuntimeError as error:
+        pipe.send((time.time(), str(error)))
+    group._agreement.patience = 2.0
+    began = time.monotonic()
+    group.close()
+    pipe.send(time.monotonic() - began)
+
+
+def job_unwatched(rank: Rank, pipe: Connection) -> None:
+    """Rank 0 waits in vain, and does not look at it."""
+    group = open_group(rank, timeout=TIMEOUT, watchdog=2.0)
+    pipe.send("ready")
+    if rank.rank == 0:
+        tg.all_reduce(torch.ones(1000, device=rank.device), group)
+    time.sleep(600)
+
+
+def job_trapped(rank: Rank, pipe: Connection) -> None:
+    """Rank 0 waits in vain, which ends its context."""
+    group = open_group(rank, timeout=TIMEOUT, on_timeout="trap", watchdog=0.0)
+    if rank.rank == 1:
+        pipe.recv()
+        os._exit(0)
+    texts = []
+    try:
+        tg.all_reduce(torch.ones(1000, device=rank.device), group)
+        finish(rank)
+    except RuntimeError as error:
+        texts.append(str(error))
+    try:
+        group.check()
+    except RuntimeError as error:
+        texts.append(str(error))
+    pipe.send(texts)
+    os._exit(0)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)]
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_others_end_with_a_named_error_when_a_rank_is_killed(tmp_path, kind):
+    with processes(kind, tmp_path, job_killed) as ((waiting, answers), (victim, signs)):
+        assert (receive(answers), receive(signs)) == ("ready", "ready")
+        victim.kill()
+        victim.join()
+        killed = time.time()
+        answers.send("go")
+        came, error = receive(answers)
+        assert came - killed < TIMEOUT + SLACK
+        assert "was given up on rank 0 in operation 2, all_reduce (sum) of 1000 Float: " in error
+        assert receive(answers) < 2.0 + SLACK, "closing waited for a rank that is gone"
+        waiting.join(20)
+        assert waiting.exitcode == 0
+
+
+@pytest.mark.multi_gpu
+def test_a_process_that_does_not_look_at_a_failure_is_ended(tmp_path):
+    with processes("cuda", tmp_path, job_unwatched) as ((waiting, answers), (other, signs)):
+        assert (receive(answers), receive(signs)) == ("ready", "ready")
+        waiting.join(TIMEOUT + 2.0 + SLACK + 3.0)
+        assert waiting.exitcode == 1
+        assert "was given up on rank 0 in operation 1" in (tmp_path / "stderr of rank 0").read_text()
+        other.kill()
+
+
+@pytest.mark.multi_gpu
+def test_a_group_that_traps_ends_the_context_and_still_says_why(tmp_path):
+    with processes("cuda", tmp_path, job_trapped) as ((_, answers), (_, signs)):
+        texts = receive(answers)
+        signs.send("go")
+        assert len(texts) == 2, texts
+        assert "nothing came from rank 1 within 1 s" in texts[1]
+
+
+def test_others_wait_for_a_late_rank(ranks, seed):
+    ranks.run(scenario_late, seed)
+
+
+def test_a_rank_that_never_comes_is_a_named_error(ranks, seed):
+    ranks.run(scenario_never, seed)
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_ranks_that_do_something_else_are_an_error_that_names_both(ranks, seed, what):
+    ranks.run(scenario_mismatch, seed, what)
+
+
+def test_a_group_that_was_aborted_is_given_up_on_all_ranks(ranks, seed):
+    ranks.run(scenario_abort, seed)
+
+
+def test_abort_ends_kernels_that_wait(gpu_ranks, seed):
+    gpu_ranks.run(scenario_abort_while_waiting, seed)
+
+
+def test_a_timeout_that_was_changed_is_obeyed(ranks, seed):
+    ranks.run(scenario_set_timeout, seed)
+
+
+def test_operations_on_two_eager_streams_are_ordered(gpu_ranks, seed):
+    gpu_ranks.run(scenario_two_eager_streams, seed)
+
+
+def test_two_replays_at_once_end(gpu_ranks, seed):
+    gpu_ranks.run(scenario_two_replays_at_once, seed)
