@@ -4,8 +4,8 @@ All of them read x wherever it lies and write ordinary memory. A GPU's sums are 
 and rounded once, so all ranks find the same bits, at any size. Gradients are those of a loss that is the sum of all
 ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention.
 
-Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group was
-given up, with the rank, the operation and its number.
+Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
+was given up, with the rank, the operation and its number.
 
 Stream and capture: on the current stream; the functional forms allocate their result, all allocate copies of tensors
 that are not contiguous; no host sync. A replay overwrites the results.

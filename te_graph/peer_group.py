@@ -20,10 +20,12 @@ from te_graph.agreement import Agreement
 logger = logging.getLogger("te_graph")
 
 MAX_PEERS = 8
-MIN_INBOX_BYTES = 1 << 20
+MIN_SLAB_BYTES = 1 << 20
+PAGE_BYTES = 4096
 SLAB_BYTES = 256 << 20
 # For set-up and teardown, where a rank that is missing will not come.
 PATIENCE = 120.0
+PATIENCE_AFTER_FAILURE = 5.0
 
 _open_groups: "weakref.WeakSet[PeerGroup]" = weakref.WeakSet()
 
@@ -42,7 +44,8 @@ class PeerGroup:
     Args:
         process_group: of torch.distributed; the default one if None. All of its ranks construct the group, in the same
             order among its groups.
-        slab_bytes: memory of each GPU that its peers write into. Larger operations go through it in parts.
+        slab_bytes: memory of each GPU that its peers write into: one half for what they send, through which larger
+            operations go in parts, one for `mem_pool`.
         timeout: seconds that an operation waits for a peer.
         on_timeout: "raise": outputs become NaN, `found_inf` 1, and the next op or `check` raises; "trap": the CUDA
             context ends at once.
@@ -85,6 +88,8 @@ class PeerGroup:
         number = self._agreement.number
         self.name = name or process_group.group_name + (f".{number}" if number > 1 else "")
         self.slab_bytes = slab_bytes
+        self._inbox_bytes = slab_bytes // 2 // PAGE_BYTES * PAGE_BYTES
+        self._pool: torch.cuda.MemPool | None = None
         self._slab: Tensor | None = None  # [slab_bytes] uint8
         self._mapping: Any = None
         self._handle = self._set_up()
@@ -103,6 +108,25 @@ class PeerGroup:
             RuntimeError: `uses_peers` is False.
         """
         return self._handle.found_inf()
+
+    def mem_pool(self) -> torch.cuda.MemPool:
+        """A pool for tensors in the slab: what peers gather or sum for such an output is written there and not copied.
+
+        Use it with torch.cuda.use_mem_pool(pool), or as the pool of a graph: torch.cuda.graph(g, pool=pool.id). Tensors
+        elsewhere give the same values; ranks need not agree on it. Without peers it is an ordinary pool. Keep the group
+        open while tensors of the pool are in use.
+
+        Raises:
+            RuntimeError: the group is not on GPUs. Later, torch.OutOfMemoryError: the slab is exhausted.
+        """
+        if self.device.type != "cuda":
+            raise RuntimeError(f"PeerGroup.mem_pool: expected a group on GPUs, got one on {self.device}")
+        if self._pool is None:
+            allocator = None
+            if self._slab is not None:
+                allocator = _C.make_pool_allocator(self.name, self._slab, self._inbox_bytes)
+            self._pool = torch.cuda.MemPool(allocator)
+        return self._pool
 
     def check(self) -> None:
         """Raise if the group was given up: which rank, which operation, what was expected and seen. No host sync.
@@ -123,15 +147,20 @@ class PeerGroup:
         self.timeout = float(seconds)
 
     def close(self) -> None:
-        """Wait for all work and all ranks, and give memory back. Graphs that hold operations must not be replayed after.
+        """Wait for all work and all ranks, and give memory back.
 
-        Without a rank that has died; ops with the group's name raise from now on.
+        Ranks of a group that was given up are waited for some seconds only, for they may be dead. Ops with the group's
+        name raise from now on; graphs that hold operations must not be replayed any more.
         """
         if self not in _open_groups:
             return
         _open_groups.discard(self)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        try:
+            self.check()
+        except RuntimeError:
+            self._agreement.patience = PATIENCE_AFTER_FAILURE
         # A rank that died cannot come; the memory of those that live stays mapped until they are done.
         with contextlib.suppress(RuntimeError):
             self._agreement.wait("closing the group")
@@ -143,6 +172,9 @@ class PeerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if kind is not None:
+            # The others may be waiting for this rank, which will not come.
+            self.abort()
         self.close()
 
     def __repr__(self) -> str:
@@ -151,7 +183,7 @@ class PeerGroup:
 
     def _release(self) -> None:
         self._handle.close()
-        self._mapping = self._slab = None
+        self._mapping = self._slab = self._pool = None
 
     def _set_up(self) -> Any:
         agree = self._agreement
@@ -162,9 +194,8 @@ class PeerGroup:
         reason = _why_not_peers(facts)
         if reason is None:
             reason = self._map_peers()
-        if reason is not None:
-            if self.device.type == "cuda":
-                logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
+        if reason is not None and self.device.type == "cuda":
+            logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
         opened = self._open_on_peers if reason is None else self._open_on_process_group
         handles: list[Any] = []
         agree.step("opening the group", lambda: handles.append(opened()))
@@ -192,7 +223,7 @@ class PeerGroup:
             self.name,
             self._slab,
             list(self._mapping.buffer_ptrs),
-            self.slab_bytes,
+            self._inbox_bytes,
             self.rank,
             self.timeout,
             self.on_timeout == "trap",
@@ -258,8 +289,8 @@ def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | in
 
 
 def _check_options(slab_bytes: int, timeout: float, on_timeout: str, watchdog: float) -> None:
-    if slab_bytes < MIN_INBOX_BYTES:
-        raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_INBOX_BYTES}, got {slab_bytes}")
+    if slab_bytes < MIN_SLAB_BYTES:
+        raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_SLAB_BYTES}, got {slab_bytes}")
     if not 0 < timeout < 1e9:
         raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {timeout}")
     if on_timeout not in ("raise", "trap"):

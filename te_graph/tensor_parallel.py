@@ -11,8 +11,8 @@
 | gather_from_sp              | all_gather, dim 0    | reduce_scatter, dim 0, or own part, dim 0  |
 | reduce_scatter_to_sp        | reduce_scatter, dim 0 | all_gather, dim 0                         |
 
-The loss is one number that all ranks find, not a sum of the ranks' losses as for the bare ops: hence the gradient of a sum
-that all ranks have is passed on as it is.
+The loss is one number that all ranks find, not a sum of the ranks' losses as for the bare ops: hence the gradient of a
+sum that all ranks have is passed on as it is.
 
 Source of the semantics: megatron/core/tensor_parallel/mappings.py.
 """
@@ -84,7 +84,7 @@ def _facts(group: PeerGroup) -> tuple[str, int, int]:
 
 
 def _move(x: Tensor, group: tuple[str, int, int], way: str) -> Tensor:
-    """What goes one way through a region; `way` ends in _last where the last dimension is meant, else it is the first."""
+    """What goes one way through a region; `way` ends in _last where the last dimension is meant, not the first one."""
     name, world, rank = group
     dim = -1 if way.endswith("_last") else 0
     way = way.removesuffix("_last")

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from ranks import Rank
 from torch import Tensor
 

@@ -206,7 +206,8 @@ def test_the_order_of_the_sum_is_that_of_the_ranks(ranks, seed, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_have_the_same_sums_at_any_height(ranks, seed, dtype):
-    ranks.run(scenario_size_invariance, seed, dtype, [1, 32, 127, 128, 256] + ([] if ranks.is_cpu else [512, 1000, 3000]))
+    heights = [1, 32, 127, 128, 256] + ([] if ranks.is_cpu else [512, 1000, 3000])
+    ranks.run(scenario_size_invariance, seed, dtype, heights)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,8 @@
 """Groups that fail while they work (F1-F4): who waits in vain ends with an error that names rank, operation and number.
 
-What a failure looks like is told by the documentation of te_graph.PeerGroup: on a CPU the op raises, on a GPU its result
-is NaN, found_inf 1, and check() and later ops raise. Each scenario that fails has a process group of its own, because
-gloo gives connections up that were late.
+What a failure looks like is told by the documentation of te_graph.PeerGroup: on a CPU the op raises, on a GPU its
+result is NaN, found_inf 1, and check() and later ops raise. Each scenario that fails has a process group of its own,
+because gloo gives connections up that were late.
 """
 
 import contextlib
@@ -112,7 +112,6 @@ def scenario_never(rank: Rank) -> None:
             got: list[Tensor] = []
             error = error_of(rank, group, lambda: got.append(tg.all_reduce(x, group)))
             words = rf"was given up on rank {rank.rank} in operation 2, all_reduce \(sum\) of 1000 Float: "
-            pytest.raises(RuntimeError, group.check).match(words)
             assert f"on rank {rank.rank} in operation 2, all_reduce (sum) of 1000 Float" in error
             assert_given_up(rank, group, words)
             if not is_cpu(rank):

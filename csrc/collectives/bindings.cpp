@@ -4,6 +4,7 @@
 
 #include "collectives/group.h"
 #include "collectives/peer_transport.h"
+#include "collectives/pool.h"
 #include "collectives/process_group.h"
 
 namespace py = pybind11;
@@ -87,6 +88,7 @@ void bind(py::module_& m) {
             },
             py::arg("seconds"), without_gil);
 #ifdef TE_GRAPH_CUDA
+    m.def("make_pool_allocator", &make_pool_allocator, py::arg("group"), py::arg("slab"), py::arg("begin"));
     handle
         .def_static("on_peers", &make_on_peers, py::arg("name"), py::arg("slab"), py::arg("places"),
                     py::arg("inbox_bytes"), py::arg("rank"), py::arg("timeout"), py::arg("traps"), py::arg("watchdog"),

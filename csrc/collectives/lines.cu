@@ -15,6 +15,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kLinesPerBlock = kThreads / 32 * kLinesPerWarp;
+// More blocks of few warps are faster than few blocks of many.
+constexpr int kLinesOfSmallBlock = 16;
 // Of the kernel for what each thread does a line of: wider blocks reach further.
 template <int kMost>
 constexpr int kOnceThreads = kMost <= 2 ? 1024 : kThreads;
@@ -186,34 +188,55 @@ __global__ void __launch_bounds__(kThreads)
     turn.end();
 }
 
-// The same for operations so small that each thread has a line at most: no loop, since a microsecond is all there is.
-template <typename T, Reduction kReduction, Steps kSteps, int kMost>
+// The same for operations so small that each thread has kLines lines at most: no loop, since a microsecond is all there is.
+template <typename T, Reduction kReduction, Steps kSteps, int kMost, int kLines>
 __global__ void __launch_bounds__(kOnceThreads<kMost>, 1)
     lines_once_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
     using Work = Line<T, kReduction, kSteps, kMost>;
     const Work work{peers, job};
-    const int64_t line = static_cast<int64_t>(blockIdx.x * blockDim.x + threadIdx.x) / 8;
-    typename Work::Loaded parts;
-    work.load(line, parts);
+    const int64_t first = static_cast<int64_t>(blockIdx.x * blockDim.x + threadIdx.x) / 8;
+    const int64_t step = static_cast<int64_t>(gridDim.x * blockDim.x) / 8;
+    typename Work::Loaded parts[kLines];
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) work.load(first + i * step, parts[i]);
     Turn turn(peers, job.signature, job.launch);
     const Slots slots{turn.half(peers.line_slot_bytes), 0};
-    work.send(turn, slots, line, parts);
-    if constexpr (kSteps == Steps::kSend) {
-        work.gather(turn, slots, line);
-    } else {
-        work.reduce(turn, slots, slots, line, Work::kPieces == 1 ? parts[0] : work.own_part(line));
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) work.send(turn, slots, first + i * step, parts[i]);
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+        const int64_t line = first + i * step;
+        if constexpr (kSteps == Steps::kSend) {
+            work.gather(turn, slots, line);
+        } else {
+            work.reduce(turn, slots, slots, line, Work::kPieces == 1 ? parts[i][0] : work.own_part(line));
+        }
     }
     turn.end();
+}
+
+template <typename T, Reduction kReduction, Steps kSteps, int kMost, int kLines>
+void launch_once(const Peers& peers, const Job& job, cudaStream_t stream) {
+    const int64_t warp_lines = static_cast<int64_t>(job.blocks) * kLines * kLinesPerWarp;
+    const auto warps = static_cast<int>((job.count + warp_lines - 1) / warp_lines);
+    lines_once_kernel<T, kReduction, kSteps, kMost, kLines><<<job.blocks, 32 * warps, 0, stream>>>(peers, job);
 }
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
 cudaError_t launch_for(const Peers& peers, const Job& job, cudaStream_t stream) {
     if constexpr (kSteps != Steps::kReduceSend) {
-        constexpr int kMostThreads = kOnceThreads<kMost>;
-        const int64_t threads = job.count * 8;
-        if (threads <= static_cast<int64_t>(job.blocks) * kMostThreads) {
-            const auto whole_warps = static_cast<int>((threads + job.blocks * 32 - 1) / (job.blocks * 32) * 32);
-            lines_once_kernel<T, kReduction, kSteps, kMost><<<job.blocks, whole_warps, 0, stream>>>(peers, job);
+        const int64_t lines = static_cast<int64_t>(job.blocks) * kOnceThreads<kMost> / 8;
+        constexpr bool kIsAlike = kMost <= 2 && kSteps != Steps::kScatter;
+        if (job.count <= lines) {
+            launch_once<T, kReduction, kSteps, kMost, 1>(peers, job, stream);
+            return cudaGetLastError();
+        }
+        if (kIsAlike && job.count <= 2 * lines) {
+            launch_once<T, kReduction, kSteps, kMost, kIsAlike ? 2 : 1>(peers, job, stream);
+            return cudaGetLastError();
+        }
+        if (kIsAlike && job.count <= 4 * lines) {
+            launch_once<T, kReduction, kSteps, kMost, kIsAlike ? 4 : 1>(peers, job, stream);
             return cudaGetLastError();
         }
     }
@@ -232,7 +255,7 @@ cudaError_t launch(const Peers& peers, const Job& job, cudaStream_t stream) {
 
 int line_blocks_for(int64_t lines, int most) {
     int blocks = 1;
-    while (blocks < most && static_cast<int64_t>(blocks) * kLinesPerBlock < lines) blocks *= 2;
+    while (blocks < most && static_cast<int64_t>(blocks) * kLinesOfSmallBlock < lines) blocks *= 2;
     return blocks;
 }
 

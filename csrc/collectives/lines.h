@@ -21,7 +21,7 @@ constexpr int64_t line_slot_bytes_for(Steps steps, int64_t lines) {
     return lines * kLineBytes * (steps == Steps::kReduceSend ? 2 : 1);
 }
 
-// A power of two, enough for `lines` and not above `most`, which is one.
+// A power of two that is good for `lines`, and not above `most`, which is one.
 int line_blocks_for(int64_t lines, int most);
 
 #ifdef TE_GRAPH_CUDA

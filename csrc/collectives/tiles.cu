@@ -51,21 +51,25 @@ public:
         offsets_ = offsets;
     }
 
-    // Input tile to the peers' slots; of an all-gather, to where it is wanted. `turn`: counts tiles of the block.
-    __device__ void send(int64_t tile, int64_t turn) {
-        Vectors vectors;
+    // The tile that is sent first where all peers get the same one.
+    __device__ void prepare(int64_t tile) {
+        if (job_.input.stride == 0) load_tile(job_.input.begin(0), job_.input.size(0), tile, ready_);
+    }
+
+    // Input tile to the peers' slots; of an all-gather, to where it is wanted. `next` is loaded meanwhile; `turn` counts
+    // tiles of the block.
+    __device__ void send(int64_t tile, int64_t next, int64_t turn) {
         if constexpr (kSteps == Steps::kSend) {
-            load_tile(job_.input.begin(0), job_.input.size(0), tile, vectors);
-            if (is_failed_) poison(vectors);
-            store_tile(job_.out.begin(peers_.rank), job_.out.size(peers_.rank), tile, vectors);
-            deliver(tile, vectors);
+            if (is_failed_) poison(ready_);
+            store_tile(job_.out.begin(peers_.rank), job_.out.size(peers_.rank), tile, ready_);
+            deliver(tile, ready_, next);
         } else {
             if (!is_failed_) {
-                if (job_.input.stride == 0) load_tile(job_.input.begin(0), job_.input.size(0), tile, vectors);
                 for_each_peer([&](int p) {
-                    if (job_.input.stride != 0) load_tile(job_.input.begin(p), job_.input.size(p), tile, vectors);
-                    store_whole(slot_at(p).tiles(0), tile, vectors);
+                    if (job_.input.stride != 0) load_tile(job_.input.begin(p), job_.input.size(p), tile, ready_);
+                    store_whole(slot_at(p).tiles(0), tile, ready_);
                 });
+                prepare(next);
             }
             meet_in_half();
             if (thread_of_half() == 0) {
@@ -88,7 +92,7 @@ public:
             poison(sums);
         }
         store_tile(job_.out.begin(piece), job_.out.size(piece), tile, sums);
-        if constexpr (kSteps == Steps::kReduceSend) deliver(tile, sums);
+        if constexpr (kSteps == Steps::kReduceSend) deliver(tile, sums, -1);
     }
 
     // What peers have delivered is in place, or is copied there.
@@ -159,8 +163,8 @@ private:
         }
     }
 
-    // This rank's part of the result, to all.
-    __device__ void deliver(int64_t tile, const Vectors& vectors) {
+    // This rank's part of the result, to all; and loads what is sent next, if anything is.
+    __device__ void deliver(int64_t tile, const Vectors& vectors, int64_t next) {
         if (is_failed_) return;
         for_each_peer([&](int p) {
             if (offsets_[p] >= 0) {
@@ -170,6 +174,7 @@ private:
                 store_whole(slot_at(p).tiles(first_sum()), tile, vectors);
             }
         });
+        if (next >= 0) prepare(next);
         meet_in_half();
         if (thread_of_half() == 0) raise(first_sum() + tile);
     }
@@ -208,6 +213,7 @@ private:
     Turn& turn_;
     volatile int64_t& sent_;
     const int64_t* offsets_ = nullptr;
+    Vectors ready_;
     bool is_failed_;
 };
 
@@ -227,7 +233,8 @@ __global__ void __launch_bounds__(2 * kTileThreads, 1)
     const int64_t first = blockIdx.x, step = gridDim.x;
     const int64_t turns = first < job.count ? (job.count - first + step - 1) / step : 0;
     if (half_of_block() == Half::kSender) {
-        for (int64_t i = 0; i < turns; ++i) tiles.send(first + i * step, i);
+        tiles.prepare(first);
+        for (int64_t i = 0; i < turns; ++i) tiles.send(first + i * step, first + (i + 1) * step, i);
         return;
     }
     for (int64_t i = 0; i < turns + kDelay; ++i) {

@@ -18,8 +18,8 @@ struct Tuning {
 // Found by benchmarks/bench_collectives.py on H200s: for H100s too, whose links are the same.
 constexpr Tuning default_tuning(int world) {
     // Two ranks send the same number of bytes either way.
-    if (world <= 2) return {.line_bytes = 2 << 20};
-    return {.one_step_bytes = world <= 4 ? 512 << 10 : 192 << 10, .line_bytes = 2 << 20};
+    if (world <= 2) return {.line_bytes = 4 << 20};
+    return {.one_step_bytes = world <= 4 ? 512 << 10 : 192 << 10, .line_bytes = 4 << 20};
 }
 
 // How the memory that peers write is divided: slots of `slots` senders, for lines and for tiles.
