@@ -13,7 +13,7 @@ namespace {
 
 TEST(Ranges, GiveWhatIsFreeAndJoinWhatComesBack) {
     constexpr int64_t kBegin = 4096, kUnits = 200, kUnit = Ranges::kAlignment;
-    auto generator = multi_tensor::seeded_generator();
+    auto generator = seeded_generator();
     Ranges ranges(kBegin, kBegin + kUnits * kUnit);
     std::vector<bool> taken(kUnits);
     struct Range {
