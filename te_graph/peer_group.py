@@ -5,7 +5,6 @@ import contextlib
 import logging
 import os
 import socket
-import weakref
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +26,8 @@ SLAB_BYTES = 256 << 20
 PATIENCE = 120.0
 PATIENCE_AFTER_FAILURE = 5.0
 
-_open_groups: "weakref.WeakSet[PeerGroup]" = weakref.WeakSet()
+# Groups live until they are closed: graphs and traces hold their names.
+_open_groups: "set[PeerGroup]" = set()
 
 
 class PeerGroup:
@@ -80,6 +80,8 @@ class PeerGroup:
         if not isinstance(process_group, dist.ProcessGroup):
             raise ValueError(f"PeerGroup: expected a process_group that this rank is in, got {process_group!r}")
         _check_options(slab_bytes, timeout, on_timeout, watchdog)
+        if not (name is None or (isinstance(name, str) and name)):
+            raise ValueError(f"PeerGroup: expected name to be a string or None, got {name!r}")
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.device = _device_of(process_group, device)
@@ -137,7 +139,9 @@ class PeerGroup:
         self._handle.check("PeerGroup.check")
 
     def abort(self) -> None:
-        """Give the group up: operations that wait end, here and on all peers, and ops raise from now on."""
+        """Give the group up: ops raise from now on. Between peers, operations that wait end on all of them; those of a
+        process group end when its own time is over.
+        """
         self._handle.abort()
 
     def set_timeout(self, seconds: float) -> None:
@@ -198,7 +202,12 @@ class PeerGroup:
             logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
         opened = self._open_on_peers if reason is None else self._open_on_process_group
         handles: list[Any] = []
-        agree.step("opening the group", lambda: handles.append(opened()))
+        try:
+            agree.step("opening the group", lambda: handles.append(opened()))
+        except RuntimeError:
+            for handle in handles:
+                handle.close()
+            raise
         return handles[0]
 
     def _facts(self) -> dict[str, Any]:
@@ -279,6 +288,8 @@ def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | in
         serves_gpus = "cuda" in kinds and process_group._get_backend(torch.device("cuda")).name() != "gloo"
         device = "cuda" if serves_gpus else "cpu"
     device = torch.device(device)
+    if device.type == "cpu":
+        device = torch.device("cpu")  # tensors there have no index
     if device.type not in kinds:
         raise ValueError(
             f"PeerGroup: expected a device that the process group serves ({', '.join(sorted(kinds))}), got {device}"
@@ -289,14 +300,14 @@ def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | in
 
 
 def _check_options(slab_bytes: int, timeout: float, on_timeout: str, watchdog: float) -> None:
-    if slab_bytes < MIN_SLAB_BYTES:
-        raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_SLAB_BYTES}, got {slab_bytes}")
-    if not 0 < timeout < 1e9:
-        raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {timeout}")
+    if not isinstance(slab_bytes, int) or slab_bytes < MIN_SLAB_BYTES:
+        raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_SLAB_BYTES} as an int, got {slab_bytes!r}")
+    if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
+        raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {timeout!r}")
     if on_timeout not in ("raise", "trap"):
         raise ValueError(f"PeerGroup: expected on_timeout 'raise' or 'trap', got {on_timeout!r}")
-    if watchdog < 0:
-        raise ValueError(f"PeerGroup: expected watchdog in seconds, 0 for none, got {watchdog}")
+    if not isinstance(watchdog, int | float) or not 0 <= watchdog < 1e9:
+        raise ValueError(f"PeerGroup: expected watchdog in seconds, 0 for none, got {watchdog!r}")
 
 
 def _check_alike(facts: list[dict[str, Any]]) -> None:

@@ -293,8 +293,6 @@ def processes(device: str, folder: Path, job: Callable[..., None]) -> Iterator[l
 
 def in_process_group(rank: Rank, folder: Path, pipe: Connection, job: Callable[..., None]) -> None:
     torch.set_num_threads(1)
-    # A rank that was killed does not come to the closing, either.
-    peer_group.PATIENCE = 20.0
     errors = os.open(folder / f"stderr of rank {rank.rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(errors, 2)
     with process_group(rank, folder / "rendezvous"):
@@ -322,7 +320,6 @@ def job_killed(rank: Rank, pipe: Connection) -> None:
         group.check()
     except RuntimeError as error:
         pipe.send((time.time(), str(error)))
-    group._agreement.patience = 2.0
     began = time.monotonic()
     group.close()
     pipe.send(time.monotonic() - began)
@@ -371,7 +368,8 @@ def test_others_end_with_a_named_error_when_a_rank_is_killed(tmp_path, kind):
         came, error = receive(answers)
         assert came - killed < TIMEOUT + SLACK
         assert "was given up on rank 0 in operation 2, all_reduce (sum) of 1000 Float: " in error
-        assert receive(answers) < 2.0 + SLACK, "closing waited for a rank that is gone"
+        patience = peer_group.PATIENCE_AFTER_FAILURE + SLACK
+        assert receive(answers) < patience, "closing waited for a rank that is gone"
         waiting.join(20)
         assert waiting.exitcode == 0
 

@@ -152,6 +152,24 @@ def scenario_saved_tensors(rank: Rank) -> None:
             loss.backward()
 
 
+def scenario_written_forms_have_no_gradient(rank: Rank) -> None:
+    with open_group(rank) as group:
+        leaf = torch.randn(2 * rank.world, 3, device=rank.device, requires_grad=True)
+        x = leaf * 1
+        same, part = torch.empty_like(leaf, requires_grad=False), torch.empty(2, 3, device=rank.device)
+        whole = torch.empty(2 * rank.world**2, 3, device=rank.device)
+        for name, call in {
+            "all_reduce_": lambda: tg.all_reduce_(x, group),
+            "all_reduce_out": lambda: tg.all_reduce_out(same, x, group),
+            "reduce_scatter_out": lambda: tg.reduce_scatter_out(part, x, group),
+            "all_gather_out": lambda: tg.all_gather_out(whole, x, group),
+        }.items():
+            with pytest.raises(NotImplementedError, match=f"{name}: has no gradient"):
+                call()
+            with torch.no_grad():
+                call()
+
+
 def scenario_max_has_no_gradient(rank: Rank) -> None:
     with open_group(rank) as group:
         everybody = draw(rank, 4 * rank.world)
@@ -209,7 +227,7 @@ def bad_calls(rank: Rank, group: tg.PeerGroup) -> list[tuple[Callable[[], Any], 
         (lambda: tg.all_reduce_out(out.to_sparse(), x, group), ValueError, "out of layout Strided, got Sparse"),
         (lambda: tg.reduce_scatter_out(x[:1], x, group), ValueError, r"expected out of shape \[2, 3\], got \[1, 3\]"),
         (lambda: tg.all_gather_out(scalar, x, group), ValueError, r"expected out of shape .*, got \[\]"),
-        (lambda: tg.all_reduce_(leaf, group), RuntimeError, "leaf Variable that requires grad"),
+        (lambda: tg.all_reduce_(leaf, group), RuntimeError, "all_reduce_: has no gradient"),
     ]
     if rank.device != "cpu":
         bad.append((lambda: tg.all_reduce(elsewhere, group), ValueError, f"expected x on {rank.device}, .* got cpu"))
@@ -290,6 +308,10 @@ def test_versions_of_tensors_that_are_written_go_up(ranks, seed):
 
 def test_a_backward_sees_that_a_saved_tensor_was_written(ranks, seed):
     ranks.run(scenario_saved_tensors, seed)
+
+
+def test_forms_that_write_into_a_tensor_refuse_tensors_that_need_gradients(ranks, seed):
+    ranks.run(scenario_written_forms_have_no_gradient, seed)
 
 
 def test_the_largest_has_no_gradient(ranks, seed):

@@ -262,8 +262,8 @@ def open_group_of(rank: Rank, members: list[int], process_group: dist.ProcessGro
 # Options.
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"slab_bytes": 0}, "slab_bytes of at least 1048576, got 0"),
-    ({"slab_bytes": (1 << 20) - 1}, "slab_bytes of at least 1048576, got 1048575"),
+    ({"slab_bytes": 0}, "slab_bytes of at least 1048576 as an int, got 0"),
+    ({"slab_bytes": (1 << 20) - 1}, "slab_bytes of at least 1048576 as an int, got 1048575"),
     ({"timeout": 0}, "timeout in seconds above 0, got 0"),
     ({"timeout": -1.0}, "timeout in seconds above 0, got -1"),
     ({"timeout": float("nan")}, "timeout in seconds above 0, got nan"),

@@ -3,6 +3,8 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <initializer_list>
+
 namespace te_graph::collectives {
 namespace {
 
@@ -83,6 +85,14 @@ struct AllGather : torch::autograd::Function<AllGather> {
 
 bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
+void check_no_gradient(const char* op, std::initializer_list<at::Tensor> tensors) {
+    for (const at::Tensor& tensor : tensors) {
+        TORCH_CHECK_NOT_IMPLEMENTED(!needs_gradient(tensor), op,
+                                    ": has no gradient, and a tensor that needs one was given; call the form that "
+                                    "returns a new tensor, or call it under torch.no_grad()");
+    }
+}
+
 }  // namespace
 
 at::Tensor all_reduce_autograd(const at::Tensor& x, std::string group, std::string reduction) {
@@ -108,6 +118,40 @@ at::Tensor all_gather_autograd(const at::Tensor& x, int64_t dim, int64_t world_s
     if (needs_gradient(x)) return AllGather::apply(x, dim, world_size, group);
     const at::AutoDispatchBelowADInplaceOrView below;
     return call_all_gather(x, dim, world_size, group);
+}
+
+void all_reduce_inplace_autograd(const at::Tensor& x, std::string group, std::string reduction) {
+    check_no_gradient("all_reduce_", {x});
+    static const auto op = op_named<void(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.call(x, group, reduction);
+}
+
+void all_reduce_out_autograd(const at::Tensor& out, const at::Tensor& x, std::string group, std::string reduction) {
+    check_no_gradient("all_reduce_out", {out, x});
+    static const auto op =
+        op_named<void(const at::Tensor&, const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_out");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.call(out, x, group, reduction);
+}
+
+void reduce_scatter_out_autograd(const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size,
+                                 std::string group, std::string reduction) {
+    check_no_gradient("reduce_scatter_out", {out, x});
+    static const auto op =
+        op_named<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string, std::string)>(
+            "te_graph::reduce_scatter_out");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.call(out, x, dim, world_size, group, reduction);
+}
+
+void all_gather_out_autograd(const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size,
+                             std::string group) {
+    check_no_gradient("all_gather_out", {out, x});
+    static const auto op =
+        op_named<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather_out");
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.call(out, x, dim, world_size, group);
 }
 
 }  // namespace te_graph::collectives

@@ -3,6 +3,8 @@
 //     all_reduce       the sum of the ranks' gradients
 //     reduce_scatter   all_gather
 //     all_gather       reduce_scatter
+//
+// Forms that write into a given tensor have none, and refuse tensors that need one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,5 +19,17 @@ at::Tensor reduce_scatter_autograd(const at::Tensor& x,  // [..., world * n, ...
                                    int64_t dim, int64_t world_size, std::string group, std::string reduction);
 at::Tensor all_gather_autograd(const at::Tensor& x,  // [..., n, ...]
                                int64_t dim, int64_t world_size, std::string group);
+
+void all_reduce_inplace_autograd(const at::Tensor& x,  // [...]
+                                 std::string group, std::string reduction);
+void all_reduce_out_autograd(const at::Tensor& out,  // [...]
+                             const at::Tensor& x,    // [...]
+                             std::string group, std::string reduction);
+void reduce_scatter_out_autograd(const at::Tensor& out,  // [..., n, ...]
+                                 const at::Tensor& x,    // [..., world * n, ...]
+                                 int64_t dim, int64_t world_size, std::string group, std::string reduction);
+void all_gather_out_autograd(const at::Tensor& out,  // [..., world * n, ...]
+                             const at::Tensor& x,    // [..., n, ...]
+                             int64_t dim, int64_t world_size, std::string group);
 
 }  // namespace te_graph::collectives

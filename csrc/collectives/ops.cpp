@@ -1,7 +1,7 @@
 // Registration of the collectives.
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "collectives/autograd.h"
@@ -55,11 +55,18 @@ std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const
     return group;
 }
 
+// What is written has a place for each element.
+void check_written(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": expected ", argument,
+                      " without overlapping elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
+}
+
 void check_out(const char* op, const at::Tensor& out, const at::Tensor& x, at::IntArrayRef shape) {
     check_strided(op, "out", out);
     check_dtype(op, "out", out, x.scalar_type());
     check_device(op, "out", out, x.device());
     TORCH_CHECK_VALUE(out.sizes() == shape, op, ": expected out of shape ", shape, ", got ", out.sizes());
+    check_written(op, "out", out);
 }
 
 // Fills `out`, of any strides, with what function(contiguous tensor) writes.
@@ -103,6 +110,7 @@ void all_reduce_inplace(const at::Tensor& x,  // [...]
                         std::string name, std::string reduction) {
     const auto group = group_of(kAllReduceInplace, x, name);
     const Reduction how = reduction_of(kAllReduceInplace, x, reduction);
+    check_written(kAllReduceInplace, "x", x);
     write_to(x, [&](const at::Tensor& out) { run_all_reduce(kAllReduceInplace, *group, how, x, out); });
     note_write(x);
 }
@@ -242,9 +250,10 @@ TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
     m.impl(kAllReduceOp, all_reduce_autograd);
     m.impl(kReduceScatterOp, reduce_scatter_autograd);
     m.impl(kAllGatherOp, all_gather_autograd);
-    for (const char* name : {kAllReduceInplace, kAllReduceOut, kReduceScatterOut, kAllGatherOut}) {
-        m.impl(name, torch::autograd::autogradNotImplementedFallback());
-    }
+    m.impl(kAllReduceInplace, all_reduce_inplace_autograd);
+    m.impl(kAllReduceOut, all_reduce_out_autograd);
+    m.impl(kReduceScatterOut, reduce_scatter_out_autograd);
+    m.impl(kAllGatherOut, all_gather_out_autograd);
 }
 
 }  // namespace te_graph::collectives

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <chrono>
+#include <mutex>
 #include <vector>
 
 #include "collectives/element_of.h"
@@ -41,9 +42,14 @@ public:
         }
     }
 
-    void check(const char* op) override { TORCH_CHECK(trouble_.empty(), op, ": ", trouble_); }
+    void check(const char* op) override {
+        const std::lock_guard lock(mutex_);
+        TORCH_CHECK(trouble_.empty(), op, ": ", trouble_);
+    }
 
-    void abort() override { trouble_ = "group " + group_ + " was aborted on rank " + std::to_string(rank_); }
+    void abort() override {
+        note_trouble("group " + group_ + " was given up on rank " + std::to_string(rank_) + ": abort() was called");
+    }
 
     void set_timeout(double seconds) override {
         timeout_ = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
@@ -51,10 +57,16 @@ public:
 
 private:
     [[noreturn]] void give_up(const Operation& operation, const std::string& why) {
-        trouble_ = "group " + group_ + " was given up on rank " + std::to_string(rank_) + " in operation " +
-                   std::to_string(sequence_) + ", " + describe(operation.signature()) + ": " + why;
+        note_trouble("group " + group_ + " was given up on rank " + std::to_string(rank_) + " in operation " +
+                     std::to_string(sequence_) + ", " + describe(operation.signature()) + ": " + why);
         check(operation.name);
         std::abort();  // not reached: check() throws
+    }
+
+    // The first one stays.
+    void note_trouble(const std::string& trouble) {
+        const std::lock_guard lock(mutex_);
+        if (trouble_.empty()) trouble_ = trouble;
     }
 
     // On CPUs ranks compare what they are about to do; on GPUs that would need a host sync.
@@ -134,6 +146,7 @@ private:
     at::Device device_;
     std::chrono::milliseconds timeout_{};
     uint64_t sequence_ = 0;
+    std::mutex mutex_;
     std::string trouble_;
 };
 
