@@ -15,6 +15,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.agreement import Agreement
+from te_graph.tuning import Tuning, is_known, tune
 
 logger = logging.getLogger("te_graph")
 
@@ -52,6 +53,8 @@ class PeerGroup:
         watchdog: seconds after which a process that has not looked at a failure is ended, with the message on stderr;
             0 for never.
         device: where tensors are; the current GPU if the process group serves GPUs, else the CPU.
+        tune: measure at set-up which algorithm is best for which size, in half a second; None: unless thresholds for
+            all ranks' GPUs are shipped (H100, H200).
         name: what ops find the group by; the process group's name if None, with a number for its second group.
 
     Raises:
@@ -72,6 +75,7 @@ class PeerGroup:
         on_timeout: str = "raise",
         watchdog: float = 30.0,
         device: torch.device | str | int | None = None,
+        tune: bool | None = None,
         name: str | None = None,
     ) -> None:
         process_group = process_group if process_group is not None else dist.group.WORLD
@@ -94,8 +98,10 @@ class PeerGroup:
         self._pool: torch.cuda.MemPool | None = None
         self._slab: Tensor | None = None  # [slab_bytes] uint8
         self._mapping: Any = None
-        self._handle = self._set_up()
+        self._handle, needs_tuning = self._set_up(tune)
         _open_groups.add(self)
+        if needs_tuning:
+            self.tune()
 
     @property
     def uses_peers(self) -> bool:
@@ -110,6 +116,19 @@ class PeerGroup:
             RuntimeError: `uses_peers` is False.
         """
         return self._handle.found_inf()
+
+    def tune(self) -> Tuning:
+        """Measure which algorithm is best for which size, and use it from now on. All ranks call it.
+
+        Returns:
+            The thresholds, the same on all ranks.
+
+        Raises:
+            RuntimeError: `uses_peers` is False, or something failed on a rank.
+        """
+        if not self.uses_peers:
+            raise RuntimeError(f"PeerGroup.tune: expected a group of peers, got {self!r}")
+        return tune(self)
 
     def mem_pool(self) -> torch.cuda.MemPool:
         """A pool for tensors in the slab: what peers gather or sum for such an output is written there and not copied.
@@ -189,12 +208,13 @@ class PeerGroup:
         self._handle.close()
         self._mapping = self._slab = self._pool = None
 
-    def _set_up(self) -> Any:
+    def _set_up(self, tune: bool | None) -> tuple[Any, bool]:
+        """The group's handle, and whether thresholds have to be measured."""
         agree = self._agreement
-        facts = agree.step("looking for peers", self._facts)
+        facts = agree.step("looking for peers", lambda: self._facts(tune))
         _check_alike(facts)
         if self.world_size == 1:
-            return _C.GroupHandle.alone(self.name, self.device)
+            return _C.GroupHandle.alone(self.name, self.device), False
         reason = _why_not_peers(facts)
         if reason is None:
             reason = self._map_peers()
@@ -208,17 +228,20 @@ class PeerGroup:
             for handle in handles:
                 handle.close()
             raise
-        return handles[0]
+        return handles[0], reason is None and any(fact["needs_tuning"] for fact in facts)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self, tune: bool | None) -> dict[str, Any]:
         facts = {
             "options": (self.slab_bytes, self.on_timeout, self.device.type),
             "name": self.name,
             "host": (socket.gethostname(), _boot_id()),
             "wants_peers": os.environ.get("TE_GRAPH_PEER", "1") != "0",
             "gpu": None,
+            "needs_tuning": bool(tune),
         }
         if self.device.type == "cuda":
+            if tune is None:
+                facts["needs_tuning"] = not is_known(self.device)
             facts["gpu"] = str(torch.cuda.get_device_properties(self.device).uuid)
         return facts
 

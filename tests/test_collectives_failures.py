@@ -184,6 +184,22 @@ def scenario_abort(rank: Rank) -> None:
             assert_given_up(rank, group, f"was given up on rank {rank.rank}")
 
 
+def scenario_graphed_callables(rank: Rank) -> None:
+    """Replays do not go on with what a group left that was given up; once it is closed, they do."""
+    x = torch.randn(2, 3, device=rank.device)
+    layer = tg.make_graphed_callables(torch.nn.Linear(3, 3, device=rank.device), (x,))
+    expected = layer(x).detach().clone()
+    with open_group(rank) as group:
+        if rank.world > 1:
+            group.abort()
+            with pytest.raises(RuntimeError, match=rf"group {group.name} was given up"):
+                group.check()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=rf"Linear.*group {group.name} was given up"):
+                    layer(x)
+    assert torch.equal(layer(x), expected)
+
+
 def scenario_abort_while_waiting(rank: Rank) -> None:
     """Kernels that wait for a peer end long before their timeout, and outputs are NaN."""
     with short_lived(rank, timeout=60.0) as group:
@@ -408,6 +424,10 @@ def test_ranks_that_do_something_else_are_an_error_that_names_both(ranks, seed, 
 
 def test_a_group_that_was_aborted_is_given_up_on_all_ranks(ranks, seed):
     ranks.run(scenario_abort, seed)
+
+
+def test_graphed_callables_raise_while_a_group_is_given_up(ranks, seed):
+    ranks.run(scenario_graphed_callables, seed)
 
 
 def test_abort_ends_kernels_that_wait(gpu_ranks, seed):

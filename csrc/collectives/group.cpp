@@ -4,6 +4,9 @@
 
 #include <map>
 #include <mutex>
+#include <vector>
+
+#include "collectives/notice.h"
 
 namespace te_graph::collectives {
 namespace {
@@ -40,6 +43,23 @@ void remove_group(const std::string& name) {
     if (const auto found = registry().groups.find(name); found != registry().groups.end()) {
         removed = std::move(found->second);
         registry().groups.erase(found);
+    }
+}
+
+void check_all_groups(const char* who) {
+    std::vector<std::shared_ptr<const Group>> groups;
+    {
+        const std::lock_guard lock(registry().mutex);
+        for (const auto& [name, group] : registry().groups) groups.push_back(group);
+    }
+    is_some_group_given_up.store(false, std::memory_order_relaxed);
+    for (const auto& group : groups) {
+        try {
+            group->check(who);
+        } catch (...) {
+            is_some_group_given_up.store(true, std::memory_order_relaxed);
+            throw;
+        }
     }
 }
 

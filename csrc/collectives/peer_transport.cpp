@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "collectives/element_of.h"
+#include "collectives/notice.h"
 #include "collectives/stream_chain.h"
 #include "collectives/watchdog.h"
 
@@ -162,11 +163,9 @@ struct PeerTransport::State {
 
 PeerTransport::PeerTransport(std::string group, PeerMemory memory, PeerOptions options)
     : state_(std::make_unique<State>(std::move(group), std::move(memory), options)) {
-    if (options.watchdog > 0) {
-        state_->watchdog = std::make_unique<Watchdog>(state_->record, options.watchdog, [state = state_.get()] {
-            return message_of(state->group, state->peers.rank, state->options.timeout, *state->record);
-        });
-    }
+    state_->watchdog = std::make_unique<Watchdog>(state_->record, options.watchdog, [state = state_.get()] {
+        return message_of(state->group, state->peers.rank, state->options.timeout, *state->record);
+    });
 }
 PeerTransport::~PeerTransport() = default;
 
@@ -182,7 +181,8 @@ void PeerTransport::run(const Operation& operation) {
 
 void PeerTransport::check(const char* op) {
     if (static_cast<volatile Record*>(state_->record)->is_set == 0) return;
-    if (state_->watchdog) state_->watchdog->acknowledge();
+    is_some_group_given_up.store(true, std::memory_order_relaxed);
+    state_->watchdog->acknowledge();
     TORCH_CHECK(false, op, ": ",
                 message_of(state_->group, state_->peers.rank, state_->options.timeout, *state_->record));
 }

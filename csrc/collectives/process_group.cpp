@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "collectives/element_of.h"
+#include "collectives/notice.h"
 #include "collectives/reduce_rows.h"
 #include "common/run_on.h"
 
@@ -67,6 +68,7 @@ private:
     void note_trouble(const std::string& trouble) {
         const std::lock_guard lock(mutex_);
         if (trouble_.empty()) trouble_ = trouble;
+        is_some_group_given_up.store(true, std::memory_order_relaxed);
     }
 
     // On CPUs ranks compare what they are about to do; on GPUs that would need a host sync.

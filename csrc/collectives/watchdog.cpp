@@ -8,6 +8,8 @@
 #include <mutex>
 #include <thread>
 
+#include "collectives/notice.h"
+
 namespace te_graph::collectives {
 namespace {
 
@@ -22,8 +24,9 @@ struct Watchdog::State {
         Clock::time_point since{};
         while (!wake.wait_for(lock, kRound, [&] { return is_over; })) {
             if (static_cast<const volatile Record*>(record)->is_set == 0) continue;
+            is_some_group_given_up.store(true, std::memory_order_relaxed);
             if (since == Clock::time_point{}) since = Clock::now();
-            if (std::chrono::duration<double>(Clock::now() - since).count() < patience) continue;
+            if (patience <= 0 || std::chrono::duration<double>(Clock::now() - since).count() < patience) continue;
             std::fprintf(stderr, "te_graph: %s. Nobody asked for %g s, so this process ends.\n", message().c_str(),
                          patience);
             std::fflush(stderr);
@@ -34,6 +37,7 @@ struct Watchdog::State {
     std::mutex mutex;
     std::condition_variable wake;
     bool is_over = false;
+    std::once_flag joined;
     std::thread thread;
 };
 
@@ -52,7 +56,8 @@ void Watchdog::acknowledge() {
         state_->is_over = true;
     }
     state_->wake.notify_all();
-    if (state_->thread.joinable()) state_->thread.join();
+    // Any number of threads may be told at the same time.
+    std::call_once(state_->joined, [&] { state_->thread.join(); });
 }
 
 }  // namespace te_graph::collectives

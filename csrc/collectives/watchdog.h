@@ -11,8 +11,8 @@ namespace te_graph::collectives {
 
 class Watchdog {
 public:
-    // record: outlives this. Once it is set and not acknowledged for `patience` seconds, `message()` is printed and the
-    // process ends with exit status 1.
+    // record: outlives this. Once it is set, is_some_group_given_up is, too; when it is not acknowledged for `patience`
+    // seconds, `message()` is printed and the process ends with exit status 1. patience 0: it never ends.
     Watchdog(const Record* record, double patience, std::function<std::string()> message);
     ~Watchdog();
 

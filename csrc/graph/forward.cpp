@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "collectives/notice.h"
 #include "graph/callable.h"
 #include "graph/copy.h"
 #include "graph/hooks.h"
@@ -172,6 +173,7 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
 // All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
 std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
                                               Guard::Tensors& externals, int& slot) const {
+    collectives::check_groups(name_.c_str());
     if (is_capturing(device_)) return Refusal{Refusal::Kind::kCapturing, "inside another capture"};
     if (const char* const mode = mode_of(inputs)) return Refusal{Refusal::Kind::kMode, name_ + ": " + mode};
     if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {

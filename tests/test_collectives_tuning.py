@@ -1,0 +1,63 @@
+"""Thresholds between algorithms: the decision on times that are given, and measuring on GPUs."""
+
+import pytest
+import torch
+from collective_ranks import open_group, reference_reduce
+from ranks import Rank, ranks_of
+from tensor_lists import same_bits
+
+import te_graph as tg
+from te_graph.tuning import ALL, SIZES, threshold
+
+WORLDS = [pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu)]
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+
+
+def reference_threshold(sizes: list[int], below: list[float], above: list[float]) -> int:
+    """All choices tried, in order."""
+    best, least = 0, float("inf")
+    for choice in [sizes[0] - 1, *sizes[:-1], ALL]:
+        taken = [b if size <= choice else a for size, b, a in zip(sizes, below, above, strict=True)]
+        loss = sum(t / min(b, a) for t, b, a in zip(taken, below, above, strict=True))
+        if loss < least - 1e-12:
+            best, least = choice, loss
+    return best
+
+
+def test_the_threshold_is_where_the_other_algorithm_begins_to_win():
+    sizes = [1, 2, 4, 8]
+    assert threshold(sizes, [1, 2, 4, 8], [3, 3, 3, 3]) == 2
+    assert threshold(sizes, [1, 1, 1, 1], [3, 3, 3, 3]) == ALL
+    assert threshold(sizes, [3, 3, 3, 3], [1, 1, 1, 1]) == 0
+    # One measurement that is off decides nothing.
+    assert threshold(sizes, [1, 9, 1, 8], [3, 8, 3, 3]) == 4
+
+
+def test_the_threshold_loses_least(rng):
+    for _ in range(500):
+        below, above = ([rng.uniform(1, 10) for _ in SIZES] for _ in range(2))
+        assert threshold(SIZES, below, above) == reference_threshold(list(SIZES), below, above)
+
+
+def scenario_tune(rank: Rank) -> None:
+    with open_group(rank, tune=True) as group:
+        first, again = group._handle.tuning(), group.tune()
+        found = group._agreement.step("comparing", lambda: (first, again))
+        assert all(of_rank == found[0] for of_rank in found)
+        everybody = torch.randn(rank.world, 3 << 20, device=rank.device).bfloat16()
+        for numel in (1000, 1 << 20, 3 << 20):
+            got = tg.all_reduce(everybody[rank.rank, :numel], group)
+            assert same_bits(got, reference_reduce(everybody[:, :numel]))
+
+
+def test_measuring_leaves_all_ranks_with_the_same_thresholds(ranks, seed):
+    ranks.run(scenario_tune, seed)
+
+
+def test_a_group_without_peers_has_nothing_to_tune(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        with tg.PeerGroup(tune=True) as group, pytest.raises(RuntimeError, match=r"tune: expected a group of peers"):
+            group.tune()
+    finally:
+        torch.distributed.destroy_process_group()
