@@ -21,9 +21,8 @@ constexpr const char* kReduceScatterOut = "reduce_scatter_out";
 constexpr const char* kAllGatherOp = "all_gather";
 constexpr const char* kAllGatherOut = "all_gather_out";
 
-void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": expected ", argument, " of layout Strided, got ",
-                      tensor.layout());
+void check_plain(const char* op, const char* argument, const at::Tensor& tensor) {
+    check_strided(op, argument, tensor);
     TORCH_CHECK_TYPE(!tensor.is_quantized(), op, ": expected ", argument, " that is not quantized, got ",
                      tensor.scalar_type());
 }
@@ -47,7 +46,7 @@ int64_t dim_of(const char* op, const at::Tensor& x, int64_t dim) {
 std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const std::string& name,
                                       std::optional<int64_t> world_size = {}) {
     auto group = find_group(op, name);
-    check_strided(op, "x", x);
+    check_plain(op, "x", x);
     TORCH_CHECK_VALUE(x.device() == group->device(), op, ": expected x on ", group->device(), ", where group '", name,
                       "' is, got ", x.device());
     TORCH_CHECK_VALUE(!world_size || *world_size == group->world(), op, ": expected world_size ", group->world(),
@@ -62,7 +61,7 @@ void check_written(const char* op, const char* argument, const at::Tensor& tenso
 }
 
 void check_out(const char* op, const at::Tensor& out, const at::Tensor& x, at::IntArrayRef shape) {
-    check_strided(op, "out", out);
+    check_plain(op, "out", out);
     check_dtype(op, "out", out, x.scalar_type());
     check_device(op, "out", out, x.device());
     TORCH_CHECK_VALUE(out.sizes() == shape, op, ": expected out of shape ", shape, ", got ", out.sizes());

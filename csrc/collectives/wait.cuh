@@ -71,12 +71,12 @@ public:
     // Whether this warp goes on waiting; called by all its lanes. `awaited`: the lane waits for `seen`, a flag of `peer`.
     __device__ bool goes_on(bool awaited, uint64_t seen, int peer) {
         if (++rounds_ % kRoundsPerLook != 0) return true;
-        if (rounds_ == kRoundsPerLook) start_ns_ = now_ns();
+        if (start_ns_ == 0) start_ns_ = now_ns();
         return !(failed_ = __any_sync(~0u, look(peers_, flag_, start_ns_, awaited, seen, peer)));
     }
 
     // What this warp waited for has come: it waits anew.
-    __device__ void came() { rounds_ = 0; }
+    __device__ void came() { start_ns_ = 0; }
 
     // A warp that waits for peers is done: as good as the block, for whoever looks for a second kernel. The thread that
     // comes here counts the block out; nobody waits for it.

@@ -24,6 +24,11 @@ inline void check_device(const char* op, const char* argument, const at::Tensor&
                       tensor.device());
 }
 
+inline void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": expected ", argument, " of layout Strided, got ",
+                      tensor.layout());
+}
+
 // [...] each, those that are there: all where the op's device is.
 inline void check_devices(const char* op, at::Device expected,
                           std::initializer_list<std::pair<const char*, std::optional<at::Tensor>>> arguments) {

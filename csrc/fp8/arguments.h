@@ -21,11 +21,6 @@ inline void check_shape(const char* op, const char* argument, const at::Tensor& 
                       tensor.sizes());
 }
 
-inline void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": expected ", argument, " of layout Strided, got ",
-                      tensor.layout());
-}
-
 inline Format format_of(const char* op, const char* argument, at::ScalarType dtype) {
     TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, op, ": expected ", argument,
                      " of dtype Float8_e4m3fn or Float8_e5m2, got ", dtype);
