@@ -1,7 +1,6 @@
 """Groups of ranks for collectives that capture, replay and tracing cannot break."""
 
 import atexit
-import contextlib
 import logging
 import os
 import socket
@@ -96,8 +95,7 @@ class PeerGroup:
         self.slab_bytes = slab_bytes
         self._inbox_bytes = slab_bytes // 2 // PAGE_BYTES * PAGE_BYTES
         self._pool: torch.cuda.MemPool | None = None
-        self._slab: Tensor | None = None  # [slab_bytes] uint8
-        self._mapping: Any = None
+        self._slab: Any = None
         self._handle, needs_tuning = self._set_up(tune)
         _open_groups.add(self)
         if needs_tuning:
@@ -145,7 +143,7 @@ class PeerGroup:
         if self._pool is None:
             allocator = None
             if self._slab is not None:
-                allocator = _C.make_pool_allocator(self.name, self._slab, self._inbox_bytes)
+                allocator = _C.make_pool_allocator(self.name, self._slab.memory(), self._inbox_bytes)
             self._pool = torch.cuda.MemPool(allocator)
         return self._pool
 
@@ -184,10 +182,9 @@ class PeerGroup:
             self.check()
         except RuntimeError:
             self._agreement.patience = PATIENCE_AFTER_FAILURE
-        # A rank that died cannot come; the memory of those that live stays mapped until they are done.
-        with contextlib.suppress(RuntimeError):
-            self._agreement.wait("closing the group")
-        self._release()
+        self._handle.close()
+        self._give_slab_back()
+        self._pool = None
 
     def __enter__(self) -> "PeerGroup":
         return self
@@ -204,9 +201,16 @@ class PeerGroup:
         way = "peers" if self.uses_peers else "process group" if self.world_size > 1 else "one rank"
         return f"PeerGroup({self.name!r}, rank {self.rank} of {self.world_size}, {self.device}, {way})"
 
-    def _release(self) -> None:
-        self._handle.close()
-        self._mapping = self._slab = self._pool = None
+    def _give_slab_back(self) -> None:
+        """Once all ranks are done with it. Where one does not come, it may be alive and writing: the slab stays."""
+        slab, self._slab = self._slab, None
+        if slab is not None:
+            slab.unmap()
+        try:
+            self._agreement.wait("closing the group")
+        except RuntimeError:
+            if slab is not None:
+                slab.abandon()
 
     def _set_up(self, tune: bool | None) -> tuple[Any, bool]:
         """The group's handle, and whether thresholds have to be measured."""
@@ -215,18 +219,19 @@ class PeerGroup:
         _check_alike(facts)
         if self.world_size == 1:
             return _C.GroupHandle.alone(self.name, self.device), False
-        reason = _why_not_peers(facts)
-        if reason is None:
-            reason = self._map_peers()
-        if reason is not None and self.device.type == "cuda":
-            logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
-        opened = self._open_on_peers if reason is None else self._open_on_process_group
         handles: list[Any] = []
         try:
+            reason = _why_not_peers(facts) or self._map_peers([fact["gpu"] for fact in facts])
+            if reason is not None and self.device.type == "cuda":
+                logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
+            opened = self._open_on_peers if reason is None else self._open_on_process_group
             agree.step("opening the group", lambda: handles.append(opened()))
         except RuntimeError:
             for handle in handles:
                 handle.close()
+            # On all ranks, for all have this error: also those that have no slab.
+            agree.patience = PATIENCE_AFTER_FAILURE
+            self._give_slab_back()
             raise
         return handles[0], reason is None and any(fact["needs_tuning"] for fact in facts)
 
@@ -254,7 +259,6 @@ class PeerGroup:
         return _C.GroupHandle.on_peers(
             self.name,
             self._slab,
-            list(self._mapping.buffer_ptrs),
             self._inbox_bytes,
             self.rank,
             self.timeout,
@@ -262,33 +266,39 @@ class PeerGroup:
             self.watchdog,
         )
 
-    def _map_peers(self) -> str | None:
+    def _map_peers(self, gpus: list[str]) -> str | None:
         """Allocate the slab and map those of the peers. Returns why that is not possible, the same on all ranks."""
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        def allocate() -> None:
-            self._slab = symmetric_memory.empty(self.slab_bytes, dtype=torch.uint8, device=self.device)
-
-        def connect() -> None:
-            self._mapping = symmetric_memory.rendezvous(self._slab, self.process_group.group_name)
-
         agree = self._agreement
-        agree.step("allocating the slab", allocate)
-        agree.step("mapping the slabs of peers", connect)
-        agree.step("writing to peers", self._write_to_peers)
-        troubles = [trouble for trouble in agree.step("reading what peers wrote", self._read_from_peers) if trouble]
-        if troubles:
-            self._mapping = self._slab = None
-            return troubles[0]
-        return None
+        handles = agree.step("allocating the slab", self._allocate)
+        troubles = agree.step("mapping the slabs of peers", lambda: self._map(handles, gpus))
+        if not any(troubles):
+            agree.step("writing to peers", self._write_to_peers)
+            troubles = agree.step("reading what peers wrote", self._read_from_peers)
+        if any(troubles):
+            self._give_slab_back()
+        return next(filter(None, troubles), None)
+
+    def _allocate(self) -> bytes:
+        """Returns what peers map the slab by."""
+        self._slab = _C.PeerSlab(self.device, self.slab_bytes)
+        return self._slab.handle()
+
+    def _map(self, handles: list[bytes], gpus: list[str]) -> str | None:
+        seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+        for peer, gpu in enumerate(gpus):
+            if gpu not in seen:
+                return f"rank {self.rank} does not see the GPU of rank {peer}: make all GPUs visible to all ranks"
+            if peer != self.rank and not _C.has_peer_link(self.device.index, seen[gpu]):
+                return f"no NVLink between the GPUs of ranks {self.rank} and {peer}"
+        return self._slab.map(handles, self.rank) or None
 
     def _write_to_peers(self) -> None:
         for peer in range(self.world_size):
-            self._mapping.get_buffer(peer, (1,), torch.int64, self.rank).fill_(_token(self.rank, peer))
+            self._slab.memory_of(peer)[8 * self.rank :][:8].view(torch.int64).fill_(_token(self.rank, peer))
         torch.cuda.synchronize(self.device)
 
     def _read_from_peers(self) -> str | None:
-        found = self._slab[: 8 * self.world_size].view(torch.int64).tolist()
+        found = self._slab.memory()[: 8 * self.world_size].view(torch.int64).tolist()
         for peer, token in enumerate(found):
             if token != _token(peer, self.rank):
                 return f"what rank {peer} wrote did not come to rank {self.rank}"
@@ -364,4 +374,6 @@ def _forget_groups() -> None:
     """At exit nobody waits for anybody: peers may have gone."""
     for group in list(_open_groups):
         _open_groups.discard(group)
-        group._release()
+        group._handle.close()
+        if group._slab is not None:
+            group._slab.abandon()

@@ -118,16 +118,16 @@ def scenario_compiled(rank: Rank, backend: str) -> None:
     with open_group(rank, slab_bytes=SLAB) as group:
         module = layer(rank, group)
         call = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
+        # No views: Dynamo compiles once more for those.
         for rows in (5, 3, 1023, 1024, 1025, 4100):
             everybody = draw(rank, rows, 16)
-            assert_is_close(call(everybody[rank.rank]), expected_of(module, everybody))
+            assert_is_close(call(everybody[rank.rank].clone()), expected_of(module, everybody))
         assert counter.frame_count == 1, "a size was compiled anew"
         for rows in (7, 1030):
             assert_replays(rank, module, call, rows)
-        # A recorder is a dispatch mode, and for such Dynamo compiles once more; for a CUDA graph it does not.
-        assert counter.frame_count == (2 if is_cpu(rank) else 1), "a capture was compiled anew"
+        assert counter.frame_count == 1, "a capture was compiled anew"
         everybody = draw(rank, 2000, 16)
-        assert_is_close(call(everybody[rank.rank]), expected_of(module, everybody))
+        assert_is_close(call(everybody[rank.rank].clone()), expected_of(module, everybody))
         nodes = [node for node in counter.graphs[0].graph.nodes if "te_graph" in str(node.target)]
         assert [node.target for node in nodes] == [ops.all_reduce.default]
         group.check()
@@ -265,6 +265,8 @@ def scenario_interleaved(rank: Rank, seed: int, steps: int) -> None:
 
 def scenario_recaptured(rank: Rank, times: int, collectives: int) -> None:
     """G5: nothing of a graph that is gone stays, and nothing fills up."""
+    gc.collect()
+    gc.freeze()  # a capture collects garbage, and what was there before is no concern of this test
     with open_group(rank, slab_bytes=SLAB) as group:
         everybody = draw(rank, 512)
         static, expected = everybody[rank.rank].clone(), reference_reduce(everybody)
@@ -283,6 +285,7 @@ def scenario_recaptured(rank: Rank, times: int, collectives: int) -> None:
                 memory.append(torch.cuda.memory_reserved())
         assert len(set(memory[2:])) <= 1, memory
         group.check()
+    gc.unfreeze()
 
 
 def scenario_views(rank: Rank, is_expandable: bool) -> None:

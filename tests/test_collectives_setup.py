@@ -77,12 +77,10 @@ def steps_of(rank: Rank) -> dict[str, tuple[Any, str]]:
             "looking for peers": (tg.PeerGroup, "_facts"),
             "opening the group": (tg.PeerGroup, "_open_on_process_group"),
         }
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
     return {
         "looking for peers": (tg.PeerGroup, "_facts"),
-        "allocating the slab": (symmetric_memory, "empty"),
-        "mapping the slabs of peers": (symmetric_memory, "rendezvous"),
+        "allocating the slab": (tg.PeerGroup, "_allocate"),
+        "mapping the slabs of peers": (tg.PeerGroup, "_map"),
         "writing to peers": (tg.PeerGroup, "_write_to_peers"),
         "reading what peers wrote": (tg.PeerGroup, "_read_from_peers"),
         "opening the group": (tg.PeerGroup, "_open_on_peers"),
@@ -200,12 +198,14 @@ def scenario_unwanted_peers(rank: Rank) -> None:
 
 
 def scenario_failing_probe(rank: Rank) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if is_last(rank):
-            patch.setattr(tg.PeerGroup, "_read_from_peers", lambda self: "injected trouble")
-        with tg.PeerGroup(timeout=TIMEOUT) as group:
-            assert everybodys(rank, group.uses_peers) == [False] * rank.world
-            assert_fallback(rank, group)
+    """Memory that one rank cannot map, or writes that do not come: all do without peers."""
+    for name in ("_map", "_read_from_peers"):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_last(rank):
+                patch.setattr(tg.PeerGroup, name, lambda *_: "injected trouble")
+            with tg.PeerGroup(timeout=TIMEOUT) as group:
+                assert everybodys(rank, group.uses_peers) == [False] * rank.world
+                assert_fallback(rank, group)
     with open_group(rank) as group:
         assert_works(rank, group)
 

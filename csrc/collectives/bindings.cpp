@@ -6,6 +6,7 @@
 #include "collectives/peer_transport.h"
 #include "collectives/pool.h"
 #include "collectives/process_group.h"
+#include "collectives/slab.h"
 
 namespace py = pybind11;
 
@@ -55,14 +56,12 @@ PeerTransport& peers_of(const Handle& handle) {
     return *transport;
 }
 
-std::unique_ptr<Handle> make_on_peers(std::string name, at::Tensor slab /* [bytes] uint8 */,
-                                      std::vector<uint64_t> places, int64_t inbox_bytes, int rank, double timeout,
+std::unique_ptr<Handle> make_on_peers(std::string name, const Slab& slab, int64_t inbox_bytes, int rank, double timeout,
                                       bool traps, double watchdog) {
-    const auto world = static_cast<int>(places.size());
-    const at::Device device = slab.device();
-    auto transport =
-        std::make_shared<PeerTransport>(name, PeerMemory{std::move(slab), std::move(places), inbox_bytes, rank},
-                                        PeerOptions{timeout, traps, watchdog, default_tuning(world)});
+    const auto world = static_cast<int>(slab.places().size());
+    const at::Device device = slab.memory().device();
+    auto transport = std::make_shared<PeerTransport>(name, PeerMemory{slab.memory(), slab.places(), inbox_bytes, rank},
+                                                     PeerOptions{timeout, traps, watchdog, default_tuning(world)});
     return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
 }
 #endif
@@ -88,11 +87,19 @@ void bind(py::module_& m) {
             },
             py::arg("seconds"), without_gil);
 #ifdef TE_GRAPH_CUDA
+    m.def("has_peer_link", &has_peer_link, py::arg("device"), py::arg("peer"));
+    py::class_<Slab>(m, "PeerSlab")
+        .def(py::init<at::Device, int64_t>(), py::arg("device"), py::arg("bytes"), without_gil)
+        .def("memory", &Slab::memory)
+        .def("handle", [](const Slab& self) { return py::bytes(self.handle()); })
+        .def("map", &Slab::map, py::arg("handles"), py::arg("rank"), without_gil)
+        .def("unmap", &Slab::unmap, without_gil)
+        .def("memory_of", &Slab::memory_of, py::arg("rank"))
+        .def("abandon", &Slab::abandon);
     m.def("make_pool_allocator", &make_pool_allocator, py::arg("group"), py::arg("slab"), py::arg("begin"));
     handle
-        .def_static("on_peers", &make_on_peers, py::arg("name"), py::arg("slab"), py::arg("places"),
-                    py::arg("inbox_bytes"), py::arg("rank"), py::arg("timeout"), py::arg("traps"), py::arg("watchdog"),
-                    without_gil)
+        .def_static("on_peers", &make_on_peers, py::arg("name"), py::arg("slab"), py::arg("inbox_bytes"),
+                    py::arg("rank"), py::arg("timeout"), py::arg("traps"), py::arg("watchdog"), without_gil)
         .def("found_inf", [](const Handle& self) { return peers_of(self).found_inf(); })
         .def("tuning",
              [](const Handle& self) {

@@ -31,7 +31,7 @@ struct Slots {
     int64_t offset;  // in each slot
 
     __device__ const char* of(const Peers& peers, int from, int at) const {
-        return peers.lines[at] + half + (from < at ? from : from - 1) * peers.line_slot_bytes + offset;
+        return peers.lines(at) + half + (from < at ? from : from - 1) * peers.line_slot_bytes + offset;
     }
 };
 
@@ -152,7 +152,7 @@ struct Line {
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
 __global__ void __launch_bounds__(kThreads)
-    lines_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
+    lines_kernel(const __grid_constant__ Job job, const __grid_constant__ Peers peers) {
     using Work = Line<T, kReduction, kSteps, kMost>;
     // Turns from sending a line to the last that is done with it.
     constexpr int kDelay = kSteps == Steps::kReduceSend ? 2 * kAhead : kAhead;
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
 // The same for operations so small that each thread has kLines lines at most: no loop, since a microsecond is all there is.
 template <typename T, Reduction kReduction, Steps kSteps, int kMost, int kLines>
 __global__ void __launch_bounds__(kOnceThreads<kMost>, 1)
-    lines_once_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
+    lines_once_kernel(const __grid_constant__ Job job, const __grid_constant__ Peers peers) {
     using Work = Line<T, kReduction, kSteps, kMost>;
     const Work work{peers, job};
     const int64_t first = static_cast<int64_t>(blockIdx.x * blockDim.x + threadIdx.x) / 8;
@@ -219,7 +219,7 @@ template <typename T, Reduction kReduction, Steps kSteps, int kMost, int kLines>
 void launch_once(const Peers& peers, const Job& job, cudaStream_t stream) {
     const int64_t warp_lines = static_cast<int64_t>(job.blocks) * kLines * kLinesPerWarp;
     const auto warps = static_cast<int>((job.count + warp_lines - 1) / warp_lines);
-    lines_once_kernel<T, kReduction, kSteps, kMost, kLines><<<job.blocks, 32 * warps, 0, stream>>>(peers, job);
+    lines_once_kernel<T, kReduction, kSteps, kMost, kLines><<<job.blocks, 32 * warps, 0, stream>>>(job, peers);
 }
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
@@ -240,7 +240,7 @@ cudaError_t launch_for(const Peers& peers, const Job& job, cudaStream_t stream) 
             return cudaGetLastError();
         }
     }
-    lines_kernel<T, kReduction, kSteps, kMost><<<job.blocks, kThreads, 0, stream>>>(peers, job);
+    lines_kernel<T, kReduction, kSteps, kMost><<<job.blocks, kThreads, 0, stream>>>(job, peers);
     return cudaGetLastError();
 }
 

@@ -65,13 +65,9 @@ struct PeerTransport::State {
         peers.line_slot_bytes = slots.lines;
         peers.tile_slot_bytes = slots.tiles;
         peers.control = static_cast<Control*>(control.data_ptr());
-        peers.record = record;
         for (int p = 0; p < peers.world; ++p) {
             char* const place = reinterpret_cast<char*>(memory.places[p]);
-            peers.mailbox[p] = reinterpret_cast<Mailbox*>(place);
-            peers.lines[p] = place + sizeof(Mailbox);
-            peers.tiles[p] = peers.lines[p] + 2 * (peers.world - 1) * slots.lines;
-            peers.pool[p] = place;
+            peers.inbox[p] = peers.pool[p] = place;
         }
 
         // Lines of whoever had this memory before must not look like ours.
@@ -80,6 +76,7 @@ struct PeerTransport::State {
         start.state = 1ull << kSequenceShift;
         start.traps = options.traps;
         start.timeout_ns = nanoseconds(options.timeout);
+        start.record = record;
         C10_CUDA_CHECK(cudaMemcpy(peers.control, &start, sizeof(start), cudaMemcpyHostToDevice));
         C10_CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
         C10_CUDA_CHECK(cudaDeviceSynchronize());
@@ -173,7 +170,7 @@ void PeerTransport::run(const Operation& operation) {
     check(operation.name);
     const std::lock_guard lock(state_->mutex);
     const c10::cuda::CUDAGuard guard(state_->memory.slab.device());
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
     state_->chain.enter(stream);
     state_->launch(operation, stream);
     state_->chain.leave(stream);
@@ -199,7 +196,7 @@ void PeerTransport::abort() {
     record.is_set = 1;
     const uint64_t told = 1 + static_cast<uint64_t>(state_->peers.rank);
     for (int p = 0; p < state_->peers.world; ++p) {
-        state_->write(&state_->peers.mailbox[p]->abort, &told, sizeof(told));
+        state_->write(&state_->peers.mailbox(p)->abort, &told, sizeof(told));
     }
 }
 

@@ -39,26 +39,31 @@ struct Control {
     int32_t is_claimed;  // somebody writes the record
     int32_t traps;       // give up by ending the context
     float failed;        // 0, or 1 once given up: the `found_inf` of captured optimizers
+    Record* record;
 };
 
-// The start of a rank's memory that peers write. The data of operations follows, see lines.h.
+// The start of a rank's memory that peers write: the inbox. What comes with operations follows: slots for lines, then for
+// tiles, see lines.h. Multiples of a line.
 struct alignas(128) Mailbox {
     uint64_t abort;  // 0, or 1 + the rank that gave up
 };
 
+// Each 64 bytes of a kernel's arguments are waited for, so what the smallest operations need comes first.
 struct Peers {
-    // Of each rank, as this GPU addresses it.
-    Mailbox* mailbox[kMaxRanks];
-    char* lines[kMaxRanks];  // inboxes: a half for even and one for odd sequence numbers each
-    char* tiles[kMaxRanks];
-    char* pool[kMaxRanks];  // where a tensor at offset o of rank p's pool is: pool[p] + o
     Control* control;
-    Record* record;
+    int32_t rank;
+    int32_t world;
     // Of an inbox half, for one sender; multiples of a line. No room for a tile: no operation goes by tiles.
     int64_t line_slot_bytes;
     int64_t tile_slot_bytes;
-    int32_t rank;
-    int32_t world;
+    // Of each rank, as this GPU addresses it.
+    char* inbox[kMaxRanks];
+    char* pool[kMaxRanks];  // where a tensor at offset o of rank p's pool is: pool[p] + o
+
+    TE_GRAPH_ANYWHERE Mailbox* mailbox(int p) const { return reinterpret_cast<Mailbox*>(inbox[p]); }
+    // A half for even and one for odd sequence numbers each.
+    TE_GRAPH_ANYWHERE char* lines(int p) const { return inbox[p] + sizeof(Mailbox); }
+    TE_GRAPH_ANYWHERE char* tiles(int p) const { return lines(p) + 2 * (world - 1) * line_slot_bytes; }
 };
 
 // What elements are to a reduction; bytes are only moved.

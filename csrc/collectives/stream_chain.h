@@ -4,7 +4,10 @@
 #ifdef TE_GRAPH_CUDA
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
+
+#include <optional>
 
 namespace te_graph::collectives {
 
@@ -21,32 +24,50 @@ public:
         }
     }
 
-    void enter(cudaStream_t stream) {
+    void enter(c10::cuda::CUDAStream stream) {
         Link& link = link_of(stream);
-        if (link.has_last && link.last != stream) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, link.event));
+        if (!link.last || *link.last == stream) return;
+        // The last stream's own work is all that the next operation waits for, so an event may be recorded this late;
+        // but for a stream that is being captured by now, what it did before has no event, and kernels watch out.
+        if (!link.is_recorded && !is_capturing(*link.last)) record(link, *link.last);
+        if (link.is_recorded) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, link.event));
     }
-    void leave(cudaStream_t stream) {
+    void leave(c10::cuda::CUDAStream stream) {
         Link& link = link_of(stream);
-        if (link.event == nullptr) C10_CUDA_CHECK(cudaEventCreateWithFlags(&link.event, cudaEventDisableTiming));
-        C10_CUDA_CHECK(cudaEventRecord(link.event, stream));
+        link.is_recorded = false;
+        // An event costs as much as a launch, and most groups are used on one stream. Streams of others than torch may be
+        // gone when the next operation comes, and a capture may have joined its streams.
+        if (&link == &captured_ || !is_of_torch(stream)) record(link, stream);
         link.last = stream;
-        link.has_last = true;
     }
 
 private:
     struct Link {
         cudaEvent_t event = nullptr;
-        cudaStream_t last = nullptr;
-        bool has_last = false;
+        std::optional<c10::cuda::CUDAStream> last;
+        bool is_recorded = false;  // after the last operation
         unsigned long long capture = 0;
     };
+
+    // Torch's own streams live as long as the process: the default one, and those whose numbers are odd.
+    static bool is_of_torch(const c10::cuda::CUDAStream& stream) { return stream.id() == 0 || stream.id() % 2 != 0; }
+    static bool is_capturing(cudaStream_t stream) {
+        cudaStreamCaptureStatus status;
+        C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+        return status != cudaStreamCaptureStatusNone;
+    }
+    static void record(Link& link, cudaStream_t stream) {
+        if (link.event == nullptr) C10_CUDA_CHECK(cudaEventCreateWithFlags(&link.event, cudaEventDisableTiming));
+        C10_CUDA_CHECK(cudaEventRecord(link.event, stream));
+        link.is_recorded = true;
+    }
 
     Link& link_of(cudaStream_t stream) {
         cudaStreamCaptureStatus status;
         unsigned long long capture = 0;
         C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
         if (status == cudaStreamCaptureStatusNone) return eager_;
-        if (captured_.capture != capture) captured_ = {captured_.event, nullptr, false, capture};
+        if (captured_.capture != capture) captured_ = {captured_.event, {}, false, capture};
         return captured_;
     }
 

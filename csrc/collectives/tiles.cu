@@ -219,7 +219,7 @@ private:
 
 template <typename T, Reduction kReduction, Steps kSteps, int kMost>
 __global__ void __launch_bounds__(2 * kTileThreads, 1)
-    tiles_kernel(const __grid_constant__ Peers peers, const __grid_constant__ Job job) {
+    tiles_kernel(const __grid_constant__ Job job, const __grid_constant__ Peers peers) {
     constexpr bool kReduces = kSteps != Steps::kSend;
     constexpr bool kGathers = kSteps == Steps::kReduceSend || kSteps == Steps::kSend;
     constexpr int kDelay = kSteps == Steps::kReduceSend ? kAhead : 0;
@@ -251,7 +251,7 @@ cudaError_t launch(const Peers& peers, const Job& job, cudaStream_t stream) {
     const auto kernel = peers.world <= 2   ? tiles_kernel<T, kReduction, kSteps, 2>
                         : peers.world <= 4 ? tiles_kernel<T, kReduction, kSteps, 4>
                                            : tiles_kernel<T, kReduction, kSteps, 8>;
-    kernel<<<job.blocks, 2 * kTileThreads, 0, stream>>>(peers, job);
+    kernel<<<job.blocks, 2 * kTileThreads, 0, stream>>>(job, peers);
     return cudaGetLastError();
 }
 

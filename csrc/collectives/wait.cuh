@@ -25,14 +25,14 @@ __device__ inline __noinline__ void give_up(const Peers& peers, Failure failure,
                                             uint64_t seen) {
     if (atomicExch(&peers.control->is_claimed, 1) != 0) return;
     *const_cast<volatile float*>(&peers.control->failed) = 1.0f;
-    volatile Record& record = *peers.record;
+    volatile Record& record = *peers.control->record;
     record.failure = failure;
     record.peer = peer;
     record.expected = expected;
     record.seen = seen;
     __threadfence_system();
     record.is_set = 1;
-    for (int p = 0; p < peers.world; ++p) store_relaxed(&peers.mailbox[p]->abort, 1 + peers.rank);
+    for (int p = 0; p < peers.world; ++p) store_relaxed(&peers.mailbox(p)->abort, 1 + peers.rank);
     if (peers.control->traps) {
         __threadfence_system();
         __trap();
@@ -48,7 +48,7 @@ public:
         if (threadIdx.x == 0) {
             // Both loads are under way at once.
             const auto state = reinterpret_cast<unsigned long long*>(&peers.control->state);
-            const uint64_t told = load_relaxed(&peers.mailbox[peers.rank]->abort);
+            const uint64_t told = load_relaxed(&peers.mailbox(peers.rank)->abort);
             const Arrived arrived =
                 read_state(atomicAdd(state, arrival(blockIdx.x, gridDim.x, launch)), gridDim.x, launch);
             flag = flag_of(arrived.sequence, signature);
@@ -93,7 +93,7 @@ private:
     // Whether there is a reason to give up. Not inlined: what waits shall be small.
     static __device__ __noinline__ bool look(const Peers& peers, uint64_t flag, uint64_t start_ns, bool awaited,
                                              uint64_t seen, int peer) {
-        const uint64_t told = load_relaxed(&peers.mailbox[peers.rank]->abort);
+        const uint64_t told = load_relaxed(&peers.mailbox(peers.rank)->abort);
         const auto timeout = *const_cast<volatile uint64_t*>(&peers.control->timeout_ns);
         if (awaited && is_other_operation(flag, seen)) {
             give_up(peers, Failure::kMismatch, peer, flag, seen);

@@ -53,25 +53,20 @@ private:
 class Rank {
 public:
     Rank(int64_t half_bytes, uint64_t first_sequence)
-        : lines_(2 * half_bytes), tiles_(2 * half_bytes), mailbox_(sizeof(Mailbox)), control_(sizeof(Control)) {
-        lines_.fill(0);
-        tiles_.fill(0);
-        mailbox_.fill(0);
-        Control control{};
-        control.state = first_sequence << kSequenceShift;
-        control_.write(0, &control, sizeof(control));
+        : inbox_(sizeof(Mailbox) + 4 * half_bytes), control_(sizeof(Control)) {
+        inbox_.fill(0);
         void* memory = nullptr;
         check(cudaHostAlloc(&memory, sizeof(Record), cudaHostAllocMapped));
         record_.reset(new (memory) Record{});
         check(cudaHostGetDevicePointer(&memory, record_.get(), 0));
-        record_on_device_ = static_cast<Record*>(memory);
+        Control control{};
+        control.state = first_sequence << kSequenceShift;
+        control.record = static_cast<Record*>(memory);
+        control_.write(0, &control, sizeof(control));
     }
 
-    char* lines() const { return lines_.at(0); }
-    char* tiles() const { return tiles_.at(0); }
-    Mailbox* mailbox() const { return reinterpret_cast<Mailbox*>(mailbox_.at(0)); }
+    char* inbox() const { return inbox_.at(0); }
     Control* control_on_device() const { return reinterpret_cast<Control*>(control_.at(0)); }
-    Record* record_on_device() const { return record_on_device_; }
     cudaStream_t stream() const { return stream_.get(); }
 
     const Record& record() const { return *record_; }
@@ -82,7 +77,7 @@ public:
     }
     uint64_t abort() const {
         uint64_t abort;
-        mailbox_.read(offsetof(Mailbox, abort), &abort, sizeof(abort));
+        inbox_.read(offsetof(Mailbox, abort), &abort, sizeof(abort));
         return abort;
     }
     void set_timeout(uint64_t ns) const { control_.write(offsetof(Control, timeout_ns), &ns, sizeof(ns)); }
@@ -91,9 +86,8 @@ private:
     struct FreeHost {
         void operator()(Record* record) const { EXPECT_EQ(cudaFreeHost(record), cudaSuccess); }
     };
-    Buffer lines_, tiles_, mailbox_, control_;
+    Buffer inbox_, control_;
     std::unique_ptr<Record, FreeHost> record_;
-    Record* record_on_device_ = nullptr;
     Stream stream_;
 };
 
@@ -117,13 +111,8 @@ public:
     const Rank& operator[](int rank) const { return *ranks_[rank]; }
     Peers peers(int rank) const {
         Peers peers{};
-        for (int p = 0; p < world(); ++p) {
-            peers.lines[p] = ranks_[p]->lines();
-            peers.tiles[p] = ranks_[p]->tiles();
-            peers.mailbox[p] = ranks_[p]->mailbox();
-        }
+        for (int p = 0; p < world(); ++p) peers.inbox[p] = ranks_[p]->inbox();
         peers.control = ranks_[rank]->control_on_device();
-        peers.record = ranks_[rank]->record_on_device();
         peers.line_slot_bytes = peers.tile_slot_bytes = slot_bytes(world());
         peers.rank = rank;
         peers.world = world();

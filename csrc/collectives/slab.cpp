@@ -1,0 +1,104 @@
+#include "collectives/slab.h"
+
+#ifdef TE_GRAPH_CUDA
+
+#include <ATen/ops/from_blob.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <cstring>
+
+namespace te_graph::collectives {
+namespace {
+
+// Memory is mapped in pages of this size, so that nothing of others lies in what peers map.
+constexpr int64_t kPage = 2 << 20;
+
+// Not through torch's allocator: memory of expandable segments has no handle of this kind, and blocks have neighbours.
+at::Tensor allocate(at::Device device, int64_t bytes) {
+    const c10::cuda::CUDAGuard guard(device);
+    const auto whole = static_cast<size_t>((bytes + kPage - 1) / kPage * kPage);
+    void* data = nullptr;
+    cudaError_t error = cudaMalloc(&data, whole);
+    if (error == cudaErrorMemoryAllocation) {
+        static_cast<void>(cudaGetLastError());
+        c10::cuda::CUDACachingAllocator::emptyCache();
+        error = cudaMalloc(&data, whole);
+    }
+    C10_CUDA_CHECK(error);
+    // At exit CUDA may be gone before the memory is.
+    const auto release = [](void* memory) {
+        if (cudaFree(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
+    };
+    return at::from_blob(data, {bytes}, release, at::TensorOptions(at::kByte).device(device), device);
+}
+
+}  // namespace
+
+bool has_peer_link(int device, int peer) {
+    int can_access = 0, is_atomic = 0;
+    C10_CUDA_CHECK(cudaDeviceGetP2PAttribute(&can_access, cudaDevP2PAttrAccessSupported, device, peer));
+    C10_CUDA_CHECK(cudaDeviceGetP2PAttribute(&is_atomic, cudaDevP2PAttrNativeAtomicSupported, device, peer));
+    return can_access != 0 && is_atomic != 0;
+}
+
+Slab::Slab(at::Device device, int64_t bytes) : memory_(allocate(device, bytes)) {}
+
+std::string Slab::handle() const {
+    const c10::cuda::CUDAGuard guard(memory_.device());
+    cudaIpcMemHandle_t handle;
+    C10_CUDA_CHECK(cudaIpcGetMemHandle(&handle, memory_.data_ptr()));
+    return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
+}
+
+std::string Slab::map(const std::vector<std::string>& handles, int rank) {
+    const c10::cuda::CUDAGuard guard(memory_.device());
+    unmap();
+    rank_ = rank;
+    places_.assign(handles.size(), 0);
+    for (size_t p = 0; p < handles.size(); ++p) {
+        if (static_cast<int>(p) == rank) {
+            places_[p] = reinterpret_cast<uint64_t>(memory_.data_ptr());
+            continue;
+        }
+        cudaIpcMemHandle_t handle;
+        TORCH_CHECK_VALUE(handles[p].size() == sizeof(handle), "PeerSlab: expected a handle of ", sizeof(handle),
+                          " bytes, got ", handles[p].size());
+        std::memcpy(&handle, handles[p].data(), sizeof(handle));
+        void* place = nullptr;
+        const cudaError_t error = cudaIpcOpenMemHandle(&place, handle, cudaIpcMemLazyEnablePeerAccess);
+        if (error != cudaSuccess) {
+            static_cast<void>(cudaGetLastError());
+            unmap();
+            return c10::str("rank ", rank, " cannot map the memory of rank ", p, ": ", cudaGetErrorString(error));
+        }
+        places_[p] = reinterpret_cast<uint64_t>(place);
+    }
+    return {};
+}
+
+void Slab::unmap() {
+    if (places_.empty()) return;
+    const c10::cuda::CUDAGuard guard(memory_.device());
+    for (size_t p = 0; p < places_.size(); ++p) {
+        if (static_cast<int>(p) == rank_ || places_[p] == 0) continue;
+        if (cudaIpcCloseMemHandle(reinterpret_cast<void*>(places_[p])) != cudaSuccess) {
+            static_cast<void>(cudaGetLastError());
+        }
+    }
+    places_.clear();
+}
+
+at::Tensor Slab::memory_of(int rank) const {
+    return at::from_blob(
+        reinterpret_cast<void*>(places_.at(rank)), memory_.sizes(), [](void*) {}, memory_.options(), memory_.device());
+}
+
+void Slab::abandon() {
+    // One owner more, whom nobody deletes.
+    static_cast<void>(new at::Tensor(memory_));
+}
+
+}  // namespace te_graph::collectives
+
+#endif
