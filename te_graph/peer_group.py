@@ -21,7 +21,7 @@ logger = logging.getLogger("te_graph")
 MAX_PEERS = 8
 MIN_SLAB_BYTES = 1 << 20
 PAGE_BYTES = 4096
-SLAB_BYTES = 256 << 20
+SLAB_BYTES = 512 << 20
 # For set-up and teardown, where a rank that is missing will not come.
 PATIENCE = 120.0
 PATIENCE_AFTER_FAILURE = 5.0

@@ -2,10 +2,11 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from te_graph.peer_group import PeerGroup
@@ -15,6 +16,8 @@ KNOWN_GPUS = ("H100", "H200")
 ALL = 1 << 62
 SIZES = tuple(1 << power for power in range(16, 25))  # bytes
 CALLS, ROUNDS = 10, 5
+BLOCKS = 128
+Operation = Callable[["PeerGroup", Tensor], Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -23,15 +26,16 @@ class Tuning:
 
     Attributes:
         one_step_bytes: all-reduces are done in one step, where each rank sends all to all; larger ones in two.
-        line_bytes: data goes in lines that bear their flags; larger operations by tiles. Of the larger one of input and
-            output.
-        line_blocks, tile_blocks: at most, powers of two.
+        line_bytes: data of reductions goes in lines that bear their flags; larger ones by words. Of what a rank sends
+            to each other in a step.
+        gather_line_bytes: data of all-gathers goes in such lines; larger ones by tiles. Also of what it sends.
+        blocks: at most, a power of two.
     """
 
     one_step_bytes: int
     line_bytes: int
-    line_blocks: int
-    tile_blocks: int
+    gather_line_bytes: int
+    blocks: int
 
 
 def is_known(device: torch.device) -> bool:
@@ -60,7 +64,7 @@ def threshold(sizes: Sequence[int], below: Sequence[float], above: Sequence[floa
 
 
 def tune(group: "PeerGroup") -> Tuning:
-    """Measure all-reduces of 64 KB to 16 MB and set the group's thresholds; half a second. All ranks call it.
+    """Measure operations of 64 KB to 16 MB and set the group's thresholds; half a second. All ranks call it.
 
     Returns:
         What all ranks have set.
@@ -70,37 +74,44 @@ def tune(group: "PeerGroup") -> Tuning:
 
     Stream and capture: runs on the current stream, synchronizes, must not be captured.
     """
-    blocks = (128, 128)
-    steps = [(ALL, 0), (0, 0)] if group.world_size > 2 else []
-    one_step, two_steps = (
-        [_slowest(group, Tuning(*choice, *blocks)) for choice in steps] if steps else ([0.0] * len(SIZES),) * 2
-    )
-    one_step_bytes = threshold(SIZES, one_step, two_steps) if steps else ALL
-    lines, tiles = (_slowest(group, Tuning(one_step_bytes, line_bytes, *blocks)) for line_bytes in (ALL, 0))
-    found = Tuning(one_step_bytes, threshold(SIZES, lines, tiles), *blocks)
+
+    def best(of: str, operation: Operation, found: Tuning) -> Tuning:
+        """With that threshold of ``found`` at its best."""
+        below, above = (_slowest(group, replace(found, **{of: value}), operation) for value in (ALL, 0))
+        return replace(found, **{of: threshold(SIZES, below, above)})
+
+    # In one step a rank sends its whole tensor to each other.
+    found = best("line_bytes", _all_reduce, Tuning(ALL, 0, 0, BLOCKS))
+    found = best("gather_line_bytes", _all_gather, found)
+    if group.world_size > 2:
+        found = best("one_step_bytes", _all_reduce, found)
     apply(group, found)
     return found
 
 
 def apply(group: "PeerGroup", tuning: Tuning) -> None:
     """Set the thresholds of this rank; those of all ranks must be the same."""
-    group._handle.set_tuning(tuning.one_step_bytes, tuning.line_bytes, tuning.line_blocks, tuning.tile_blocks)
+    group._handle.set_tuning(**asdict(tuning))
 
 
-def _slowest(group: "PeerGroup", tuning: Tuning) -> list[float]:
-    """Milliseconds at each size, those of the slowest rank."""
+def _all_reduce(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
+    return lambda: torch.ops.te_graph.all_reduce_.default(x, group.name, "sum")
+
+
+def _all_gather(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
+    out = x.new_empty(x.numel() * group.world_size)
+    return lambda: torch.ops.te_graph.all_gather_out.default(out, x, 0, group.world_size, group.name)
+
+
+def _slowest(group: "PeerGroup", tuning: Tuning, operation: Operation) -> list[float]:
+    """Milliseconds of the call that ``operation(group, x)`` returns at each size of x, those of the slowest rank."""
     apply(group, tuning)
-    times = group._agreement.step("measuring", lambda: [_measure(group, nbytes) for nbytes in SIZES])
+    times = group._agreement.step("measuring", lambda: [_measure(group, nbytes, operation) for nbytes in SIZES])
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
 
 
-def _measure(group: "PeerGroup", nbytes: int) -> float:
-    x = torch.zeros(nbytes // 4, device=group.device)
-    out = torch.empty_like(x)
-
-    def call() -> None:
-        torch.ops.te_graph.all_reduce_out.default(out, x, group.name, "sum")
-
+def _measure(group: "PeerGroup", nbytes: int, operation: Operation) -> float:
+    call = operation(group, torch.zeros(nbytes // 4, device=group.device))
     call()
     return statistics.median(_milliseconds(call) for _ in range(ROUNDS))
 

@@ -8,12 +8,14 @@ from torch import Tensor
 
 import te_graph as tg
 
+FOUR_GPUS = pytest.param(("cuda", 4), id="nccl-4", marks=pytest.mark.multi_gpu(4))
 WORLDS = [
     pytest.param(("cpu", 1), id="gloo-1"),
     pytest.param(("cpu", 2), id="gloo-2"),
     pytest.param(("cpu", 3), id="gloo-3"),
     pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
     pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+    FOUR_GPUS,
 ]
 TIMEOUT = 20.0  # seconds: less than a test may take, so that a rank that waits ends with te_graph's own error
 

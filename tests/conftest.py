@@ -13,13 +13,20 @@ repeatable = pytest.fixture(deterministic)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """multi_gpu implies gpu, so that -m "not gpu" leaves out both; one GPU deselects multi_gpu, and pytest says so."""
+    """multi_gpu implies gpu, so that -m "not gpu" leaves out both; pytest says what too few GPUs leave out."""
     several = [item for item in items if item.get_closest_marker("multi_gpu")]
     for item in several:
         item.add_marker("gpu")
-    if several and torch.cuda.device_count() == 1:
-        config.hook.pytest_deselected(items=several)
-        items[:] = [item for item in items if item not in several]
+    there = torch.cuda.device_count()
+    too_many = [item for item in several if 0 < there < gpus_of(item)]
+    if too_many:
+        config.hook.pytest_deselected(items=too_many)
+        items[:] = [item for item in items if item not in too_many]
+
+
+def gpus_of(item: pytest.Item) -> int:
+    """Of ``multi_gpu(4)`` four, of ``multi_gpu`` two."""
+    return next(iter(item.get_closest_marker("multi_gpu").args), 2)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from collective_ranks import open_group, reference_reduce
+from collective_ranks import FOUR_GPUS, open_group, reference_reduce
 from ranks import WORLDS, Rank, ranks_of
 from tensor_lists import all_same_bits, same_bits
 from torch import Tensor, nn
@@ -24,8 +24,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import te_graph as tg
 from te_graph.recorder import is_recording
 
-ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+WORLDS = [*WORLDS, FOUR_GPUS]
 GPU_WORLDS = [world for world in WORLDS if world.values[0][0] == "cuda"]
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 gpu_ranks = pytest.fixture(ranks_of, scope="module", params=GPU_WORLDS)
 ops = torch.ops.te_graph
 SLAB = 1 << 20  # bytes: small, so that sizes on both its sides are quick

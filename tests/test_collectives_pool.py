@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from collective_ranks import open_group, reference_reduce
+from collective_ranks import FOUR_GPUS, open_group, reference_reduce
 from ranks import Rank, ranks_of
 from tensor_lists import same_bits
 from torch import Tensor
@@ -12,6 +12,7 @@ import te_graph as tg
 WORLDS = [
     pytest.param(("cuda", 1), id="nccl-1", marks=pytest.mark.gpu),
     pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
+    FOUR_GPUS,
 ]
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 NUMEL = 5 << 20  # of bf16: large enough to go by tiles
@@ -57,7 +58,7 @@ def scenario_graph(rank: Rank) -> None:
             graph.replay()
             assert same_bits(gathered, ((everybody + i) * 2).flatten())
         if group.uses_peers:
-            slab = group._slab
+            slab = group._slab.memory()
             assert slab.data_ptr() <= gathered.data_ptr() < slab.data_ptr() + slab.numel()
 
 

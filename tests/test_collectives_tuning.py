@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from collective_ranks import open_group, reference_reduce
+from collective_ranks import FOUR_GPUS, open_group, reference_reduce
 from ranks import Rank, ranks_of
 from tensor_lists import same_bits
 
 import te_graph as tg
 from te_graph.tuning import ALL, SIZES, threshold
 
-WORLDS = [pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu)]
+WORLDS = [pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu), FOUR_GPUS]
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 
 

@@ -104,19 +104,17 @@ void bind(py::module_& m) {
         .def("tuning",
              [](const Handle& self) {
                  const Tuning tuning = peers_of(self).tuning();
-                 return std::tuple{tuning.one_step_bytes, tuning.line_bytes, tuning.line_blocks, tuning.tile_blocks};
+                 return std::tuple{tuning.one_step_bytes, tuning.line_bytes, tuning.gather_line_bytes, tuning.blocks};
              })
         .def(
             "set_tuning",
-            [](const Handle& self, int64_t one_step_bytes, int64_t line_bytes, int line_blocks, int tile_blocks) {
-                for (const int blocks : {line_blocks, tile_blocks}) {
-                    TORCH_CHECK_VALUE(blocks >= 1 && blocks <= kMaxBlocks && (blocks & (blocks - 1)) == 0,
-                                      "set_tuning: expected blocks to be a power of two up to ", kMaxBlocks, ", got ",
-                                      blocks);
-                }
-                peers_of(self).set_tuning({one_step_bytes, line_bytes, line_blocks, tile_blocks});
+            [](const Handle& self, int64_t one_step_bytes, int64_t line_bytes, int64_t gather_line_bytes, int blocks) {
+                TORCH_CHECK_VALUE(blocks >= 1 && blocks <= kMaxBlocks && (blocks & (blocks - 1)) == 0,
+                                  "set_tuning: expected blocks to be a power of two up to ", kMaxBlocks, ", got ",
+                                  blocks);
+                peers_of(self).set_tuning({one_step_bytes, line_bytes, gather_line_bytes, blocks});
             },
-            py::arg("one_step_bytes"), py::arg("line_bytes"), py::arg("line_blocks"), py::arg("tile_blocks"));
+            py::arg("one_step_bytes"), py::arg("line_bytes"), py::arg("gather_line_bytes"), py::arg("blocks"));
 #endif
 }
 

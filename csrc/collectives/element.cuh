@@ -14,8 +14,8 @@ struct alignas(8) Packed {
 template <Reduction kReduction>
 __device__ float join(float a, float b) {
     if constexpr (kReduction == Reduction::kSum) return a + b;
-    // NaN wins, as in torch.
-    return a != a ? a : b != b ? b : fmaxf(a, b);
+    // NaN wins, as in torch, and is always the same one: that of sums.
+    return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b);
 }
 
 // words: of all ranks, `world` of them.

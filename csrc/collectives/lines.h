@@ -14,8 +14,6 @@ constexpr int kLineBytes = 128;
 constexpr int kWordsPerLine = 15;
 constexpr int kLineData = kWordsPerLine * 8;
 
-constexpr int64_t lines_in(int64_t bytes) { return (bytes + kLineData - 1) / kLineData; }
-
 // Bytes of a slot that a job needs.
 constexpr int64_t line_slot_bytes_for(Steps steps, int64_t lines) {
     return lines * kLineBytes * (steps == Steps::kReduceSend ? 2 : 1);

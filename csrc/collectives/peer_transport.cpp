@@ -63,6 +63,7 @@ struct PeerTransport::State {
         peers.world = static_cast<int32_t>(memory.places.size());
         slots = divide_inbox(memory.inbox_bytes, 2 * static_cast<int64_t>(peers.world - 1));
         peers.line_slot_bytes = slots.lines;
+        peers.word_slot_bytes = slots.words;
         peers.tile_slot_bytes = slots.tiles;
         peers.control = static_cast<Control*>(control.data_ptr());
         for (int p = 0; p < peers.world; ++p) {
@@ -72,6 +73,8 @@ struct PeerTransport::State {
 
         // Lines of whoever had this memory before must not look like ours.
         memory.slab.narrow(0, 0, memory.inbox_bytes).zero_();
+        const int64_t words = peers.words(peers.rank) - peers.inbox[peers.rank];
+        memory.slab.narrow(0, words, 2 * (peers.world - 1) * slots.words).fill_(kEmptyByte);
         Control start{};
         start.state = 1ull << kSequenceShift;
         start.traps = options.traps;
@@ -101,18 +104,18 @@ struct PeerTransport::State {
     void launch(const Operation& operation, cudaStream_t stream) {
         const int64_t world = peers.world;
         const auto bytes = static_cast<int64_t>(std::max(operation.input.nbytes(), operation.out.nbytes()));
-        const Split split = split_of(operation.op, bytes, slots, options.tuning);
+        const Split split = split_of(operation.op, bytes, peers.world, slots, options.tuning);
         const auto* const input = static_cast<const char*>(operation.input.const_data_ptr());
         auto* const out = static_cast<char*>(operation.out.data_ptr());
-        // Pieces of which a launch does `count` lines or tiles each: of an all-reduce in two steps, one for each rank.
-        const int64_t unit = split.by_tiles ? kTileBytes : kLineData;
+        // Pieces of which a launch does `count` units each: of an all-reduce in two steps, one for each rank.
+        const int64_t unit = unit_bytes(split.way);
         const int64_t pieces = split.steps == Steps::kReduceSend ? world : 1;
         const int64_t most = split.count * unit * pieces;
         const int64_t whole = operation.op == Op::kAllReduce ? bytes : bytes / world;
         for (int64_t begin = 0; begin < whole; begin += most) {
             const int64_t size = std::min(most, whole - begin);
             Job job{};
-            job.count = ((size + unit - 1) / unit + pieces - 1) / pieces;
+            job.count = (units_in(split.way, size) + pieces - 1) / pieces;
             job.steps = split.steps;
             job.element = element_of(operation.input.scalar_type());
             job.reduction = operation.reduction;
@@ -134,13 +137,10 @@ struct PeerTransport::State {
                     job.input = {input + begin, size, stride, piece};
                     job.out = {out + begin, size, stride, piece};
             }
-            if (split.by_tiles) {
-                job.blocks = tile_blocks_for(job.count, options.tuning.tile_blocks);
-                C10_CUDA_CHECK(launch_tiles(peers, job, stream));
-            } else {
-                job.blocks = line_blocks_for(job.count, options.tuning.line_blocks);
-                C10_CUDA_CHECK(launch_lines(peers, job, stream));
-            }
+            const bool by_tiles = split.way == Way::kTiles;
+            job.blocks = (by_tiles ? tile_blocks_for : line_blocks_for)(job.count, options.tuning.blocks);
+            const auto launch_by = by_tiles ? launch_tiles : split.way == Way::kWords ? launch_words : launch_lines;
+            C10_CUDA_CHECK(launch_by(peers, job, stream));
         }
     }
 

@@ -42,8 +42,8 @@ struct Control {
     Record* record;
 };
 
-// The start of a rank's memory that peers write: the inbox. What comes with operations follows: slots for lines, then for
-// tiles, see lines.h. Multiples of a line.
+// The start of a rank's memory that peers write: the inbox. What comes with operations follows: slots for lines, then
+// for words and for tiles, see lines.h. Multiples of a line.
 struct alignas(128) Mailbox {
     uint64_t abort;  // 0, or 1 + the rank that gave up
 };
@@ -53,8 +53,9 @@ struct Peers {
     Control* control;
     int32_t rank;
     int32_t world;
-    // Of an inbox half, for one sender; multiples of a line. No room for a tile: no operation goes by tiles.
+    // Of an inbox half, for one sender; multiples of a line.
     int64_t line_slot_bytes;
+    int64_t word_slot_bytes;
     int64_t tile_slot_bytes;
     // Of each rank, as this GPU addresses it.
     char* inbox[kMaxRanks];
@@ -63,7 +64,8 @@ struct Peers {
     TE_GRAPH_ANYWHERE Mailbox* mailbox(int p) const { return reinterpret_cast<Mailbox*>(inbox[p]); }
     // A half for even and one for odd sequence numbers each.
     TE_GRAPH_ANYWHERE char* lines(int p) const { return inbox[p] + sizeof(Mailbox); }
-    TE_GRAPH_ANYWHERE char* tiles(int p) const { return lines(p) + 2 * (world - 1) * line_slot_bytes; }
+    TE_GRAPH_ANYWHERE char* words(int p) const { return lines(p) + 2 * (world - 1) * line_slot_bytes; }
+    TE_GRAPH_ANYWHERE char* tiles(int p) const { return words(p) + 2 * (world - 1) * word_slot_bytes; }
 };
 
 // What elements are to a reduction; bytes are only moved.

@@ -98,8 +98,7 @@ public:
         return load_relaxed(reinterpret_cast<const uint64_t*>(hello_ + kLineData));
     }
     __device__ uint64_t* flag(int64_t tile) const { return reinterpret_cast<uint64_t*>(flags_) + tile; }
-    // Of the first tile of a step.
-    __device__ char* tiles(int64_t first) const { return tiles_ + first * kTileBytes; }
+    __device__ char* tiles() const { return tiles_; }
 
 private:
     const char* hello_;

@@ -1,9 +1,9 @@
-// Large operations by tiles: 16 KB of data as it is, and one flag for all of it, so that nothing is sent but data. A rank
-// says in a hello where its output lies, and where that is its pool, peers write results there and nobody copies them.
+// Large all-gathers by tiles: 16 KB of data as it is, and one flag for all of it, so that nothing is sent but data. A rank
+// says in a hello where its output lies, and where that is its pool, peers write there and nobody copies.
 //
-// A slot of a sender: flags, then tiles. What lines.h says of halves holds here too; the two have inboxes of their own, so
-// that no data is ever where flags are looked for. The hello is the first line of the slot for lines: a rank that is at an
-// operation by lines finds another one's flag there.
+// A slot of a sender: flags, then tiles. What lines.h says of halves holds here too; lines, words and tiles have inboxes of
+// their own, so that no data is ever where flags are looked for. The hello is the first line of the slot for lines: a rank
+// that is at another operation finds this one's flag there.
 #pragma once
 
 #include "collectives/lines.h"
@@ -12,9 +12,7 @@ namespace te_graph::collectives {
 
 constexpr int kTileBytes = 16 << 10;
 
-constexpr int64_t tiles_in(int64_t bytes) { return (bytes + kTileBytes - 1) / kTileBytes; }
-
-// Tiles that a slot has room for, of all steps.
+// Tiles that a slot has room for.
 constexpr int64_t tiles_of_slot(int64_t slot_bytes) {
     const int64_t tiles = (slot_bytes - kLineBytes) / (kTileBytes + static_cast<int64_t>(sizeof(uint64_t)));
     return tiles < 0 ? 0 : tiles;
@@ -24,9 +22,6 @@ constexpr int64_t tile_data_offset(int64_t slot_bytes) {
     const int64_t flags = tiles_of_slot(slot_bytes) * static_cast<int64_t>(sizeof(uint64_t));
     return (flags + kLineBytes - 1) / kLineBytes * kLineBytes;
 }
-// Tiles of a slot that a job needs.
-constexpr int64_t slot_tiles_for(Steps steps, int64_t tiles) { return tiles * (steps == Steps::kReduceSend ? 2 : 1); }
-
 // A power of two, enough for `tiles` and not above `most`, which is one.
 constexpr int tile_blocks_for(int64_t tiles, int most) {
     int blocks = 1;
@@ -35,6 +30,7 @@ constexpr int tile_blocks_for(int64_t tiles, int most) {
 }
 
 #ifdef TE_GRAPH_CUDA
+// Of steps kSend.
 cudaError_t launch_tiles(const Peers& peers, const Job& job, cudaStream_t stream);
 #endif
 

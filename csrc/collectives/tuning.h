@@ -5,49 +5,71 @@
 #include <cstdint>
 
 #include "collectives/tiles.h"
+#include "collectives/words.h"
 
 namespace te_graph::collectives {
 
 struct Tuning {
     int64_t one_step_bytes = INT64_MAX;  // all-reduces up to here are done in one step, larger ones in two
-    int64_t line_bytes = INT64_MAX;      // operations up to here go by lines, larger ones by tiles; of the larger side
-    int32_t line_blocks = kMaxBlocks;    // at most, powers of two
-    int32_t tile_blocks = kMaxBlocks;
+    // Of what a rank sends to each other in a step.
+    int64_t line_bytes = INT64_MAX;         // reductions up to here go by lines, larger ones by words
+    int64_t gather_line_bytes = INT64_MAX;  // all-gathers up to here go by lines, larger ones by tiles
+    int32_t blocks = kMaxBlocks;            // at most, a power of two
 };
 
 // Found by benchmarks/bench_collectives.py on H200s: for H100s too, whose links are the same.
 constexpr Tuning default_tuning(int world) {
     // Two ranks send the same number of bytes either way.
-    if (world <= 2) return {.line_bytes = 4 << 20};
-    return {.one_step_bytes = world <= 4 ? 512 << 10 : 192 << 10, .line_bytes = 4 << 20};
+    if (world <= 2) return {.line_bytes = 768 << 10, .gather_line_bytes = 4 << 20};
+    if (world <= 4) return {.one_step_bytes = 512 << 10, .line_bytes = 128 << 10, .gather_line_bytes = 1 << 20};
+    return {.one_step_bytes = 192 << 10, .line_bytes = 64 << 10, .gather_line_bytes = 512 << 10};
 }
 
-// How the memory that peers write is divided: slots of `slots` senders, for lines and for tiles.
+// How the memory that peers write is divided: slots of `slots` senders, for lines, words and tiles.
 struct SlotBytes {
-    int64_t lines, tiles;
+    int64_t lines, words, tiles;
 };
 constexpr SlotBytes divide_inbox(int64_t inbox_bytes, int64_t slots) {
     constexpr int64_t kMostLines = 8 << 20;
-    const int64_t slot = (inbox_bytes - static_cast<int64_t>(sizeof(Mailbox))) / slots / kLineBytes * kLineBytes;
-    const int64_t lines = slot / 4 < kMostLines ? slot / 4 / kLineBytes * kLineBytes : kMostLines;
-    return {lines, slot - lines};
+    const auto whole_lines = [](int64_t bytes) { return bytes / kLineBytes * kLineBytes; };
+    const int64_t slot = whole_lines((inbox_bytes - static_cast<int64_t>(sizeof(Mailbox))) / slots);
+    const int64_t quarter = whole_lines(slot / 4), lines = quarter < kMostLines ? quarter : kMostLines;
+    const int64_t words = whole_lines((slot - lines) / 2);
+    return {lines, words, slot - lines - words};
 }
 
 // The launches that an operation comes to.
+enum class Way : uint8_t { kLines, kWords, kTiles };
 struct Split {
     Steps steps;
-    bool by_tiles;
+    Way way;
     int64_t count;  // of lines or tiles of each piece that a launch can do
 };
+constexpr int64_t unit_bytes(Way way) {
+    return way == Way::kLines ? kLineData : way == Way::kWords ? kLineBytes : kTileBytes;
+}
+constexpr int64_t units_in(Way way, int64_t bytes) { return (bytes + unit_bytes(way) - 1) / unit_bytes(way); }
+// That a slot has room for.
+constexpr int64_t units_of_slot(Way way, Steps steps, const SlotBytes& slots) {
+    if (way == Way::kTiles) return tiles_of_slot(slots.tiles);
+    return (way == Way::kLines ? slots.lines : slots.words) / line_slot_bytes_for(steps, 1);
+}
 // bytes: of the larger one of input and output.
-constexpr Split split_of(Op op, int64_t bytes, const SlotBytes& slots, const Tuning& tuning) {
+constexpr Split split_of(Op op, int64_t bytes, int world, const SlotBytes& slots, const Tuning& tuning) {
     const Steps steps = op == Op::kAllGather            ? Steps::kSend
                         : op == Op::kReduceScatter      ? Steps::kScatter
                         : bytes > tuning.one_step_bytes ? Steps::kReduceSend
                                                         : Steps::kReduce;
-    const int64_t tiles = tiles_of_slot(slots.tiles) / slot_tiles_for(steps, 1);
-    if (bytes > tuning.line_bytes && tiles > 0) return {steps, true, tiles};
-    return {steps, false, slots.lines / line_slot_bytes_for(steps, 1)};
+    const int64_t sent = steps == Steps::kReduce ? bytes : bytes / world;
+    Way way = Way::kLines;
+    if (op == Op::kAllGather) {
+        if (sent > tuning.gather_line_bytes) way = Way::kTiles;
+    } else if (sent > tuning.line_bytes && slots.lines >= kMaxBlocks * kLineBytes) {
+        // Each block sends a line, too.
+        way = Way::kWords;
+    }
+    if (units_of_slot(way, steps, slots) == 0) way = Way::kLines;
+    return {steps, way, units_of_slot(way, steps, slots)};
 }
 
 }  // namespace te_graph::collectives

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "collectives/tiles.h"
+#include "collectives/tuning.h"
 #include "device_memory.h"
 
 namespace te_graph::collectives {
@@ -53,8 +53,10 @@ private:
 class Rank {
 public:
     Rank(int64_t half_bytes, uint64_t first_sequence)
-        : inbox_(sizeof(Mailbox) + 4 * half_bytes), control_(sizeof(Control)) {
+        : half_bytes_(half_bytes), inbox_(sizeof(Mailbox) + 6 * half_bytes), control_(sizeof(Control)) {
         inbox_.fill(0);
+        const std::vector<char> empty(2 * half_bytes, static_cast<char>(kEmptyByte));
+        inbox_.write(sizeof(Mailbox) + 2 * half_bytes, empty.data(), empty.size());
         void* memory = nullptr;
         check(cudaHostAlloc(&memory, sizeof(Record), cudaHostAllocMapped));
         record_.reset(new (memory) Record{});
@@ -66,6 +68,12 @@ public:
     }
 
     char* inbox() const { return inbox_.at(0); }
+    // Whether all that came by words has been taken.
+    bool has_empty_words() const {
+        std::vector<char> words(2 * half_bytes_);
+        inbox_.read(sizeof(Mailbox) + 2 * half_bytes_, words.data(), words.size());
+        return std::all_of(words.begin(), words.end(), [](char byte) { return byte == static_cast<char>(kEmptyByte); });
+    }
     Control* control_on_device() const { return reinterpret_cast<Control*>(control_.at(0)); }
     cudaStream_t stream() const { return stream_.get(); }
 
@@ -86,6 +94,7 @@ private:
     struct FreeHost {
         void operator()(Record* record) const { EXPECT_EQ(cudaFreeHost(record), cudaSuccess); }
     };
+    int64_t half_bytes_;
     Buffer inbox_, control_;
     std::unique_ptr<Record, FreeHost> record_;
     Stream stream_;
@@ -93,8 +102,9 @@ private:
 
 class Ranks {
 public:
-    static constexpr int64_t kHalfBytes = 16 << 20;
-    static int64_t slot_bytes(int world) { return kHalfBytes / (world - 1) / kLineBytes * kLineBytes; }
+    // Of each way. Halves of up to seven slots are multiples of a line.
+    static constexpr int64_t kHalfBytes = 420 * kLineBytes * 300;
+    static int64_t slot_bytes(int world) { return kHalfBytes / (world - 1); }
 
     explicit Ranks(int world, uint64_t first_sequence = 1) : first_sequence_(first_sequence) {
         for (int rank = 0; rank < world; ++rank) {
@@ -113,7 +123,7 @@ public:
         Peers peers{};
         for (int p = 0; p < world(); ++p) peers.inbox[p] = ranks_[p]->inbox();
         peers.control = ranks_[rank]->control_on_device();
-        peers.line_slot_bytes = peers.tile_slot_bytes = slot_bytes(world());
+        peers.line_slot_bytes = peers.word_slot_bytes = peers.tile_slot_bytes = slot_bytes(world());
         peers.rank = rank;
         peers.world = world();
         return peers;
@@ -129,6 +139,7 @@ public:
             const Control control = ranks_[rank]->control();
             EXPECT_EQ(control.state, (first_sequence_ + operations) << kSequenceShift) << "rank " << rank;
             EXPECT_EQ(control.failed, 0.0f) << "rank " << rank;
+            EXPECT_TRUE(ranks_[rank]->has_empty_words()) << "rank " << rank;
             EXPECT_EQ(ranks_[rank]->abort(), 0u) << "rank " << rank;
             EXPECT_EQ(ranks_[rank]->record().is_set, 0)
                 << "rank " << rank << ": failure " << static_cast<int>(ranks_[rank]->record().failure) << " of peer "
@@ -152,7 +163,7 @@ struct Case {
     int64_t input_offset = 0;  // in bytes, behind a boundary of 256 bytes
     int64_t out_offset = 0;
     bool is_in_place = false;
-    bool by_tiles = false;
+    Way way = Way::kLines;
     int in_pool = 0;          // bit r: rank r's output lies where its peers can write it
     bool is_special = false;  // zeros, NaN, infinities and subnormals among the inputs
 
@@ -163,14 +174,15 @@ inline std::ostream& operator<<(std::ostream& out, const Case& now) {
     constexpr const char* kKindNames[] = {"all-reduce of one step", "all-reduce of two steps", "reduce-scatter",
                                           "all-gather"};
     constexpr const char* kElementNames[] = {"fp32", "fp16", "bf16", "bytes"};
+    constexpr const char* kWayNames[] = {", by lines", ", by words", ", by tiles, in pools "};
     out << kKindNames[static_cast<int>(now.kind)] << (now.reduction == Reduction::kMax ? " (max) of " : " of ")
         << now.numel << ' ' << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset
         << ", out at " << now.out_offset << (now.is_in_place ? ", in place" : "")
-        << (now.is_special ? ", special values" : "") << (now.by_tiles ? ", by tiles, in pools " : "");
-    return now.by_tiles ? out << now.in_pool : out;
+        << (now.is_special ? ", special values" : "") << kWayNames[static_cast<int>(now.way)];
+    return now.way == Way::kTiles ? out << now.in_pool : out;
 }
 
-// Elements and reductions that a kind of operation is made for.
+// Elements and reductions that a kind of operation is made for, and the ways that serve it.
 inline std::vector<Case> cases_of(Kind kind, int64_t numel) {
     std::vector<Case> cases;
     if (kind == Kind::kAllGather) {
@@ -181,12 +193,17 @@ inline std::vector<Case> cases_of(Kind kind, int64_t numel) {
                  {.kind = kind, .element = Element::kFloat16, .numel = numel},
                  {.kind = kind, .element = Element::kBFloat16, .numel = numel}};
     }
-    // By lines, and by tiles with the outputs of no, some and all ranks in pools.
     const size_t count = cases.size();
-    for (const int in_pool : {0, 0b01010101, 0xFF}) {
-        for (size_t i = 0; i < count; ++i) {
+    for (size_t i = 0; i < count; ++i) {
+        if (kind != Kind::kAllGather) {
             cases.push_back(cases[i]);
-            cases.back().by_tiles = true;
+            cases.back().way = Way::kWords;
+            continue;
+        }
+        // The outputs of no, some and all ranks in pools.
+        for (const int in_pool : {0, 0b01010101, 0xFF}) {
+            cases.push_back(cases[i]);
+            cases.back().way = Way::kTiles;
             cases.back().in_pool = in_pool;
         }
     }
@@ -266,7 +283,7 @@ public:
     Job job(int rank, int blocks, int launch) const {
         const int64_t piece = std::min(input_bytes_, out_bytes_);
         Job job{};
-        job.count = case_.by_tiles ? tiles_in(piece) : lines_in(piece);
+        job.count = units_in(case_.way, piece);
         // Some ranks have their outputs in the pool, some have not.
         job.pool_offset = (case_.in_pool >> rank & 1) != 0 ? outs_[rank] : -1;
         job.input = {device_->at(inputs_[rank]), input_bytes_, 0, input_bytes_};
@@ -275,8 +292,7 @@ public:
         if (case_.kind == Kind::kTwoSteps) {
             job.steps = Steps::kReduceSend;
             job.count = (job.count + world_ - 1) / world_;
-            const int64_t unit = case_.by_tiles ? kTileBytes : kLineData;
-            job.input.stride = job.input.piece = job.out.stride = job.out.piece = job.count * unit;
+            job.input.stride = job.input.piece = job.out.stride = job.out.piece = job.count * unit_bytes(case_.way);
         } else if (case_.kind == Kind::kReduceScatter) {
             job.steps = Steps::kScatter;
             job.input.stride = job.input.piece = piece;
@@ -290,8 +306,7 @@ public:
         job.element = case_.element;
         job.reduction = case_.reduction;
         const int64_t slot_bytes = Ranks::slot_bytes(world_);
-        if (case_.by_tiles ? slot_tiles_for(job.steps, job.count) > tiles_of_slot(slot_bytes)
-                           : line_slot_bytes_for(job.steps, job.count) > slot_bytes) {
+        if (job.count > units_of_slot(case_.way, job.steps, {slot_bytes, slot_bytes, slot_bytes})) {
             throw std::length_error("slot too small");
         }
         return job;

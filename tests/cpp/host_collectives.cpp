@@ -1,15 +1,18 @@
 // The words that collectives agree by (signal.h), with kernels as random interleavings of their blocks' arrivals and
-// departures, and the sizes of their memory (lines.h).
+// departures, and what goes which way through which memory (tuning.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cmath>
 #include <limits>
 #include <ostream>
+#include <utility>
 #include <vector>
 
-#include "collectives/lines.h"
 #include "collectives/signal.h"
+#include "collectives/tuning.h"
 #include "seed.h"
 
 namespace te_graph::collectives {
@@ -288,17 +291,72 @@ TEST(State, TheFirstBlockThatMeetsAnotherKernelSeesIt) {
     }
 }
 
-TEST(Lines, BearFifteenWordsOfEightBytes) {
-    EXPECT_EQ(lines_in(0), 0);
-    EXPECT_EQ(lines_in(1), 1);
-    EXPECT_EQ(lines_in(119), 1);
-    EXPECT_EQ(lines_in(120), 1);
-    EXPECT_EQ(lines_in(121), 2);
-    EXPECT_EQ(lines_in(240), 2);
-    EXPECT_EQ(lines_in(241), 3);
-    constexpr int64_t kMany = 120 * (int64_t{1} << 50);
-    EXPECT_EQ(lines_in(kMany), int64_t{1} << 50);
-    EXPECT_EQ(lines_in(kMany + 1), (int64_t{1} << 50) + 1);
+TEST(Units, HoldWhatTheWaysMoveAtOnce) {
+    for (const auto& [way, bytes] : {std::pair{Way::kLines, 120}, {Way::kWords, 128}, {Way::kTiles, 16384}}) {
+        EXPECT_EQ(units_in(way, 0), 0);
+        EXPECT_EQ(units_in(way, 1), 1);
+        EXPECT_EQ(units_in(way, bytes), 1);
+        EXPECT_EQ(units_in(way, bytes + 1), 2);
+        EXPECT_EQ(units_in(way, bytes * (int64_t{1} << 48) + 1), (int64_t{1} << 48) + 1);
+    }
+}
+
+// The empty word and what is sent for it are NaNs of each format, and one is not the other.
+TEST(Words, EmptyOnesAreNaNs) {
+    for (const uint32_t word : {kEmptyWord, kNanWord}) {
+        EXPECT_TRUE(std::isnan(std::bit_cast<float>(word)));
+        for (const uint32_t half : {word & 0xFFFF, word >> 16}) {
+            EXPECT_TRUE((half & 0x7C00) == 0x7C00 && (half & 0x3FF) != 0) << "fp16";
+            EXPECT_TRUE(std::isnan(std::bit_cast<float>(half << 16))) << "bf16";
+        }
+    }
+    EXPECT_NE(kEmptyWord, kNanWord);
+    EXPECT_EQ(kEmptyWord & 0xFF, static_cast<uint32_t>(kEmptyByte));
+}
+
+TEST(Inbox, IsDividedIntoLinesForAllWaysAndNothingIsLost) {
+    for (const int64_t slots : {2, 4, 6, 14}) {
+        for (const int64_t inbox : {int64_t{512} << 10, int64_t{1} << 20, int64_t{128} << 20, int64_t{1} << 40}) {
+            const SlotBytes found = divide_inbox(inbox, slots);
+            for (const int64_t bytes : {found.lines, found.words, found.tiles}) {
+                EXPECT_GE(bytes, kLineBytes);
+                EXPECT_EQ(bytes % kLineBytes, 0);
+            }
+            const int64_t used =
+                static_cast<int64_t>(sizeof(Mailbox)) + slots * (found.lines + found.words + found.tiles);
+            EXPECT_LE(used, inbox);
+            EXPECT_GT(used, inbox - slots * kLineBytes);
+        }
+    }
+}
+
+// What a launch does fits into a slot, whatever the thresholds; each block of words has a line to say who it is.
+TEST(Split, FitsIntoSlots) {
+    auto generator = seeded_generator();
+    for (int i = 0; i < 100000; ++i) {
+        const auto random = [&] { return static_cast<int64_t>(generator() % (1ull << generator() % 40)); };
+        const SlotBytes slots = divide_inbox((512 << 10) + random(), 2 * (1 + static_cast<int64_t>(generator() % 7)));
+        const Tuning tuning{random(), random(), random()};
+        const Op op = static_cast<Op>(generator() % 3);
+        const int64_t bytes = 1 + random();
+        const int world = 2 + static_cast<int>(generator() % 7);
+        const Split split = split_of(op, bytes, world, slots, tuning);
+        ASSERT_GT(split.count, 0);
+        ASSERT_EQ(split.steps == Steps::kSend, op == Op::kAllGather);
+        ASSERT_EQ(split.steps == Steps::kReduceSend, op == Op::kAllReduce && bytes > tuning.one_step_bytes);
+        ASSERT_TRUE(split.way != Way::kTiles || op == Op::kAllGather);
+        ASSERT_TRUE(split.way != Way::kWords || op != Op::kAllGather);
+        const int64_t sent = split.steps == Steps::kReduce ? bytes : bytes / world;
+        const bool is_large = sent > (op == Op::kAllGather ? tuning.gather_line_bytes : tuning.line_bytes);
+        ASSERT_TRUE(is_large || split.way == Way::kLines);
+        if (split.way == Way::kTiles) {
+            ASSERT_LE(tile_data_offset(slots.tiles) + split.count * kTileBytes, slots.tiles);
+        } else {
+            const bool by_words = split.way == Way::kWords;
+            ASSERT_LE(line_slot_bytes_for(split.steps, split.count), by_words ? slots.words : slots.lines);
+            ASSERT_TRUE(!by_words || slots.lines >= kMaxBlocks * kLineBytes);
+        }
+    }
 }
 
 TEST(Lines, ASlotHoldsTheLinesAndOfTwoStepsTwice) {

@@ -1,0 +1,39 @@
+// Lines as the kernels of line_kernels.cuh move them.
+#pragma once
+
+#include "collectives/lines.cuh"
+
+namespace te_graph::collectives {
+
+// Data and flag in a line.
+struct LineWire {
+    // Of the kernel that loops, and turns that a warp sends before it waits for what came of the first one: so the links
+    // stay busy while sums are made.
+    static constexpr int threads(int) { return 512; }
+    static constexpr int kAhead = 4;
+    // That a thread has in kernels that do not loop.
+    static constexpr int kMostLines = 4;
+
+    __device__ static int64_t slot_bytes(const Peers& peers) { return peers.line_slot_bytes; }
+    __device__ static char* inbox(const Peers& peers, int rank) { return peers.lines(rank); }
+    __device__ static void begin(const Peers&, const Turn&) {}
+    template <typename Look>
+    __device__ static void look_first(const Peers&, Turn&, const Look& look) {
+        look();
+    }
+    __device__ static Part load(const char* begin, int64_t bytes, int64_t line) {
+        return load_part(begin, bytes, line);
+    }
+    __device__ static void store(char* begin, int64_t bytes, int64_t line, const Part& part) {
+        store_part(begin, bytes, line, part);
+    }
+    __device__ static void send(char* slot, int64_t line, const Part& part, uint64_t flag) {
+        send_part(slot, line, part, flag);
+    }
+    __device__ static Part look(const char* slot, int64_t line) { return look_at_part(slot, line); }
+    __device__ static bool is_missing(const Part& part, uint64_t flag) { return has_flag() && part.second != flag; }
+    __device__ static uint64_t flag_of(const Part& part) { return part.second; }
+    __device__ static void take(char*, int64_t) {}
+};
+
+}  // namespace te_graph::collectives

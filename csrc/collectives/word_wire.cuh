@@ -1,0 +1,110 @@
+// Words as the kernels of line_kernels.cuh move them.
+#pragma once
+
+#include "collectives/line_kernels.cuh"
+#include "collectives/line_wire.cuh"
+#include "collectives/words.h"
+
+namespace te_graph::collectives {
+
+constexpr uint64_t kEmpty = static_cast<uint64_t>(kEmptyWord) << 32 | kEmptyWord;
+
+__device__ inline bool has_empty(uint64_t word) {
+    return static_cast<uint32_t>(word) == kEmptyWord || static_cast<uint32_t>(word >> 32) == kEmptyWord;
+}
+// With words that look empty replaced.
+__device__ inline uint64_t filled(uint64_t word) {
+    const auto low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> 32);
+    return static_cast<uint64_t>(high == kEmptyWord ? kNanWord : high) << 32 | (low == kEmptyWord ? kNanWord : low);
+}
+
+struct alignas(16) TwoWords {
+    uint64_t first, second;
+};
+
+// Data alone.
+struct WordWire {
+    // Wide blocks, so that what is sent at once keeps the links busy while sums of the turn before are made.
+    static constexpr int threads(int most) { return most <= 2 ? 1024 : 512; }
+    static constexpr int kAhead = 1;
+    static constexpr int kMostLines = 2;
+
+    __device__ static int64_t slot_bytes(const Peers& peers) { return peers.word_slot_bytes; }
+    __device__ static char* inbox(const Peers& peers, int rank) { return peers.words(rank); }
+
+    __device__ static void begin(const Peers& peers, const Turn& turn) {
+        if (turn.failed()) return;
+        const Slots<LineWire> hellos(peers, turn, 0);
+        // For blocks that peers have and this rank has not, too.
+        for (int block = blockIdx.x + threadIdx.x / 8 * gridDim.x; block < kMaxBlocks;
+             block += blockDim.x / 8 * gridDim.x) {
+            send_to_all(peers, hellos, block, {}, turn.flag());
+        }
+    }
+    // Each warp hears all peers' lines before it takes data, which would else be that of whatever they do. They were sent
+    // first, and are looked at together with the data, so this takes no time.
+    template <typename Look>
+    __device__ static void look_first(const Peers& peers, Turn& turn, const Look& look) {
+        look();
+        if (turn.failed()) return;
+        const char* const hellos = Slots<LineWire>(peers, turn, blockIdx.x).of_peers(peers);
+        while (true) {
+            bool is_missing = false;
+            int missing_slot = 0;
+            uint64_t seen = 0;
+            for (int i = threadIdx.x % 32 / 8; i < peers.world - 1; i += kLinesPerWarp) {
+                const Part part = look_at_part(hellos + i * peers.line_slot_bytes, 0);
+                if (!LineWire::is_missing(part, turn.flag())) continue;
+                is_missing = true;
+                missing_slot = i;
+                seen = part.second;
+            }
+            if (!__any_sync(~0u, is_missing)) break;
+            if (!turn.goes_on(is_missing, seen, peer_of_slot(missing_slot, peers.rank))) return;
+            look();
+        }
+        turn.came();
+    }
+
+    __device__ static Part load(const char* begin, int64_t bytes, int64_t line) {
+        const int64_t offset = line * kLineBytes + 16 * place_in_line(), left = bytes - offset;
+        if (reinterpret_cast<uintptr_t>(begin) % 16 == 0 && left >= 16) {
+            const TwoWords words = *reinterpret_cast<const TwoWords*>(begin + offset);
+            return {filled(words.first), filled(words.second)};
+        }
+        return {filled(load_odd_word(begin + offset, left)), filled(load_odd_word(begin + offset + 8, left - 8))};
+    }
+    __device__ static void store(char* begin, int64_t bytes, int64_t line, const Part& part) {
+        const int64_t offset = line * kLineBytes + 16 * place_in_line(), left = bytes - offset;
+        if (reinterpret_cast<uintptr_t>(begin) % 16 == 0 && left >= 16) {
+            *reinterpret_cast<TwoWords*>(begin + offset) = {part.first, part.second};
+        } else {
+            store_odd_word(begin + offset, left, part.first);
+            store_odd_word(begin + offset + 8, left - 8, part.second);
+        }
+    }
+    // Sums of NaNs are another NaN than the empty word, and inputs were filled.
+    __device__ static void send(char* slot, int64_t line, const Part& part, uint64_t) {
+        char* const place = slot + line * kLineBytes + 16 * place_in_line();
+        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(place), "l"(part.first), "l"(part.second)
+                     : "memory");
+    }
+    __device__ static Part look(const char* slot, int64_t line) {
+        const char* const place = slot + line * kLineBytes + 16 * place_in_line();
+        Part part;
+        asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                     : "=l"(part.first), "=l"(part.second)
+                     : "l"(place)
+                     : "memory");
+        return part;
+    }
+    __device__ static bool is_missing(const Part& part, uint64_t) {
+        return has_empty(part.first) || has_empty(part.second);
+    }
+    __device__ static uint64_t flag_of(const Part&) { return 0; }
+    __device__ static void take(char* slot, int64_t line) {
+        *reinterpret_cast<TwoWords*>(slot + line * kLineBytes + 16 * place_in_line()) = {kEmpty, kEmpty};
+    }
+};
+
+}  // namespace te_graph::collectives

@@ -1,0 +1,13 @@
+// Kernels of collectives whose blocks come late, and of which some do not wait.
+#pragma once
+
+#include "collectives/tuning.h"
+
+namespace te_graph::collectives {
+
+enum class Waiting { kForData, kForNothing };
+
+// A sum of fp32 in one step, by lines or words.
+cudaError_t launch_late(const Peers& peers, const Job& job, Way way, Waiting waiting, cudaStream_t stream);
+
+}  // namespace te_graph::collectives
