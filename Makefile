@@ -1,7 +1,7 @@
 # make train      train the example GPT with its layers replayed from graphs       ARGS="--compare" adds options
 # make test       ruff, clang-format, pytest and GoogleTests: everything that needs no GPU
 # make test-gpu   the tests that need a GPU
-# make bench      the benchmarks of graphed layers, on a GPU                        ARGS="--quick --out DIR"
+# make bench      all benchmarks, those of collectives on several GPUs                   ARGS="--quick --out DIR"
 # make build      install te_graph, editable, and compile what changed
 # make format     format the C++ code, mend what ruff can
 # make clean      remove what was built
@@ -67,6 +67,8 @@ bench: $(BUILT)
 	$(PY) benchmarks/bench_multi_tensor.py $(ARGS)
 	$(PY) benchmarks/bench_fp8.py $(ARGS)
 	$(PY) benchmarks/bench_flags.py $(ARGS)
+	if [ $$($(PY) -c 'import torch; print(torch.cuda.device_count())') -gt 1 ]; then \
+		$(PY) benchmarks/bench_collectives.py $(ARGS); fi
 
 format: $(BUILT) lint-tools
 	clang-format -i $(CXX_FILES)

@@ -129,7 +129,7 @@ class PeerGroup:
         return tune(self)
 
     def mem_pool(self) -> torch.cuda.MemPool:
-        """A pool for tensors in the slab: what peers gather or sum for such an output is written there and not copied.
+        """A pool for tensors in the slab: what peers gather into such an output is written there and not copied.
 
         Use it with torch.cuda.use_mem_pool(pool), or as the pool of a graph: torch.cuda.graph(g, pool=pool.id). Tensors
         elsewhere give the same values; ranks need not agree on it. Without peers it is an ordinary pool. Keep the group

@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <functional>
 #include <initializer_list>
 
 namespace te_graph::collectives {
@@ -85,7 +86,7 @@ struct AllGather : torch::autograd::Function<AllGather> {
 
 bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
 
-void check_no_gradient(const char* op, std::initializer_list<at::Tensor> tensors) {
+void check_no_gradient(const char* op, std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors) {
     for (const at::Tensor& tensor : tensors) {
         TORCH_CHECK_NOT_IMPLEMENTED(!needs_gradient(tensor), op,
                                     ": has no gradient, and a tensor that needs one was given; call the form that "

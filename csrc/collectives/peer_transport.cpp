@@ -171,9 +171,7 @@ void PeerTransport::run(const Operation& operation) {
     const std::lock_guard lock(state_->mutex);
     const c10::cuda::CUDAGuard guard(state_->memory.slab.device());
     const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-    state_->chain.enter(stream);
-    state_->launch(operation, stream);
-    state_->chain.leave(stream);
+    state_->chain.run(stream, [&] { state_->launch(operation, stream); });
 }
 
 void PeerTransport::check(const char* op) {

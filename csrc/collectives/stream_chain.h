@@ -24,21 +24,23 @@ public:
         }
     }
 
-    void enter(c10::cuda::CUDAStream stream) {
+    // Runs operation() on a stream, behind the last one.
+    template <typename Function>
+    void run(c10::cuda::CUDAStream stream, const Function& operation) {
         Link& link = link_of(stream);
-        if (!link.last || *link.last == stream) return;
-        // The last stream's own work is all that the next operation waits for, so an event may be recorded this late;
-        // but for a stream that is being captured by now, what it did before has no event, and kernels watch out.
-        if (!link.is_recorded && !is_capturing(*link.last)) record(link, *link.last);
-        if (link.is_recorded) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, link.event));
-    }
-    void leave(c10::cuda::CUDAStream stream) {
-        Link& link = link_of(stream);
+        if (link.last && *link.last != stream) {
+            // The last stream's own work is all that has to be waited for, so an event may be recorded this late; but for a
+            // stream that is being captured by now, what it did before has no event, and kernels watch out.
+            if (!link.is_recorded && !is_capturing(*link.last)) record(link, *link.last);
+            if (link.is_recorded) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, link.event));
+        }
+        // Also where the operation fails halfway.
+        link.last = stream;
         link.is_recorded = false;
+        operation();
         // An event costs as much as a launch, and most groups are used on one stream. Streams of others than torch may be
         // gone when the next operation comes, and a capture may have joined its streams.
         if (&link == &captured_ || !is_of_torch(stream)) record(link, stream);
-        link.last = stream;
     }
 
 private:
