@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,21 @@ def assert_fallback(rank: Rank, group: tg.PeerGroup) -> None:
     assert same_bits(out, total)
     with pytest.raises(RuntimeError, match="expected a group of GPUs that are peers"):
         _ = group.found_inf
+
+
+def test_gpus_that_are_hidden_or_not_linked_are_no_peers(monkeypatch):
+    """Why a rank does without peers, by what it sees of GPUs."""
+    group = object.__new__(tg.PeerGroup)
+    group.rank, group.device = 1, torch.device("cuda", 0)
+    seen = ["GPU-b", "GPU-a"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=seen[number]))
+    asked = []
+    monkeypatch.setattr(_C, "has_peer_link", lambda *pair: asked.append(pair), raising=False)
+    assert group._map([b""] * 2, ["GPU-a", "GPU-b"]) == "no NVLink between the GPUs of ranks 1 and 0"
+    assert asked == [(0, 1)]
+    reason = group._map([b""] * 3, ["GPU-c", "GPU-b", "GPU-a"])
+    assert reason == "rank 1 does not see the GPU of rank 0: make all GPUs visible to all ranks"
 
 
 # F8.

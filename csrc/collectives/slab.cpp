@@ -44,6 +44,14 @@ bool has_peer_link(int device, int peer) {
 
 Slab::Slab(at::Device device, int64_t bytes) : memory_(allocate(device, bytes)) {}
 
+Slab::~Slab() {
+    try {
+        unmap();
+    } catch (const c10::Error&) {
+        // The context has ended, and what it had mapped with it.
+    }
+}
+
 std::string Slab::handle() const {
     const c10::cuda::CUDAGuard guard(memory_.device());
     cudaIpcMemHandle_t handle;

@@ -20,7 +20,7 @@ bool has_peer_link(int device, int peer);
 class Slab {
 public:
     Slab(at::Device device, int64_t bytes);
-    ~Slab() { unmap(); }
+    ~Slab();
     Slab(const Slab&) = delete;
     Slab& operator=(const Slab&) = delete;
 
