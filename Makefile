@@ -27,7 +27,7 @@ JOBS := $(or $(MAX_JOBS),$(shell nproc))
 
 # $(call gtest,LABEL): builds the GoogleTests, runs those with the label.
 define gtest
-	cmake -G Ninja -S . -B build/gtest -DPython_EXECUTABLE=$(PY) $(CMAKE_ARGS)
+	cmake -G Ninja -S . -B build/gtest -DPython_EXECUTABLE=$(PY) -DTE_GRAPH_OBJECTS=$$(cat build/objects) $(CMAKE_ARGS)
 	cmake --build build/gtest --parallel $(JOBS)
 	ctest --test-dir build/gtest -L '^$(1)$$' --output-on-failure --no-tests=error
 endef

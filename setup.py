@@ -98,7 +98,10 @@ def make_extension():
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Builds in build/, so that pip compiles only what changed, and writes te_graph/_build_config.py."""
+    """Builds in build/, so that pip compiles only what changed.
+
+    Writes te_graph/_build_config.py, and to build/objects where GoogleTests find compiled kernels.
+    """
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -113,6 +116,7 @@ class BuildExtension(cpp_extension.BuildExtension):
         print(f"  architectures  {ARCHS or 'none: CPU ops only'}")
         print(f"  compiler       {compiler}", flush=True)
         super().run()
+        (ROOT / "build" / "objects").write_text(self.build_temp if CUDA_VERSION else "")
         config = {
             "TORCH_VERSION": str(torch.__version__),
             "CUDA_VERSION": CUDA_VERSION,
