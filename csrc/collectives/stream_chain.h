@@ -65,6 +65,8 @@ private:
     }
 
     Link& link_of(cudaStream_t stream) {
+        // The default stream cannot be captured, and asking takes time.
+        if (stream == nullptr) return eager_;
         cudaStreamCaptureStatus status;
         unsigned long long capture = 0;
         C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
