@@ -99,7 +99,11 @@ class PeerGroup:
         self._handle, needs_tuning = self._set_up(tune)
         _open_groups.add(self)
         if needs_tuning:
-            self.tune()
+            try:
+                self.tune()
+            except RuntimeError:
+                self.close()  # on all ranks, for all have this error
+                raise
 
     @property
     def uses_peers(self) -> bool:

@@ -140,6 +140,18 @@ def scenario_oversize(rank: Rank, dtype: torch.dtype) -> None:
             assert same_bits(tg.reduce_scatter(shared, group), expected), nbytes
 
 
+def scenario_empty_words(rank: Rank) -> None:
+    """NaNs of nothing but ones, which is what large reductions take for memory that nobody has written."""
+    with open_group(rank, timeout=5.0) as group:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = torch.full((300_001,), -1, dtype=torch.int32, device=rank.device).view(dtype)
+            x[1::3] = rank.rank
+            got = tg.all_reduce(x, group)
+            assert got.isnan().sum() == got.numel() - got[1::3].numel()
+            assert (got[1::3] == sum(range(rank.world))).all()
+        group.check()
+
+
 def scenario_max(rank: Rank) -> None:
     with open_group(rank) as group:
         everybody = spread((1001,), rank, torch.float32)
@@ -218,6 +230,10 @@ def test_odd_shapes_and_strides(ranks, seed, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_special_values(ranks, seed, dtype):
     ranks.run(scenario_special_values, seed, dtype)
+
+
+def test_numbers_that_look_like_empty_memory_are_nans(ranks, seed):
+    ranks.run(scenario_empty_words, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -101,6 +101,18 @@ def scenario_failing_step(rank: Rank) -> None:
                 assert_works(rank, group)
 
 
+def scenario_failing_measurement(rank: Rank) -> None:
+    """Thresholds that cannot be measured, as here where there are no peers, leave no group behind."""
+    set_up = tg.PeerGroup._set_up
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg.PeerGroup, "_set_up", lambda self, tune: (set_up(self, False)[0], True))
+        patch.setattr(tg.PeerGroup, "uses_peers", False)
+        with pytest.raises(RuntimeError, match="tune: expected a group of peers"):
+            open_group(rank, name="measured twice")
+    with open_group(rank, name="measured twice") as group:
+        assert_works(rank, group)
+
+
 def scenario_taken_name(rank: Rank) -> None:
     """A name that one rank has in use already: an error on all."""
     with open_group(rank, name="taken") as group:
@@ -318,6 +330,10 @@ def scenario_devices(rank: Rank) -> None:
 
 def test_a_step_that_fails_on_a_rank_is_the_same_error_on_all(ranks, seed):
     ranks.run(scenario_failing_step, seed)
+
+
+def test_a_group_whose_thresholds_cannot_be_measured_is_closed(ranks, seed):
+    ranks.run(scenario_failing_measurement, seed)
 
 
 def test_a_name_is_taken_once(ranks, seed):

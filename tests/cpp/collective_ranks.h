@@ -338,7 +338,7 @@ inline multi_tensor::DType dtype_of(Element element) {
 
 inline uint64_t random_special(const multi_tensor::Format& format, std::mt19937_64& generator) {
     const uint64_t sign = generator() % 2 ? format.sign() : 0, any = generator() & format.fraction_mask();
-    switch (generator() % 5) {
+    switch (generator() % 6) {
         case 0:
             return sign;
         case 1:
@@ -347,6 +347,8 @@ inline uint64_t random_special(const multi_tensor::Format& format, std::mt19937_
             return sign | format.infinity();
         case 3:
             return sign | format.infinity() | any;
+        case 4:
+            return format.sign() | format.infinity() | format.fraction_mask();  // looks like an empty word
         default:
             return sign | (format.infinity() - 1);  // the largest number
     }
