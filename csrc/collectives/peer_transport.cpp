@@ -63,8 +63,8 @@ struct PeerTransport::State {
         peers.world = static_cast<int32_t>(memory.places.size());
         slots = divide_inbox(memory.inbox_bytes, 2 * static_cast<int64_t>(peers.world - 1));
         peers.line_slot_bytes = slots.lines;
-        peers.word_slot_bytes = slots.words;
-        peers.tile_slot_bytes = slots.tiles;
+        peers.data_slot_bytes = slots.data;
+        peers.flag_slot_bytes = slots.flags;
         peers.control = static_cast<Control*>(control.data_ptr());
         for (int p = 0; p < peers.world; ++p) {
             char* const place = reinterpret_cast<char*>(memory.places[p]);
@@ -73,8 +73,8 @@ struct PeerTransport::State {
 
         // Lines of whoever had this memory before must not look like ours.
         memory.slab.narrow(0, 0, memory.inbox_bytes).zero_();
-        const int64_t words = peers.words(peers.rank) - peers.inbox[peers.rank];
-        memory.slab.narrow(0, words, 2 * (peers.world - 1) * slots.words).fill_(kEmptyByte);
+        const int64_t data = peers.data(peers.rank) - peers.inbox[peers.rank];
+        memory.slab.narrow(0, data, 2 * (peers.world - 1) * slots.data).fill_(kEmptyByte);
         Control start{};
         start.state = 1ull << kSequenceShift;
         start.traps = options.traps;

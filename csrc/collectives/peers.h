@@ -43,7 +43,7 @@ struct Control {
 };
 
 // The start of a rank's memory that peers write: the inbox. What comes with operations follows: slots for lines, then
-// for words and for tiles, see lines.h. Multiples of a line.
+// for data and for flags of tiles, see lines.h. Multiples of a line.
 struct alignas(128) Mailbox {
     uint64_t abort;  // 0, or 1 + the rank that gave up
 };
@@ -55,8 +55,8 @@ struct Peers {
     int32_t world;
     // Of an inbox half, for one sender; multiples of a line.
     int64_t line_slot_bytes;
-    int64_t word_slot_bytes;
-    int64_t tile_slot_bytes;
+    int64_t data_slot_bytes;  // of words and tiles
+    int64_t flag_slot_bytes;  // of tiles
     // Of each rank, as this GPU addresses it.
     char* inbox[kMaxRanks];
     char* pool[kMaxRanks];  // where a tensor at offset o of rank p's pool is: pool[p] + o
@@ -64,8 +64,8 @@ struct Peers {
     TE_GRAPH_ANYWHERE Mailbox* mailbox(int p) const { return reinterpret_cast<Mailbox*>(inbox[p]); }
     // A half for even and one for odd sequence numbers each.
     TE_GRAPH_ANYWHERE char* lines(int p) const { return inbox[p] + sizeof(Mailbox); }
-    TE_GRAPH_ANYWHERE char* words(int p) const { return lines(p) + 2 * (world - 1) * line_slot_bytes; }
-    TE_GRAPH_ANYWHERE char* tiles(int p) const { return words(p) + 2 * (world - 1) * word_slot_bytes; }
+    TE_GRAPH_ANYWHERE char* data(int p) const { return lines(p) + 2 * (world - 1) * line_slot_bytes; }
+    TE_GRAPH_ANYWHERE char* flags(int p) const { return data(p) + 2 * (world - 1) * data_slot_bytes; }
 };
 
 // What elements are to a reduction; bytes are only moved.

@@ -1,8 +1,8 @@
 // Formula: out = all x one behind the other.
 // Grid: blocks of 2 x 256 threads, each with every n-th tile; one half sends, the other one receives, so that links and memory
 // are busy at once.
-// Bytes per element: read once, sent world - 1 times, written once; what is received outside of a pool is read and written
-// once more.
+// Bytes per element: read once, sent world - 1 times, written once; what is received outside of a pool is read, written and
+// emptied.
 // Determinism: bytes are only moved.
 // A block waits for the blocks of peers that have the same tiles, never for one of its own GPU.
 #include "collectives/tiles.cuh"
@@ -76,6 +76,7 @@ public:
                 poison(vectors);
             }
             store_tile(job_.out.begin(p), job_.out.size(p), tile, vectors);
+            if (came) empty(slot_of(p).tiles(), tile);
         });
     }
 
@@ -91,9 +92,16 @@ private:
         }
     }
 
+    // NaN in every float format.
     __device__ static void poison(Vectors& vectors) {
 #pragma unroll
         for (int i = 0; i < kVectors; ++i) vectors[i] = {~0ull, ~0ull};
+    }
+    __device__ static void empty(char* tiles, int64_t tile) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            *reinterpret_cast<Vector*>(tiles + vector_offset(tile, i)) = {kEmpty, kEmpty};
+        }
     }
 
     __device__ static void store_whole(char* tiles, int64_t tile, const Vectors& vectors) {

@@ -89,8 +89,8 @@ public:
     __device__ TileSlot(const Peers& peers, const Turn& turn, int from, int at) {
         const int slot = from < at ? from : from - 1;
         hello_ = peers.lines(at) + turn.half(peers.line_slot_bytes) + slot * peers.line_slot_bytes;
-        flags_ = peers.tiles(at) + turn.half(peers.tile_slot_bytes) + slot * peers.tile_slot_bytes;
-        tiles_ = flags_ + tile_data_offset(peers.tile_slot_bytes);
+        flags_ = peers.flags(at) + turn.half(peers.flag_slot_bytes) + slot * peers.flag_slot_bytes;
+        tiles_ = peers.data(at) + turn.half(peers.data_slot_bytes) + slot * peers.data_slot_bytes;
     }
 
     __device__ const char* hello() const { return hello_; }

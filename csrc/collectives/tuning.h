@@ -25,17 +25,19 @@ constexpr Tuning default_tuning(int world) {
     return {.one_step_bytes = 192 << 10, .line_bytes = 64 << 10, .gather_line_bytes = 512 << 10};
 }
 
-// How the memory that peers write is divided: slots of `slots` senders, for lines, words and tiles.
+// How the memory that peers write is divided: slots of `slots` senders for lines, for words and tiles, and for their flags.
 struct SlotBytes {
-    int64_t lines, words, tiles;
+    int64_t lines, data, flags;
 };
 constexpr SlotBytes divide_inbox(int64_t inbox_bytes, int64_t slots) {
     constexpr int64_t kMostLines = 8 << 20;
     const auto whole_lines = [](int64_t bytes) { return bytes / kLineBytes * kLineBytes; };
     const int64_t slot = whole_lines((inbox_bytes - static_cast<int64_t>(sizeof(Mailbox))) / slots);
     const int64_t quarter = whole_lines(slot / 4), lines = quarter < kMostLines ? quarter : kMostLines;
-    const int64_t words = whole_lines((slot - lines) / 2);
-    return {lines, words, slot - lines - words};
+    // A flag for each tile, and a line at least.
+    const int64_t flags =
+        whole_lines((slot - lines) / kTileBytes * static_cast<int64_t>(sizeof(uint64_t))) + kLineBytes;
+    return {lines, slot - lines - flags, flags};
 }
 
 // The launches that an operation comes to.
@@ -51,8 +53,8 @@ constexpr int64_t unit_bytes(Way way) {
 constexpr int64_t units_in(Way way, int64_t bytes) { return (bytes + unit_bytes(way) - 1) / unit_bytes(way); }
 // That a slot has room for.
 constexpr int64_t units_of_slot(Way way, Steps steps, const SlotBytes& slots) {
-    if (way == Way::kTiles) return tiles_of_slot(slots.tiles);
-    return (way == Way::kLines ? slots.lines : slots.words) / line_slot_bytes_for(steps, 1);
+    if (way == Way::kTiles) return tiles_of_slots(slots.data, slots.flags);
+    return (way == Way::kLines ? slots.lines : slots.data) / line_slot_bytes_for(steps, 1);
 }
 // bytes: of the larger one of input and output.
 constexpr Split split_of(Op op, int64_t bytes, int world, const SlotBytes& slots, const Tuning& tuning) {

@@ -7,8 +7,6 @@
 
 namespace te_graph::collectives {
 
-constexpr uint64_t kEmpty = static_cast<uint64_t>(kEmptyWord) << 32 | kEmptyWord;
-
 __device__ inline bool has_empty(uint64_t word) {
     return static_cast<uint32_t>(word) == kEmptyWord || static_cast<uint32_t>(word >> 32) == kEmptyWord;
 }
@@ -29,8 +27,8 @@ struct WordWire {
     static constexpr int kAhead = 1;
     static constexpr int kMostLines = 2;
 
-    __device__ static int64_t slot_bytes(const Peers& peers) { return peers.word_slot_bytes; }
-    __device__ static char* inbox(const Peers& peers, int rank) { return peers.words(rank); }
+    __device__ static int64_t slot_bytes(const Peers& peers) { return peers.data_slot_bytes; }
+    __device__ static char* inbox(const Peers& peers, int rank) { return peers.data(rank); }
 
     __device__ static void begin(const Peers& peers, const Turn& turn) {
         if (turn.failed()) return;

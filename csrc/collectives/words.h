@@ -12,6 +12,7 @@
 namespace te_graph::collectives {
 
 constexpr uint32_t kEmptyWord = 0xFFFFFFFF;
+constexpr uint64_t kEmpty = static_cast<uint64_t>(kEmptyWord) << 32 | kEmptyWord;
 constexpr int kEmptyByte = 0xFF;
 // That looks like kEmptyWord and is none.
 constexpr uint32_t kNanWord = 0xFFFEFFFE;

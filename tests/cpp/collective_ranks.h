@@ -68,11 +68,11 @@ public:
     }
 
     char* inbox() const { return inbox_.at(0); }
-    // Whether all that came by words has been taken.
-    bool has_empty_words() const {
-        std::vector<char> words(2 * half_bytes_);
-        inbox_.read(sizeof(Mailbox) + 2 * half_bytes_, words.data(), words.size());
-        return std::all_of(words.begin(), words.end(), [](char byte) { return byte == static_cast<char>(kEmptyByte); });
+    // Whether all data that came has been taken.
+    bool is_empty() const {
+        std::vector<char> data(2 * half_bytes_);
+        inbox_.read(sizeof(Mailbox) + 2 * half_bytes_, data.data(), data.size());
+        return std::all_of(data.begin(), data.end(), [](char byte) { return byte == static_cast<char>(kEmptyByte); });
     }
     Control* control_on_device() const { return reinterpret_cast<Control*>(control_.at(0)); }
     cudaStream_t stream() const { return stream_.get(); }
@@ -123,7 +123,7 @@ public:
         Peers peers{};
         for (int p = 0; p < world(); ++p) peers.inbox[p] = ranks_[p]->inbox();
         peers.control = ranks_[rank]->control_on_device();
-        peers.line_slot_bytes = peers.word_slot_bytes = peers.tile_slot_bytes = slot_bytes(world());
+        peers.line_slot_bytes = peers.data_slot_bytes = peers.flag_slot_bytes = slot_bytes(world());
         peers.rank = rank;
         peers.world = world();
         return peers;
@@ -139,7 +139,7 @@ public:
             const Control control = ranks_[rank]->control();
             EXPECT_EQ(control.state, (first_sequence_ + operations) << kSequenceShift) << "rank " << rank;
             EXPECT_EQ(control.failed, 0.0f) << "rank " << rank;
-            EXPECT_TRUE(ranks_[rank]->has_empty_words()) << "rank " << rank;
+            EXPECT_TRUE(ranks_[rank]->is_empty()) << "rank " << rank;
             EXPECT_EQ(ranks_[rank]->abort(), 0u) << "rank " << rank;
             EXPECT_EQ(ranks_[rank]->record().is_set, 0)
                 << "rank " << rank << ": failure " << static_cast<int>(ranks_[rank]->record().failure) << " of peer "

@@ -318,12 +318,13 @@ TEST(Inbox, IsDividedIntoLinesForAllWaysAndNothingIsLost) {
     for (const int64_t slots : {2, 4, 6, 14}) {
         for (const int64_t inbox : {int64_t{512} << 10, int64_t{1} << 20, int64_t{128} << 20, int64_t{1} << 40}) {
             const SlotBytes found = divide_inbox(inbox, slots);
-            for (const int64_t bytes : {found.lines, found.words, found.tiles}) {
+            for (const int64_t bytes : {found.lines, found.data, found.flags}) {
                 EXPECT_GE(bytes, kLineBytes);
                 EXPECT_EQ(bytes % kLineBytes, 0);
             }
             const int64_t used =
-                static_cast<int64_t>(sizeof(Mailbox)) + slots * (found.lines + found.words + found.tiles);
+                static_cast<int64_t>(sizeof(Mailbox)) + slots * (found.lines + found.data + found.flags);
+            EXPECT_GE(units_of_slot(Way::kTiles, Steps::kSend, found) + 1, found.data / kTileBytes) << "flags for all";
             EXPECT_LE(used, inbox);
             EXPECT_GT(used, inbox - slots * kLineBytes);
         }
@@ -350,10 +351,11 @@ TEST(Split, FitsIntoSlots) {
         const bool is_large = sent > (op == Op::kAllGather ? tuning.gather_line_bytes : tuning.line_bytes);
         ASSERT_TRUE(is_large || split.way == Way::kLines);
         if (split.way == Way::kTiles) {
-            ASSERT_LE(tile_data_offset(slots.tiles) + split.count * kTileBytes, slots.tiles);
+            ASSERT_LE(split.count * kTileBytes, slots.data);
+            ASSERT_LE(split.count * static_cast<int64_t>(sizeof(uint64_t)), slots.flags);
         } else {
             const bool by_words = split.way == Way::kWords;
-            ASSERT_LE(line_slot_bytes_for(split.steps, split.count), by_words ? slots.words : slots.lines);
+            ASSERT_LE(line_slot_bytes_for(split.steps, split.count), by_words ? slots.data : slots.lines);
             ASSERT_TRUE(!by_words || slots.lines >= kMaxBlocks * kLineBytes);
         }
     }
