@@ -2,9 +2,9 @@
 //
 //     conditional_node REPEATS NODES...
 //
-// The condition is set by a kernel of the graph from a flag in device memory, as a captured program would do it. Prints a
-// JSON list: for each number of nodes a row each of "plain", "if_run" and "if_skipped" with medians over the repeats.
-// host_us: of cudaGraphLaunch on an idle device. launch_sync_us: until the device is done.
+// The condition is set by a kernel of the graph from a flag in device memory, as a captured program would do it.
+// Prints a JSON list: for each number of nodes a row each of "plain", "if_run" and "if_skipped" with medians over the
+// repeats. host_us: of cudaGraphLaunch on an idle device. launch_sync_us: until the device is done.
 #include <cuda_runtime.h>
 
 #include <algorithm>

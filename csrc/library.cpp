@@ -12,15 +12,17 @@ TORCH_LIBRARY(te_graph, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
     const auto def = [&](const char* schema) { m.def(schema, tags); };
 
-    // Norms of lists: any shapes, fp32, fp64, fp16 and bf16 mixed. Results are fp32, fp64 if the list has fp64 tensors.
-    // p: 0 (number of elements that are not zero), positive or inf. partial: [72] int64 (csrc/multi_tensor/exact_sum.h),
-    // exact: those of several lists are added (p = inf: joined by max), on one device or by all_reduce.
+    // Norms of lists: any shapes, fp32, fp64, fp16 and bf16 mixed. Results are fp32, fp64 if the list has fp64
+    // tensors. p: 0 (number of elements that are not zero), positive or inf. partial: [72] int64
+    // (csrc/multi_tensor/exact_sum.h), exact: those of several lists are added (p = inf: joined by max), on one device
+    // or by all_reduce.
     def("multi_tensor_norm(Tensor[] tensors, float p=2.0) -> Tensor");
     def("multi_tensor_norm_partial(Tensor[] tensors, float p=2.0) -> Tensor");
     def("multi_tensor_norm_finish(Tensor partial, float p=2.0, ScalarType dtype=float) -> Tensor");
     def("multi_tensor_norms(Tensor[] tensors, float p=2.0) -> Tensor");
 
-    // In place. clip_norm_: norm and clip in one, returns the norm. total_norm, scale, found_inf, noop: [] or [1], fp32 (total_norm and scale also fp64).
+    // In place. clip_norm_: norm and clip in one, returns the norm. total_norm, scale, found_inf, noop: [] or [1],
+    // fp32 (total_norm and scale also fp64).
     def("multi_tensor_clip_(Tensor(a!)[] tensors, Tensor total_norm, float max_norm, *, float eps=1e-06, "
         "Tensor(b!)? found_inf=None) -> ()");
     def("multi_tensor_clip_norm_(Tensor(a!)[] tensors, float max_norm, float p=2.0, *, Tensor(b!)? found_inf=None) -> "
@@ -50,9 +52,9 @@ TORCH_LIBRARY(te_graph, m) {
     def("multi_tensor_accumulate_table_(Tensor(a!) table, Tensor chunks, *, bool? store=None, bool zero_source=False, "
         "Tensor? scale=None, Tensor(b!)? sum_squares=None, Tensor(c!)? found_inf=None, Tensor? noop=None) -> ()");
 
-    // Casts to FP8: x fp32, fp16 or bf16; scale, scale_inv, amax: [] or [1], fp32. amax is maxed into, scale_inv written,
-    // counts ([3] int64: saturated, underflowed, not finite) added to. noop: [] or [1], int32, bool or fp32: unless it is 0,
-    // nothing is touched. Results: cast, transposed cast, scale_inv, column sums.
+    // Casts to FP8: x fp32, fp16 or bf16; scale, scale_inv, amax: [] or [1], fp32. amax is maxed into, scale_inv
+    // written, counts ([3] int64: saturated, underflowed, not finite) added to. noop: [] or [1], int32, bool or fp32:
+    // unless it is 0, nothing is touched. Results: cast, transposed cast, scale_inv, column sums.
     def("fp8_cast(Tensor x, Tensor scale, ScalarType dtype, *, Tensor(a!)? amax=None, Tensor(b!)? counts=None) -> "
         "(Tensor, Tensor)");
     def("fp8_cast_out(Tensor(a!) out, Tensor x, Tensor scale, *, Tensor(b!)? scale_inv=None, Tensor(c!)? amax=None, "
@@ -70,8 +72,9 @@ TORCH_LIBRARY(te_graph, m) {
     // All weights of a model. scale, scale_inv, amax: [n] of any stride; counts: [n, 3]. out_t: n tensors or none.
     def("fp8_cast_weights_(Tensor(a!)[] out, Tensor(b!)[] out_t, Tensor[] weights, Tensor scale, Tensor(c!) scale_inv, "
         "Tensor(d!) amax, *, Tensor(e!)? counts=None, Tensor? noop=None) -> ()");
-    // The same over a table in device memory. table: [n, 10] int64 (csrc/fp8/cast.h: Cast), tiles: [tiles, 2] int32 (Tile),
-    // state: [2] int32, zeros before and after; written: [...] each, all that the table says is written; kind: as there.
+    // The same over a table in device memory. table: [n, 10] int64 (csrc/fp8/cast.h: Cast), tiles: [tiles, 2] int32
+    // (Tile), state: [2] int32, zeros before and after; written: [...] each, all that the table says is written; kind:
+    // as there.
     def("fp8_cast_weights_table_(Tensor table, Tensor tiles, Tensor(a!) state, Tensor(b!)[] written, *, "
         "int kind=0, Tensor? noop=None) -> ()");
 
@@ -90,8 +93,9 @@ TORCH_LIBRARY(te_graph, m) {
     def("step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()");
     def("step_state_advance_(Tensor(a!) state) -> ()");
 
-    // Collectives of a te_graph.PeerGroup, by its name. x: any shape; fp32, fp16 or bf16 where there are sums, reduction
-    // "sum", or "max" for fp32. Along `dim` reduce_scatter divides, all_gather multiplies the size by world_size.
+    // Collectives of a te_graph.PeerGroup, by its name. x: any shape; fp32, fp16 or bf16 where there are sums,
+    // reduction "sum", or "max" for fp32. Along `dim` reduce_scatter divides, all_gather multiplies the size by
+    // world_size.
     def("all_reduce(Tensor x, str group, str reduction=\"sum\") -> Tensor");
     def("all_reduce_(Tensor(a!) x, str group, str reduction=\"sum\") -> ()");
     def("all_reduce_out(Tensor(a!) out, Tensor x, str group, str reduction=\"sum\") -> ()");

@@ -11,8 +11,8 @@
 
 namespace te_graph::collectives {
 
-// slab: [bytes] uint8, kept alive; the pool is what lies behind its first `begin` bytes. No CUDA call is made when memory
-// is handed out, so it may be during a capture.
+// slab: [bytes] uint8, kept alive; the pool is what lies behind its first `begin` bytes. No CUDA call is made when
+// memory is handed out, so it may be during a capture.
 std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> make_pool_allocator(const std::string& group,
                                                                                     at::Tensor slab, int64_t begin);
 

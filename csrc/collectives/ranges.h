@@ -1,5 +1,5 @@
-// Hands out ranges of a block of memory: the first one that is large enough, joined with its neighbours when it comes back.
-// Knows offsets only. No Torch.
+// Hands out ranges of a block of memory: the first one that is large enough, joined with its neighbours when it comes
+// back. Knows offsets only. No Torch.
 #pragma once
 
 #include <cstdint>

@@ -10,13 +10,13 @@
 
 namespace te_graph::collectives {
 
-// Whether stores of one GPU to the other's memory keep 128 bytes together, which lines (lines.h) rely on: over NVLink they
-// do, over PCIe they do not. Both are numbers of GPUs that this process sees.
+// Whether stores of one GPU to the other's memory keep 128 bytes together, which lines (lines.h) rely on: over NVLink
+// they do, over PCIe they do not. Both are numbers of GPUs that this process sees.
 bool has_peer_link(int device, int peer);
 
-// Allocated and mapped by calls that wait for nobody: whoever opens a group compares notes with the others after each one,
-// so that a failure on one rank leaves no other waiting. Nobody may free memory that others have mapped: unmap first, then
-// wait for all, then let go.
+// Allocated and mapped by calls that wait for nobody: whoever opens a group compares notes with the others after each
+// one, so that a failure on one rank leaves no other waiting. Nobody may free memory that others have mapped: unmap
+// first, then wait for all, then let go.
 class Slab {
 public:
     Slab(at::Device device, int64_t bytes);

@@ -49,8 +49,8 @@ inline float widen(Float16 value) {
 template <typename T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-// The fp32 number from which any narrower format rounds as it would from `value`: towards zero, with the last bit set if
-// anything was lost.
+// The fp32 number from which any narrower format rounds as it would from `value`: towards zero, with the last bit set
+// if anything was lost.
 inline float to_odd(double value) {
     float rounded = static_cast<float>(value);
     if (rounded != rounded || rounded == value) return rounded;

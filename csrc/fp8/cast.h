@@ -54,8 +54,8 @@ struct ColumnSums {
     float* partial = nullptr;  // [tiles_in(rows), columns], scratch of the kernels
 };
 
-// What all matrices of a list have in common, so that a kernel made for it will do: one dtype, one format, nothing counted,
-// and every eight elements of a row at a multiple of 16 bytes (8 in `out`). Else one of these.
+// What all matrices of a list have in common, so that a kernel made for it will do: one dtype, one format, nothing
+// counted, and every eight elements of a row at a multiple of 16 bytes (8 in `out`). Else one of these.
 constexpr int kMixed = 0;
 constexpr int kCounted = -1;  // mixed, and something is counted
 constexpr int kind_of(DType dtype, Format format) { return 1 + 2 * static_cast<int>(dtype) + static_cast<int>(format); }

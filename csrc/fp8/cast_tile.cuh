@@ -1,7 +1,7 @@
 // One tile of a cast with a transposed copy, by one block.
 //
-// A thread holds 8 x 8 elements: 16 threads read 128 neighbours of a row, and write them as FP8. Turned round in registers,
-// the 8 x 8 go through shared memory, from which 8 threads write 128 neighbours of a column.
+// A thread holds 8 x 8 elements: 16 threads read 128 neighbours of a row, and write them as FP8. Turned round in
+// registers, the 8 x 8 go through shared memory, from which 8 threads write 128 neighbours of a column.
 #pragma once
 
 #include "fp8/element.cuh"

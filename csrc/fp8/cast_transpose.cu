@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     write_tile(cast, column_sums, corner, index, shared);
 }
 
-// A tile's way from the table into shared memory takes three reads, each waiting for the one before. All are made while the
-// tile before it is worked on.
+// A tile's way from the table into shared memory takes three reads, each waiting for the one before. All are made
+// while the tile before it is worked on.
 template <typename Kind, Extra kExtra>
 __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     table_kernel(const Cast* casts, const Tile* tiles, int64_t num_tiles, uint32_t* state, const Flag noop) {

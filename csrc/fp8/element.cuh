@@ -121,8 +121,8 @@ struct BlockFindings {
     }
 };
 
-// Elements first, first + 1, ... first + 7 of `input`, zeros from `end` on. kAligned: the eight are within or behind, and
-// at 16-byte boundaries.
+// Elements first, first + 1, ... first + 7 of `input`, zeros from `end` on. kAligned: the eight are within or behind,
+// and at 16-byte boundaries.
 template <bool kAligned, typename T>
 __device__ Vector<T, 8> load_eight(const T* input, int64_t end) {
     Vector<T, 8> eight;

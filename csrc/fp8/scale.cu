@@ -8,8 +8,8 @@ namespace te_graph::fp8 {
 namespace {
 
 // The update of delayed scaling.
-// Grid: a block of 1024 threads for 8 columns, which are one 32-byte sector of a row; 128 threads go down each column. What
-// a pass of 1024 rows reads is in registers before it is written one row up.
+// Grid: a block of 1024 threads for 8 columns, which are one 32-byte sector of a row; 128 threads go down each column.
+// What a pass of 1024 rows reads is in registers before it is written one row up.
 // Bytes: each element of the history read and written once.
 constexpr int kColumns = 8, kDepth = 128, kHeld = 8, kPass = kDepth * kHeld;
 
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kColumns* kDepth)
 }
 
 // Current scaling.
-// Grid: as many blocks of 256 threads as are resident, each taking every n-th group of 2048 elements; the last one through
-// computes the scale. NaNs are passed on: as unsigned numbers their bits are above those of infinity.
+// Grid: as many blocks of 256 threads as are resident, each taking every n-th group of 2048 elements; the last one
+// through computes the scale. NaNs are passed on: as unsigned numbers their bits are above those of infinity.
 // Bytes per element: the input read once.
 __global__ void __launch_bounds__(kThreads) current_scale_kernel(const CurrentScale work) {
     __shared__ unsigned largest[kWarps];

@@ -1,5 +1,5 @@
-// All weights of a model prepared once for casting: their table lies on the device, so a call passes a few pointers, and
-// a captured call casts whatever weights the table names when it is replayed.
+// All weights of a model prepared once for casting: their table lies on the device, so a call passes a few pointers,
+// and a captured call casts whatever weights the table names when it is replayed.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,10 @@
 // One graphed callable: its slots, what it takes for granted, and the forward and backward replay.
 //
-// forward:  inputs, settings and guard -> a free slot -> protect lent outputs -> copy inputs -> replay -> lend outputs and
+// forward:  inputs, settings and guard -> a free slot -> protect lent outputs -> copy inputs -> replay -> lend outputs
+// and
 //           tie them to a ReplayNode.
-// backward: (ReplayNode) addresses and versions -> gradients of outputs -> table entries -> protect lent input gradients ->
+// backward: (ReplayNode) addresses and versions -> gradients of outputs -> table entries -> protect lent input
+// gradients ->
 //           replay -> set .grad.
 #pragma once
 

@@ -1,15 +1,16 @@
 // What a graph takes for granted about Python objects and tensors that it does not own, checked before every replay.
 //
 // A guard is a small program: steps that walk from the callable through dictionaries, lists and closure cells, each to
-// an object that must still be the one seen at capture, and tensors met on the way, whose address, shape, strides, dtype
-// and requires_grad must be what they were. Each step starts from its live parent, so the pointers compared are never
-// stale. Nothing is owned but the tensors that the last walk found, and those the garbage collector knows of.
+// an object that must still be the one seen at capture, and tensors met on the way, whose address, shape, strides,
+// dtype and requires_grad must be what they were. Each step starts from its live parent, so the pointers compared are
+// never stale. Nothing is owned but the tensors that the last walk found, and those the garbage collector knows of.
 //
-// Dictionaries on the way are watched (Python 3.12 or newer). As long as none has changed, a check takes only the steps
-// that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors that the last walk found.
+// Dictionaries on the way are watched (Python 3.12 or newer). As long as none has changed, a check takes only the
+// steps that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors that the last walk found.
 //
-// check() is for callables, whose backward goes on with the tensors found. check_in_passing() is for functions that are
-// called with whatever the caller has at hand: what is found may be other objects each time, and none of it is kept.
+// check() is for callables, whose backward goes on with the tensors found. check_in_passing() is for functions that
+// are called with whatever the caller has at hand: what is found may be other objects each time, and none of it is
+// kept.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -52,8 +53,8 @@ public:
     // is_fleeting: the parent may be another object at each call, so that watching it would tell nothing.
     int add_step(StepKind kind, int parent, pybind11::object key, int64_t index, pybind11::object expected,
                  std::string subject, bool is_fleeting = false);
-    // The object that `step` reaches is `tensor`; its place in `found` is the number returned.
-    // is_used: its memory matters, and not its dtype, device and shape alone. is_written: bump_versions() is to tell of it.
+    // The object that `step` reaches is `tensor`; its place in `found` is the number returned. is_used: its memory
+    // matters, and not its dtype, device and shape alone. is_written: bump_versions() is to tell of it.
     int add_tensor(int step, const at::Tensor& tensor, bool is_used = true, bool is_written = false);
     // As `expected` of add_step().
     void expect_identity(int step, const pybind11::object& object) { steps_[step].expected = Identity(object); }
@@ -88,8 +89,8 @@ public:
     const std::string& tensor_name(size_t tensor) const { return steps_[tensors_[tensor].step].subject; }
 
 private:
-    // An object to be found again, without owning it: by weak reference where its type has them, so that a new object at
-    // the address of a dead one is not taken for it; else by address (constants, closure cells).
+    // An object to be found again, without owning it: by weak reference where its type has them, so that a new object
+    // at the address of a dead one is not taken for it; else by address (constants, closure cells).
     class Identity {
     public:
         Identity() = default;
@@ -146,7 +147,8 @@ private:
     mutable Tensors found_;
     mutable std::vector<PyObject*> reached_;  // [steps], borrowed; alive while `changes_` is up to date
     mutable std::vector<size_t> unwatched_;   // steps that are taken at each check
-    // For checks in passing: the other steps that reach tensors, and whether a step has ones that are not taken below it.
+    // For checks in passing: the other steps that reach tensors, and whether a step has ones that are not taken below
+    // it.
     mutable std::vector<size_t> watched_tensors_;
     mutable std::vector<char> leads_to_watched_;  // [steps]
     mutable PyObject* root_ = nullptr;

@@ -30,8 +30,8 @@ inline bool has_gradient_hooks(const at::Tensor& leaf) {
     return meta && has_gradient_hooks(*meta);
 }
 
-// Accumulates `grad` into `leaf` with its hooks, as the engine does at the end of an edge to `leaf`. For hooks that were
-// added after the forward, when there was no edge.
+// Accumulates `grad` into `leaf` with its hooks, as the engine does at the end of an edge to `leaf`. For hooks that
+// were added after the forward, when there was no edge.
 void accumulate_with_hooks(const at::Tensor& leaf, at::Tensor grad);
 
 // Takes leaves out of the user's autograd graphs while a capture uses them, and puts them back.

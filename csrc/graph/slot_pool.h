@@ -12,7 +12,8 @@ namespace te_graph::graph {
 
 class SlotPool;
 
-// Keeps one slot busy for as long as it lives. A slot is free when the last lease on it has been dropped, on any thread.
+// Keeps one slot busy for as long as it lives. A slot is free when the last lease on it has been dropped, on any
+// thread.
 class SlotLease {
 public:
     SlotLease(std::shared_ptr<SlotPool> pool, int slot) : pool_(std::move(pool)), slot_(slot) {}
@@ -31,8 +32,9 @@ private:
 
 class SlotPool : public std::enable_shared_from_this<SlotPool> {
 public:
-    // predecessor: the pool whose slots' results are read in place, each by the slot of its number, or null. A slot in use
-    // keeps that slot busy, and so on: a result that nobody waits for is still read, and must not be written again.
+    // predecessor: the pool whose slots' results are read in place, each by the slot of its number, or null. A slot in
+    // use keeps that slot busy, and so on: a result that nobody waits for is still read, and must not be written
+    // again.
     explicit SlotPool(std::shared_ptr<SlotPool> predecessor = nullptr) : predecessor_(std::move(predecessor)) {}
 
     bool is_free(int slot) const {

@@ -1,8 +1,8 @@
 // Where a backward graph reads the gradient of one of its callable's results.
 //
-// Either ordinary memory, which all backwards of a scope share for gradients of one kind: each fills it right before its
-// launch, and launches do not overlap. Or, in a chain, the memory that the successor's backward writes its input gradient
-// to: then nothing is copied as long as that very gradient arrives.
+// Either ordinary memory, which all backwards of a scope share for gradients of one kind: each fills it right before
+// its launch, and launches do not overlap. Or, in a chain, the memory that the successor's backward writes its input
+// gradient to: then nothing is copied as long as that very gradient arrives.
 #pragma once
 
 #include <ATen/core/Tensor.h>

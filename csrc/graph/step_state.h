@@ -1,4 +1,5 @@
-// What kernels of a step read instead of arguments that a graph would freeze: one small block in device memory. No Torch.
+// What kernels of a step read instead of arguments that a graph would freeze: one small block in device memory. No
+// Torch.
 #pragma once
 
 #include <cstdint>

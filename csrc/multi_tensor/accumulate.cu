@@ -37,8 +37,8 @@ __device__ Destination combine(Source source, Destination destination, const Ste
     return narrow<Destination>(value);
 }
 
-// kLanes: elements behind the last vector, too, belong to the thread that norm.h gives them to. see(k, element) gets what
-// was written, k being the number of its lane within the thread.
+// kLanes: elements behind the last vector, too, belong to the thread that norm.h gives them to. see(k, element) gets
+// what was written, k being the number of its lane within the thread.
 template <bool kLanes, typename Source, typename Destination, typename W, typename See>
 __device__ void accumulate_chunk(Source* __restrict__ source, Destination* __restrict__ destination, int count,
                                  const Step<W>& step, const See& see) {

@@ -58,9 +58,9 @@ __device__ bool is_aligned(const T*... pointers) {
     return ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
 }
 
-// Calls body.operator()<n>(i) for vectors i, i + kThreads, ... i + (n - 1) kThreads of this thread, until all whole vectors
-// of kCount among `count` elements are done; returns the number of elements done. Vectors of a batch are loaded before the
-// first one is stored, so that enough reads are under way.
+// Calls body.operator()<n>(i) for vectors i, i + kThreads, ... i + (n - 1) kThreads of this thread, until all whole
+// vectors of kCount among `count` elements are done; returns the number of elements done. Vectors of a batch are
+// loaded before the first one is stored, so that enough reads are under way.
 template <int kCount, typename Body>
 __device__ int for_each_vector(int count, const Body& body) {
     constexpr int kBatch = 4;

@@ -1,8 +1,9 @@
-// A sum of non-negative doubles without rounding, hence independent of the order and grouping of its terms. No Torch here.
+// A sum of non-negative doubles without rounding, hence independent of the order and grouping of its terms. No Torch
+// here.
 //
-// A fixed-point number over the whole range of fp64: limb i counts units of 2^(32 i - 1074) in 64 bits, of which a term
-// fills 32, so 2^31 terms fit before a limb becomes negative as int64. States are added limb by limb, in any order: by
-// atomics, by all_reduce(SUM), on any number of devices.
+// A fixed-point number over the whole range of fp64: limb i counts units of 2^(32 i - 1074) in 64 bits, of which a
+// term fills 32, so 2^31 terms fit before a limb becomes negative as int64. States are added limb by limb, in any
+// order: by atomics, by all_reduce(SUM), on any number of devices.
 //
 // Infinite and NaN terms are counted apart: the sum is NaN if there was a NaN, else infinite if there was an infinity.
 #pragma once

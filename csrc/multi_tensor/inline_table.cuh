@@ -144,8 +144,8 @@ constexpr int kFewInlineTensors = 120;
 static_assert(sizeof(InlineTable<kInlineTensors, false>) <= 32764 - 128);
 static_assert(sizeof(InlineTable<kInlinePairs, true>) <= 32764 - 128);
 
-// Which chunks a block takes: every n-th of a table on the device, n being the number of blocks, or a run of neighbours of
-// an inline one, which spares the search.
+// Which chunks a block takes: every n-th of a table on the device, n being the number of blocks, or a run of
+// neighbours of an inline one, which spares the search.
 enum class Order { kForwards, kBackwards };
 
 // Calls body(piece) for the block's chunks, early blocks having the first chunks or, backwards, the last. Where a chunk
@@ -170,7 +170,8 @@ __device__ void for_each_piece(const Table& table, const Body& body) {
     }
 }
 
-// Blocks of kThreads that run at the same time, but no more than there are chunks. Reads run fastest when there are no others.
+// Blocks of kThreads that run at the same time, but no more than there are chunks. Reads run fastest when there are no
+// others.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int64_t chunks) {
     int device = 0, multiprocessors = 0, resident = 0;
@@ -180,8 +181,8 @@ int64_t resident_blocks(Kernel kernel, int64_t chunks) {
     return std::min(chunks, int64_t{multiprocessors} * resident);
 }
 
-// Writes run fastest when the blocks at work are on neighbouring chunks. Blocks with many chunks drift apart; those with
-// one have nothing to look up ahead.
+// Writes run fastest when the blocks at work are on neighbouring chunks. Blocks with many chunks drift apart; those
+// with one have nothing to look up ahead.
 constexpr int64_t kChunksPerWriter = 2;
 template <typename Kernel>
 int64_t writing_blocks(Kernel kernel, int64_t chunks) {
@@ -203,7 +204,8 @@ cudaError_t launch_inline(const Work& work, const Launch& launch) {
     return cudaSuccess;
 }
 
-// Calls launch(table, number of chunks, number of the first entry, whether it is the last launch) until all is handed over.
+// Calls launch(table, number of chunks, number of the first entry, whether it is the last launch) until all is handed
+// over.
 template <bool kPairs, typename Launch>
 cudaError_t launch_over(const Work& work, const Launch& launch) {
     if (work.chunks != nullptr) {

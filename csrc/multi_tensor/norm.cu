@@ -1,9 +1,10 @@
-// Grid: blocks of 256 threads, each taking every n-th chunk. A block sums a chunk in the order that norm.h fixes, with 8
-// consecutive elements per thread and round, and adds the sum to the exact sum that it keeps in shared memory; at its end
-// it adds that to the state in global memory, some three atomics. The block that comes last writes the norm and clears
-// the state for the next launch.
+// Grid: blocks of 256 threads, each taking every n-th chunk. A block sums a chunk in the order that norm.h fixes, with
+// 8 consecutive elements per thread and round, and adds the sum to the exact sum that it keeps in shared memory; at
+// its end it adds that to the state in global memory, some three atomics. The block that comes last writes the norm
+// and clears the state for the next launch.
 // Bytes per element: one read.
-// Determinism: the order within a chunk is fixed, all else is integer addition, so the bits depend on the elements alone.
+// Determinism: the order within a chunk is fixed, all else is integer addition, so the bits depend on the elements
+// alone.
 #include "multi_tensor/block_sum.cuh"
 #include "multi_tensor/inline_table.cuh"
 #include "multi_tensor/norm.h"

@@ -1,11 +1,13 @@
-// Norms over all tensors of a list, without a host sync and independent of how the list is ordered, grouped or launched.
+// Norms over all tensors of a list, without a host sync and independent of how the list is ordered, grouped or
+// launched.
 //
 //   p = 2, 1, other p > 0: (sum |x|^p)^(1/p)     p = inf: max |x|     p = 0: number of elements that are not zero
 //
 // Arithmetic: the sum of a chunk is taken in fp32 (fp64 for fp64 tensors) in one fixed order, and the chunks' sums are
-// added exactly (exact_sum.h). The order within a chunk, with V = 8, 4 or 2 elements of 2, 4 or 8 bytes: element i goes
-// to lane i % (256 V), where elements are added in turn; then the V lanes of each t = lane / V in pairs of neighbours;
-// then pairs of t at distance 16, 8, 4, 2, 1 within 32; then of those eight at distance 4, 2, 1. NaN and infinity propagate in every norm but p = 0.
+// added exactly (exact_sum.h). The order within a chunk, with V = 8, 4 or 2 elements of 2, 4 or 8 bytes: element i
+// goes to lane i % (256 V), where elements are added in turn; then the V lanes of each t = lane / V in pairs of
+// neighbours; then pairs of t at distance 16, 8, 4, 2, 1 within 32; then of those eight at distance 4, 2, 1. NaN and
+// infinity propagate in every norm but p = 0.
 #pragma once
 
 #include <cmath>
@@ -26,8 +28,8 @@ inline Norm norm_of(double p) {
     return std::isinf(p) ? Norm::kMaximum : Norm::kPower;
 }
 
-// What a state (exact_sum.h) says. Of kMaximum it has the bits of the largest |x| as fp64 in word 0, NaN above infinity,
-// so that states are joined by MAX.
+// What a state (exact_sum.h) says. Of kMaximum it has the bits of the largest |x| as fp64 in word 0, NaN above
+// infinity, so that states are joined by MAX.
 TE_GRAPH_HOST_DEVICE inline double norm_value(uint64_t* state, Norm norm, double p) {
     if (norm == Norm::kMaximum) {
         double value;

@@ -1,5 +1,5 @@
-// A list of tensors prepared once: its table lies on the device, so a call passes a few pointers, a captured call works on
-// whatever tensors the table names when it is replayed, and the table can be changed in between.
+// A list of tensors prepared once: its table lies on the device, so a call passes a few pointers, a captured call
+// works on whatever tensors the table names when it is replayed, and the table can be changed in between.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,8 @@ class Plan {
 public:
     using Tensors = std::vector<at::Tensor>;
 
-    // tensors, and sources of equal shapes if there are any: dense, of one device. Copies the table there, synchronously.
+    // tensors, and sources of equal shapes if there are any: dense, of one device. Copies the table there,
+    // synchronously.
     Plan(const Tensors& tensors, const Tensors& sources);
 
     const at::Tensor& table() const { return table_; }    // [tensors, 4] int64
@@ -33,8 +34,8 @@ public:
     // Those tensors, and sources, that are asked for and still exist.
     Tensors tensors(bool with_tensors, bool with_sources) const;
 
-    // Other tensors of the same sizes and dtypes. The table is changed on the current stream: launches before it work on
-    // the old ones, launches and replays after it on the new ones.
+    // Other tensors of the same sizes and dtypes. The table is changed on the current stream: launches before it work
+    // on the old ones, launches and replays after it on the new ones.
     void update(const Tensors& tensors, const Tensors& sources);
 
 private:

@@ -1,11 +1,12 @@
-// In-place changes of all tensors of a list: multiplied by one factor, clipped to a norm, or set to zero. No Torch here.
+// In-place changes of all tensors of a list: multiplied by one factor, clipped to a norm, or set to zero. No Torch
+// here.
 //
 //   scale: x = x * factor                                                              factor from host or device
 //   clip:  x = x * c,  c = min(1, 1 / (total_norm + eps) * max_norm),  NaN if the norm is
 //
-// Products are taken in fp32 (fp64 for fp64 tensors) and rounded once to the tensor's dtype. Where the factor is 1, nothing
-// is read or written: a launch that has nothing to clip costs a few microseconds, and its tensors stay as they are, bit
-// for bit.
+// Products are taken in fp32 (fp64 for fp64 tensors) and rounded once to the tensor's dtype. Where the factor is 1,
+// nothing is read or written: a launch that has nothing to clip costs a few microseconds, and its tensors stay as they
+// are, bit for bit.
 #pragma once
 
 #include "multi_tensor/table.h"

@@ -1,8 +1,8 @@
 // Tables of tensors: what every multi-tensor op works on. No Torch here.
 //
-// An op gets its tensors either as entries in host memory, which travel to the device as kernel arguments (32 KB of them:
-// one launch for up to kInlineTensors tensors), or as a table that lies on the device. A captured launch reads the latter
-// again at each replay, so it serves whatever tensors the table names by then.
+// An op gets its tensors either as entries in host memory, which travel to the device as kernel arguments (32 KB of
+// them: one launch for up to kInlineTensors tensors), or as a table that lies on the device. A captured launch reads
+// the latter again at each replay, so it serves whatever tensors the table names by then.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// The kernels over lists and tables against the CPU loops, bit for bit: norms, rescaling, and all options of accumulate.
+// The kernels over lists and tables against the CPU loops, bit for bit: norms, rescaling, and all options of
+// accumulate.
 #include <cmath>
 #include <random>
 

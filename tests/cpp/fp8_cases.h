@@ -84,8 +84,8 @@ inline Matrix random_matrix(std::mt19937_64& generator) {
             .offset = static_cast<int64_t>(generator() % 3)};
 }
 
-// Matrices with all that casts of them read and write, in one piece of memory with poison in between: a copy of it on the
-// device is compared byte by byte.
+// Matrices with all that casts of them read and write, in one piece of memory with poison in between: a copy of it on
+// the device is compared byte by byte.
 class Problem {
 public:
     void add(const Matrix& matrix, std::mt19937_64& generator) {

@@ -1,4 +1,5 @@
-// Scales on the CPU: delayed scaling on histories written down by hand, and the rules of scales against double precision.
+// Scales on the CPU: delayed scaling on histories written down by hand, and the rules of scales against double
+// precision.
 #include <gtest/gtest.h>
 
 #include <cfloat>

@@ -1,5 +1,5 @@
-// The slot state machine: free -> leased, also several times -> free, on whatever thread a lease is dropped; a slot in use
-// keeps the slots of its number in the predecessors busy.
+// The slot state machine: free -> leased, also several times -> free, on whatever thread a lease is dropped; a slot in
+// use keeps the slots of its number in the predecessors busy.
 #include "graph/slot_pool.h"
 
 #include <gtest/gtest.h>
