@@ -49,7 +49,7 @@ class Effort:
 
     def replays_of(self, nbytes: int) -> int:
         """Fewer of what takes a millisecond."""
-        return self.replays if nbytes <= MIB else max(2, self.replays // 2)
+        return self.replays if nbytes <= MIB else max(2, self.replays // 4)
 
 
 FULL, QUICK, TRIAL = Effort(rounds=10, replays=20), Effort(rounds=3, replays=4), Effort(rounds=2, replays=2)
@@ -59,7 +59,7 @@ def calls_for(nbytes: int, device: str) -> int:
     """Calls in a graph, or in a group of eager ones: as many of the small ones as a model of many layers makes, so that
     what lies between two graphs does not count. On a CPU there only have to be several.
     """
-    return 2 if device == "cpu" else 100 if nbytes <= MIB else 20 if nbytes <= 16 * MIB else 4
+    return 2 if device == "cpu" else 100 if nbytes <= 4 * MIB else 40 if nbytes <= 16 * MIB else 10
 
 
 @dataclass(frozen=True)

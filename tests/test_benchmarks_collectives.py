@@ -111,7 +111,7 @@ def test_sizes_are_those_of_the_issue_and_of_the_larger_of_input_and_result():
     assert list(bench.SIZES) == SIZES
     for op, expected in (("all_reduce", (512, 512)), ("reduce_scatter", (512, 128)), ("all_gather", (128, 512))):
         assert variants.counts(op, KIB, 4) == expected
-    assert [bench.calls_for(nbytes, "cuda:0") for nbytes in SIZES] == [100] * 6 + [20] * 2 + [4] * 2
+    assert [bench.calls_for(nbytes, "cuda:0") for nbytes in SIZES] == [100] * 7 + [40] + [10] * 2
     assert all(bench.FULL.replays_of(nbytes) * bench.FULL.rounds >= 100 for nbytes in SIZES)
 
 
