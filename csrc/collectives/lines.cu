@@ -21,4 +21,13 @@ cudaError_t launch_lines(const Peers& peers, const Job& job, cudaStream_t stream
     return launch<LineWire, float, Reduction::kSum, Steps::kSend>(peers, job, stream);
 }
 
+bool can_start_early() {
+    // Of the architecture that the code was compiled for, not the device's: older code runs there, too, and does not
+    // wait.
+    cudaFuncAttributes attributes{};
+    const cudaError_t error =
+        cudaFuncGetAttributes(&attributes, lines_kernel<LineWire, float, Reduction::kSum, Steps::kSend, kAnyWorld>);
+    return error == cudaSuccess && attributes.ptxVersion >= 90;
+}
+
 }  // namespace te_graph::collectives

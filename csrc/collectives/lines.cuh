@@ -71,29 +71,35 @@ __device__ inline void store_word(char* place, int64_t left, bool is_aligned, ui
 }
 
 // Part of a line of `bytes` bytes that begin anywhere.
+__device__ inline int64_t offset_of_part(int64_t line) { return line * kLineData + 16 * place_in_line(); }
 __device__ inline Part load_part(const char* begin, int64_t bytes, int64_t line) {
     const bool is_aligned = reinterpret_cast<uintptr_t>(begin) % 8 == 0;
-    const int64_t offset = line * kLineData + 16 * place_in_line(), left = bytes - offset;
+    const int64_t offset = offset_of_part(line), left = bytes - offset;
     return {load_word(begin + offset, left, is_aligned),
             has_flag() ? 0 : load_word(begin + offset + 8, left - 8, is_aligned)};
 }
 __device__ inline void store_part(char* begin, int64_t bytes, int64_t line, const Part& part) {
     const bool is_aligned = reinterpret_cast<uintptr_t>(begin) % 8 == 0;
-    const int64_t offset = line * kLineData + 16 * place_in_line(), left = bytes - offset;
+    const int64_t offset = offset_of_part(line), left = bytes - offset;
     store_word(begin + offset, left, is_aligned, part.first);
     if (!has_flag()) store_word(begin + offset + 8, left - 8, is_aligned, part.second);
 }
 
-// The eight lanes of a line meet, so that one instruction moves the whole line. NVLink and L2 keep its 128 bytes together.
+// What a lane has of the first line of a slot; those of other lines follow at kLineBytes.
+template <typename Byte>
+__device__ __forceinline__ Byte* part_of(Byte* slot) {
+    return slot + 16 * place_in_line();
+}
+
+// The eight lanes of a line meet, so that one instruction moves the whole line. NVLink and L2 keep its 128 bytes
+// together.
 __device__ inline void meet_in_line() { __syncwarp(0xFFu << (threadIdx.x & 24)); }
-__device__ inline void send_part(const char* slot, int64_t line, const Part& part, uint64_t flag) {
-    const char* const place = slot + line * kLineBytes + 16 * place_in_line();
+__device__ inline void send_part(char* place, const Part& part, uint64_t flag) {
     const uint64_t second = has_flag() ? flag : part.second;
     meet_in_line();
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(place), "l"(part.first), "l"(second) : "memory");
 }
-__device__ inline Part look_at_part(const char* slot, int64_t line) {
-    const char* const place = slot + line * kLineBytes + 16 * place_in_line();
+__device__ inline Part look_at_part(const char* place) {
     Part part;
     meet_in_line();
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"

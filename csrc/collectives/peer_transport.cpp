@@ -66,6 +66,7 @@ struct PeerTransport::State {
         peers.data_slot_bytes = slots.data;
         peers.flag_slot_bytes = slots.flags;
         peers.control = static_cast<Control*>(control.data_ptr());
+        starts_early = can_start_early();
         for (int p = 0; p < peers.world; ++p) {
             char* const place = reinterpret_cast<char*>(memory.places[p]);
             peers.inbox[p] = peers.pool[p] = place;
@@ -119,6 +120,7 @@ struct PeerTransport::State {
             job.steps = split.steps;
             job.element = element_of(operation.input.scalar_type());
             job.reduction = operation.reduction;
+            job.starts_early = starts_early;
             job.signature = pack(operation.signature());
             job.launch = kLaunchIds[launches++ % kLaunchIds.size()];
             job.pool_offset = pool_offset_of(out + begin);
@@ -151,6 +153,7 @@ struct PeerTransport::State {
     Record* record;
     Peers peers{};
     SlotBytes slots{};
+    bool starts_early;
     cudaStream_t side = nullptr;
     uint64_t launches = 0;
     StreamChain chain;

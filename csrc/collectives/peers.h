@@ -106,6 +106,7 @@ struct Job {
     Steps steps;
     Element element;
     Reduction reduction;
+    bool starts_early;  // early_launch.cuh
 };
 
 }  // namespace te_graph::collectives

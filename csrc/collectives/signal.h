@@ -74,18 +74,19 @@ TE_GRAPH_ANYWHERE constexpr bool is_other_operation(uint64_t expected, uint64_t 
     return seen != 0 && expected != seen && sequence_of(expected) == sequence_of(seen);
 }
 
-// The state of a rank. Each block of a kernel adds arrival() before it does anything and departure() when it is done; what
-// all blocks of a kernel add comes to exactly one more sequence number, so nothing is ever reset and the next kernel finds
-// the next number, whatever its grid.
+// The state of a rank. Each block of a kernel adds arrival() before it does anything and departure() when it is done;
+// what all blocks of a kernel add comes to exactly one more sequence number, so nothing is ever reset and the next
+// kernel finds the next number, whatever its grid.
 //
 //     63 ...... 37   36 ..... 28   27 .... 19   18 ........ 0
 //     sequence       departed      inside       launch, signed
 //
-// A departed block counts 2^9 / blocks, so that the last one carries into the sequence: the number of blocks is a power of
-// two. In the lowest field each block but the last adds its launch's number n, and the last one -(blocks - 1) n. So a
-// block that arrives while blocks of another kernel are inside finds a sum that its own launch cannot have left: two
-// kernels of a group at once on one GPU, which is what two streams without an order between them come to. The first block
-// that meets another kernel sees it whatever the grids and the order, which the tests try for all of them.
+// A departed block counts 2^9 / blocks, so that the last one carries into the sequence: the number of blocks is a
+// power of two. In the lowest field each block but the last adds its launch's number n, and the last one -(blocks - 1)
+// n. So a block that arrives while blocks of another kernel are inside finds a sum that its own launch cannot have
+// left: two kernels of a group at once on one GPU, which is what two streams without an order between them come to.
+// The first block that meets another kernel sees it whatever the grids and the order, which the tests try for all of
+// them.
 constexpr int kLaunchBits = 19;
 constexpr int kInsideBits = 9;
 constexpr int kDepartedBits = 9;
@@ -107,12 +108,13 @@ struct Arrived {
 };
 // What a block that found `state` when it arrived knows.
 TE_GRAPH_ANYWHERE constexpr Arrived read_state(uint64_t state, int blocks, int launch) {
-    constexpr int kUpper = 64 - kLaunchBits;
-    const int64_t sum = static_cast<int64_t>(state << kUpper) >> kUpper;
-    const uint64_t rest = state - static_cast<uint64_t>(sum);
-    const auto inside = static_cast<int64_t>(rest >> kLaunchBits & ((1u << kInsideBits) - 1));
-    const auto share = static_cast<int64_t>(rest >> (kLaunchBits + kInsideBits) & ((1u << kDepartedBits) - 1));
-    const int64_t arrived = inside + share * blocks / (1 << kDepartedBits);
+    // In 32 bits where they are enough: data waits for this.
+    constexpr int kUpper = 32 - kLaunchBits;
+    const int32_t sum = static_cast<int32_t>(static_cast<uint32_t>(state) << kUpper) >> kUpper;
+    const uint64_t rest = state - static_cast<uint64_t>(int64_t{sum});
+    const auto inside = static_cast<int32_t>(rest >> kLaunchBits & ((1u << kInsideBits) - 1));
+    const auto share = static_cast<int32_t>(rest >> (kLaunchBits + kInsideBits) & ((1u << kDepartedBits) - 1));
+    const int32_t arrived = inside + share * blocks / (1 << kDepartedBits);
     const bool is_own = sum == arrived * launch || sum == (arrived - blocks) * launch;
     return {rest >> kSequenceShift, arrived < blocks && is_own};
 }

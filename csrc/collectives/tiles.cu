@@ -1,8 +1,8 @@
 // Formula: out = all x one behind the other.
-// Grid: blocks of 2 x 256 threads, each with every n-th tile; one half sends, the other one receives, so that links and memory
-// are busy at once.
-// Bytes per element: read once, sent world - 1 times, written once; what is received outside of a pool is read, written and
-// emptied.
+// Grid: blocks of 2 x 256 threads, each with every n-th tile; one half sends, the other one receives, so that links
+// and memory are busy at once.
+// Bytes per element: read once, sent world - 1 times, written once; what is received outside of a pool is read,
+// written and emptied.
 // Determinism: bytes are only moved.
 // A block waits for the blocks of peers that have the same tiles, never for one of its own GPU.
 #include "collectives/tiles.cuh"
@@ -19,7 +19,7 @@ public:
     __device__ void say_hello() {
         if (blockIdx.x != 0 || threadIdx.x >= 8 || is_failed_) return;
         const Part part{static_cast<uint64_t>(job_.pool_offset), 0};
-        for_each_peer([&](int p) { send_part(slot_at(p).hello(), 0, part, turn_.flag()); });
+        for_each_peer([&](int p) { send_part(part_of(slot_at(p).hello()), part, turn_.flag()); });
     }
 
     // Hears where the outputs of the peers lie. All threads of the half that sends call it.
@@ -27,7 +27,7 @@ public:
         for (int p = thread_of_half() / 32; p < peers_.world; p += kTileThreads / 32) {
             if (p == peers_.rank || is_failed_) continue;
             while (true) {
-                const Part part = look_at_part(slot_of(p).hello(), 0);
+                const Part part = look_at_part(part_of(slot_of(p).hello()));
                 const bool is_missing = has_flag() && part.second != turn_.flag();
                 if (threadIdx.x % 32 == 0) offsets[p] = static_cast<int64_t>(part.first);
                 if (!__any_sync(~0u, is_missing)) break;
@@ -151,24 +151,26 @@ private:
 __global__ void __launch_bounds__(2 * kTileThreads, 1)
     tiles_kernel(const __grid_constant__ Job job, const __grid_constant__ Peers peers) {
     __shared__ int64_t offsets[kMaxRanks];
-    Turn turn(peers, job.signature, job.launch);
+    Arrival arrival(peers, job.launch);
+    await_predecessor(arrival.prepared());
+    arrival.begin();
+    Turn turn(peers, job.signature, job.launch, arrival);
     Tiles tiles(peers, job, turn);
     tiles.say_hello();
     if (half_of_block() == Half::kSender) {
         tiles.prepare(blockIdx.x);
         tiles.hear_hellos(offsets);
         for (int64_t tile = blockIdx.x; tile < job.count; tile += gridDim.x) tiles.send(tile, tile + gridDim.x);
-        return;
+    } else {
+        for (int64_t tile = blockIdx.x; tile < job.count; tile += gridDim.x) tiles.gather(tile);
     }
-    for (int64_t tile = blockIdx.x; tile < job.count; tile += gridDim.x) tiles.gather(tile);
-    turn.end(kTileThreads);
+    turn.end();
 }
 
 }  // namespace
 
 cudaError_t launch_tiles(const Peers& peers, const Job& job, cudaStream_t stream) {
-    tiles_kernel<<<job.blocks, 2 * kTileThreads, 0, stream>>>(job, peers);
-    return cudaGetLastError();
+    return launch_early(tiles_kernel, 2 * kTileThreads, peers, job, stream);
 }
 
 }  // namespace te_graph::collectives

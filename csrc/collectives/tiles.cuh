@@ -93,7 +93,7 @@ public:
         tiles_ = peers.data(at) + turn.half(peers.data_slot_bytes) + slot * peers.data_slot_bytes;
     }
 
-    __device__ const char* hello() const { return hello_; }
+    __device__ char* hello() const { return hello_; }
     __device__ uint64_t hello_flag() const {
         return load_relaxed(reinterpret_cast<const uint64_t*>(hello_ + kLineData));
     }
@@ -101,8 +101,7 @@ public:
     __device__ char* tiles() const { return tiles_; }
 
 private:
-    const char* hello_;
-    char *flags_, *tiles_;
+    char *hello_, *flags_, *tiles_;
 };
 
 }  // namespace te_graph::collectives

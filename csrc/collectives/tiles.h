@@ -1,9 +1,9 @@
-// Large all-gathers by tiles: 16 KB of data as it is, and one flag for all of it, so that nothing is sent but data. A rank
-// says in a hello where its output lies, and where that is its pool, peers write there and nobody copies.
+// Large all-gathers by tiles: 16 KB of data as it is, and one flag for all of it, so that nothing is sent but data. A
+// rank says in a hello where its output lies, and where that is its pool, peers write there and nobody copies.
 //
-// Tiles lie where words do (words.h), so who has copied one puts empty words back. Flags have a place of their own, where
-// there is never data. What lines.h says of halves holds here too. The hello is the first line of the slot for lines: a rank
-// that is at another operation finds this one's flag there.
+// Tiles lie where words do (words.h), so who has copied one puts empty words back. Flags have a place of their own,
+// where there is never data. What lines.h says of halves holds here too. The hello is the first line of the slot for
+// lines: a rank that is at another operation finds this one's flag there.
 #pragma once
 
 #include "collectives/words.h"

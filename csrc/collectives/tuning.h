@@ -1,5 +1,5 @@
-// Which algorithm serves an operation, by size alone, so that all ranks choose alike and a graph or trace freezes nothing.
-// No Torch.
+// Which algorithm serves an operation, by size alone, so that all ranks choose alike and a graph or trace freezes
+// nothing. No Torch.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,14 @@ struct Tuning {
 
 // Found by benchmarks/bench_collectives.py on H200s: for H100s too, whose links are the same.
 constexpr Tuning default_tuning(int world) {
-    // Two ranks send the same number of bytes either way.
-    if (world <= 2) return {.line_bytes = 768 << 10, .gather_line_bytes = 4 << 20};
-    if (world <= 4) return {.one_step_bytes = 512 << 10, .line_bytes = 128 << 10, .gather_line_bytes = 1 << 20};
-    return {.one_step_bytes = 192 << 10, .line_bytes = 64 << 10, .gather_line_bytes = 512 << 10};
+    // Two ranks send as much in one step as in two, but sums sent on in two overlap with what is still to come.
+    if (world <= 2) return {.one_step_bytes = 1 << 20, .line_bytes = 640 << 10, .gather_line_bytes = 4 << 20};
+    if (world <= 4) return {.one_step_bytes = 256 << 10, .line_bytes = 256 << 10, .gather_line_bytes = 4 << 20};
+    return {.one_step_bytes = 192 << 10, .line_bytes = 128 << 10, .gather_line_bytes = 2 << 20};
 }
 
-// How the memory that peers write is divided: slots of `slots` senders for lines, for words and tiles, and for their flags.
+// How the memory that peers write is divided: slots of `slots` senders for lines, for words and tiles, and for their
+// flags.
 struct SlotBytes {
     int64_t lines, data, flags;
 };
@@ -51,10 +52,13 @@ constexpr int64_t unit_bytes(Way way) {
     return way == Way::kLines ? kLineData : way == Way::kWords ? kLineBytes : kTileBytes;
 }
 constexpr int64_t units_in(Way way, int64_t bytes) { return (bytes + unit_bytes(way) - 1) / unit_bytes(way); }
-// That a slot has room for.
+// That a slot has room for. Not more than kernels count in 32 bits, sums behind what is summed included.
 constexpr int64_t units_of_slot(Way way, Steps steps, const SlotBytes& slots) {
-    if (way == Way::kTiles) return tiles_of_slots(slots.data, slots.flags);
-    return (way == Way::kLines ? slots.lines : slots.data) / line_slot_bytes_for(steps, 1);
+    constexpr int64_t kMost = 1 << 29;
+    const int64_t units = way == Way::kTiles
+                              ? tiles_of_slots(slots.data, slots.flags)
+                              : (way == Way::kLines ? slots.lines : slots.data) / line_slot_bytes_for(steps, 1);
+    return units < kMost ? units : kMost;
 }
 // bytes: of the larger one of input and output.
 constexpr Split split_of(Op op, int64_t bytes, int world, const SlotBytes& slots, const Tuning& tuning) {

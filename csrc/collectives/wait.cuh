@@ -1,7 +1,7 @@
 // How a kernel of a group begins and ends, and how its waiting ends when nobody comes.
 #pragma once
 
-#include "collectives/peers.h"
+#include "collectives/early_launch.cuh"
 
 namespace te_graph::collectives {
 
@@ -18,6 +18,12 @@ __device__ inline uint64_t load_relaxed(const uint64_t* place) {
 }
 __device__ inline void store_relaxed(uint64_t* place, uint64_t value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
+}
+
+__device__ inline uint64_t add_relaxed(uint64_t* place, uint64_t value) {
+    uint64_t before;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(place), "l"(value) : "memory");
+    return before;
 }
 
 // Gives the group up: the first thread that comes writes the record, and all peers are told.
@@ -39,18 +45,43 @@ __device__ inline __noinline__ void give_up(const Peers& peers, Failure failure,
     }
 }
 
+// A block says that it is there, and asks how things are. Apart from Turn, so that data is loaded until the answer is
+// here. All threads of the block construct it.
+class Arrival {
+public:
+    __device__ Arrival(const Peers& peers, int launch)
+        : state_(&peers.control->state),
+          told_at_(&peers.mailbox(peers.rank)->abort),
+          part_(arrival(blockIdx.x, gridDim.x, launch)) {}
+
+    // For await_predecessor().
+    __device__ uint64_t prepared() const {
+        return reinterpret_cast<uint64_t>(state_) | reinterpret_cast<uint64_t>(told_at_) | part_;
+    }
+    __device__ __forceinline__ void begin() {
+        if (threadIdx.x != 0) return;
+        state_before_ = add_relaxed(state_, part_);
+        told_ = load_relaxed(told_at_);
+    }
+
+    // Thread 0 has them.
+    __device__ uint64_t state_before() const { return state_before_; }
+    __device__ uint64_t told() const { return told_; }
+
+private:
+    uint64_t *state_, *told_at_;
+    uint64_t part_, state_before_, told_;
+};
+
 // The part of a block in an operation. All threads of the block construct it and call end().
 class Turn {
 public:
-    __device__ Turn(const Peers& peers, uint64_t signature, int launch) : peers_(peers) {
+    __device__ Turn(const Peers& peers, uint64_t signature, int launch, const Arrival& arrival) : peers_(peers) {
         __shared__ uint64_t flag;
         __shared__ bool failed;
         if (threadIdx.x == 0) {
-            // Both loads are under way at once.
-            const auto state = reinterpret_cast<unsigned long long*>(&peers.control->state);
-            const uint64_t told = load_relaxed(&peers.mailbox(peers.rank)->abort);
-            const Arrived arrived =
-                read_state(atomicAdd(state, arrival(blockIdx.x, gridDim.x, launch)), gridDim.x, launch);
+            const Arrived arrived = read_state(arrival.state_before(), gridDim.x, launch);
+            const uint64_t told = arrival.told();
             flag = flag_of(arrived.sequence, signature);
             failed = told != 0 || !arrived.is_alone;
             if (!arrived.is_alone) give_up(peers, Failure::kTwoKernels, peers.rank, flag, 0);
@@ -62,13 +93,14 @@ public:
     }
 
     __device__ uint64_t flag() const { return flag_; }
+    // Of the halves of an inbox, whether it is the second one's turn.
+    __device__ bool is_odd() const { return sequence_of(flag_) % 2 != 0; }
     // Where the half of an inbox begins whose slots have so many bytes.
-    __device__ int64_t half(int64_t slot_bytes) const {
-        return (sequence_of(flag_) & 1) * (peers_.world - 1) * slot_bytes;
-    }
+    __device__ int64_t half(int64_t slot_bytes) const { return is_odd() ? (peers_.world - 1) * slot_bytes : 0; }
     __device__ bool failed() const { return failed_; }
 
-    // Whether this warp goes on waiting; called by all its lanes. `awaited`: the lane waits for `seen`, a flag of `peer`.
+    // Whether this warp goes on waiting; called by all its lanes. `awaited`: the lane waits for `seen`, a flag of
+    // `peer`.
     __device__ bool goes_on(bool awaited, uint64_t seen, int peer) {
         if (++rounds_ % kRoundsPerLook != 0) return true;
         if (start_ns_ == 0) start_ns_ = now_ns();
@@ -78,13 +110,12 @@ public:
     // What this warp waited for has come: it waits anew.
     __device__ void came() { start_ns_ = 0; }
 
-    // A warp that waits for peers is done: as good as the block, for whoever looks for a second kernel. The thread that
-    // comes here counts the block out; nobody waits for it.
-    __device__ void end(int thread = 0) const {
-        if (static_cast<int>(threadIdx.x) == thread) {
-            const auto state = reinterpret_cast<unsigned long long*>(&peers_.control->state);
-            atomicAdd(state, departure(gridDim.x));
-        }
+    __device__ void end() const {
+        __syncthreads();
+        if (threadIdx.x == 0) add_relaxed(&peers_.control->state, departure(gridDim.x));
+        // All that the block waits for has come: the next launch may take its place. Not earlier, for what waits for
+        // this kernel to end might then keep out another one that peers wait for.
+        let_successor_start();
     }
 
 private:

@@ -13,7 +13,7 @@ __device__ inline bool has_empty(uint64_t word) {
 // With words that look empty replaced.
 __device__ inline uint64_t filled(uint64_t word) {
     const auto low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> 32);
-    return static_cast<uint64_t>(high == kEmptyWord ? kNanWord : high) << 32 | (low == kEmptyWord ? kNanWord : low);
+    return static_cast<uint64_t>(min(high, kNanWord)) << 32 | min(low, kNanWord);
 }
 
 struct alignas(16) TwoWords {
@@ -23,35 +23,42 @@ struct alignas(16) TwoWords {
 // Data alone.
 struct WordWire {
     // Wide blocks, so that what is sent at once keeps the links busy while sums of the turn before are made.
-    static constexpr int threads(int most) { return most <= 2 ? 1024 : 512; }
+    static constexpr int threads(int world) { return world == 2 ? 1024 : 512; }
     static constexpr int kAhead = 1;
-    static constexpr int kMostLines = 2;
+    static constexpr int kMostLines = 1;
 
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.data_slot_bytes; }
     __device__ static char* inbox(const Peers& peers, int rank) { return peers.data(rank); }
 
     __device__ static void begin(const Peers& peers, const Turn& turn) {
         if (turn.failed()) return;
-        const Slots<LineWire> hellos(peers, turn, 0);
+        const int64_t half = turn.half(LineWire::slot_bytes(peers));
         // For blocks that peers have and this rank has not, too.
         for (int block = blockIdx.x + threadIdx.x / 8 * gridDim.x; block < kMaxBlocks;
              block += blockDim.x / 8 * gridDim.x) {
-            send_to_all(peers, hellos, block, {}, turn.flag());
+#pragma unroll 1
+            for (int p = 0; p < peers.world; ++p) {
+                if (p == peers.rank) continue;
+                char* const slot = slot_of<LineWire>(peers, peers.rank, p) + half;
+                LineWire::send(part_of(slot) + block * kLineBytes, {}, turn.flag());
+            }
         }
     }
-    // Each warp hears all peers' lines before it takes data, which would else be that of whatever they do. They were sent
-    // first, and are looked at together with the data, so this takes no time.
+    // Each warp hears all peers' lines before it takes data, which would else be that of whatever they do. They were
+    // sent first, and are looked at together with the data, so this takes no time.
     template <typename Look>
     __device__ static void look_first(const Peers& peers, Turn& turn, const Look& look) {
         look();
         if (turn.failed()) return;
-        const char* const hellos = Slots<LineWire>(peers, turn, blockIdx.x).of_peers(peers);
+        const char* const hellos = part_of(LineWire::inbox(peers, peers.rank)) +
+                                   turn.half(LineWire::slot_bytes(peers)) + blockIdx.x * kLineBytes;
         while (true) {
             bool is_missing = false;
             int missing_slot = 0;
             uint64_t seen = 0;
+#pragma unroll 1
             for (int i = threadIdx.x % 32 / 8; i < peers.world - 1; i += kLinesPerWarp) {
-                const Part part = look_at_part(hellos + i * peers.line_slot_bytes, 0);
+                const Part part = look_at_part(hellos + i * peers.line_slot_bytes);
                 if (!LineWire::is_missing(part, turn.flag())) continue;
                 is_missing = true;
                 missing_slot = i;
@@ -64,8 +71,10 @@ struct WordWire {
         turn.came();
     }
 
+    // In data, of what this lane has of a line.
+    __device__ static int64_t offset_of(int64_t line) { return line * kLineBytes + 16 * place_in_line(); }
     __device__ static Part load(const char* begin, int64_t bytes, int64_t line) {
-        const int64_t offset = line * kLineBytes + 16 * place_in_line(), left = bytes - offset;
+        const int64_t offset = offset_of(line), left = bytes - offset;
         if (reinterpret_cast<uintptr_t>(begin) % 16 == 0 && left >= 16) {
             const TwoWords words = *reinterpret_cast<const TwoWords*>(begin + offset);
             return {filled(words.first), filled(words.second)};
@@ -73,7 +82,7 @@ struct WordWire {
         return {filled(load_odd_word(begin + offset, left)), filled(load_odd_word(begin + offset + 8, left - 8))};
     }
     __device__ static void store(char* begin, int64_t bytes, int64_t line, const Part& part) {
-        const int64_t offset = line * kLineBytes + 16 * place_in_line(), left = bytes - offset;
+        const int64_t offset = offset_of(line), left = bytes - offset;
         if (reinterpret_cast<uintptr_t>(begin) % 16 == 0 && left >= 16) {
             *reinterpret_cast<TwoWords*>(begin + offset) = {part.first, part.second};
         } else {
@@ -82,13 +91,11 @@ struct WordWire {
         }
     }
     // Sums of NaNs are another NaN than the empty word, and inputs were filled.
-    __device__ static void send(char* slot, int64_t line, const Part& part, uint64_t) {
-        char* const place = slot + line * kLineBytes + 16 * place_in_line();
+    __device__ static void send(char* place, const Part& part, uint64_t) {
         asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(place), "l"(part.first), "l"(part.second)
                      : "memory");
     }
-    __device__ static Part look(const char* slot, int64_t line) {
-        const char* const place = slot + line * kLineBytes + 16 * place_in_line();
+    __device__ static Part look(const char* place) {
         Part part;
         asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                      : "=l"(part.first), "=l"(part.second)
@@ -100,8 +107,8 @@ struct WordWire {
         return has_empty(part.first) || has_empty(part.second);
     }
     __device__ static uint64_t flag_of(const Part&) { return 0; }
-    __device__ static void take(char* slot, int64_t line) {
-        *reinterpret_cast<TwoWords*>(slot + line * kLineBytes + 16 * place_in_line()) = {kEmpty, kEmpty};
+    __device__ static void take(char* place) {
+        asm volatile("st.global.v2.u64 [%0], {%1, %1};" ::"l"(place), "l"(kEmpty) : "memory");
     }
 };
 

@@ -220,6 +220,11 @@ inline Case random_case(int largest, std::mt19937_64& generator) {
     return now;
 }
 
+inline auto launcher_of(Way way) {
+    constexpr decltype(&launch_lines) kLaunchers[] = {launch_lines, launch_words, launch_tiles};
+    return kLaunchers[static_cast<int>(way)];
+}
+
 // The memory of one operation on all ranks, on the host and on the device, with poison around each tensor.
 class Memory {
 public:
@@ -305,6 +310,7 @@ public:
         job.blocks = blocks;
         job.element = case_.element;
         job.reduction = case_.reduction;
+        job.starts_early = launch % 4 == 1;  // half of them
         const int64_t slot_bytes = Ranks::slot_bytes(world_);
         if (job.count > units_of_slot(case_.way, job.steps, {slot_bytes, slot_bytes, slot_bytes})) {
             throw std::length_error("slot too small");

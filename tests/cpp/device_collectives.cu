@@ -1,5 +1,5 @@
-// Collectives by lines, words and tiles: all ranks of a group on one device, against sums on the host, bit for bit. Where a
-// number is NaN it is NaN on both, of whatever bits.
+// Collectives by lines, words and tiles: all ranks of a group on one device, against sums on the host, bit for bit.
+// Where a number is NaN it is NaN on both, of whatever bits.
 #include <bit>
 
 #include "collective_ranks.h"
@@ -46,8 +46,7 @@ void launch(const Ranks& ranks, int rank, const Memory& memory, int blocks, int 
     Peers peers = ranks.peers(rank);
     std::fill(std::begin(peers.pool), std::end(peers.pool), memory.pool());
     const Job job = memory.job(rank, blocks, launch);
-    constexpr decltype(&launch_lines) kLaunchers[] = {launch_lines, launch_words, launch_tiles};
-    check(kLaunchers[static_cast<int>(memory.kind_of_case().way)](peers, job, stream));
+    check(launcher_of(memory.kind_of_case().way)(peers, job, stream));
 }
 void launch(const Ranks& ranks, int rank, const Memory& memory, std::mt19937_64& generator) {
     launch(ranks, rank, memory, random_blocks(generator), random_launch(generator), ranks[rank].stream());

@@ -32,6 +32,19 @@ struct HastyWire : LateWire<Wire> {
     }
 };
 
+__global__ void copy_late_kernel(char* to, const char* from, int64_t bytes, uint64_t ns) {
+    let_successor_start();
+    const uint64_t start = now_ns();
+    while (now_ns() - start < ns) {
+    }
+    for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) to[i] = from[i];
+}
+
+__global__ void hasty_copy_kernel(const __grid_constant__ Job job, const __grid_constant__ Peers) {
+    for (int64_t i = threadIdx.x; i < job.input.bytes; i += blockDim.x) job.out.data[i] = job.input.data[i];
+    await_predecessor(1);
+}
+
 template <typename Wire>
 cudaError_t launch_sum(const Peers& peers, const Job& job, cudaStream_t stream) {
     return launch<Wire, float, Reduction::kSum, Steps::kReduce>(peers, job, stream);
@@ -46,6 +59,15 @@ cudaError_t launch_late(const Peers& peers, const Job& job, Way way, Waiting wai
     }
     return waiting == Waiting::kForData ? launch_sum<LateWire<WordWire>>(peers, job, stream)
                                         : launch_sum<HastyWire<WordWire>>(peers, job, stream);
+}
+
+cudaError_t copy_late(char* to, const char* from, int64_t bytes, uint64_t ns, cudaStream_t stream) {
+    copy_late_kernel<<<1, 1024, 0, stream>>>(to, from, bytes, ns);
+    return cudaGetLastError();
+}
+
+cudaError_t launch_hasty_copy(const Job& job, cudaStream_t stream) {
+    return launch_early(hasty_copy_kernel, 256, Peers{}, job, stream);
 }
 
 }  // namespace te_graph::collectives

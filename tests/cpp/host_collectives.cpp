@@ -343,6 +343,7 @@ TEST(Split, FitsIntoSlots) {
         const int world = 2 + static_cast<int>(generator() % 7);
         const Split split = split_of(op, bytes, world, slots, tuning);
         ASSERT_GT(split.count, 0);
+        ASSERT_LE(2 * split.count, int64_t{1} << 30);
         ASSERT_EQ(split.steps == Steps::kSend, op == Op::kAllGather);
         ASSERT_EQ(split.steps == Steps::kReduceSend, op == Op::kAllReduce && bytes > tuning.one_step_bytes);
         ASSERT_TRUE(split.way != Way::kTiles || op == Op::kAllGather);
