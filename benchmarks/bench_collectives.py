@@ -49,7 +49,7 @@ class Effort:
 
     def replays_of(self, nbytes: int) -> int:
         """Fewer of what takes a millisecond."""
-        return self.replays if nbytes <= MIB else max(2, self.replays // 4)
+        return self.replays if nbytes <= MIB else max(2, self.replays // 2)
 
 
 FULL, QUICK, TRIAL = Effort(rounds=10, replays=20), Effort(rounds=3, replays=4), Effort(rounds=2, replays=2)
