@@ -129,7 +129,10 @@ private:
                 if (!__any_sync(~0u, is_missing)) break;
                 // A peer that is at another operation raises no flag here.
                 if (is_missing) seen = slot_of(peer).hello_flag();
-                if (!turn_.goes_on(is_missing, seen, peer)) {
+                // Who has come may wait for another one: it is not to blame where somebody has not come at all.
+                const bool is_absent = is_missing && seen != turn_.flag();
+                const bool is_to_blame = __any_sync(~0u, is_absent) ? is_absent : is_missing;
+                if (!turn_.goes_on(is_to_blame, seen, peer)) {
                     is_failed_ = true;
                     break;
                 }
