@@ -83,8 +83,7 @@ def tune(group: "PeerGroup") -> Tuning:
     # In one step a rank sends its whole tensor to each other.
     found = best("line_bytes", _all_reduce, Tuning(ALL, 0, 0, BLOCKS))
     found = best("gather_line_bytes", _all_gather, found)
-    if group.world_size > 2:
-        found = best("one_step_bytes", _all_reduce, found)
+    found = best("one_step_bytes", _all_reduce, found)
     apply(group, found)
     return found
 

@@ -1,5 +1,8 @@
 """Thresholds between algorithms: the decision on times that are given, and measuring on GPUs."""
 
+from collections.abc import Callable
+from dataclasses import astuple
+
 import pytest
 import torch
 from collective_ranks import FOUR_GPUS, open_group, reference_reduce
@@ -7,7 +10,8 @@ from ranks import Rank, ranks_of
 from tensor_lists import same_bits
 
 import te_graph as tg
-from te_graph.tuning import ALL, SIZES, threshold
+from te_graph import tuning
+from te_graph.tuning import ALL, SIZES, Operation, Tuning, threshold
 
 WORLDS = [pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu), FOUR_GPUS]
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
@@ -39,9 +43,39 @@ def test_the_threshold_loses_least(rng):
         assert threshold(SIZES, below, above) == reference_threshold(list(SIZES), below, above)
 
 
+class ModelGroup:
+    """What it is set to, and what a call takes by that on one rank. Another rank is faster, and finds the opposite."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._handle = self._agreement = self
+
+    def set_tuning(self, **thresholds: int) -> None:
+        self.now = Tuning(**thresholds)
+
+    def step(self, what: str, act: Callable[[], list[float]]) -> list[list[float]]:
+        times = act()
+        return [times, [1 / time for time in times]]
+
+    def milliseconds(self, nbytes: int, operation: Operation) -> float:
+        """Lines pay by size, words and tiles at the start; so do two steps."""
+        if operation is tuning._all_gather:
+            return 1.25 * nbytes if nbytes <= self.now.gather_line_bytes else nbytes + (3 << 17)
+        steps = nbytes if nbytes <= self.now.one_step_bytes else nbytes / 2 + (3 << 19)
+        return steps + (nbytes / 4 if nbytes <= self.now.line_bytes else 3 << 15)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_thresholds_are_those_of_what_was_measured(monkeypatch, world_size):
+    group = ModelGroup(world_size)
+    monkeypatch.setattr(tuning, "_measure", ModelGroup.milliseconds)
+    assert tuning.tune(group) == group.now == Tuning(1 << 21, 1 << 18, 1 << 20, 128)
+
+
 def scenario_tune(rank: Rank) -> None:
     with open_group(rank, tune=True) as group:
         first, again = group._handle.tuning(), group.tune()
+        assert group._handle.tuning() == astuple(again)
         found = group._agreement.step("comparing", lambda: (first, again))
         assert all(of_rank == found[0] for of_rank in found)
         everybody = torch.randn(rank.world, 3 << 20, device=rank.device).bfloat16()

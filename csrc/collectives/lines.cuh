@@ -70,8 +70,9 @@ __device__ inline void store_word(char* place, int64_t left, bool is_aligned, ui
     }
 }
 
-// Part of a line of `bytes` bytes that begin anywhere.
+// In data, of what this lane has of a line.
 __device__ inline int64_t offset_of_part(int64_t line) { return line * kLineData + 16 * place_in_line(); }
+// Part of a line of `bytes` bytes that begin anywhere.
 __device__ inline Part load_part(const char* begin, int64_t bytes, int64_t line) {
     const bool is_aligned = reinterpret_cast<uintptr_t>(begin) % 8 == 0;
     const int64_t offset = offset_of_part(line), left = bytes - offset;

@@ -1,7 +1,7 @@
 // Words as the kernels of line_kernels.cuh move them.
 #pragma once
 
-#include "collectives/line_kernels.cuh"
+#include "collectives/line_steps.cuh"
 #include "collectives/line_wire.cuh"
 #include "collectives/words.h"
 

@@ -1,6 +1,7 @@
 // Bytes per element: one-step reduce: read twice, received world - 1 times, emptied as often, written once.
 #include "collectives/words.h"
 
+#include "collectives/line_kernels.cuh"
 #include "collectives/word_wire.cuh"
 
 namespace te_graph::collectives {

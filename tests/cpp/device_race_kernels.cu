@@ -1,3 +1,4 @@
+#include "collectives/line_kernels.cuh"
 #include "collectives/word_wire.cuh"
 #include "race_kernels.h"
 
