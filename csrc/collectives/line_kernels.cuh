@@ -36,12 +36,16 @@ __global__ void __launch_bounds__(Wire::threads(kWorld), 1)
     await_predecessor(arrival.prepared() | work.prepared(first));
     arrival.begin();
     typename Work::Loaded parts;
-    Part own{};               // of what is summed next, where that is what was sent last
     work.load(first, parts);  // does not wait for the turn
     Turn turn(peers, job.signature, job.launch, arrival);
     work.enter(turn);
-    Wire::begin(peers, turn);
-    for (int i = 0; i < turns + kDelay; ++i) {
+    work.send(turn, first, parts);
+    // Behind the first data: links would else be idle for as long as it takes to say it.
+    Wire::template say_hello<kWorld>(peers, turn);
+    Part own = parts[0];  // of what is summed next, where that is what was sent last
+    work.load(first + step, parts);
+    Wire::hear_hellos(peers, turn, [] {});
+    for (int i = 1; i < turns + kDelay; ++i) {
         const Part sent = parts[0];
         if (i < turns) {
             work.send(turn, first + i * step, parts);
@@ -52,12 +56,7 @@ __global__ void __launch_bounds__(Wire::threads(kWorld), 1)
             if (0 <= summed && summed < turns) {
                 const int line = first + summed * step;
                 typename Work::Found found;
-                const auto look_now = [&] { work.look(line, found); };
-                if (summed == 0) {
-                    Wire::look_first(peers, turn, look_now);
-                } else {
-                    look_now();
-                }
+                work.look(line, found);
                 work.reduce(turn, line, kKeepsOwn ? own : work.own_part(line), found);
             }
         }
@@ -95,12 +94,12 @@ __global__ void __launch_bounds__(kOnceThreads<kWorld>, 1)
     for (int i = 0; i < kLines; ++i) work.load(first + i * step, parts[i]);
     Turn turn(peers, job.signature, job.launch, arrival);
     work.enter(turn);
-    Wire::begin(peers, turn);
 #pragma unroll
     for (int i = 0; i < kLines; ++i) work.send(turn, first + i * step, parts[i]);
+    Wire::template say_hello<kWorld>(peers, turn);
     // A line is looked at while the one before is waited for.
     typename Work::Found found[2];
-    Wire::look_first(peers, turn, [&] { work.look(first, found[0]); });
+    Wire::hear_hellos(peers, turn, [&] { work.look(first, found[0]); });
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
         const int line = first + i * step;

@@ -16,9 +16,11 @@ struct LineWire {
 
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.line_slot_bytes; }
     __device__ static char* inbox(const Peers& peers, int rank) { return peers.lines(rank); }
-    __device__ static void begin(const Peers&, const Turn&) {}
+    // A line says itself of which operation it is.
+    template <int kWorld>
+    __device__ static void say_hello(const Peers&, const Turn&) {}
     template <typename Look>
-    __device__ static void look_first(const Peers&, Turn&, const Look& look) {
+    __device__ static void hear_hellos(const Peers&, Turn&, const Look& look) {
         look();
     }
     __device__ static int64_t offset_of(int64_t line) { return offset_of_part(line); }

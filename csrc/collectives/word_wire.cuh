@@ -30,24 +30,24 @@ struct WordWire {
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.data_slot_bytes; }
     __device__ static char* inbox(const Peers& peers, int rank) { return peers.data(rank); }
 
-    __device__ static void begin(const Peers& peers, const Turn& turn) {
-        if (turn.failed()) return;
+    // A line with a flag to each peer for this block, and for blocks that peers have and this rank has not.
+    template <int kWorld>
+    __device__ static void say_hello(const Peers& peers, const Turn& turn) {
+        const int others = world_of<kWorld>(peers) - 1;
+        const int lines = others * (kMaxBlocks / static_cast<int>(gridDim.x));
+        if (turn.failed() || threadIdx.x / 8 >= lines) return;
         const int64_t half = turn.half(LineWire::slot_bytes(peers));
-        // For blocks that peers have and this rank has not, too.
-        for (int block = blockIdx.x + threadIdx.x / 8 * gridDim.x; block < kMaxBlocks;
-             block += blockDim.x / 8 * gridDim.x) {
 #pragma unroll 1
-            for (int p = 0; p < peers.world; ++p) {
-                if (p == peers.rank) continue;
-                char* const slot = slot_of<LineWire>(peers, peers.rank, p) + half;
-                LineWire::send(part_of(slot) + block * kLineBytes, {}, turn.flag());
-            }
+        for (int i = threadIdx.x / 8; i < lines; i += blockDim.x / 8) {
+            const int block = blockIdx.x + i / others * gridDim.x;
+            char* const slot = slot_of<LineWire>(peers, peers.rank, peer_of_slot(i % others, peers.rank)) + half;
+            LineWire::send(part_of(slot) + block * kLineBytes, {}, turn.flag());
         }
     }
-    // Each warp hears all peers' lines before it takes data, which would else be that of whatever they do. They were
-    // sent first, and are looked at together with the data, so this takes no time.
+    // Each warp hears all peers before it takes data, which would else be that of whatever they do. look(): called
+    // before each look at what they said.
     template <typename Look>
-    __device__ static void look_first(const Peers& peers, Turn& turn, const Look& look) {
+    __device__ static void hear_hellos(const Peers& peers, Turn& turn, const Look& look) {
         look();
         if (turn.failed()) return;
         const char* const hellos = part_of(LineWire::inbox(peers, peers.rank)) +
