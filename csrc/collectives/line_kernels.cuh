@@ -3,12 +3,14 @@
 //
 // Formula: out = x_0 + x_1 + ... in the order of the ranks, in fp32, rounded once (or the largest, or all x one behind
 // the other), for words of 8 bytes.
-// Grid: blocks of up to 1024 threads; a warp takes four lines of each piece at a time, a thread 16 bytes of each line.
+// Grid: blocks of up to 1024 threads; a warp does four lines of each piece at a time, course.cuh says which, a thread
+// 16 bytes of each line.
 // A thread reads and writes the same words in all steps, so `out` may be `input`.
 // Determinism: the order of the sum is that of the ranks, so bits depend on the elements alone, not on size or time.
 // Blocks wait for peers only, never for each other, so all need not be resident at once.
 #pragma once
 
+#include "collectives/course.cuh"
 #include "collectives/line_steps.cuh"
 
 namespace te_graph::collectives {
@@ -17,7 +19,7 @@ namespace te_graph::collectives {
 template <int kWorld>
 constexpr int kOnceThreads = kWorld == 2 ? 1024 : 512;
 
-template <typename Wire, typename T, Reduction kReduction, Steps kSteps, int kWorld>
+template <typename Wire, typename T, Reduction kReduction, Steps kSteps, int kWorld, bool kTakes>
 __global__ void __launch_bounds__(Wire::threads(kWorld), 1)
     lines_kernel(const __grid_constant__ Job job, const __grid_constant__ Peers peers) {
     using Work = Line<Wire, T, kReduction, kSteps, kWorld>;
@@ -27,34 +29,30 @@ __global__ void __launch_bounds__(Wire::threads(kWorld), 1)
     constexpr bool kKeepsOwn = Wire::kAhead == 1 && Work::kSendsSame;
     Work work(peers, job);
     Arrival arrival(peers, job.launch);
-    const int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 8;
-    const int step = static_cast<int>(gridDim.x * blockDim.x) / 8;
-    // The same for all threads of a warp: it votes on what has come.
-    const int left = static_cast<int>(job.count) - (first - static_cast<int>(threadIdx.x) % 32 / 8);
-    const int turns = left <= 0 ? 0 : (left + step - 1) / step;
+    Course<kDelay, kTakes> course(peers, job);
 
-    await_predecessor(arrival.prepared() | work.prepared(first));
+    await_predecessor(arrival.prepared() | work.prepared(course.line(0)));
     arrival.begin();
     typename Work::Loaded parts;
-    work.load(first, parts);  // does not wait for the turn
+    work.load(course.line(0), parts);  // does not wait for the turn
     Turn turn(peers, job.signature, job.launch, arrival);
     work.enter(turn);
-    work.send(turn, first, parts);
+    work.send(turn, course.line(0), parts);
     // Behind the first data: links would else be idle for as long as it takes to say it.
     Wire::template say_hello<kWorld>(peers, turn);
     Part own = parts[0];  // of what is summed next, where that is what was sent last
-    work.load(first + step, parts);
+    work.load(course.next_line(), parts);
     Wire::hear_hellos(peers, turn, [] {});
-    for (int i = 1; i < turns + kDelay; ++i) {
+    course.begin();
+    for (int rest = kDelay; course.has(0) || --rest >= 0; course.advance()) {
         const Part sent = parts[0];
-        if (i < turns) {
-            work.send(turn, first + i * step, parts);
-            work.load(first + (i + 1) * step, parts);
+        if (course.has(0)) {
+            work.send(turn, course.line(0), parts);
+            work.load(course.next_line(), parts);
         }
         if constexpr (kReduces) {
-            const int summed = i - Wire::kAhead;
-            if (0 <= summed && summed < turns) {
-                const int line = first + summed * step;
+            if (course.has(Wire::kAhead)) {
+                const int line = course.line(Wire::kAhead);
                 typename Work::Found found;
                 work.look(line, found);
                 work.reduce(turn, line, kKeepsOwn ? own : work.own_part(line), found);
@@ -62,8 +60,8 @@ __global__ void __launch_bounds__(Wire::threads(kWorld), 1)
         }
         own = sent;
         if constexpr (kGathers) {
-            if (i >= kDelay) {
-                const int line = first + (i - kDelay) * step;
+            if (course.has(kDelay)) {
+                const int line = course.line(kDelay);
                 typename Work::Found found;
                 if constexpr (kSteps == Steps::kReduceSend) {
                     work.look_at_sums(line, found);
@@ -138,8 +136,16 @@ cudaError_t launch_for(const Peers& peers, const Job& job, cudaStream_t stream) 
         }
     }
     const int64_t lines = static_cast<int64_t>(job.blocks) * Wire::threads(kWorld) / 8;
-    return launch_early(lines_kernel<Wire, T, kReduction, kSteps, kWorld>,
-                        threads_for(job, (job.count + lines - 1) / lines), peers, job, stream);
+    const int64_t turns = (job.count + lines - 1) / lines;
+    // Who has heard nobody may not take lines, and all-reduces in one step are small.
+    if constexpr (Wire::kSaysHello && kSteps != Steps::kReduce) {
+        if (turns >= kManyTurns) {
+            return launch_early(lines_kernel<Wire, T, kReduction, kSteps, kWorld, true>, threads_for(job, turns), peers,
+                                job, stream);
+        }
+    }
+    return launch_early(lines_kernel<Wire, T, kReduction, kSteps, kWorld, false>, threads_for(job, turns), peers, job,
+                        stream);
 }
 
 template <typename Wire, typename T, Reduction kReduction, Steps kSteps>

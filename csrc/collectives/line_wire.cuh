@@ -17,6 +17,7 @@ struct LineWire {
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.line_slot_bytes; }
     __device__ static char* inbox(const Peers& peers, int rank) { return peers.lines(rank); }
     // A line says itself of which operation it is.
+    static constexpr bool kSaysHello = false;
     template <int kWorld>
     __device__ static void say_hello(const Peers&, const Turn&) {}
     template <typename Look>

@@ -24,7 +24,7 @@ cudaError_t launch_lines(const Peers& peers, const Job& job, cudaStream_t stream
 bool can_start_early() {
     // Of the architecture that the code was compiled for, not the device's: older code runs there, too, and does not
     // wait.
-    const auto kernel = lines_kernel<LineWire, float, Reduction::kSum, Steps::kSend, kAnyWorld>;
+    const auto kernel = lines_kernel<LineWire, float, Reduction::kSum, Steps::kSend, kAnyWorld, false>;
     cudaFuncAttributes attributes{};
     if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.ptxVersion >= 90;
     // No code for this device: the first launch says so.

@@ -30,6 +30,7 @@ struct WordWire {
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.data_slot_bytes; }
     __device__ static char* inbox(const Peers& peers, int rank) { return peers.data(rank); }
 
+    static constexpr bool kSaysHello = true;
     // A line with a flag to each peer for this block, and for blocks that peers have and this rank has not.
     template <int kWorld>
     __device__ static void say_hello(const Peers& peers, const Turn& turn) {

@@ -96,6 +96,7 @@ TEST(CollectivesDevice, ResultsOfAMebibyteAreThoseOfTheHost) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
         const Ranks ranks(world);
+        int operations = 0;
         for (const Kind kind : kKinds) {
             for (Case now : cases_of(kind, 1 << 20)) {
                 now.numel /= now.element_bytes();
@@ -103,9 +104,35 @@ TEST(CollectivesDevice, ResultsOfAMebibyteAreThoseOfTheHost) {
                 now.input_offset = now.out_offset = static_cast<int64_t>(generator() % 2) * now.element_bytes();
                 expect_right_at_once(ranks, now, generator);
                 if (HasFatalFailure()) return;
+                ++operations;
             }
         }
+        ranks.expect_finished(operations);
     }
+}
+
+// Of one rank all blocks are there, of the other one some alone until those have done their part: nobody may keep lines
+// from them.
+TEST(CollectivesDevice, ManyTurnsAreRightWhereBlocksFindNoRoom) {
+    auto generator = seeded_generator();
+    int multiprocessors = 0;
+    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+    const int blocks = std::min<int>(kMaxBlocks, std::bit_floor(static_cast<unsigned>(multiprocessors) - 1));
+    ASSERT_GT(2 * blocks, multiprocessors);
+    const Ranks ranks(2);
+    // Lines of seven turns and a half of blocks of 1024 threads, 32 numbers each.
+    Memory memory(Case{.kind = Kind::kReduceScatter, .numel = int64_t{blocks} * 128 * 15 / 2 * 32, .way = Way::kWords},
+                  2);
+    for (int operation = 0; operation < 4; ++operation) {
+        refill(memory, generator);
+        for (int i = 0; i < 2; ++i) {
+            const int rank = (operation + i) % 2;
+            launch(ranks, rank, memory, blocks, random_launch(generator), ranks[rank].stream());
+        }
+        check(cudaDeviceSynchronize());
+        ASSERT_TRUE(is_right(memory));
+    }
+    ranks.expect_finished(4);
 }
 
 TEST(CollectivesDevice, SpecialValuesAreThoseOfTheHost) {
