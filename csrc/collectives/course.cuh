@@ -1,27 +1,17 @@
-// Which lines a warp of a kernel that loops does, turn by turn.
-//
-// Where there are few turns, every n-th four: each warp begins with its own and steps by as many as all warps do.
-// Where there are many, from the fourth turn on whichever four no warp of this rank has taken yet: some
-// multiprocessors send faster than others, whose blocks would else still be at it when the links have little to do.
-//
-// A block takes lines in their order, once it has heard its namesakes on all peers, and holds back only lines behind
-// those that it waits for. So nobody holds up the first line that is waited for, and blocks that find no room beside
-// others come through as ever.
+// The course of a warp on the device, see course.h.
 #pragma once
 
-#include "collectives/lines.cuh"
+#include "collectives/course.h"
+#include "collectives/peers.h"
 
 namespace te_graph::collectives {
-
-// Turns from which on lines are taken: that costs half a microsecond, and saves a seventh of one a turn.
-constexpr int kManyTurns = 8;
 
 // kBack: turns for which lines are remembered. kTakes: whether turns are many.
 template <int kBack, bool kTakes>
 class Course {
 public:
     __device__ Course(const Peers& peers, const Job& job)
-        : taken_(&peers.control->taken),
+        : taken_(&peers.control->taken[job.launch]),
           count_(static_cast<int>(job.count)),
           step_(static_cast<int>(gridDim.x * blockDim.x) / 32 * kLinesPerWarp) {
         lines_[0] = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32 * kLinesPerWarp;
@@ -50,16 +40,15 @@ public:
             return;
         }
         const int number = __shfl_sync(~0u, number_, 0);
-        next_ = kOwnTurns * step_ + number * kLinesPerWarp;
+        next_ = taken_line(number, step_);
         if (next_ < count_) {
             take();
-        } else if (number == last_number() && threadIdx.x % 32 == 0) {
+        } else if (number == last_number(count_, step_) && threadIdx.x % 32 == 0) {
             *taken_ = 0;
         }
     }
 
 private:
-    static constexpr int kOwnTurns = 3;
     static constexpr int kNone = INT32_MAX - kLinesPerWarp;
 
     static __device__ int line_in_warp() { return static_cast<int>(threadIdx.x) % 32 / 8; }
@@ -71,12 +60,6 @@ private:
     // The answer is looked at a turn later.
     __device__ void take() {
         if (threadIdx.x % 32 == 0) number_ = static_cast<int>(atomicAdd(taken_, 1));
-    }
-    // Each warp takes once in vain, so whoever gets this number is the last one, and puts back the 0 that the next
-    // operation begins with.
-    __device__ int last_number() const {
-        const int warps = step_ / kLinesPerWarp, all = (count_ + kLinesPerWarp - 1) / kLinesPerWarp;
-        return all - kOwnTurns * warps + warps - 1;
     }
 
     uint32_t* const taken_;

@@ -3,7 +3,7 @@
 //
 // Formula: out = x_0 + x_1 + ... in the order of the ranks, in fp32, rounded once (or the largest, or all x one behind
 // the other), for words of 8 bytes.
-// Grid: blocks of up to 1024 threads; a warp does four lines of each piece at a time, course.cuh says which, a thread
+// Grid: blocks of up to 1024 threads; a warp does four lines of each piece at a time, course.h says which, a thread
 // 16 bytes of each line.
 // A thread reads and writes the same words in all steps, so `out` may be `input`.
 // Determinism: the order of the sum is that of the ranks, so bits depend on the elements alone, not on size or time.
@@ -111,19 +111,12 @@ __global__ void __launch_bounds__(kOnceThreads<kWorld>, 1)
     turn.end();
 }
 
-// Of a block, if all blocks together do all lines in so many turns: what a block has too many of warps another one
-// lacks.
-inline int threads_for(const Job& job, int64_t turns) {
-    const int64_t lines = turns * job.blocks * kLinesPerWarp;
-    return 32 * static_cast<int>((job.count + lines - 1) / lines);
-}
-
 template <typename Wire, typename T, Reduction kReduction, Steps kSteps, int kWorld>
 cudaError_t launch_for(const Peers& peers, const Job& job, cudaStream_t stream) {
     if constexpr (kSteps != Steps::kReduceSend) {
         const auto launch_once = [&]<int kLines>() {
             return launch_early(lines_once_kernel<Wire, T, kReduction, kSteps, kWorld, kLines>,
-                                threads_for(job, kLines), peers, job, stream);
+                                threads_for(job.count, job.blocks, kLines), peers, job, stream);
         };
         const int64_t lines = static_cast<int64_t>(job.blocks) * kOnceThreads<kWorld> / 8;
         constexpr int kMostLines = kWorld == 2 && kSteps != Steps::kScatter ? Wire::kMostLines : 1;
@@ -140,12 +133,12 @@ cudaError_t launch_for(const Peers& peers, const Job& job, cudaStream_t stream) 
     // Who has heard nobody may not take lines, and all-reduces in one step are small.
     if constexpr (Wire::kSaysHello && kSteps != Steps::kReduce) {
         if (turns >= kManyTurns) {
-            return launch_early(lines_kernel<Wire, T, kReduction, kSteps, kWorld, true>, threads_for(job, turns), peers,
-                                job, stream);
+            return launch_early(lines_kernel<Wire, T, kReduction, kSteps, kWorld, true>,
+                                threads_for(job.count, job.blocks, turns), peers, job, stream);
         }
     }
-    return launch_early(lines_kernel<Wire, T, kReduction, kSteps, kWorld, false>, threads_for(job, turns), peers, job,
-                        stream);
+    return launch_early(lines_kernel<Wire, T, kReduction, kSteps, kWorld, false>,
+                        threads_for(job.count, job.blocks, turns), peers, job, stream);
 }
 
 template <typename Wire, typename T, Reduction kReduction, Steps kSteps>

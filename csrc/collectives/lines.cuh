@@ -1,7 +1,7 @@
 // Lines on the device: words of memory that begins anywhere, and lines that are sent and awaited.
 #pragma once
 
-#include "collectives/lines.h"
+#include "collectives/course.h"
 #include "collectives/wait.cuh"
 
 namespace te_graph::collectives {
@@ -45,7 +45,6 @@ __device__ inline void store_some(char* place, int64_t left, uint64_t word) {
 struct Part {
     uint64_t first, second;
 };
-constexpr int kLinesPerWarp = 4;
 __device__ inline int place_in_line() { return threadIdx.x % 8; }
 __device__ inline bool has_flag() { return place_in_line() == 7; }
 

@@ -40,7 +40,7 @@ struct Control {
     int32_t traps;       // give up by ending the context
     float failed;        // 0, or 1 once given up: the `found_inf` of captured optimizers
     Record* record;
-    alignas(128) uint32_t taken;  // course.cuh; 0 between operations
+    alignas(128) uint32_t taken[kMaxLaunchId + 1];  // course.h, by a launch's number; 0 between operations
 };
 
 // The start of a rank's memory that peers write: the inbox. What comes with operations follows: slots for lines, then

@@ -111,30 +111,6 @@ TEST(CollectivesDevice, ResultsOfAMebibyteAreThoseOfTheHost) {
     }
 }
 
-// Of one rank all blocks are there, of the other one some alone until those have done their part: nobody may keep lines
-// from them.
-TEST(CollectivesDevice, ManyTurnsAreRightWhereBlocksFindNoRoom) {
-    auto generator = seeded_generator();
-    int multiprocessors = 0;
-    check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-    const int blocks = std::min<int>(kMaxBlocks, std::bit_floor(static_cast<unsigned>(multiprocessors) - 1));
-    ASSERT_GT(2 * blocks, multiprocessors);
-    const Ranks ranks(2);
-    // Lines of seven turns and a half of blocks of 1024 threads, 32 numbers each.
-    Memory memory(Case{.kind = Kind::kReduceScatter, .numel = int64_t{blocks} * 128 * 15 / 2 * 32, .way = Way::kWords},
-                  2);
-    for (int operation = 0; operation < 4; ++operation) {
-        refill(memory, generator);
-        for (int i = 0; i < 2; ++i) {
-            const int rank = (operation + i) % 2;
-            launch(ranks, rank, memory, blocks, random_launch(generator), ranks[rank].stream());
-        }
-        check(cudaDeviceSynchronize());
-        ASSERT_TRUE(is_right(memory));
-    }
-    ranks.expect_finished(4);
-}
-
 TEST(CollectivesDevice, SpecialValuesAreThoseOfTheHost) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
@@ -352,32 +328,52 @@ TEST(CollectivesFailureDevice, AnotherNumberOfElementsDtypeOrOperationIsSeenAndE
     }
 }
 
+// Two kernels on rank 0, of `blocks` blocks at most.
+void expect_two_kernels_end_all(Memory& first, Memory& second, int blocks, std::mt19937_64& generator) {
+    const int world = first.world();
+    const Ranks ranks(world);
+    const Stream second_stream;
+    refill(first, generator);
+    refill(second, generator);
+    const auto some = [&] { return 1 << generator() % std::bit_width(static_cast<unsigned>(blocks)); };
+    for (int rank = 1; rank < world; ++rank) delay(ranks[rank].stream(), 200 * kMillisecond);
+    launch(ranks, 0, first, some(), 401, ranks[0].stream());
+    launch(ranks, 0, second, some(), 577, second_stream.get());
+    for (int rank = 1; rank < world; ++rank) {
+        launch(ranks, rank, first, some(), random_launch(generator), ranks[rank].stream());
+        launch(ranks, rank, second, some(), random_launch(generator), ranks[rank].stream());
+    }
+    EXPECT_LT(seconds_to_finish(), 1.0);
+    EXPECT_EQ(ranks[0].record().failure, Failure::kTwoKernels);
+    EXPECT_EQ(ranks[0].record().peer, 0);
+    for (int rank = 0; rank < world; ++rank) {
+        expect_given_up(ranks, rank);
+        EXPECT_TRUE(is_given_up(first, rank));
+        EXPECT_TRUE(is_given_up(second, rank));
+        if (rank > 0) EXPECT_EQ(ranks[rank].record().failure, Failure::kToldByPeer);
+    }
+}
+
 TEST(CollectivesFailureDevice, TwoKernelsOfARankAtOnceAreSeenAndEndAll) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
         for (const Kind kind : kKinds) {
-            const Ranks ranks(world);
-            const Stream second_stream;
             Memory first(cases_of(kind, 5003)[0], world), second(random_case(12, generator), world);
-            refill(first, generator);
-            refill(second, generator);
-            for (int rank = 1; rank < world; ++rank) delay(ranks[rank].stream(), 200 * kMillisecond);
-            launch(ranks, 0, first, random_blocks(generator), 401, ranks[0].stream());
-            launch(ranks, 0, second, random_blocks(generator), 577, second_stream.get());
-            for (int rank = 1; rank < world; ++rank) {
-                launch(ranks, rank, first, generator);
-                launch(ranks, rank, second, generator);
-            }
-            EXPECT_LT(seconds_to_finish(), 1.0);
-            EXPECT_EQ(ranks[0].record().failure, Failure::kTwoKernels);
-            EXPECT_EQ(ranks[0].record().peer, 0);
-            for (int rank = 0; rank < world; ++rank) {
-                expect_given_up(ranks, rank);
-                EXPECT_TRUE(is_given_up(first, rank));
-                EXPECT_TRUE(is_given_up(second, rank));
-                if (rank > 0) EXPECT_EQ(ranks[rank].record().failure, Failure::kToldByPeer);
-            }
+            expect_two_kernels_end_all(first, second, 8, generator);
         }
+    }
+}
+
+TEST(CollectivesFailureDevice, TwoKernelsOfManyTurnsAtOnceLeaveNoLineWithoutItsNaN) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        const Case now{.kind = Kind::kTwoSteps, .numel = 300007, .way = Way::kWords};
+        Case other = now;
+        other.kind = Kind::kReduceScatter;
+        other.numel /= world;
+        Memory first(now, world), second(other, world);
+        expect_two_kernels_end_all(first, second, 2, generator);
+        expect_two_kernels_end_all(second, first, 2, generator);
     }
 }
 

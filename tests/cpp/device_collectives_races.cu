@@ -1,4 +1,6 @@
 // Blocks that come late by random times, and the negative control: kernels that do not wait are wrong, and seen to be.
+#include <bit>
+
 #include "collective_reference.h"
 #include "race_kernels.h"
 
@@ -101,6 +103,59 @@ TEST(CollectivesRacesDevice, WhoDoesNotAwaitTheKernelAheadReadsTooEarly) {
     const std::vector<char> after = memory.download();
     EXPECT_EQ(after[memory.out_at(0)], 0x3C);
     EXPECT_EQ(after[memory.input_at(0)], memory.host()[memory.input_at(0)]);
+}
+
+// A reduce-scatter of two ranks in eight turns. Of one rank all blocks are there, of the other one some alone until
+// those have done their part.
+class Crowd {
+public:
+    Crowd() : memory_({.kind = Kind::kReduceScatter, .numel = blocks_ * kNumel, .way = Way::kWords}, 2) {}
+    Memory& memory() { return memory_; }
+    template <typename Launch>
+    void launch(const Ranks& ranks, const Launch& launch, int first, std::mt19937_64& generator) {
+        refill(memory_, generator);
+        for (const int rank : {first, 1 - first}) {
+            const Job job = memory_.job(rank, blocks_, kLaunchIds[generator() % kLaunchIds.size()]);
+            check(launch(ranks.peers(rank), job, ranks[rank].stream()));
+        }
+        check(cudaDeviceSynchronize());
+    }
+
+private:
+    // Of a block of 1024 threads in seven turns and a half: 128 lines of 32 numbers each.
+    static constexpr int64_t kNumel = 128 * 32 * 15 / 2;
+    // Of one rank there is room for, of both there is not.
+    static int blocks() {
+        int multiprocessors = 0;
+        check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+        const int blocks = std::min<int>(kMaxBlocks, std::bit_floor(static_cast<unsigned>(multiprocessors) - 1));
+        EXPECT_GT(2 * blocks, multiprocessors);
+        return blocks;
+    }
+
+    const int blocks_ = blocks();
+    Memory memory_;
+};
+
+TEST(CollectivesRacesDevice, BlocksThatFindNoRoomComeThrough) {
+    auto generator = seeded_generator();
+    const Ranks ranks(2);
+    Crowd crowd;
+    for (int operation = 0; operation < 4; ++operation) {
+        crowd.launch(ranks, launch_words, operation % 2, generator);
+        ASSERT_TRUE(is_right(crowd.memory()));
+    }
+    ranks.expect_finished(4);
+}
+
+TEST(CollectivesRacesDevice, WhoTakesBeforeItHasHeardKeepsLinesFromOthers) {
+    auto generator = seeded_generator();
+    const Ranks ranks(2);
+    ranks.set_timeout(100 * kMillisecond);
+    Crowd crowd;
+    crowd.launch(ranks, launch_deaf, 0, generator);
+    for (int rank = 0; rank < 2; ++rank) EXPECT_EQ(ranks[rank].control().failed, 1.0f) << "rank " << rank;
+    EXPECT_TRUE(ranks[0].record().failure == Failure::kTimeout || ranks[1].record().failure == Failure::kTimeout);
 }
 
 }  // namespace
