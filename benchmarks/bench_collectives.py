@@ -1,4 +1,4 @@
-"""All-reduce, reduce-scatter and all-gather over the GPUs of one host, beside NCCL and torch's symmetric memory.
+"""All-reduce, reduce-scatter and all-gather over the GPUs of one host, beside NCCL, torch's symmetric memory and vLLM.
 
     python benchmarks/bench_collectives.py                            # on all GPUs, at least two
     python benchmarks/bench_collectives.py --world 2 --sizes 4194304  # on two, up to 4 MB: a quick look
@@ -82,14 +82,15 @@ class Timed:
     step: Callable[[], object]
 
 
-def capture(run: Callable[[], object], calls: int, rank: Rank) -> Callable[[], object]:
+def capture(call: Call, calls: int, rank: Rank) -> Callable[[], object]:
     """What replays a graph of so many calls. On a CPU, what makes the calls."""
     if not rank.is_gpu:
-        return repeat(run, calls)
+        return repeat(call.run, calls)
     graph = torch.cuda.CUDAGraph()
     # NCCL's own threads call the driver meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        repeat(run, calls)()
+        repeat(call.run, calls)()
+    call.captured()
     return graph.replay
 
 
@@ -113,9 +114,9 @@ def prepare(setting: Setting, reference: Reference, variant: str, op: str, nbyte
     call: Call = VARIANTS[variant].build(setting, op, nbytes)
     is_exact, calls = VARIANTS[variant].is_exact, calls_for(nbytes, setting.rank.device)
     reference.verify(call, call.run, is_exact)
-    reference.verify(call, capture(call.run, 1, setting.rank), is_exact)
+    reference.verify(call, capture(call, 1, setting.rank), is_exact)
     call.x.zero_()
-    steps = {"graph": capture(call.run, calls, setting.rank), "eager": repeat(call.run, calls)}
+    steps = {"graph": capture(call, calls, setting.rank), "eager": repeat(call.run, calls)}
     return [Timed(variant, mode, steps[mode]) for mode in MODES]
 
 
@@ -279,7 +280,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if not options.sizes:
         parser.error(f"--sizes: expected at least {SIZES[0]}, got {largest}")
     options.ops = list(dict.fromkeys(options.ops or OPS))
-    choose_variants(parser, options, VARIANTS)
+    choose_variants(parser, options, VARIANTS, options.world)
     return options
 
 

@@ -1,4 +1,4 @@
-"""Who carries out collectives: te_graph, the process group, torch's symmetric memory; and what they must leave."""
+"""Who carries out collectives: te_graph, a process group, torch's symmetric memory, vLLM; and what they must leave."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,9 +6,11 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
+import workloads
 from common import bits_equal
 from rank_processes import OPERATION_TIMEOUT, Rank
 from torch import Tensor
+from vllm_all_reduce import VllmAllReduce
 
 import te_graph as tg
 
@@ -25,11 +27,13 @@ class Call:
         x: What it reads, [n].
         run: Carries it out on the current stream.
         result: What it writes, [n], [n / world] or [n * world]; may be x itself.
+        captured: Called on all ranks once `run` has been captured, before the graph is replayed.
     """
 
     x: Tensor
     run: Callable[[], object]
     result: Tensor
+    captured: Callable[[], object] = lambda: None
 
 
 class Setting:
@@ -53,6 +57,11 @@ class Setting:
         buffer = symmetric_memory.empty(self.nbytes // DTYPE.itemsize, dtype=DTYPE, device=self.rank.device)
         symmetric_memory.rendezvous(buffer, dist.group.WORLD.group_name)
         return buffer
+
+    @cached_property
+    def vllm(self) -> VllmAllReduce:
+        """All ranks come here together."""
+        return VllmAllReduce(self.rank, self.nbytes)
 
     def empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=DTYPE, device=self.rank.device)
@@ -96,33 +105,41 @@ def _two_shot(setting: Setting, op: str, nbytes: int) -> Call:
     return Call(x, lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name), x)
 
 
+def _vllm(setting: Setting, op: str, nbytes: int) -> Call:
+    numel, _ = counts(op, nbytes, setting.rank.world)
+    x, out, vllm = setting.vllm.x.view(DTYPE)[:numel], setting.empty(numel), setting.vllm
+    return Call(x, lambda: vllm.reduce(out, x), out, vllm.map_captured)
+
+
 @dataclass(frozen=True)
-class Variant:
-    """One who carries out collectives.
+class Variant(workloads.Variant):
+    """One who carries out collectives. `build` makes a call of an op, whose larger tensor has so many bytes.
 
     Attributes:
-        label: For tables.
         ops: Those it has.
-        build: Makes a call of an op, whose larger tensor has so many bytes.
+        worlds: Numbers of ranks that it knows; None: any.
         is_exact: Whether its sums have to be the bits of the reference.
-        needs_gpu: Whether there is none of it on a CPU.
     """
 
-    label: str
-    ops: tuple[str, ...]
     build: Callable[[Setting, str, int], Call]
+    ops: tuple[str, ...] = tuple(OPS)
+    worlds: tuple[int, ...] | None = None
     is_exact: bool = False
-    needs_gpu: bool = False
 
-    def missing(self, device: str) -> str | None:
-        return "needs GPUs" if self.needs_gpu and device == "cpu" else None
+    def missing(self, device: str, world: int | None = None) -> str | None:
+        """Why it cannot be measured here, by so many ranks if a number is given; None if it can."""
+        if self.worlds is not None and world is not None and world not in self.worlds:
+            return f"needs {', '.join(map(str, self.worlds))} ranks, got {world}"
+        return super().missing(device)
 
 
+_ALL_REDUCE = ("all_reduce",)
 VARIANTS = {
-    "te_graph": Variant("te_graph", tuple(OPS), _te_graph, is_exact=True),
-    "nccl": Variant("NCCL", tuple(OPS), _process_group),
-    "one_shot": Variant("torch symmetric memory, one-shot", ("all_reduce",), _one_shot, needs_gpu=True),
-    "two_shot": Variant("torch symmetric memory, two-shot", ("all_reduce",), _two_shot, needs_gpu=True),
+    "te_graph": Variant("te_graph", _te_graph, is_exact=True),
+    "nccl": Variant("NCCL", _process_group),
+    "one_shot": Variant("torch symmetric memory, one-shot", _one_shot, needs_cuda=True, ops=_ALL_REDUCE),
+    "two_shot": Variant("torch symmetric memory, two-shot", _two_shot, needs_cuda=True, ops=_ALL_REDUCE),
+    "vllm": Variant("vLLM", _vllm, needs_cuda=True, package="vllm", ops=_ALL_REDUCE, worlds=(2, 4, 6, 8)),
 }
 
 

@@ -109,15 +109,20 @@ def complete(parser: argparse.ArgumentParser, options: argparse.Namespace, is_pa
     options.command = _reproducing_command(parser.prog, argv)
 
 
-def choose_variants(parser: argparse.ArgumentParser, options: argparse.Namespace, variants: Mapping[str, Any]) -> None:
+def choose_variants(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, variants: Mapping[str, Any], *where: Any
+) -> None:
     """Fill in `options.variants`, by default all that can be measured here, and `not_measured`: why others cannot.
 
     Args:
         parser: Ends the program if one was asked for that cannot be measured.
         options: What it parsed, with `variants` and `device`; changed in place.
         variants: By name; with `missing` and `label`, as `workloads.Variant` has them.
+        where: What their `missing` asks for behind the device.
     """
-    missing = {name: reason for name, variant in variants.items() if (reason := variant.missing(options.device))}
+    missing = {
+        name: reason for name, variant in variants.items() if (reason := variant.missing(options.device, *where))
+    }
     for name in options.variants or ():
         if name in missing:
             parser.error(f"--variants: expected what can be measured here, got {name}: {missing[name]}")

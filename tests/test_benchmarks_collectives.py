@@ -5,6 +5,7 @@ Sums in fp32 in the order of the ranks, sizes and targets are written out here b
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ OPS = ["all_reduce", "reduce_scatter", "all_gather"]
 KIB, MIB = 1024, 1024**2
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 NAMES = ("te_graph", "nccl", "one_shot", "two_shot")
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,8 @@ def test_a_run_over_gloo_has_a_row_for_each_op_size_variant_and_mode(cpu_run):
     assert (record["world"], record["dtype"], record["uses_peers"]) == (2, "bfloat16", False)
     assert record["environment"] == {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     assert record["variants"] == {"te_graph": "te_graph", "nccl": "gloo"}
-    assert list(record["not_measured"].values()) == ["needs GPUs"] * 2
+    missing = {variants.VARIANTS[name].label: "needs a GPU" for name in ("one_shot", "two_shot", "vllm")}
+    assert record["not_measured"] == missing | ({} if HAS_VLLM else {"vLLM": "vllm is not installed"})
     assert record["failures"] == record["targets"] == []
 
 
@@ -168,7 +171,7 @@ def test_a_wrong_result_fails_the_run_and_the_others_are_kept(alone, monkeypatch
             return right
         return variants.Call(right.x, lambda: right.result.copy_(right.x + 0.25), right.result)
 
-    monkeypatch.setitem(bench.VARIANTS, "te_graph", variants.Variant("te_graph", tuple(OPS), build, is_exact=True))
+    monkeypatch.setitem(bench.VARIANTS, "te_graph", variants.Variant("te_graph", build, is_exact=True))
     assert bench.main(["--device=cpu", "--sizes=1024", f"--out={tmp_path}"]) == 1
     record = json.loads((tmp_path / "collectives_2.json").read_text())
     assert [(row["op"], row["variant"]) for row in record["rows"][::2]] == [
@@ -337,7 +340,7 @@ def test_only_a_complete_run_replaces_the_kept_results(monkeypatch, tmp_path, ca
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     complete = bench.parse_args([])
     assert (complete.out, complete.world, complete.sizes, complete.ops) == (tmp_path, 4, SIZES, OPS)
-    assert complete.variants == list(NAMES)
+    assert complete.variants == [*NAMES, "vllm"][: len(NAMES) + HAS_VLLM]
     assert bench.parse_args(["--world=2"]).out == tmp_path
     for part in (["--quick"], ["--sizes=4096"], ["--ops", "all_gather"], ["--variants", "nccl"], ["--device=cpu"]):
         assert bench.parse_args(part).out is None
@@ -361,6 +364,7 @@ def test_variants_run_on_two_gpus(tmp_path):
     process = run_script("bench_collectives.py", "--quick", "--world=2", "--sizes=4194304", "--out", tmp_path)
     assert process.returncode == 0, process.stderr
     record = json.loads((tmp_path / "collectives_2.json").read_text())
-    assert record["failures"] == [] and record["uses_peers"] is True and list(record["variants"]) == list(NAMES)
-    assert len(record["rows"]) == 7 * 2 * (4 + 2 + 2)
+    names = [*NAMES, "vllm"] if HAS_VLLM else list(NAMES)
+    assert record["failures"] == [] and record["uses_peers"] is True and list(record["variants"]) == names
+    assert len(record["rows"]) == 7 * 2 * (len(names) + 2 + 2)
     assert [target["limit"] for target in record["targets"]] == [3.0, 3.2, 6.3, 14.5] + [1.03] * 6
