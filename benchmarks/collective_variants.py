@@ -107,7 +107,8 @@ def _two_shot(setting: Setting, op: str, nbytes: int) -> Call:
 
 def _vllm(setting: Setting, op: str, nbytes: int) -> Call:
     numel, _ = counts(op, nbytes, setting.rank.world)
-    x, out, vllm = setting.vllm.x.view(DTYPE)[:numel], setting.empty(numel), setting.vllm
+    vllm, out = setting.vllm, setting.empty(numel)
+    x = vllm.x.view(DTYPE)[:numel]
     return Call(x, lambda: vllm.reduce(out, x), out, vllm.map_captured)
 
 

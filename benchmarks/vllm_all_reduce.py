@@ -1,5 +1,7 @@
 """vLLM's all-reduce, driven as vLLM does: on the tensors themselves in a graph, behind a copy eagerly."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from rank_processes import Rank
@@ -51,8 +53,8 @@ class VllmAllReduce:
         handles, offsets = zip(*self._gathered(self._ops.get_graph_buffer_ipc_meta(self._handle)), strict=True)
         self._ops.register_graph_buffers(self._handle, list(handles), list(offsets))
 
-    def _gathered(self, mine: object) -> list:
-        found = [None] * self._rank.world
+    def _gathered(self, mine: Any) -> list[Any]:
+        found: list[Any] = [None] * self._rank.world
         dist.all_gather_object(found, mine, group=self._rank.control)
         return found
 

@@ -31,6 +31,7 @@ KIB, MIB = 1024, 1024**2
 SIZES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 NAMES = ("te_graph", "nccl", "one_shot", "two_shot")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
+ON_GPUS = [*NAMES, "vllm"] if HAS_VLLM else list(NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +341,7 @@ def test_only_a_complete_run_replaces_the_kept_results(monkeypatch, tmp_path, ca
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     complete = bench.parse_args([])
     assert (complete.out, complete.world, complete.sizes, complete.ops) == (tmp_path, 4, SIZES, OPS)
-    assert complete.variants == [*NAMES, "vllm"][: len(NAMES) + HAS_VLLM]
+    assert complete.variants == ON_GPUS
     assert bench.parse_args(["--world=2"]).out == tmp_path
     for part in (["--quick"], ["--sizes=4096"], ["--ops", "all_gather"], ["--variants", "nccl"], ["--device=cpu"]):
         assert bench.parse_args(part).out is None
@@ -364,7 +365,6 @@ def test_variants_run_on_two_gpus(tmp_path):
     process = run_script("bench_collectives.py", "--quick", "--world=2", "--sizes=4194304", "--out", tmp_path)
     assert process.returncode == 0, process.stderr
     record = json.loads((tmp_path / "collectives_2.json").read_text())
-    names = [*NAMES, "vllm"] if HAS_VLLM else list(NAMES)
-    assert record["failures"] == [] and record["uses_peers"] is True and list(record["variants"]) == names
-    assert len(record["rows"]) == 7 * 2 * (len(names) + 2 + 2)
+    assert record["failures"] == [] and record["uses_peers"] is True and list(record["variants"]) == ON_GPUS
+    assert len(record["rows"]) == 7 * 2 * (len(ON_GPUS) + 2 + 2)
     assert [target["limit"] for target in record["targets"]] == [3.0, 3.2, 6.3, 14.5] + [1.03] * 6

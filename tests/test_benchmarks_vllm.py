@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -71,6 +72,22 @@ def test_vllm_reduces_captured_tensors_in_place_and_others_behind_a_copy(monkeyp
         assert calls[-1][4:] == staging
     vllm.map_captured()
     assert calls[-1] == ("register_graph_buffers", 7, [[4, 5], [1, 2]], [[6], [3]])
+
+
+def test_the_variant_reduces_its_part_of_the_one_input_and_maps_it_once_captured(monkeypatch):
+    calls = install_vllm(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, mine, group: found.__setitem__(0, mine))
+    rank = processes.Rank(0, 1, "cpu", None, print)
+    vllm = vllm_all_reduce.VllmAllReduce(rank, 4096)
+    setting = types.SimpleNamespace(rank=rank, vllm=vllm, empty=partial(torch.empty, dtype=torch.bfloat16))
+    call = variants.VARIANTS["vllm"].build(setting, "all_reduce", 1024)
+    assert (call.x.shape, call.x.dtype, call.x.data_ptr()) == ((512,), torch.bfloat16, vllm.x.data_ptr())
+    assert (call.result.shape, call.result.dtype) == ((512,), torch.bfloat16)
+    call.run()
+    assert calls[-1][:2] == ("all_reduce", 7) and calls[-1][2] is call.x and calls[-1][3] is call.result
+    call.captured()
+    assert calls[-1] == ("register_graph_buffers", 7, [[1, 2]], [[3]])
 
 
 def test_what_was_captured_is_mapped_before_the_first_replay(monkeypatch):
