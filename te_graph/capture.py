@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
-from te_graph.gradients import destination_dtype
+from te_graph.gradients import Destination, main_grad_of
 from te_graph.group import Group
 from te_graph.homes import find_homes, walk
+from te_graph.results import ResultPlan
 from te_graph.rollback import ContainerState
 from te_graph.signature import ResultSpec, Signature
 
@@ -32,6 +34,7 @@ class Slot:
     grad_inputs: list[Tensor | None] = field(default_factory=list)
     parameter_grads: list[Tensor] = field(default_factory=list)
     table: Any = None
+    clones: int = 0  # of gradients that lie in memory which is not the backward's own
 
 
 @dataclass
@@ -40,11 +43,13 @@ class Gradients:
 
     Attributes:
         parameters: leaves outside the callable that get a gradient.
+        dtypes: of those gradients.
         inputs: numbers of the inputs that get a gradient.
         depends_on: for each parameter, then each input: which differentiable outputs its gradient comes from.
     """
 
     parameters: list[Tensor]
+    dtypes: list[torch.dtype]
     inputs: list[int]
     depends_on: list[list[bool]]
 
@@ -67,8 +72,10 @@ class CallableCapture:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         gradients: what the backward computes, once warmed up.
         homes: the guard and the tensors outside that the capture uses, once warmed up.
-        output_numbers: which results require a gradient.
-        saved_outputs: for each of those, whether the backward reads it.
+        plan: where the results lie, once warmed up.
+        output_numbers: which outputs require a gradient.
+        saved_outputs: for each output, whether the backward reads it.
+        inner_outputs: for each of ``output_numbers``, whether another one is computed from it.
         result: the nest of the results.
         sample_results: the results of the warm-up, as leaves, until the successor has been linked.
     """
@@ -131,8 +138,10 @@ class CallableCapture:
         finally:
             isolation.restore()
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        self.output_numbers = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and self.gradients.any]
-        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in tensors]
+        outputs = self.plan.outputs_of(tensors)
+        self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
+        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in outputs]
+        self.inner_outputs = _inner([outputs[i] for i in self.output_numbers])
         self._check_use()
         self._check_escapes()
         try:
@@ -148,11 +157,13 @@ class CallableCapture:
         nothing = contextlib.nullcontext()
         watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
         for watch in watches:
-            with watch, self.watch.saved_tensors() if watch is self.watch else nothing:
+            is_last = watch is self.watch
+            with watch, self.watch.saved_tensors() if is_last else nothing, _views_kept() if is_last else nothing:
                 tensors = self._call(inputs)
-            differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+                self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
+                outputs = self.plan.outputs_of(tensors) if is_last else tensors
             with watch:
-                self.gradients = self._find_gradients(differentiable, inputs)
+                self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
         return tensors
 
     def undo(self) -> None:
@@ -179,7 +190,7 @@ class CallableCapture:
         self.slots.append(slot)
         before = [tensor._version for tensor in self.homes.tensors]
         with self.backend.capture(pool) as slot.forward:
-            slot.live_outputs = self._call(slot.inputs)
+            slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs))
         self.versions_bumped = [t._version != old for t, old in zip(self.homes.tensors, before, strict=True)]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
@@ -220,34 +231,56 @@ class CallableCapture:
 
     def _capture_backward(self, slot: Slot, pool: Any, outputs: list[Tensor], grad_outputs: list[Tensor]) -> None:
         parameters, accumulate = self.gradients.parameters, self.group.options.accumulate_grads
+        destinations = self.destinations()
         slot.table = _C.GradientTable(
-            sizes=[p.numel() for p in parameters] if accumulate else [],
-            source_dtypes=[p.dtype for p in parameters] if accumulate else [],
-            destination_dtypes=[destination_dtype(p) for p in parameters] if accumulate else [],
+            sizes=[p.numel() * one.is_in_table for p, one in zip(parameters, destinations, strict=True)],
+            source_dtypes=[one.source_dtype for one in destinations],
+            destination_dtypes=[one.dtype for one in destinations],
             device=self.group.device,
         )
+        births = TensorWatch(restorable=False)
         with self.backend.capture(pool) as slot.backward:
-            grads = self._backward(outputs, slot.inputs, grad_outputs)
-            grads[: len(parameters)] = [
-                _in_layout_of(grad, parameter) for grad, parameter in zip(grads, parameters, strict=False)
+            with births:
+                grads = self._backward(outputs, slot.inputs, grad_outputs)
+            input_grads = [self._owned(slot, grad, births) for grad in grads[len(parameters) :]]
+            parameter_grads = [
+                _C.lay_out(grad, parameter, main_grad_of(parameter) if one.is_in_table else None)
+                for grad, parameter, one in zip(grads, parameters, destinations, strict=False)
             ]
             if accumulate and parameters:
                 torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
-        slot.parameter_grads = self.backend.results(grads[: len(parameters)], slot.backward)
-        if accumulate:
-            slot.table.bind(slot.parameter_grads)
-        for number, grad in zip(self.gradients.inputs, grads[len(parameters) :], strict=True):
+        slot.parameter_grads = self.backend.results(parameter_grads, slot.backward)
+        slot.table.bind(slot.parameter_grads)
+        for number, grad in zip(self.gradients.inputs, input_grads, strict=True):
             slot.grad_inputs[number] = grad
 
+    def destinations(self) -> list[Destination]:
+        """Where the gradients of the parameters go, one each."""
+        each = zip(self.gradients.parameters, self.gradients.dtypes, strict=True)
+        return [Destination.of(p, dtype, self._is_for_autograd(p)) for p, dtype in each]
+
+    def _is_for_autograd(self, parameter: Tensor) -> bool:
+        """True where autograd sums the gradient of ``parameter`` [...], as that of one that is a result as well."""
+        return self.group.options.is_for_autograd(parameter) or self.plan.returns_parameter(parameter)
+
+    def _owned(self, slot: Slot, grad: Tensor, births: TensorWatch) -> Tensor:
+        """``grad`` [...] of an input, to be handed out: a clone where it lies in memory that is written by others, or
+        before what is handed out is protected. The backward's own memory is not; neither is the successor's input
+        gradient, which is protected like ours."""
+        lent = {storage_key(staging.tensor) for staging in slot.grad_outputs if staging.is_lent}
+        if storage_key(grad) in births.produced_storages or storage_key(grad) in lent:
+            return grad
+        slot.clones += 1
+        return grad.clone()
+
     def _call(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run the callable on ``inputs`` [...]; return its tensors, as clones where they share memory with others."""
+        """Run the callable on ``inputs`` [...]; return the tensors of its result."""
         args, kwargs = self.signature.unflatten(inputs)
         self.result, tensors = ResultSpec.of(self.label, self._run(*args, **kwargs))
-        foreign = {storage_key(tensor) for tensor in inputs} | set(self.watch.externals)
         for number, tensor in enumerate(tensors):
             if tensor.layout != torch.strided:
                 raise TypeError(f"{self.label}: expected dense results, got result {number} of layout {tensor.layout}")
-        return [tensor.clone() if storage_key(tensor) in foreign else tensor for tensor in tensors]
+        return tensors
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call it without the hooks of the top module, which run around each replay."""
@@ -256,7 +289,7 @@ class CallableCapture:
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
         """Run the backward once with zero gradients and note who gets one."""
         if not outputs:
-            return Gradients([], [], [])
+            return Gradients([], [], [], [])
         reached = [_leaves_below(output) for output in outputs]
         known = {id(tensor) for tensor in inputs}
         parameters: dict[int, Tensor] = {}
@@ -265,7 +298,7 @@ class CallableCapture:
         made_inside = self.watch.produced_storages
         parameters = {k: p for k, p in parameters.items() if storage_key(p) not in made_inside}
         self.gradients = Gradients(
-            list(parameters.values()), [i for i, tensor in enumerate(inputs) if tensor.requires_grad], []
+            list(parameters.values()), [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], []
         )
         grads = self._backward(outputs, inputs, [torch.zeros_like(output) for output in outputs])
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
@@ -275,8 +308,10 @@ class CallableCapture:
             if grad is not None
         ]
         found = {id(target) for target, _ in used}
+        dtypes = [grad.dtype for grad in grads[: len(self.gradients.parameters)] if grad is not None]
         return Gradients(
             [p for p in self.gradients.parameters if id(p) in found],
+            dtypes,
             [i for i in self.gradients.inputs if id(inputs[i]) in found],
             [depends_on for _, depends_on in used],
         )
@@ -316,7 +351,8 @@ class CallableCapture:
         if not torch.is_grad_enabled() or self.group.options.allow_unused_input:
             return
         for number, (tensor, name) in enumerate(zip(inputs, names, strict=True)):
-            if tensor.requires_grad and number not in self.gradients.inputs:
+            is_used = number in self.gradients.inputs or self.plan.returns_input(number)
+            if tensor.requires_grad and not is_used:
                 raise RuntimeError(
                     f"{self.label}: {name} requires a gradient but does not contribute to the results; pass "
                     "allow_unused_input=True if that is meant"
@@ -339,12 +375,32 @@ def _static_copy(sample: Tensor) -> Tensor:
     return copy.requires_grad_(sample.requires_grad)
 
 
-def _in_layout_of(grad: Tensor, parameter: Tensor) -> Tensor:
-    """``grad`` [...] in the layout that autograd gives to ``.grad``: the parameter's if dense, else contiguous."""
-    wanted = torch.empty_like(parameter, requires_grad=False) if grad.stride() != parameter.stride() else None
-    if wanted is None or wanted.stride() == grad.stride():
-        return grad
-    return wanted.copy_(grad)
+@contextlib.contextmanager
+def _views_kept() -> Iterator[None]:
+    """Let view operators keep how they can be done again on another base."""
+    was_on = torch._C._is_view_replay_enabled()
+    torch._C._set_view_replay_enabled(True)
+    try:
+        yield
+    finally:
+        torch._C._set_view_replay_enabled(was_on)
+
+
+def _inner(outputs: list[Tensor]) -> list[bool]:
+    """For each differentiable output [...], whether another one is computed from it."""
+    ends = {(output.grad_fn, output.output_nr): number for number, output in enumerate(outputs) if output.grad_fn}
+    is_inner, seen, stack = [False] * len(outputs), set(), [fn for fn, _ in ends]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                stack.append(edge[0])
+            if edge in ends:
+                is_inner[ends[edge]] = True
+    return is_inner
 
 
 def _leaves_below(output: Tensor) -> dict[int, Tensor]:

@@ -143,6 +143,10 @@ class TensorWatch(TorchDispatchMode):
             self._add_produced(result)
         return result
 
+    def note_use(self, tensor: Tensor) -> None:
+        """Count ``tensor`` [...] as read, which no operator needs to have touched."""
+        self._see(tensor, "the result", None)
+
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
         """Enter an argument [...] in the tables; ``keeps`` is None unless the call writes it."""
         key = storage_key(tensor)

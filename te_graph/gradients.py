@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +74,46 @@ def create_main_grad(parameter: Tensor, dtype: torch.dtype) -> None:
         parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
 
 
-def destination_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype that the gradient of ``parameter`` [...] is accumulated in."""
+@dataclass(frozen=True)
+class Destination:
+    """Where the gradient of one parameter goes.
+
+    Attributes:
+        source_dtype: of the gradient.
+        dtype: of what it is accumulated in.
+        is_in_table: the backward graph can write it there.
+        is_for_autograd: autograd accumulates it.
+    """
+
+    source_dtype: torch.dtype
+    dtype: torch.dtype
+    is_in_table: bool
+    is_for_autograd: bool
+
+    @classmethod
+    def of(cls, parameter: Tensor, dtype: torch.dtype, is_for_autograd: bool) -> Destination:
+        """That of ``parameter`` [...], whose gradient has ``dtype``; ``is_for_autograd`` if the user says so."""
+        main_grad = None if is_for_autograd else main_grad_of(parameter)
+        target = dtype if main_grad is None else main_grad.dtype
+        takes = _C.GradientTable.takes(dtype, target)
+        is_written = main_grad is None or (_C.is_dense(main_grad) and not main_grad.is_complex())
+        is_in_table = takes and not is_for_autograd and is_written
+        if not takes:
+            dtype = target = torch.float32  # of an entry without elements
+        return cls(dtype, target, is_in_table, is_for_autograd or (main_grad is None and not takes))
+
+
+def check_main_grad(name: str, parameter: Tensor) -> None:
+    """Raise ValueError, calling ``parameter`` [...] ``name``, if its ``main_grad`` cannot hold its gradient."""
     main_grad = main_grad_of(parameter)
-    return parameter.dtype if main_grad is None else main_grad.dtype
+    if main_grad is None:
+        return
+    if not isinstance(main_grad, Tensor) or main_grad.layout != torch.strided:
+        kind = f"one of layout {main_grad.layout}" if isinstance(main_grad, Tensor) else type(main_grad).__name__
+        raise ValueError(f"expected main_grad of {name} to be a dense tensor, got {kind}")
+    for fact in ("shape", "device"):
+        expected, got = getattr(parameter, fact), getattr(main_grad, fact)
+        if expected != got:
+            raise ValueError(f"expected main_grad of {name} with {fact} {expected}, as the parameter, got {got}")
+    if any(stride == 0 and size > 1 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
+        raise ValueError(f"expected main_grad of {name} with memory for each element, got an expanded tensor")

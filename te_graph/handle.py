@@ -246,9 +246,10 @@ class Handle:
 
         Returns:
             ``name``; ``backend`` ("cuda", "recorder", or None when not graphed); ``signatures``; ``slots`` of each;
-            ``graphs``; ``nodes``; ``bytes`` of graph memory; ``capture_seconds``; ``recaptures``; ``in_flight``
-            forwards that wait for their backward; ``forward_replays``; ``backward_replays``; ``eager_calls``, by
-            reason. Graphs, nodes, bytes and seconds are sums over the signatures that are captured now.
+            ``graphs``; ``nodes``; ``clones`` that the graphs make of results and gradients which lie in memory of
+            others; ``bytes`` of graph memory; ``capture_seconds``; ``recaptures``; ``in_flight`` forwards that wait for
+            their backward; ``forward_replays``; ``backward_replays``; ``eager_calls``, by reason. Graphs, nodes,
+            clones, bytes and seconds are sums over the signatures that are captured now.
         """
         entries = self._entries
 
@@ -262,6 +263,7 @@ class Handle:
             "slots": entries[0].statistics["slots"] if entries else 0,
             "graphs": total("graphs"),
             "nodes": total("nodes"),
+            "clones": total("clones"),
             "bytes": total("bytes"),
             "capture_seconds": float(total("capture_seconds")),
             "recaptures": self._captures,

@@ -21,7 +21,8 @@ from te_graph.capture import CallableCapture
 from te_graph.capturing import capturing
 from te_graph.checks import sample_of
 from te_graph.entry import Entry
-from te_graph.gradients import create_main_grad, gradient_state, main_grad_of
+from te_graph.exports import move_exported_results
+from te_graph.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.group import Group
 from te_graph.signature import Signature
 
@@ -74,6 +75,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
             _capture_graphs(captures, group, progress, is_chain)
             entries = _assemble_all(captures, group, is_chain, (time.perf_counter() - started) / len(captures))
         on_failure.pop_all()
+    move_exported_results()
     for entry in entries:
         facts = entry.statistics
         _log.info(
@@ -110,6 +112,10 @@ def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]
     """Create the ``main_grad`` tensors that ``grad_dtype`` asks for; remove them again if the capture fails."""
     dtype = group.options.grad_dtype if group.options.accumulate_grads else None
     created: list[Tensor] = []
+    for capture in captures:
+        for parameter in capture.gradients.parameters:
+            if not group.options.is_for_autograd(parameter):
+                _check_main_grad(capture, parameter)
     try:
         for parameter in {id(p): p for c in captures for p in c.gradients.parameters}.values():
             if dtype in (None, parameter.dtype) or main_grad_of(parameter) is not None:
@@ -128,6 +134,15 @@ def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]
         for parameter in created:
             del parameter.main_grad
         raise
+
+
+def _check_main_grad(capture: CallableCapture, parameter: Tensor) -> None:
+    number = capture.homes.index_of(parameter)
+    name = capture.homes.names[number] if number >= 0 else f"a parameter of shape {list(parameter.shape)}"
+    try:
+        check_main_grad(name, parameter)
+    except ValueError as error:
+        raise ValueError(f"{capture.label}: {error}") from None
 
 
 def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm, is_chain: bool) -> None:
@@ -186,6 +201,7 @@ def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool,
                 "backend": backend.name,
                 "slots": len(capture.slots),
                 "graphs": len(graphs),
+                "clones": capture.plan.clones * len(capture.slots) + sum(slot.clones for slot in capture.slots),
                 "nodes": sum(backend.nodes(graph) for graph in graphs),
                 "bytes": own_bytes + inputs + shared_bytes // len(captures),
                 "capture_seconds": seconds,
@@ -197,22 +213,25 @@ def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool,
 
 def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
-    homes, gradients, options = capture.homes, capture.gradients, group.options
+    homes, gradients, plan = capture.homes, capture.gradients, capture.plan
     parameters = []
-    for parameter, depends_on in zip(gradients.parameters, gradients.depends_on, strict=False):
+    each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
+    for parameter, destination, depends_on in each:
         number = homes.index_of(parameter)
         if number < 0:
             raise RuntimeError(
                 f"{capture.label}: a leaf of shape {list(parameter.shape)} gets a gradient but is not found among the "
                 "parameters, attributes and variables of the callable: pass it as an argument"
             )
-        has_main_grad = not options.is_for_autograd(parameter) and main_grad_of(parameter) is not None
+        has_main_grad = not destination.is_for_autograd and main_grad_of(parameter) is not None
         parameters.append(
             _C.ParameterSpec(
+                parameter=parameter,
                 tensor=number,
                 main_grad=homes.add_main_grad(number) if has_main_grad else -1,
                 depends_on=depends_on,
-                through_autograd=options.is_for_autograd(parameter),
+                through_autograd=destination.is_for_autograd,
+                main_grad_fits=destination.is_in_table,
                 flag=gradient_state(parameter).flag,
             )
         )
@@ -237,6 +256,8 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         externals=externals,
         differentiable=capture.output_numbers,
         saved_outputs=capture.saved_outputs,
+        inner_outputs=capture.inner_outputs,
+        results=[] if plan.is_plain else [result.spec(capture.label, homes) for result in plan.results],
         predecessor=None if predecessor is None else predecessor.graphed,
     )
     for slot in capture.slots:

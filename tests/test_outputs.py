@@ -198,7 +198,7 @@ def test_second_backward_without_retain_graph_is_refused(device: str) -> None:
         y.sum().backward()
 
 
-def test_output_that_is_an_input_or_a_parameter_is_handed_out_as_a_copy(device: str) -> None:
+def test_results_that_are_an_input_or_a_parameter_are_these(device: str) -> None:
     class Passes(nn.Module):
         def __init__(self) -> None:
             super().__init__()

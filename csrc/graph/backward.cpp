@@ -2,6 +2,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -27,10 +28,19 @@ bool any_common(const std::vector<bool>& a, const std::vector<bool>& b) {
     return false;
 }
 
-// True when `grad` can be written as a flat run of elements in the order of `source`'s.
+// True when `grad` can be written as a flat run of elements in the order of `source`'s. Complex numbers are added by
+// torch, which multiplies by a complex 1 on the way: that turns -0 into 0, and infinities into NaN.
 bool fits(const at::Tensor& grad, const at::Tensor& source, at::ScalarType dtype) {
-    return grad.layout() == at::kStrided && grad.scalar_type() == dtype && grad.device() == source.device() &&
-           grad.sizes() == source.sizes() && grad.strides() == source.strides() && !grad.is_conj() && !grad.is_neg();
+    return !c10::isComplexType(dtype) && grad.layout() == at::kStrided && grad.scalar_type() == dtype &&
+           grad.device() == source.device() && grad.sizes() == source.sizes() && grad.strides() == source.strides() &&
+           !grad.is_conj() && !grad.is_neg();
+}
+
+// What AccumulateGrad does where there is a `.grad`, of whatever layout.
+void accumulate(const at::Tensor& parameter, const at::Tensor& gradient) {
+    torch::autograd::AccumulateGrad::accumulateGrad(
+        parameter, parameter.mutable_grad(), gradient, /*num_expected_refs=*/1,
+        [&](at::Tensor&& sum) { parameter.mutable_grad() = std::move(sum); });
 }
 
 // The bytes that a dense tensor occupies, as [begin, end).
@@ -39,15 +49,29 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
     return {begin, begin + tensor.nbytes()};
 }
 
-// A tensor that is nobody's but ours: neither the tensor nor its memory is referred to from elsewhere. A Python wrapper
-// that only the tensor itself keeps alive is no owner.
-bool is_ours_alone(const at::Tensor& tensor) {
-    if (!tensor.defined()) return false;
-    const size_t owners = tensor.unsafeGetTensorImpl()->pyobj_slot()->has_unique_reference() ? 2 : 1;
-    return tensor.use_count() <= owners && tensor.storage().use_count() == 1;
+// A tensor over the memory of `buffer` if nobody else refers to that, else over new memory, like `source`. Always a tensor
+// of its own: what the user has set on an earlier one (attributes, hooks, flags) went with that.
+at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
+    const bool is_ours = buffer.defined() && buffer.storage().use_count() == 1;
+    if (!is_ours || buffer.storage().nbytes() < source.nbytes()) {
+        return at::empty_strided(source.sizes(), source.strides(), source.options());
+    }
+    return at::Tensor(buffer.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
+                                                                            /*allow_tensor_metadata_change=*/true));
 }
 
 }  // namespace
+
+GradDtype::GradDtype(const at::Tensor& parameter) {
+    if (const auto* const meta = meta_of(parameter)) {
+        dtype = meta->grad_dtype_;
+        may_differ = meta->allow_grad_dtype_mismatch_;
+    }
+}
+
+bool GradDtype::matches(const torch::autograd::AutogradMeta* meta) const {
+    return meta ? meta->grad_dtype_ == dtype && meta->allow_grad_dtype_mismatch_ == may_differ : !dtype && !may_differ;
+}
 
 void GraphedCallable::check_backward(const Flight& flight) const {
     const FoundTensors& externals = *flight.externals;
@@ -139,16 +163,15 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
                                            .hooked_since = !has_edge && has_gradient_hooks(parameter),
                                            .frozen_since = !parameter.requires_grad(),
                                            .has_main_grad = spec.main_grad >= 0,
+                                           .main_grad_fits = spec.main_grad_fits,
                                            .overwrite_main_grad = spec.flag && spec.flag->overwrite,
                                            .has_grad = grad.defined(),
                                            .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
         slot.pending[i].action = action;
-        if (action == GradientAction::kStoreNew) {
-            slot.pending[i].fresh = is_ours_alone(buffers_[i])
-                                        ? buffers_[i]
-                                        : at::empty_strided(source.sizes(), source.strides(), source.options());
+        if (action == GradientAction::kStoreNew) slot.pending[i].fresh = fresh_grad(buffers_[i], source);
+        if (action == GradientAction::kStoreMainGrad || action == GradientAction::kStoreMainGradEagerly) {
+            spec.flag->overwrite = false;
         }
-        if (action == GradientAction::kStoreMainGrad) spec.flag->overwrite = false;
     }
     if (!slot.table->says([&](size_t i) { return entry_of(flight, i); })) {
         separate_overlapping(flight);
@@ -169,7 +192,7 @@ bool GraphedCallable::repeats_last(const Flight& flight) const {
         if (spec.main_grad >= 0 && spec.flag->overwrite) return false;
         const torch::autograd::AutogradMeta* const meta = meta_of(externals[spec.tensor]);
         if (!meta || !meta->requires_grad_ || has_gradient_hooks(*meta)) return false;
-        const at::Tensor& tensor = spec.main_grad >= 0 ? externals[spec.main_grad] : meta->grad_;
+        const at::Tensor& tensor = spec.main_grad >= 0 ? main_grad_of(flight, i) : meta->grad_;
         const auto& [impl, facts] = last.destinations[i];
         if (tensor.unsafeGetTensorImpl() != impl || !facts.match(tensor)) return false;
     }
@@ -210,14 +233,20 @@ const at::Tensor& GraphedCallable::destination(const Flight& flight, size_t para
             return (*flight.externals)[parameters_[parameter].tensor].grad();
         case GradientAction::kStoreMainGrad:
         case GradientAction::kAddMainGrad:
-            return (*flight.externals)[parameters_[parameter].main_grad];
+            return main_grad_of(flight, parameter);
         case GradientAction::kNothing:
         case GradientAction::kReturn:
         case GradientAction::kCallHooks:
         case GradientAction::kAddEagerly:
+        case GradientAction::kStoreMainGradEagerly:
+        case GradientAction::kAddMainGradEagerly:
             break;
     }
     return none;
+}
+
+const at::Tensor& GraphedCallable::main_grad_of(const Flight& flight, size_t parameter) const {
+    return (*flight.externals)[parameters_[parameter].main_grad];
 }
 
 // One launch may not write the same memory twice. Gradients that the user has put into common memory are added one
@@ -230,7 +259,8 @@ void GraphedCallable::separate_overlapping(const Flight& flight) const {
         const at::Tensor& tensor = destination(flight, i);
         if (!tensor.defined()) continue;
         written.push_back(i);
-        has_foreign |= !tensor.is_same(buffers_[i]) && pending[i].action != GradientAction::kStoreNew;
+        has_foreign |= pending[i].action != GradientAction::kStoreNew &&
+                       !(buffers_[i].defined() && buffers_[i].is_alias_of(tensor));
     }
     if (!has_foreign) return;
     const auto before = [&](size_t a, size_t b) {
@@ -249,17 +279,17 @@ void GraphedCallable::separate_overlapping(const Flight& flight) const {
 }
 
 // Once the graph has been launched: sets .grad, and appends what the edges of the flight get.
-void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_list& results) {
+void GraphedCallable::finish(const Flight& flight, const Bits& got, BackwardResults& results) {
     Slot& slot = slot_of(flight);
     ++backward_replays_;
     if (!flight.input_edges.empty()) {
         const auto lent = slot.grad_inputs.hand_out(scope_->input_gradients());
         for (const InputEdge& edge : flight.input_edges) {
             if (!any_common(inputs_[edge.input].depends_on, got)) {
-                results.emplace_back();
+                results.gradients.emplace_back();
             } else {
                 // A leaf keeps what it gets as .grad, which must not move under its holder.
-                results.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
+                results.gradients.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
             }
         }
     }
@@ -272,11 +302,19 @@ void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_lis
         Pending& pending = slot.pending[i];
         switch (pending.action) {
             case GradientAction::kStoreNew:
-                parameter.mutable_grad() = pending.fresh;
-                buffers_[i] = std::move(pending.fresh);
+                if (!buffers_[i].defined() || !buffers_[i].is_alias_of(pending.fresh)) {
+                    buffers_[i] = pending.fresh.detach();
+                }
+                parameter.mutable_grad() = std::move(pending.fresh);
                 break;
             case GradientAction::kAddEagerly:
-                parameter.mutable_grad().add_(slot.parameter_grads[i]);
+                accumulate(parameter, slot.parameter_grads[i]);
+                break;
+            case GradientAction::kStoreMainGradEagerly:
+                main_grad_of(flight, i).copy_(slot.parameter_grads[i]);
+                break;
+            case GradientAction::kAddMainGradEagerly:
+                main_grad_of(flight, i).add_(slot.parameter_grads[i]);
                 break;
             case GradientAction::kStoreMainGrad:
             case GradientAction::kAddInPlace:
@@ -284,7 +322,7 @@ void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_lis
                 destination(flight, i).unsafeGetTensorImpl()->bump_version();
                 break;
             case GradientAction::kCallHooks:
-                accumulate_with_hooks(parameter, slot.parameter_grads[i].clone());
+                results.hooked.push_back({parameter, slot.parameter_grads[i].clone()});
                 break;
             case GradientAction::kNothing:
             case GradientAction::kReturn:
@@ -293,7 +331,7 @@ void GraphedCallable::finish(const Flight& flight, const Bits& got, variable_lis
     }
     for (const int i : flight.autograd_parameters) {
         const bool returns = slot.pending[i].action == GradientAction::kReturn;
-        results.push_back(returns ? slot.parameter_grads[i].clone() : at::Tensor());
+        results.gradients.push_back(returns ? slot.parameter_grads[i].clone() : at::Tensor());
     }
 }
 

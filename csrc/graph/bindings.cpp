@@ -104,6 +104,16 @@ void bind(py::module_& m) {
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
+    m.def("is_dense", &is_dense, py::arg("tensor"));
+    m.def(
+        "lay_out",
+        [](const at::Tensor& grad, const at::Tensor& parameter, const std::optional<at::Tensor>& main_grad) {
+            return lay_out(grad, parameter, main_grad.value_or(at::Tensor()));
+        },
+        py::arg("grad"), py::arg("parameter"), py::arg("main_grad"));
+    m.def(
+        "move_if_lent", [](const at::Tensor& tensor) { move_if_lent(*tensor.storage().unsafeGetStorageImpl()); },
+        py::arg("tensor"));
     m.def("borrow", &borrow_all, py::arg("tensors"), py::arg("cuda_graph"));
 
     bind_nodes(m);
@@ -170,7 +180,13 @@ void bind(py::module_& m) {
         .def_property_readonly("entries", &GradientTable::entries)
         .def_property_readonly("chunks", &GradientTable::chunks)
         .def_property_readonly("uploads", &GradientTable::uploads)
-        .def("bind", &GradientTable::bind, py::arg("sources"));
+        .def("bind", &GradientTable::bind, py::arg("sources"))
+        .def_static(
+            "takes",
+            [](const py::object& source, const py::object& destination) {
+                return GradientTable::takes(py::cast<at::ScalarType>(source), py::cast<at::ScalarType>(destination));
+            },
+            py::arg("source"), py::arg("destination"));
 
     py::class_<InputSpec>(m, "InputSpec")
         .def(py::init([](std::string name, std::vector<bool> depends_on, bool is_linked, bool is_saved) {
@@ -183,15 +199,33 @@ void bind(py::module_& m) {
                  return Staging{std::move(tensor), is_lent};
              }),
              py::arg("tensor"), py::arg("is_lent"))
-        .def_readonly("tensor", &Staging::tensor);
+        .def_readonly("tensor", &Staging::tensor)
+        .def_readonly("is_lent", &Staging::is_lent);
 
     py::class_<ParameterSpec>(m, "ParameterSpec")
-        .def(py::init([](int tensor, int main_grad, std::vector<bool> depends_on, bool through_autograd,
-                         std::shared_ptr<StoreFlag> flag) {
-                 return ParameterSpec{tensor, main_grad, std::move(depends_on), through_autograd, std::move(flag)};
+        .def(py::init([](const at::Tensor& parameter, int tensor, int main_grad, std::vector<bool> depends_on,
+                         bool through_autograd, bool main_grad_fits, std::shared_ptr<StoreFlag> flag) {
+                 return ParameterSpec{tensor,           main_grad,      std::move(depends_on),
+                                      through_autograd, main_grad_fits, GradDtype(parameter),
+                                      std::move(flag)};
              }),
-             py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"), py::arg("through_autograd"),
-             py::arg("flag"));
+             py::arg("parameter"), py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"),
+             py::arg("through_autograd"), py::arg("main_grad_fits"), py::arg("flag"));
+
+    py::class_<View, std::shared_ptr<View>>(m, "View")
+        .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("tensor"), py::arg("base"))
+        .def_static("is_differentiable", &View::is_differentiable, py::arg("tensor"), py::arg("base"))
+        .def_static("is_possible", &View::is_possible, py::arg("tensor"), py::arg("base"));
+
+    py::class_<ResultSpec> result(m, "ResultSpec");
+    py::enum_<ResultSpec::Source>(result, "Source")
+        .value("OUTPUT", ResultSpec::Source::kOutput)
+        .value("INPUT", ResultSpec::Source::kInput)
+        .value("EXTERNAL", ResultSpec::Source::kExternal);
+    result.def(py::init([](ResultSpec::Source source, size_t number, std::shared_ptr<View> view, bool is_early) {
+                   return ResultSpec{source, number, std::move(view), is_early};
+               }),
+               py::arg("source"), py::arg("number"), py::arg("view"), py::arg("is_early"));
 
     py::class_<ExternalSpec>(m, "ExternalSpec")
         .def(py::init([](bool saved, bool written) {
@@ -219,10 +253,10 @@ void bind(py::module_& m) {
         m, "GraphedCallable", py::custom_type_setup(&collect_garbage_through_guards))
         .def(py::init<std::string, at::Device, std::shared_ptr<Scope>, std::shared_ptr<Guard>, std::vector<InputSpec>,
                       std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>, std::vector<bool>,
-                      std::shared_ptr<GraphedCallable>>(),
+                      std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>>(),
              py::arg("name"), py::arg("device"), py::arg("scope"), py::arg("guard"), py::arg("inputs"),
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
-             py::arg("predecessor"))
+             py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("parameter_grads"), py::arg("table"))
         .def("forward", [](GraphedCallable& callable, const py::object& root,

@@ -1,15 +1,14 @@
 // One graphed callable: its slots, what it takes for granted, and the forward and backward replay.
 //
-// forward:  inputs, settings and guard -> a free slot -> protect lent outputs -> copy inputs -> replay -> lend outputs
-// and
-//           tie them to a ReplayNode.
-// backward: (ReplayNode) addresses and versions -> gradients of outputs -> table entries -> protect lent input
-// gradients ->
-//           replay -> set .grad.
+// forward:  inputs, settings and guard -> a free slot -> protect lent outputs -> copy inputs -> replay -> lend outputs,
+//           tie them to a ReplayNode -> results, which are outputs, or views of outputs, inputs or tensors outside.
+// backward: (ReplayNode) addresses and versions -> gradients of outputs -> protect lent input gradients -> table
+//           entries -> replay -> set .grad.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <memory>
@@ -28,6 +27,7 @@
 #include "graph/slot_pool.h"
 #include "graph/staging.h"
 #include "graph/stream_order.h"
+#include "graph/view.h"
 
 namespace te_graph::graph {
 
@@ -36,12 +36,23 @@ struct StoreFlag {
     std::atomic<bool> overwrite{false};
 };
 
+// What a parameter says of the dtype of its `.grad`.
+struct GradDtype {
+    explicit GradDtype(const at::Tensor& parameter);
+    bool matches(const torch::autograd::AutogradMeta* meta) const;
+
+    std::optional<at::ScalarType> dtype;
+    bool may_differ = false;
+};
+
 // A leaf outside the callable that its backward computes a gradient for.
 struct ParameterSpec {
     int tensor;                       // its number in the guard
     int main_grad;                    // number of its main_grad in the guard, or -1
     std::vector<bool> depends_on;     // [differentiable outputs]
     bool through_autograd;            // always by an autograd edge
+    bool main_grad_fits;              // the table writes it; else an ordinary op after the replay
+    GradDtype grad_dtype;             // at capture
     std::shared_ptr<StoreFlag> flag;  // with main_grad only
 };
 
@@ -50,6 +61,17 @@ struct InputSpec {
     std::vector<bool> depends_on;  // [differentiable outputs]; empty when it gets no gradient
     bool is_linked;                // its static memory is a result of the predecessor in a chain
     bool is_saved;                 // autograd saved it for backward
+};
+
+// A gradient whose hooks are to be called, once the backward of the callable is over: they may run another one.
+struct HookedGradient {
+    at::Tensor parameter, gradient;
+};
+
+// What a backward leaves to its node.
+struct BackwardResults {
+    torch::autograd::variable_list gradients;  // one for each edge
+    std::vector<HookedGradient> hooked;
 };
 
 // What a backward does with the gradient of one parameter.
@@ -88,6 +110,15 @@ struct Slot {
     MergedBackward merged{};  // with those of the predecessors
 };
 
+// Where a result comes from.
+struct ResultSpec {
+    enum class Source { kOutput, kInput, kExternal };
+    Source source;
+    size_t number;                     // of the output, the input, or the guard's tensor
+    std::shared_ptr<const View> view;  // of that; null: the very tensor
+    bool is_early;                     // the view is made before the node: autograd goes through nodes in their order
+};
+
 // What the guard's tensors mean to autograd.
 struct ExternalSpec {
     bool saved;    // autograd saved it for backward: it must not be modified in between
@@ -113,17 +144,18 @@ public:
     GraphedCallable(std::string name, at::Device device, std::shared_ptr<Scope> scope, std::shared_ptr<Guard> guard,
                     std::vector<InputSpec> inputs, std::vector<ParameterSpec> parameters,
                     const std::vector<ExternalSpec>& externals, std::vector<int> differentiable,
-                    std::vector<bool> saved_outputs, const std::shared_ptr<GraphedCallable>& predecessor);
+                    std::vector<bool> saved_outputs, std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
+                    const std::shared_ptr<GraphedCallable>& predecessor);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
     // Replays the forward. root: the Python callable that the guard starts from. inputs: tensors of the arguments, in
-    // order. Returns one tensor per output; or why not, and then nothing has been launched or changed.
+    // order. Returns one tensor per result; or why not, and then nothing has been launched or changed.
     std::variant<std::vector<at::Tensor>, Refusal> forward(PyObject* root, const std::vector<at::Tensor>& inputs);
 
     // Replays the backwards of `flights`, last forward first, each of which reads its gradient where the one before
-    // writes it. Returns a gradient for each edge of theirs: for each flight its input edges, then its parameters'.
-    static torch::autograd::variable_list backward(std::vector<Flight>& flights, torch::autograd::variable_list grads);
+    // writes it. The gradients are, for each flight, those of its input edges, then of its parameters'.
+    static BackwardResults backward(std::vector<Flight>& flights, torch::autograd::variable_list grads);
 
     // True when the gradient that `upper`, a flight of this callable, writes is all that `lower` reads.
     bool continues(const Flight& upper, const Flight& lower) const;
@@ -149,6 +181,9 @@ private:
     std::optional<Refusal> check(PyObject* root, const std::vector<at::Tensor>& inputs, Guard::Tensors& externals,
                                  int& slot) const;
     std::string difference_of_inputs(const std::vector<at::Tensor>& inputs) const;
+    std::string difference_of_memory(const std::vector<at::Tensor>& inputs, const FoundTensors& externals) const;
+    void make_results(bool early, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
+                      const Guard::Tensors& externals, std::vector<at::Tensor>& results) const;
     std::optional<Refusal> choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     std::optional<Refusal> choose_linked_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     Refusal held_elsewhere() const;
@@ -165,9 +200,10 @@ private:
     void note_for_repetition(const Flight& flight);
     GradientTable::Order entry_of(const Flight& flight, size_t parameter) const;
     const at::Tensor& destination(const Flight& flight, size_t parameter) const;
+    const at::Tensor& main_grad_of(const Flight& flight, size_t parameter) const;
     void separate_overlapping(const Flight& flight) const;
     bool leaves_nothing_behind(const Flight& flight) const;
-    void finish(const Flight& flight, const Bits& got, torch::autograd::variable_list& results);
+    void finish(const Flight& flight, const Bits& got, BackwardResults& results);
     static std::shared_ptr<Graph> merged(const std::vector<Flight>& flights, const std::vector<Bits>& got);
     Refusal changed(const std::string& change) const;
 
@@ -182,11 +218,13 @@ private:
     std::vector<size_t> written_;  // externals that the forward writes: their version is bumped as in eager execution
     const std::vector<int> differentiable_;        // numbers of the outputs that require a gradient
     const std::vector<bool> saved_outputs_;        // [outputs]: backward reads the output itself
+    const std::vector<bool> inner_outputs_;        // [differentiable outputs]: another one is computed from it
+    const std::vector<ResultSpec> results_;        // empty: the outputs, in order
     const std::shared_ptr<SlotPool> predecessor_;  // the slots that linked inputs lie in, or null
     const std::shared_ptr<SlotPool> pool_;
     const int position_;                           // in the chain
     std::vector<std::shared_ptr<Handouts>> lent_;  // [slots]
-    std::vector<at::Tensor> buffers_;              // [parameters] what .grad becomes when it was None
+    std::vector<at::Tensor> buffers_;              // [parameters] whose memory .grad gets when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
     std::atomic<int64_t> forward_replays_{0};
     std::atomic<int64_t> backward_replays_{0};

@@ -24,6 +24,7 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
                                  std::shared_ptr<Guard> guard, std::vector<InputSpec> inputs,
                                  std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
                                  std::vector<int> differentiable, std::vector<bool> saved_outputs,
+                                 std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
                                  const std::shared_ptr<GraphedCallable>& predecessor)
     : name_(std::move(name)),
       device_(device),
@@ -34,6 +35,8 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
       parameters_(std::move(parameters)),
       differentiable_(std::move(differentiable)),
       saved_outputs_(std::move(saved_outputs)),
+      inner_outputs_(std::move(inner_outputs)),
+      results_(std::move(results)),
       predecessor_(predecessor ? predecessor->pool_ : nullptr),
       pool_(std::make_shared<SlotPool>(predecessor_)),
       position_(predecessor ? predecessor->position_ + 1 : 0),
@@ -103,6 +106,27 @@ std::string GraphedCallable::difference_of_inputs(const std::vector<at::Tensor>&
     }
     for (size_t i = 0; i < inputs.size(); ++i) {
         if (!is_like(samples[i], inputs[i])) return "expected " + inputs_[i].name + difference(samples[i], inputs[i]);
+    }
+    return {};
+}
+
+// Empty unless the memory of the inputs is what a replay, which reads copies of them, would get wrong.
+std::string GraphedCallable::difference_of_memory(const std::vector<at::Tensor>& inputs,
+                                                  const FoundTensors& externals) const {
+    for (const size_t written : written_) {
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            if (inputs[i].is_alias_of(externals[written])) {
+                return "expected " + inputs_[i].name + " not to share memory with " + guard_->tensor_name(written) +
+                       ", which the callable writes; pass a clone";
+            }
+        }
+    }
+    for (const ResultSpec& spec : results_) {
+        const bool is_input = spec.source == ResultSpec::Source::kInput;
+        if (is_input && spec.view && !spec.view->is_in(inputs[spec.number])) {
+            return "expected " + inputs_[spec.number].name +
+                   " with the strides at capture, since a result is a view of it";
+        }
     }
     return {};
 }
@@ -183,6 +207,14 @@ std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<
         return changed(setting);
     }
     if (const std::string change = guard_->check(root, externals); !change.empty()) return changed(change);
+    for (const ParameterSpec& spec : parameters_) {
+        if (!spec.grad_dtype.matches(meta_of((*externals)[spec.tensor]))) {
+            return changed("grad_dtype of " + guard_->tensor_name(spec.tensor) + " changed");
+        }
+    }
+    if (const std::string difference = difference_of_memory(inputs, *externals); !difference.empty()) {
+        return Refusal{Refusal::Kind::kArguments, name_ + ": " + difference};
+    }
     return choose_slot(inputs, slot);
 }
 
@@ -208,8 +240,28 @@ std::variant<std::vector<at::Tensor>, Refusal> GraphedCallable::forward(PyObject
 
     std::vector<at::Tensor> outputs = slot.outputs.hand_out(*slot.lent_outputs, position_);
     for (const size_t i : written_) impl::bump_version((*externals)[i]);
-    if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
-    return outputs;
+    if (results_.empty()) {
+        if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
+        return outputs;
+    }
+    std::vector<at::Tensor> results(results_.size());
+    make_results(true, outputs, inputs, externals, results);
+    if (slot.backward) attach_node(std::move(lease), externals, inputs, outputs);
+    make_results(false, outputs, inputs, externals, results);
+    return results;
+}
+
+void GraphedCallable::make_results(bool early, const std::vector<at::Tensor>& outputs,
+                                   const std::vector<at::Tensor>& inputs, const Guard::Tensors& externals,
+                                   std::vector<at::Tensor>& results) const {
+    for (size_t i = 0; i < results_.size(); ++i) {
+        const ResultSpec& spec = results_[i];
+        if (spec.is_early != early) continue;
+        const at::Tensor& tensor = spec.source == ResultSpec::Source::kOutput  ? outputs[spec.number]
+                                   : spec.source == ResultSpec::Source::kInput ? inputs[spec.number]
+                                                                               : (*externals)[spec.number];
+        results[i] = spec.view ? spec.view->of(tensor) : tensor;
+    }
 }
 
 void GraphedCallable::attach_node(SlotLease lease, Guard::Tensors externals, const std::vector<at::Tensor>& inputs,
@@ -242,6 +294,7 @@ void GraphedCallable::attach_node(SlotLease lease, Guard::Tensors externals, con
         if (saved_outputs_[i]) flight.output_versions.push_back(outputs[i].unsafeGetTensorImpl()->version_counter());
     }
     for (const int output : differentiable_) torch::autograd::set_history(outputs[output], owner);
+    node->watch_observers(inner_outputs_);
 }
 
 }  // namespace te_graph::graph

@@ -2,8 +2,10 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <cstring>
 
@@ -19,24 +21,54 @@ using multi_tensor::DType;
 using multi_tensor::Entry;
 using multi_tensor::Mode;
 
-ElementType element_type(at::ScalarType dtype) {
+namespace {
+
+std::optional<ElementType> find_element_type(at::ScalarType dtype) {
     switch (dtype) {
         case at::kFloat:
-            return {DType::kFloat32, 1};
+            return ElementType{DType::kFloat32, 1};
         case at::kDouble:
-            return {DType::kFloat64, 1};
+            return ElementType{DType::kFloat64, 1};
         case at::kHalf:
-            return {DType::kFloat16, 1};
+            return ElementType{DType::kFloat16, 1};
         case at::kBFloat16:
-            return {DType::kBFloat16, 1};
+            return ElementType{DType::kBFloat16, 1};
         case at::kComplexFloat:
-            return {DType::kFloat32, 2};
+            return ElementType{DType::kFloat32, 2};
         case at::kComplexDouble:
-            return {DType::kFloat64, 2};
+            return ElementType{DType::kFloat64, 2};
         default:
-            TORCH_CHECK_TYPE(false, "te_graph: gradients of dtype ", dtype,
-                             " cannot be accumulated in a graph; pass accumulate_grads=False");
+            return std::nullopt;
     }
+}
+
+}  // namespace
+
+ElementType element_type(at::ScalarType dtype) {
+    const auto found = find_element_type(dtype);
+    TORCH_CHECK_TYPE(found, "te_graph: gradients of dtype ", dtype,
+                     " cannot be accumulated in a graph; pass accumulate_grads=False");
+    return *found;
+}
+
+bool GradientTable::takes(at::ScalarType source, at::ScalarType destination) {
+    const auto from = find_element_type(source), to = find_element_type(destination);
+    return from && to && from->count == to->count && multi_tensor::is_supported(from->dtype, to->dtype);
+}
+
+bool is_dense(const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && tensor.is_non_overlapping_and_dense() && !tensor.is_conj() &&
+           !tensor.is_neg();
+}
+
+at::Tensor lay_out(const at::Tensor& grad, const at::Tensor& parameter, const at::Tensor& main_grad) {
+    const at::Tensor& like = main_grad.defined() && is_dense(main_grad) ? main_grad : parameter;
+    const bool is_conjugate = grad.is_conj() || grad.is_neg();
+    if (!is_conjugate && torch::autograd::utils::obeys_layout_contract(grad, like)) return grad;
+    const at::Tensor copy = like.is_non_overlapping_and_dense()
+                                ? at::empty_strided(grad.sizes(), like.strides(), grad.options())
+                                : at::empty(grad.sizes(), grad.options());
+    return copy.copy_(grad);
 }
 
 GradientTable::GradientTable(const std::vector<int64_t>& sizes, const std::vector<at::ScalarType>& source_dtypes,
@@ -66,7 +98,17 @@ void GradientTable::bind(const std::vector<at::Tensor>& sources) {
     TORCH_CHECK_VALUE(sources.size() == current_.size(), "te_graph: expected ", current_.size(), " gradients, got ",
                       sources.size());
     at::Tensor host = at::empty_like(entries_, at::TensorOptions().device(at::kCPU));
-    for (size_t i = 0; i < current_.size(); ++i) current_[i].source = sources[i].const_data_ptr();
+    for (size_t i = 0; i < current_.size(); ++i) {
+        if (current_[i].numel == 0) continue;
+        const at::Tensor& source = sources[i];
+        const auto [dtype, count] = element_type(source.scalar_type());
+        TORCH_CHECK_VALUE(is_dense(source) && source.numel() * count == current_[i].numel &&
+                              dtype == current_[i].source_dtype && source.device() == entries_.device(),
+                          "te_graph: expected gradient ", i, " to be dense, with ", current_[i].numel / count,
+                          " elements on ", entries_.device(), ", got ", source.toString(), " of shape ", source.sizes(),
+                          " and strides ", source.strides(), " on ", source.device());
+        current_[i].source = source.const_data_ptr();
+    }
     if (!current_.empty()) std::memcpy(host.mutable_data_ptr(), current_.data(), current_.size() * sizeof(Entry));
     entries_.copy_(host);
 }

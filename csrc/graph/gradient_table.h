@@ -11,7 +11,11 @@ namespace te_graph::graph {
 
 class GradientTable {
 public:
-    // One entry per parameter: `sizes[i]` elements, added as `source_dtypes[i]` into `destination_dtypes[i]`.
+    // Whether gradients of dtype `source` can be accumulated into `destination`.
+    static bool takes(at::ScalarType source, at::ScalarType destination);
+
+    // One entry per parameter: `sizes[i]` elements, added as `source_dtypes[i]` into `destination_dtypes[i]`; one of
+    // no elements is always skipped.
     // Allocates the table on `device`, all entries in mode skip; must not be called during a capture.
     GradientTable(const std::vector<int64_t>& sizes, const std::vector<at::ScalarType>& source_dtypes,
                   const std::vector<at::ScalarType>& destination_dtypes, at::Device device);
@@ -21,7 +25,7 @@ public:
     const at::Tensor& chunks() const { return chunks_; }    // [chunks, 2] int32
 
     // Writes the addresses of the captured gradients, once known. Synchronous; called once after capture.
-    // sources: one dense tensor per entry, of that entry's size and dtype.
+    // sources: one dense tensor per entry, of that entry's size and dtype; anything for entries of no elements.
     void bind(const std::vector<at::Tensor>& sources);
 
     // What is to be done with one gradient.
@@ -63,6 +67,13 @@ private:
     std::vector<bool> is_changed_;
     int64_t uploads_ = 0;
 };
+
+// `grad` as one run of elements in memory, ordered as those of `main_grad` if that is defined and dense, else as autograd
+// orders the elements of `.grad`: `grad` itself, or a copy.
+at::Tensor lay_out(const at::Tensor& grad, const at::Tensor& parameter, const at::Tensor& main_grad);
+
+// True when the elements of `tensor` fill one run of memory, each once, and are what they say (no conjugate views).
+bool is_dense(const at::Tensor& tensor);
 
 // A supported dtype with the number of its elements that make one element of `dtype` (2 for complex).
 struct ElementType {

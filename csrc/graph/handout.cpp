@@ -22,7 +22,8 @@ c10::intrusive_ptr<c10::StorageImpl> lend(const c10::Storage& memory) {
     c10::raw::intrusive_ptr::incref(owner);
     at::DataPtr pointer(owner->mutable_data(), owner, &drop_owner, owner->device());
     return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), owner->nbytes(),
-                                                 std::move(pointer), owner->allocator(), /*resizable=*/false);
+                                                 std::move(pointer), c10::GetAllocator(owner->device_type()),
+                                                 /*resizable=*/true);
 }
 
 // Something that only this thread has; null on one that runs a backward.
@@ -30,6 +31,9 @@ const void* this_thread() {
     static thread_local const char mark = 0;
     return torch::autograd::get_current_graph_task_id() == -1 ? &mark : nullptr;
 }
+
+// Of the process: an address may be asked for on any thread while a replay protects what it overwrites.
+std::mutex moves;
 
 void move_to_own_memory(c10::StorageImpl& storage) {
     const size_t bytes = storage.nbytes();
@@ -46,6 +50,15 @@ void move_to_own_memory(c10::StorageImpl& storage) {
 }
 
 }  // namespace
+
+bool is_lent(const c10::StorageImpl& storage) {
+    return storage.nbytes() > 0 && storage.data_ptr().get_deleter() == &drop_owner;
+}
+
+void move_if_lent(c10::StorageImpl& storage) {
+    const std::lock_guard lock(moves);
+    if (is_lent(storage)) move_to_own_memory(storage);
+}
 
 void Handouts::add(c10::intrusive_ptr<c10::StorageImpl> storage, int position) {
     const std::lock_guard lock(mutex_);
@@ -64,7 +77,7 @@ bool Handouts::are_held_elsewhere(int position) {
 void Handouts::protect(int position) {
     const std::lock_guard lock(mutex_);
     for (; !lent_.empty() && lent_.back().position >= position; lent_.pop_back()) {
-        if (lent_.back().is_held()) move_to_own_memory(*lent_.back().storage);
+        if (lent_.back().is_held()) move_if_lent(*lent_.back().storage);
     }
 }
 

@@ -14,6 +14,13 @@
 
 namespace te_graph::graph {
 
+// True while the memory of `storage` is lent: until it was moved, resized or exchanged.
+bool is_lent(const c10::StorageImpl& storage);
+
+// Moves `storage` to memory of its own if it is lent. For who is about to tell its address to somebody that does not
+// know of the StorageImpl.
+void move_if_lent(c10::StorageImpl& storage);
+
 // StorageImpls that have been handed out over memory that will be overwritten.
 //
 // Graphs that run one after the other may share memory: each may overwrite its own results and those of later ones, not
@@ -35,7 +42,7 @@ private:
         int position;
         const void* thread;  // null for those of autograd
         c10::intrusive_ptr<c10::StorageImpl> storage;
-        bool is_held() const { return storage.use_count() > 1 && storage->nbytes() > 0; }
+        bool is_held() const { return storage.use_count() > 1 && is_lent(*storage); }
     };
     std::mutex mutex_;
     std::vector<Lent> lent_;  // positions ascend

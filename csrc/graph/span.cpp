@@ -85,21 +85,22 @@ std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<Flight>& flight
     return merged.graph;
 }
 
-variable_list GraphedCallable::backward(std::vector<Flight>& flights, variable_list grads) {
+BackwardResults GraphedCallable::backward(std::vector<Flight>& flights, variable_list grads) {
     GraphedCallable& first = *flights.front().callable;
     const c10::DeviceGuard on_device(first.device_);
     for (const Flight& flight : flights) flight.callable->check_backward(flight);
 
     Scope& scope = *first.scope_;
-    scope.enter();
+    const auto alone = scope.enter_backward();
     std::vector<Bits> got{first.load_grad_outputs(first.slot_of(flights.front()), grads)};
+    // What is lent moves now: a `.grad` may be among it, and what follows plans where gradients go.
+    scope.input_gradients().protect();
     for (size_t i = 0; i < flights.size(); ++i) {
         GraphedCallable& callable = *flights[i].callable;
         if (i > 0) got.push_back(callable.grads_from(flights[i - 1], got.back(), callable.slot_of(flights[i])));
         callable.plan_parameters(flights[i], got.back());
     }
-    variable_list results;
-    scope.input_gradients().protect();
+    BackwardResults results;
     if (const auto graph = merged(flights, got)) {
         graph->replay();
         for (size_t i = 0; i < flights.size(); ++i) flights[i].callable->finish(flights[i], got[i], results);

@@ -67,4 +67,10 @@ void sync_backward_caller(at::Device) {}
 
 Scope::~Scope() = default;
 
+std::unique_lock<std::mutex> Scope::enter_backward() {
+    std::unique_lock lock(backward_);
+    enter();
+    return lock;
+}
+
 }  // namespace te_graph::graph

@@ -22,6 +22,8 @@ public:
 
     // Makes the current stream wait for the last replay if that ran on another stream. No host sync.
     void enter();
+    // The same for a backward, which has the memory that backwards share for as long as it holds the lock.
+    std::unique_lock<std::mutex> enter_backward();
 
     // Input gradients live in the shared pool: any backward of the scope may overwrite them.
     Handouts& input_gradients() { return input_gradients_; }
@@ -30,6 +32,7 @@ private:
     struct Order;
     std::unique_ptr<Order> order_;
     Handouts input_gradients_;
+    std::mutex backward_;
 };
 
 // True while the current stream of `device` is being captured by somebody.

@@ -10,8 +10,9 @@ namespace te_graph::graph {
 std::ostream& operator<<(std::ostream& out, const GradientSituation& now) {
     return out << "reached " << now.reached << ", inputs only " << now.inputs_only << ", through autograd "
                << now.through_autograd << ", hooked since " << now.hooked_since << ", frozen since " << now.frozen_since
-               << ", main_grad " << now.has_main_grad << ", overwrite main_grad " << now.overwrite_main_grad
-               << ", .grad " << now.has_grad << ", .grad fits " << now.grad_fits;
+               << ", main_grad " << now.has_main_grad << ", main_grad fits " << now.main_grad_fits
+               << ", overwrite main_grad " << now.overwrite_main_grad << ", .grad " << now.has_grad << ", .grad fits "
+               << now.grad_fits;
 }
 
 namespace {
@@ -39,9 +40,21 @@ constexpr Rule kRules[] = {
          return now.reached && !now.inputs_only && !now.through_autograd && now.hooked_since;
      }},
     {GradientAction::kStoreMainGrad,
-     [](const GradientSituation& now) { return graph_writes(now) && now.has_main_grad && now.overwrite_main_grad; }},
+     [](const GradientSituation& now) {
+         return graph_writes(now) && now.has_main_grad && now.main_grad_fits && now.overwrite_main_grad;
+     }},
     {GradientAction::kAddMainGrad,
-     [](const GradientSituation& now) { return graph_writes(now) && now.has_main_grad && !now.overwrite_main_grad; }},
+     [](const GradientSituation& now) {
+         return graph_writes(now) && now.has_main_grad && now.main_grad_fits && !now.overwrite_main_grad;
+     }},
+    {GradientAction::kStoreMainGradEagerly,
+     [](const GradientSituation& now) {
+         return graph_writes(now) && now.has_main_grad && !now.main_grad_fits && now.overwrite_main_grad;
+     }},
+    {GradientAction::kAddMainGradEagerly,
+     [](const GradientSituation& now) {
+         return graph_writes(now) && now.has_main_grad && !now.main_grad_fits && !now.overwrite_main_grad;
+     }},
     {GradientAction::kStoreNew,
      [](const GradientSituation& now) { return graph_writes(now) && !now.has_main_grad && !now.has_grad; }},
     {GradientAction::kAddInPlace,
@@ -55,7 +68,7 @@ constexpr Rule kRules[] = {
 };
 
 TEST(PlanGradient, FollowsTheTableInEverySituation) {
-    for (unsigned bits = 0; bits < 1u << 9; ++bits) {
+    for (unsigned bits = 0; bits < 1u << 10; ++bits) {
         const auto flag = [bits](unsigned place) { return (bits >> place & 1) != 0; };
         const GradientSituation now{.reached = flag(0),
                                     .inputs_only = flag(1),
@@ -63,9 +76,10 @@ TEST(PlanGradient, FollowsTheTableInEverySituation) {
                                     .hooked_since = flag(3),
                                     .frozen_since = flag(4),
                                     .has_main_grad = flag(5),
-                                    .overwrite_main_grad = flag(6),
-                                    .has_grad = flag(7),
-                                    .grad_fits = flag(8)};
+                                    .main_grad_fits = flag(6),
+                                    .overwrite_main_grad = flag(7),
+                                    .has_grad = flag(8),
+                                    .grad_fits = flag(9)};
         int rules = 0;
         for (const Rule& rule : kRules) {
             rules += rule.applies(now);

@@ -1,6 +1,7 @@
 // GradientTable: what the host says of each gradient, and when the table that the captured launch reads is changed.
 #include "graph/gradient_table.h"
 
+#include <ATen/ops/_neg_view.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/rand.h>
@@ -88,6 +89,53 @@ TEST(GradientTable, BindRefusesAnotherNumberOfGradients) {
     GradientTable table = float_table({4, 6});
     const auto bind_one = [&] { table.bind({at::zeros({4})}); };
     EXPECT_THAT(bind_one, ThrowsMessage<c10::ValueError>(HasSubstr("expected 2 gradients, got 1")));
+}
+
+TEST(GradientTable, BindRefusesGradientsThatAreNotOneRunOfMemoryOfTheStatedKind) {
+    const auto bind = [](const at::Tensor& gradient) {
+        return [=] {
+            GradientTable table = float_table({6});
+            table.bind({gradient});
+        };
+    };
+    const auto refuses = ThrowsMessage<c10::ValueError>(HasSubstr("expected gradient 0 to be dense, with 6 elements"));
+    EXPECT_NO_THROW(bind(at::zeros({2, 3}))());
+    EXPECT_NO_THROW(bind(at::zeros({3, 2}).t())());
+    EXPECT_THAT(bind(at::zeros({2, 8}).slice(1, 0, 3)), refuses);
+    EXPECT_THAT(bind(at::zeros({1}).expand({6})), refuses);
+    EXPECT_THAT(bind(at::zeros({7})), refuses);
+    EXPECT_THAT(bind(at::zeros({6}, at::kDouble)), refuses);
+    EXPECT_THAT(bind(at::zeros({6}, at::kComplexFloat)), refuses);
+    EXPECT_THAT(bind(at::zeros({6})._neg_view()), refuses);
+}
+
+TEST(GradientTable, BindTakesAnythingForEntriesWithoutElements) {
+    GradientTable table = float_table({0});
+    table.bind({at::zeros({3}, at::kLong)});
+    EXPECT_EQ(sent(table, 0).source, nullptr);
+}
+
+TEST(GradientTable, TakesWhatCanBeAccumulated) {
+    EXPECT_TRUE(GradientTable::takes(at::kBFloat16, at::kFloat));
+    EXPECT_TRUE(GradientTable::takes(at::kComplexFloat, at::kComplexFloat));
+    EXPECT_FALSE(GradientTable::takes(at::kFloat, at::kBFloat16));
+    EXPECT_FALSE(GradientTable::takes(at::kComplexFloat, at::kFloat));
+    EXPECT_FALSE(GradientTable::takes(at::kFloat8_e4m3fn, at::kFloat8_e4m3fn));
+}
+
+TEST(LayOut, GivesOneRunInTheOrderOfTheParameterOrOfItsMainGrad) {
+    const at::Tensor wide = at::rand({4, 8}), gradient = wide.slice(1, 0, 3), none;
+    for (const at::Tensor& parameter : {at::zeros({4, 3}), at::zeros({3, 4}).t(), at::zeros({4, 8}).slice(1, 0, 3)}) {
+        for (const at::Tensor& main_grad : {none, at::zeros({4, 3}), at::zeros({3, 4}).t()}) {
+            const at::Tensor laid = lay_out(gradient, parameter, main_grad);
+            EXPECT_TRUE(is_dense(laid));
+            EXPECT_TRUE(laid.equal(gradient));
+            if (main_grad.defined()) EXPECT_EQ(laid.strides(), main_grad.strides());
+        }
+    }
+    const at::Tensor dense = at::rand({4, 3});
+    EXPECT_TRUE(lay_out(dense, at::zeros({4, 3}), none).is_same(dense));
+    EXPECT_FALSE(lay_out(dense._neg_view(), at::zeros({4, 3}), none).is_neg());
 }
 
 TEST(GradientTable, AComplexElementCountsAsTwo) {
