@@ -261,7 +261,8 @@ class CallableCapture:
 
     def _is_for_autograd(self, parameter: Tensor) -> bool:
         """True where autograd sums the gradient of ``parameter`` [...], as that of one that is a result as well."""
-        return self.group.options.is_for_autograd(parameter) or self.plan.returns_parameter(parameter)
+        is_result = self.plan.returns_parameter(parameter) and main_grad_of(parameter) is None
+        return is_result or self.group.options.is_for_autograd(parameter)
 
     def _owned(self, slot: Slot, grad: Tensor, births: TensorWatch) -> Tensor:
         """``grad`` [...] of an input, to be handed out: a clone where it lies in memory that is written by others, or
