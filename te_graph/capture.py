@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +34,7 @@ class Slot:
     live_outputs: list[Tensor] = field(default_factory=list)  # with their autograd graph, until all is captured
     grad_outputs: list[_C.Staging] = field(default_factory=list)
     grad_inputs: list[Tensor | None] = field(default_factory=list)
+    use_grads: list[list[Tensor]] = field(default_factory=list)  # of inputs that are used several times
     parameter_grads: list[Tensor] = field(default_factory=list)
     table: Any = None
     clones: int = 0  # of gradients that lie in memory which is not the backward's own
@@ -194,6 +197,7 @@ class CallableCapture:
         self.versions_bumped = [t._version != old for t, old in zip(self.homes.tensors, before, strict=True)]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
+        slot.use_grads = [[] for _ in slot.inputs]
 
     def _static_input(self, number: int) -> Tensor:
         """What a new slot reads as input ``number``, [...] like the sample."""
@@ -239,10 +243,14 @@ class CallableCapture:
             device=self.group.device,
         )
         births = TensorWatch(restorable=False)
+        uses = [_C.split_uses(outputs, slot.inputs[number]) for number in self.gradients.inputs]
+        leaves = [each or [slot.inputs[number]] for number, each in zip(self.gradients.inputs, uses, strict=True)]
         with self.backend.capture(pool) as slot.backward:
             with births:
-                grads = self._backward(outputs, slot.inputs, grad_outputs)
-            input_grads = [self._owned(slot, grad, births) for grad in grads[len(parameters) :]]
+                grads = self._backward(outputs, [*parameters, *itertools.chain(*leaves)], grad_outputs)
+                of_uses = _grouped(grads[len(parameters) :], leaves)
+                input_grads = [functools.reduce(torch.add, each) for each in of_uses]
+            input_grads = [self._owned(slot, grad, births) for grad in input_grads]
             parameter_grads = [
                 _C.lay_out(grad, parameter, main_grad_of(parameter) if one.is_in_table else None)
                 for grad, parameter, one in zip(grads, parameters, destinations, strict=False)
@@ -251,8 +259,10 @@ class CallableCapture:
                 torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
         slot.parameter_grads = self.backend.results(parameter_grads, slot.backward)
         slot.table.bind(slot.parameter_grads)
-        for number, grad in zip(self.gradients.inputs, input_grads, strict=True):
+        for number, grad, each in zip(self.gradients.inputs, input_grads, of_uses, strict=True):
             slot.grad_inputs[number] = grad
+            if len(each) > 1:
+                slot.use_grads[number] = self.backend.results(each, slot.backward)
 
     def destinations(self) -> list[Destination]:
         """Where the gradients of the parameters go, one each."""
@@ -301,8 +311,8 @@ class CallableCapture:
         self.gradients = Gradients(
             list(parameters.values()), [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], []
         )
-        grads = self._backward(outputs, inputs, [torch.zeros_like(output) for output in outputs])
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
+        grads = self._backward(outputs, targets, [torch.zeros_like(output) for output in outputs])
         used = [
             (target, [id(target) in leaves for leaves in reached])
             for target, grad in zip(targets, grads, strict=True)
@@ -317,12 +327,11 @@ class CallableCapture:
             [depends_on for _, depends_on in used],
         )
 
-    def _backward(self, outputs: list[Tensor], inputs: list[Tensor], grad_outputs: list[Tensor]) -> list[Tensor]:
-        """Gradients of parameters, then of inputs, [...] each like its tensor, without running their hooks.
+    def _backward(self, outputs: list[Tensor], targets: list[Tensor], grad_outputs: list[Tensor]) -> list[Tensor]:
+        """Gradients of ``targets``, which are leaves, [...] each like its tensor, without running their hooks.
 
         Autocast is off, as where backward() is usually called; the ops that forward ran keep their dtypes.
         """
-        targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
         if not targets:
             return []
         isolation = _C.LeafIsolation(targets, with_accumulators=False)
@@ -374,6 +383,12 @@ def _static_copy(sample: Tensor) -> Tensor:
     """A copy of ``sample`` [...] in memory of its own, with its layout if that is dense."""
     copy = torch.empty_like(sample, requires_grad=False).copy_(sample.detach())
     return copy.requires_grad_(sample.requires_grad)
+
+
+def _grouped(grads: list[Tensor | None], leaves: list[list[Tensor]]) -> list[list[Tensor]]:
+    """``grads`` [...] in groups as ``leaves`` are, without those that are None."""
+    remaining = iter(grads)
+    return [[grad for _, grad in zip(group, remaining, strict=False) if grad is not None] for group in leaves]
 
 
 @contextlib.contextmanager

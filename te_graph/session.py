@@ -268,6 +268,7 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
             outputs=slot.outputs,
             grad_outputs=slot.grad_outputs,
             grad_inputs=slot.grad_inputs,
+            use_grads=slot.use_grads,
             parameter_grads=slot.parameter_grads,
             table=slot.table,
         )

@@ -678,3 +678,98 @@ def test_backwards_of_one_scope_on_several_threads(device: str) -> None:
         return [layer.weight.grad for layer in layers]
 
     both(program, has_replays=False)
+
+
+# ---- Sums in eager's order ----
+
+
+class Twice(nn.Module):
+    """Uses its input several times, as attention uses the memory of an encoder."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(8, 8, device=device), nn.Linear(8, 8, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 8]
+        return self.key(x).sigmoid() * self.value(x) + x * x
+
+
+@pytest.mark.parametrize("outside", ["none", "before", "after", "both", "each other"])
+@pytest.mark.parametrize("is_leaf", [False, True])
+@pytest.mark.parametrize("chain", [False, True])
+def test_gradients_of_several_uses_are_added_in_the_order_of_eager(
+    device: str, outside: str, is_leaf: bool, chain: bool
+) -> None:
+    def program(graph: Graph) -> list[Tensor]:
+        first, second = graph(Twice(device), leaf(device, 5, 8), chain=chain), Twice(device)
+        second = graph(second, leaf(device, 5, 8)) if outside == "each other" else second
+        seen = []
+        for _ in range(3):
+            x = leaf(device, 5, 8)
+            hidden = x if is_leaf else x * 1.5
+            terms = [hidden.sin() * 3] if outside in ("before", "both") else []
+            terms.append(first(hidden))
+            if outside == "each other":
+                terms.append(second(hidden))
+            terms += [hidden.cos() * 5] if outside in ("after", "both") else []
+            del hidden
+            sum((term * torch.randn_like(term)).sum() for term in terms).backward()
+            seen.append(x.grad)
+        return seen
+
+    both(program)
+
+
+def test_a_chain_is_one_node_though_its_layers_use_their_input_several_times(device: str) -> None:
+    layers = tuple(Twice(device) for _ in range(3))
+    tg.make_graphed_callables(layers, (leaf(device, 5, 8),), chain=True)
+    for _ in range(2):
+        hidden = leaf(device, 5, 8)
+        for layer in layers:
+            hidden = layer(hidden)
+        names, stack = [], [hidden.grad_fn]
+        while stack:
+            node = stack.pop()
+            names.append(node.name())
+            stack += [following for following, _ in node.next_functions if following is not None]
+        hidden.sum().backward()
+    assert sum(name.startswith("GraphedBackward") for name in set(names)) == 2
+
+
+class Head(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 8]
+        return x.sigmoid() @ self.weight.t()
+
+
+def test_gradients_of_a_weight_that_eager_code_used_before_are_summed_first(device: str) -> None:
+    def program(graph: Graph) -> list[Tensor]:
+        stem = nn.Linear(8, 8, bias=False, device=device)
+        head, seen = graph(Head(stem.weight), leaf(device, 5, 8)), []
+        for _ in range(3):
+            head(stem(torch.randn(5, 8, device=device)).relu()).square().sum().backward()
+            seen.append(stem.weight.grad.clone())
+        return seen
+
+    both(program)
+
+
+def test_a_weight_that_eager_code_uses_afterwards_is_named_and_then_summed_first(device: str) -> None:
+    torch.manual_seed(3)
+    head, twin = (Head(nn.Parameter(torch.eye(8, device=device) / 3)) for _ in range(2))
+    tg.make_graphed_callables(head, (leaf(device, 5, 8),))
+
+    def step(module: Head, x: Tensor) -> Tensor:
+        module.weight.grad = None
+        nn.functional.linear(module(x), module.weight).square().sum().backward()
+        return module.weight.grad
+
+    x = leaf(device, 5, 8)
+    with pytest.warns(UserWarning, match="Head: weight is used outside the callable as well"):
+        step(head, x)
+    for _ in range(3):
+        x = leaf(device, 5, 8)
+        assert_bitwise_equal(step(head, x), step(twin, x))

@@ -168,6 +168,9 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
                                            .has_grad = grad.defined(),
                                            .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
         slot.pending[i].action = action;
+        const bool is_accumulated = action == GradientAction::kStoreNew || action == GradientAction::kAddInPlace ||
+                                    action == GradientAction::kAddEagerly;
+        if (is_accumulated && is_in_autograd_graph(parameter)) note_use_outside(i);
         if (action == GradientAction::kStoreNew) slot.pending[i].fresh = fresh_grad(buffers_[i], source);
         if (action == GradientAction::kStoreMainGrad || action == GradientAction::kStoreMainGradEagerly) {
             spec.flag->overwrite = false;
@@ -181,6 +184,18 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
     note_for_repetition(flight);
 }
 
+// Eager code has used the parameter since the forward: there was no edge, so this gradient is added by itself.
+void GraphedCallable::note_use_outside(size_t parameter) {
+    ParameterSpec& spec = parameters_[parameter];
+    if (spec.through_autograd) return;
+    spec.through_autograd = true;
+    TORCH_WARN(
+        name_, ": ", guard_->tensor_name(spec.tensor),
+        " is used outside the callable as well, since its forward; this backward adds both gradients one after the "
+        "other, later ones add their sum as eager execution does. Pass it in autograd_params= to have that from "
+        "the start");
+}
+
 // True when all gradients are to be added to the very tensors that the last backward of the slot added to. `.grad` may
 // have been replaced, or its memory: nothing tells but to look.
 bool GraphedCallable::repeats_last(const Flight& flight) const {
@@ -192,6 +207,7 @@ bool GraphedCallable::repeats_last(const Flight& flight) const {
         if (spec.main_grad >= 0 && spec.flag->overwrite) return false;
         const torch::autograd::AutogradMeta* const meta = meta_of(externals[spec.tensor]);
         if (!meta || !meta->requires_grad_ || has_gradient_hooks(*meta)) return false;
+        if (spec.main_grad < 0 && !meta->grad_accumulator_.expired()) return false;
         const at::Tensor& tensor = spec.main_grad >= 0 ? main_grad_of(flight, i) : meta->grad_;
         const auto& [impl, facts] = last.destinations[i];
         if (tensor.unsafeGetTensorImpl() != impl || !facts.match(tensor)) return false;
@@ -285,12 +301,15 @@ void GraphedCallable::finish(const Flight& flight, const Bits& got, BackwardResu
     if (!flight.input_edges.empty()) {
         const auto lent = slot.grad_inputs.hand_out(scope_->input_gradients());
         for (const InputEdge& edge : flight.input_edges) {
+            const size_t end = results.gradients.size() + edge.uses;
             if (!any_common(inputs_[edge.input].depends_on, got)) {
-                results.gradients.emplace_back();
+            } else if (edge.is_shared) {
+                for (const at::Tensor& grad : slot.use_grads[edge.input]) results.gradients.push_back(grad.clone());
             } else {
                 // A leaf keeps what it gets as .grad, which must not move under its holder.
                 results.gradients.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
             }
+            results.gradients.resize(end);
         }
     }
     if (slot.repetition.happens) {

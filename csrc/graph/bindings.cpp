@@ -9,6 +9,7 @@
 #include "graph/fast_call.h"
 #include "graph/hooks.h"
 #include "graph/settings.h"
+#include "graph/uses.h"
 
 namespace py = pybind11;
 
@@ -48,8 +49,8 @@ std::shared_ptr<GradientTable> make_table(const std::vector<int64_t>& sizes, con
 
 void add_slot(GraphedCallable& callable, const py::object& forward, const py::object& backward, Tensors inputs,
               Tensors outputs, std::vector<std::shared_ptr<Staging>> grad_outputs,
-              const std::vector<std::optional<at::Tensor>>& grad_inputs, Tensors parameter_grads,
-              std::shared_ptr<GradientTable> table) {
+              const std::vector<std::optional<at::Tensor>>& grad_inputs, std::vector<Tensors> use_grads,
+              Tensors parameter_grads, std::shared_ptr<GradientTable> table) {
     Tensors defined_grad_inputs;
     for (const auto& grad : grad_inputs) defined_grad_inputs.push_back(grad.value_or(at::Tensor()));
     callable.add_slot(std::unique_ptr<Slot>(new Slot{.forward = make_graph(forward),
@@ -58,6 +59,7 @@ void add_slot(GraphedCallable& callable, const py::object& forward, const py::ob
                                                      .outputs = StaticTensors(std::move(outputs)),
                                                      .grad_outputs = std::move(grad_outputs),
                                                      .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
+                                                     .use_grads = std::move(use_grads),
                                                      .parameter_grads = std::move(parameter_grads),
                                                      .table = std::move(table)}));
 }
@@ -104,6 +106,7 @@ void bind(py::module_& m) {
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
+    m.def("split_uses", &split_uses, py::arg("outputs"), py::arg("leaf"));
     m.def("is_dense", &is_dense, py::arg("tensor"));
     m.def(
         "lay_out",
@@ -258,7 +261,8 @@ void bind(py::module_& m) {
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
              py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
-             py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("parameter_grads"), py::arg("table"))
+             py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
+             py::arg("table"))
         .def("forward", [](GraphedCallable& callable, const py::object& root,
                            const Tensors& inputs) { return callable.forward(root.ptr(), inputs); })
         .def("route_through_autograd", &GraphedCallable::route_through_autograd, py::arg("parameter"))

@@ -102,6 +102,7 @@ struct Slot {
     StaticTensors outputs;
     std::vector<std::shared_ptr<Staging>> grad_outputs;  // [differentiable outputs]
     StaticTensors grad_inputs;                           // [inputs], undefined where there is none
+    std::vector<std::vector<at::Tensor>> use_grads;      // [inputs][uses], empty where there are fewer than two
     std::vector<at::Tensor> parameter_grads;             // [parameters], memory owned by the graph
     std::shared_ptr<GradientTable> table;
     std::shared_ptr<Handouts> lent_outputs{};  // by a chain's slots of this number
@@ -159,7 +160,7 @@ public:
 
     // True when the gradient that `upper`, a flight of this callable, writes is all that `lower` reads.
     bool continues(const Flight& upper, const Flight& lower) const;
-    bool is_linked(int input) const { return inputs_[input].is_linked; }
+    bool is_linked(const InputEdge& edge) const { return inputs_[edge.input].is_linked; }
 
     // Lets the gradient of parameter number `parameter` go through autograd from the next forward on.
     void route_through_autograd(size_t parameter) { parameters_.at(parameter).through_autograd = true; }
@@ -196,6 +197,7 @@ private:
     Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const Flight& upper, const Bits& got_upper, const Slot& slot) const;
     void plan_parameters(const Flight& flight, const Bits& got);
+    void note_use_outside(size_t parameter);
     bool repeats_last(const Flight& flight) const;
     void note_for_repetition(const Flight& flight);
     GradientTable::Order entry_of(const Flight& flight, size_t parameter) const;

@@ -29,6 +29,10 @@ struct LinkedInput {
 struct InputEdge {
     int input;
     bool is_leaf;  // it keeps what it gets as .grad
+    size_t uses;   // inside the callable: as many edges
+    // With several uses only. Others hold the node that made the input: they may use the input as well.
+    bool is_shared = false;
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
 };
 
 // Tensors made in inference mode have no version.
@@ -48,7 +52,7 @@ struct Flight {
     c10::SmallVector<uint32_t, 16> saved_versions;              // [externals that autograd saved] after the forward
     c10::SmallVector<c10::VariableVersion, 1> output_versions;  // [outputs that the backward reads]
     c10::SmallVector<LinkedInput, 1> linked_inputs;             // those that autograd saved
-    c10::SmallVector<InputEdge, 2> input_edges;                 // inputs that have an edge, in the order of the edges
+    c10::SmallVector<InputEdge, 2> input_edges;                 // inputs that have edges, in the order of the edges
     std::vector<int> autograd_parameters;                       // parameters that have an edge, in that order
 };
 

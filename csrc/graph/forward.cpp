@@ -269,16 +269,24 @@ void GraphedCallable::attach_node(SlotLease lease, Guard::Tensors externals, con
     const auto [node, owner] = make_node<ReplayNode>(Flight(shared_from_this(), std::move(lease)));
     node->set_label(name_);
     Flight& flight = node->flight();
+    const auto& use_grads = slot_of(flight).use_grads;
     torch::autograd::edge_list edges;
     for (size_t i = 0; i < inputs.size(); ++i) {
         if (inputs_[i].is_linked && inputs_[i].is_saved) flight.linked_inputs.emplace_back(i, inputs[i]);
         if (inputs_[i].depends_on.empty()) continue;
-        edges.push_back(impl::gradient_edge(inputs[i]));
-        flight.input_edges.push_back({static_cast<int>(i), inputs[i].is_leaf()});
+        const size_t uses = std::max<size_t>(1, use_grads[i].size());
+        edges.insert(edges.end(), uses, impl::gradient_edge(inputs[i]));
+        flight.input_edges.push_back({static_cast<int>(i), inputs[i].is_leaf(), uses, false,
+                                      c10::weak_intrusive_ptr<c10::TensorImpl>(
+                                          uses > 1 ? inputs[i].getIntrusivePtr()
+                                                   : c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>())});
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const at::Tensor& parameter = (*externals)[parameters_[i].tensor];
-        if (parameters_[i].through_autograd || has_gradient_hooks(parameter)) {
+        // What eager code has computed from the parameter gets a gradient in the same backward, perhaps: autograd then
+        // sums the two before it accumulates.
+        const bool is_used_outside = parameters_[i].main_grad < 0 && is_in_autograd_graph(parameter);
+        if (parameters_[i].through_autograd || is_used_outside || has_gradient_hooks(parameter)) {
             edges.push_back(impl::gradient_edge(parameter));
             flight.autograd_parameters.push_back(static_cast<int>(i));
         }

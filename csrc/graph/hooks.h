@@ -30,6 +30,13 @@ inline bool has_gradient_hooks(const at::Tensor& leaf) {
     return meta && has_gradient_hooks(*meta);
 }
 
+// True while an autograd graph leads to `leaf`: that of something computed from it outside the callable, or of a flight
+// that has an edge to it.
+inline bool is_in_autograd_graph(const at::Tensor& leaf) {
+    const torch::autograd::AutogradMeta* const meta = meta_of(leaf);
+    return meta && !meta->grad_accumulator_.expired();
+}
+
 // Accumulates `grad` into `leaf` with its hooks, as the engine does at the end of an edge to `leaf`. For hooks that
 // were added after the forward, when there was no edge.
 void accumulate_with_hooks(const at::Tensor& leaf, at::Tensor grad);

@@ -75,6 +75,7 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
         TORCH_CHECK(!c10::GradMode::is_enabled(), "te_graph: ", label_,
                     " does not support double backward (create_graph=True): a captured backward has no derivative. "
                     "Run it eagerly for this.");
+        find_shared_inputs();
         results = GraphedCallable::backward(flights_, std::move(grads));
     }
     // Without the lock: what they do may come back to this node.
@@ -85,6 +86,24 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
 void ReplayNode::release_variables() {
     const std::lock_guard lock(mutex_);
     flights_.clear();
+}
+
+// Who else holds the node that made an input may have used the input, too; more than that cannot be known. The input
+// itself holds it as long as it lives, unless it is a leaf.
+void ReplayNode::find_shared_inputs() {
+    size_t next = 0;
+    for (Flight& flight : flights_) {
+        for (InputEdge& edge : flight.input_edges) {
+            const auto& maker = next_edge(next).function;
+            next += edge.uses;
+            if (edge.uses < 2 || !maker) continue;
+            const auto is_ours = [&](const auto& other) { return other.function == maker; };
+            const auto ours = std::count_if(next_edges().begin(), next_edges().end(), is_ours);
+            const bool is_held_by_input = !edge.is_leaf && !edge.tensor.expired();
+            edge.is_shared = maker.use_count() > ours + is_held_by_input;
+        }
+        next += flight.autograd_parameters.size();
+    }
 }
 
 // Nobody but this node may refer to `below`, whose results then are gone and cannot get a gradient from elsewhere. No
@@ -110,14 +129,18 @@ void ReplayNode::absorb_predecessor() {
     const auto is_link = [below](const auto& edge) { return edge.function.get() == below; };
     const size_t links = std::count_if(next_edges().begin(), next_edges().end(), is_link);
     Flight& flight = flights_.front();
-    const size_t linked = std::count_if(flight.input_edges.begin(), flight.input_edges.end(),
-                                        [&](const InputEdge& edge) { return flight.callable->is_linked(edge.input); });
-    if (links != linked || !can_absorb(*below, links)) return;
+    size_t linked_inputs = 0, linked_edges = 0;
+    for (const InputEdge& edge : flight.input_edges) {
+        if (!flight.callable->is_linked(edge)) continue;
+        ++linked_inputs;
+        linked_edges += edge.uses;
+    }
+    if (links != linked_edges || !can_absorb(*below, links)) return;
 
     torch::autograd::edge_list edges(next_edges().begin() + links, next_edges().end());
     std::move(below->next_edges().begin(), below->next_edges().end(), std::back_inserter(edges));
     below->next_edges().clear();
-    flight.input_edges.erase(flight.input_edges.begin(), flight.input_edges.begin() + links);
+    flight.input_edges.erase(flight.input_edges.begin(), flight.input_edges.begin() + linked_inputs);
     std::move(below->flights_.begin(), below->flights_.end(), std::back_inserter(flights_));
     below->flights_.clear();
     next_edges().swap(edges);  // `below` goes with the old edges

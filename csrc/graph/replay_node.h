@@ -36,6 +36,7 @@ public:
     Flight& flight() { return flights_.front(); }
 
 private:
+    void find_shared_inputs();
     bool can_absorb(const ReplayNode& below, size_t links) const;
 
     std::string label_;
