@@ -49,8 +49,8 @@ class Tally:
 
     def __str__(self) -> str:
         lines = [f"{self.ran} programs ran, {self.replayed} replayed forward and backward: {dict(self.verdicts)}"]
-        lines += [f"  refused {count:5d} x {kind}" for kind, count in self.refusals.most_common(40)]
-        lines += [f"  FAILED  {count:5d} x {signature}" for signature, count in self.often.most_common()]
+        lines += [f"  {count:5d} x {kind}" for kind, count in self.refusals.most_common(40)]
+        lines += [f"  {count:5d} x FAILED {signature}" for signature, count in self.often.most_common()]
         return "\n".join(lines)
 
 
@@ -72,11 +72,12 @@ def campaign(
     quiet_collector()
     tally, end, kinds = Tally(), time.monotonic() + seconds, Counter()
     for chunk in _chunks(seeds):
-        for program, outcome in run_apart([generate(seed, device).avoiding(avoid) for seed in chunk], device):
+        programs = filter(None, (generate(seed, device).avoiding(avoid) for seed in chunk))
+        for program, outcome in run_apart(programs, device):
             tally.verdicts[outcome.verdict] += 1
             tally.replayed += min(outcome.replays) > 0
-            if outcome.verdict == "refused":
-                tally.refusals[outcome.kind] += 1
+            if outcome.verdict in ("refused", "eager raised", "lenient", "rounded"):
+                tally.refusals[f"{outcome.verdict}: {outcome.kind}"] += 1
             elif outcome.verdict in ("failed", "crashed"):
                 kinds[outcome.kind] += 1
                 if kinds[outcome.kind] <= shrinks_per_kind:

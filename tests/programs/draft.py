@@ -35,6 +35,8 @@ class Batch:
         values: [4, 4] tensors with gradients that pieces may take.
         ends: results that nothing has used yet, by name: whether they are [4, 4].
         calls: how often each piece was called.
+        shared: values that may be one tensor, or one memory, with another value in eager execution.
+        used: ends that the loss depends on.
         loss: its name, once there is one.
     """
 
@@ -42,6 +44,8 @@ class Batch:
     values: list[str] = field(default_factory=list)
     ends: dict[str, bool] = field(default_factory=dict)
     calls: Counter[int] = field(default_factory=Counter)
+    shared: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
     loss: str = ""
 
 
@@ -57,6 +61,7 @@ class Draft:
         self.done: list[Batch] = []
         self.busy: Counter[int] = Counter()
         self.optimizer = ""
+        self.may_turn = True
         self.main_grads: set[int] = set()
         self._count = 0
 
@@ -148,20 +153,26 @@ class Draft:
         results = [self.name("y") for _ in piece.kind.gives]
         self.add(f"call {piece.name}", f"{', '.join(results)} = m{number}({', '.join(arguments)})")
         batch.calls[number] += 1
+        if piece.kind.aliases:
+            batch.shared.update(arguments, results)
         for result, letter in zip(results, piece.kind.gives, strict=True):
-            self._look(result)
+            self._look(result, letter, may_keep=not piece.name.startswith("Returns") or result == results[0])
             if letter == "d":
                 batch.values.append(result)
             if letter != "n":
                 batch.ends[result] = letter == "d"
-                self._hook(result)
+                if not piece.kind.aliases:
+                    self._hook(result)
 
-    def _look(self, result: str) -> None:
-        what = self.rng.choice((f"{result}.detach()", f"{result}.detach()[0]", f"{result}.detach().t()", result))
+    def _look(self, result: str, letter: str, may_keep: bool) -> None:
+        views = (f"{result}.detach()[0]", f"{result}.detach().t()") if letter == "d" else ()
+        what = self.rng.choice((f"{result}.detach()", result, *views))
         if self.chance(0.5):
             self.add("see a result", f"see('{result}', {result})")
+        if not may_keep:
+            return
         if self.chance(0.3):
-            self.add("keep a result", f"keep('{result} kept', {what if what != f'{result}.detach().t()' else result})")
+            self.add("keep a result", f"keep('{result} kept', {what})")
         if self.chance(0.12):
             exports = ["{}.tolist()", "{}.clone()", "torch.from_dlpack({})", "{}.cpu()", "{}[None]"]
             exports += ["{}.numpy()", "np.from_dlpack({})", "np.asarray({})"] if self.device == "cpu" else []
@@ -179,12 +190,13 @@ class Draft:
     def _between(self, batch: Batch) -> None:
         """Eager operations on results."""
         rng, value = self.rng, self.rng.choice(batch.values)
-        if value[0] == "y" and self.chance(0.4):
+        if value[0] == "y" and value not in batch.shared and self.chance(0.4):
             edit = rng.choice(("{}.mul_(2)", "{}.add_(1)", "{}[0].zero_()", "{}.relu_()", "{}.detach().add_(1)"))
             self.add("edit a result in place", edit.format(value))
             return
         result = self.name("z")
-        eager = rng.choice(("{} * 2", "{}.t()", "{} + 1", "{}.relu()", "{0} + {1}", "{0} * {1}", "{}.detach() + {}"))
+        turned = "{}.t()" if self.may_turn else "{} - 1"
+        eager = rng.choice(("{} * 2", turned, "{} + 1", "{}.relu()", "{0} + {1}", "{0} * {1}", "{}.detach() + {}"))
         if eager == "{}.detach() + {}":
             eager = "{0}.detach() + {0}"
         self.add("eager operation", f"{result} = {eager.format(value, rng.choice(batch.values))}")
@@ -198,13 +210,16 @@ class Draft:
         while len(ends) > 1 and not self.is_ordered and self.chance(0.25):
             ends.pop(rng.choice(list(ends)))
         terms = []
+        batch.used = set(ends)
         for name, is_square in ends.items():
             kinds = [f"({name} * {name}).sum()"]
             kinds += [f"({name} * {self.data()}).sum()"] * 2 if is_square else []
             kinds += [f"{name}.sum()", f"{name}.t().square().sum()"] if not self.is_ordered and is_square else []
             terms.append(rng.choice(kinds))
         if self.chance(0.3) and not self.is_ordered:
-            terms.append(f"({rng.choice(batch.values)} * {self.data()}).sum()")
+            inner = rng.choice(batch.values)
+            batch.used.add(inner)
+            terms.append(f"({inner} * {self.data()}).sum()")
         parameter = self.some_parameter(is_plain=True)
         if parameter and parameter[1] not in self.main_grads and self.chance(0.08) and not self.is_ordered:
             terms.append(f"({parameter[0]} * 2).sum()")
@@ -229,7 +244,8 @@ class Draft:
                 self.forward()
             self.add("backward again", f"{loss}.backward()")
         elif way < 0.84:
-            wanted = [leaf, *self.rng.sample(batch.values, min(len(batch.values), 2))]
+            able = [value for value in batch.values if value not in batch.shared]
+            wanted = [leaf, *self.rng.sample(able, min(len(able), 2))]
             names = ", ".join(dict.fromkeys(wanted))
             grads = self.name("g")
             self.add("autograd.grad", f"{grads} = torch.autograd.grad({loss}, [{names}], allow_unused=True)")
@@ -249,6 +265,9 @@ class Draft:
     def _free(self, batch: Batch) -> None:
         self.busy.subtract(batch.calls)
         self.done.append(batch)
+        for name in batch.ends:
+            if name not in batch.used and not any(name in other.leaves for other in self.done):
+                self.add("let go of a result", f"del {name}")
 
     def wait(self) -> None:
         """Let the last forward's slots count as busy."""
@@ -262,7 +281,8 @@ class Draft:
             verb = "keep" if self.chance(0.3) else "see"
             self.add(f"{verb} an input gradient", f"{verb}('{leaf}.grad', {leaf}.grad)")
             if self.chance(0.05):
-                self.add("export a gradient", f"keep('{leaf}.grad exported', {leaf}.grad.cpu().numpy())")
+                export = f"if {leaf}.grad is not None: keep('{leaf}.grad exported', {leaf}.grad.numpy(force=True))"
+                self.add("export a gradient", export)
         for number in batch.calls:
             piece = next(piece for piece in self.pieces if piece.number == number)
             if parameter_facts(piece.name):

@@ -59,6 +59,9 @@ def _draw_pieces(draft: Draft) -> None:
     }
     if not draft.is_exact:  # what rounds is what such a program is about
         kinds = {name: weight * (1 if ZOO[name].exact else 4) for name, weight in kinds.items()}
+    if draft.rng.random() < 0.3:  # how random numbers fall depends on the layout of what is drawn
+        draft.may_turn = False
+    kinds = {n: w for n, w in kinds.items() if not (ZOO[n].random if draft.may_turn else n in TURNING)}
     for number, name in enumerate(draft.rng.choices(list(kinds), list(kinds.values()), k=draft.rng.randint(1, 4))):
         draft.pieces.append(Piece(number, name, draft.number(), draft.is_exact))
 

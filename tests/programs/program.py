@@ -121,15 +121,15 @@ class Program:
                 kept.append(step)
         return replace(self, steps=tuple(kept))
 
-    def avoiding(self, pattern: str) -> Program:
-        """The program without pieces and steps whose name or kind matches ``pattern``; one piece stays."""
+    def avoiding(self, pattern: str) -> Program | None:
+        """The program without pieces and steps whose name or kind matches ``pattern``; None if no graphed one stays."""
         if not pattern:
             return self
         program = self.without({i for i, step in enumerate(self.steps) if re.fullmatch(pattern, step.kind)})
         for piece in self.pieces:
-            if re.fullmatch(pattern, piece.name) and len(program.pieces) > 1:
+            if re.fullmatch(pattern, piece.name):
                 program = program.without_piece(piece.number)
-        return program
+        return program if program.groups else None
 
     def bypassing(self, position: int) -> Program | None:
         """The program in which a call's first result is its first argument; None where the step is no such call."""

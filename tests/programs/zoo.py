@@ -54,6 +54,8 @@ class Kind:
         exact: computes without rounding on whole numbers.
         whole: its parameters are to be given whole numbers.
         random: draws random numbers.
+        aliases: results may be an argument or a buffer, or share its memory. Those of a replay are tensors of their own,
+            so programs neither edit such a result or argument in place nor ask for its own gradient.
         weight: how often it is drawn.
         sources: objects whose source the lines need.
     """
@@ -64,6 +66,7 @@ class Kind:
     exact: bool = True
     whole: bool = False
     random: bool = False
+    aliases: bool = False
     weight: int = 2
     call: str = ""
     sources: tuple = ()
@@ -90,11 +93,11 @@ _F64 = "dtype=torch.float64"
 
 ZOO: dict[str, Kind] = {
     "Line": _torch(f"nn.Linear(4, 4, {_F64})", whole=True, weight=6),
-    "Same": _torch("nn.Identity()", weight=4),
-    "Flat": _torch("nn.Flatten()"),
-    "Drop0": _torch("nn.Dropout(0.0)"),
+    "Same": _torch("nn.Identity()", weight=4, aliases=True),
+    "Flat": _torch("nn.Flatten()", aliases=True),
+    "Drop0": _torch("nn.Dropout(0.0)", aliases=True),
     "Drop": _torch("nn.Dropout(0.5)", random=True),
-    "Relu": _torch("nn.ReLU(inplace=True)", weight=1),
+    "Relu": _torch("nn.ReLU(inplace=True)", weight=1, aliases=True),
     "Sequence": _torch(f"nn.Sequential(nn.Linear(4, 4, {_F64}), nn.ReLU(inplace=True), nn.Dropout(0.0))", whole=True),
     "Scale": _own(pieces.Scale, weight=4),
     "Pos": _own(pieces.Pos, weight=6),
@@ -105,8 +108,8 @@ ZOO: dict[str, Kind] = {
     "Complex": _own(pieces.Complex),
     "ConjugateView": _own(pieces.ConjugateView),
     "NegativeView": _own(pieces.NegativeView),
-    "Half": _own(pieces.Half),
-    "HalfWideGrad": _own(pieces.Half, args="torch.float32"),
+    "Half": _own(pieces.Half, exact=False),
+    "HalfWideGrad": _own(pieces.Half, args="torch.float32", exact=False),
     "SmallGrad": _own(pieces.SmallGrad),
     "Frozen": _own(pieces.Frozen),
     "NoBias": _own(pieces.NoBias),
@@ -114,9 +117,9 @@ ZOO: dict[str, Kind] = {
     "Inner": _own(pieces.Inner, weight=4),
     "ParameterRow": _own(pieces.ParameterRow),
     "Counter": _own(pieces.Counter),
-    "ReturnsBuffer": _own(pieces.ReturnsBuffer, "dn"),
-    "ReturnsChangedBuffer": _own(pieces.ReturnsChangedBuffer, "dn"),
-    "ReturnsParameter": _own(pieces.ReturnsParameter, "dd"),
+    "ReturnsBuffer": _own(pieces.ReturnsBuffer, "dn", aliases=True),
+    "ReturnsChangedBuffer": _own(pieces.ReturnsChangedBuffer, "dn", aliases=True),
+    "ReturnsParameter": _own(pieces.ReturnsParameter, "dd", aliases=True),
     "Scores": _own(pieces.Scores, "dd"),
     "Nest": Kind(
         "{o} = Picker(Dictionary())", gives="dd", sources=(pieces.Dictionary, pieces.Picker), weight=1
@@ -137,28 +140,28 @@ ZOO: dict[str, Kind] = {
     "masked": _function(functions.masked, "dn", 1, functions.Half2),
     "dirty": _function(functions.dirty, "d", 1, functions.Doubled),
     "straight_through": _function(functions.straight_through, "d", 1, functions.StraightThrough),
-    "flat_view": _function(functions.flat_view),
-    "transposed": _function(functions.transposed),
+    "flat_view": _function(functions.flat_view, aliases=True),
+    "transposed": _function(functions.transposed, aliases=True),
     "turned": _function(functions.turned),
     "halves": _function(functions.halves),
-    "itself": _function(functions.itself, weight=1),
+    "itself": _function(functions.itself, weight=1, aliases=True),
     "twice": _function(functions.twice),
     "square": _function(functions.square),
-    "with_argument": _function(functions.with_argument, "dd"),
-    "with_view_of_argument": _function(functions.with_view_of_argument, "dd"),
+    "with_argument": _function(functions.with_argument, "dd", aliases=True),
+    "with_view_of_argument": _function(functions.with_view_of_argument, "dd", aliases=True),
     "with_row": _function(functions.with_row, "ds"),
     "with_itself": _function(functions.with_itself, "dd"),
     "with_turned": _function(functions.with_turned, "dd"),
     "with_detached": _function(functions.with_detached, "dn"),
     "with_successor": _function(functions.with_successor, "dd"),
-    "with_constant": _function(functions.with_constant, "dn", weight=1),
+    "with_constant": _function(functions.with_constant, "dn", weight=1, aliases=True),
     "split_in_two": _function(functions.split_in_two, "ss"),
     "edited_inside": _function(functions.edited_inside),
     "edited_view": _function(functions.edited_view),
     "one_of_negative": _function(functions.one_of_negative),
     "plus": _function(functions.plus, takes=2, weight=4),
     "times": _function(functions.times, takes=2),
-    "plus_and_both": _function(functions.plus_and_both, "dd", 2),
+    "plus_and_both": _function(functions.plus_and_both, "dd", 2, aliases=True),
     "beside_detached": _function(functions.beside_detached, takes=2),
     "joined": _function(functions.joined, takes=2),
     "Attention": _own(functions.Attention, "dd", exact=False, weight=4),
