@@ -62,8 +62,9 @@ def _draw_pieces(draft: Draft) -> None:
     if draft.rng.random() < 0.3:  # how random numbers fall depends on the layout of what is drawn
         draft.may_turn = False
     kinds = {n: w for n, w in kinds.items() if not (ZOO[n].random if draft.may_turn else n in TURNING)}
-    for number, name in enumerate(draft.rng.choices(list(kinds), list(kinds.values()), k=draft.rng.randint(1, 4))):
-        draft.pieces.append(Piece(number, name, draft.number(), draft.is_exact))
+    for name in draft.rng.choices(list(kinds), list(kinds.values()), k=draft.rng.randint(1, 4)):
+        if not (ZOO[name].call == "{o}" and any(piece.name == name for piece in draft.pieces)):
+            draft.pieces.append(Piece(len(draft.pieces), name, draft.number(), draft.is_exact))
 
 
 def _draw_groups(draft: Draft) -> None:
@@ -179,8 +180,10 @@ def _optimizer(draft: Draft) -> None:
         draft.optimizer = draft.name("opt")
         owners = ", ".join(f"o{piece.number}" for piece in draft.with_parameters())
         parameters = f"{{id(p): p for o in ({owners},) for p in params(o)}}.values()"
-        kind = "SGD({}, lr=0.5, momentum=0.5)" if draft.is_exact else draft.rng.choice(
-            ("AdamW({}, lr=0.1)", "SGD({}, lr=0.5, momentum=0.5)")
+        kind = (
+            "SGD({}, lr=0.5, momentum=0.5)"
+            if draft.is_exact
+            else draft.rng.choice(("AdamW({}, lr=0.1)", "SGD({}, lr=0.5, momentum=0.5)"))
         )
         draft.add("optimizer", f"{draft.optimizer} = torch.optim.{kind.format(parameters)}")
     draft.add("optimizer step", f"{draft.optimizer}.step()")
@@ -220,14 +223,16 @@ def _call_otherwise(draft: Draft) -> None:
     result, number = draft.name("n"), piece.number
     arguments = ", ".join(f"data({draft.number()}, DEV)" for _ in range(piece.kind.takes))
     call = f"{result} = m{number}({arguments})"
-    ways = [f"with torch.no_grad(): {call}", f"with torch.inference_mode(): {call}", call]
+    ways = [f"with torch.no_grad(): {call}", f"with torch.inference_mode(): {call}"]
     if piece.kind.call != "{o}":
         ways.append(f"o{number}.eval()\nwith torch.no_grad(): {call}\no{number}.train()")
         if not draft.pending:
             ways.append(f"c{number} = copy.deepcopy(o{number})\n{result} = c{number}({arguments})")
     way = rng.choice(ways)
     draft.add("call otherwise", way)
-    look = f"for i, y in enumerate({result} if isinstance({result}, tuple) else [{result}]): keep(f'{result}[{{i}}]', y)"
+    verb = "see" if piece.kind.aliases else "keep"
+    results = f"{result} if isinstance({result}, tuple) else [{result}]"
+    look = f"for i, y in enumerate({results}): {verb}(f'{result}[{{i}}]', y)"
     draft.add("keep a result", look)
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from . import pieces, prelude
 from .zoo import ZOO, Kind
 

@@ -54,8 +54,8 @@ class Kind:
         exact: computes without rounding on whole numbers.
         whole: its parameters are to be given whole numbers.
         random: draws random numbers.
-        aliases: results may be an argument or a buffer, or share its memory. Those of a replay are tensors of their own,
-            so programs neither edit such a result or argument in place nor ask for its own gradient.
+        aliases: results may be an argument or a buffer, or share its memory. Those of a replay are tensors of their
+            own, so programs neither edit such a result or argument in place nor ask for its own gradient.
         weight: how often it is drawn.
         sources: objects whose source the lines need.
     """
@@ -121,18 +121,14 @@ ZOO: dict[str, Kind] = {
     "ReturnsChangedBuffer": _own(pieces.ReturnsChangedBuffer, "dn", aliases=True),
     "ReturnsParameter": _own(pieces.ReturnsParameter, "dd", aliases=True),
     "Scores": _own(pieces.Scores, "dd"),
-    "Nest": Kind(
-        "{o} = Picker(Dictionary())", gives="dd", sources=(pieces.Dictionary, pieces.Picker), weight=1
-    ),
+    "Nest": Kind("{o} = Picker(Dictionary())", gives="dd", sources=(pieces.Dictionary, pieces.Picker), weight=1),
     "Checkpointed": _own(pieces.Checkpointed),
     "Table": _own(pieces.Table),
     "Convolution": _own(pieces.Convolution, whole=True),
     "ChannelsLast": _own(pieces.Convolution, args="torch.channels_last", whole=True),
     "Cross": _own(pieces.Cross, takes=2),
     "TwoOfTwo": _own(pieces.TwoOfTwo, "dd", takes=2),
-    "Closure": Kind(
-        f"{{o}} = nn.Linear(4, 4, {_F64})", call="scaled_by({o})", whole=True, sources=(pieces.scaled_by,)
-    ),
+    "Closure": Kind(f"{{o}} = nn.Linear(4, 4, {_F64})", call="scaled_by({o})", whole=True, sources=(pieces.scaled_by,)),
     "Method": Kind("{o} = Pos()", call="{o}.forward", sources=(pieces.Pos,), weight=1),
     "SavedGrad": _own(functions.SavedGrad),
     "FusedHead": _own(functions.FusedHead, "s"),
