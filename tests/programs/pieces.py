@@ -46,10 +46,11 @@ class ColumnViews(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fused = ints(4, 8)
-        self.p, self.q = nn.Parameter(self.fused[:, :4]), nn.Parameter(self.fused[:, 4:])
+        self.p, self.q = nn.Parameter(self.fused[:, :3]), nn.Parameter(self.fused[:, 3:])
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.p + x * self.q
+        y = torch.cat([x, x], 1) * torch.cat([self.p, self.q], 1)
+        return y[:, :4] + y[:, 4:]
 
 
 class Expanded(nn.Module):
@@ -58,7 +59,7 @@ class Expanded(nn.Module):
         self.p = nn.Parameter(ints(1, 4).expand(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.p
+        return x * 2 + self.p.sum()
 
 
 class Transposed(nn.Module):
@@ -76,7 +77,7 @@ class Complex(nn.Module):
         self.p = nn.Parameter(torch.complex(ints(4, 4), ints(4, 4)))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.complex(x, x.flip(0)) * self.p
+        y = torch.complex(x, x.flip(0)) * self.p + self.p.conj()
         return y.real + y.conj().imag
 
 
@@ -87,6 +88,25 @@ class ConjugateView(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.p).real + (self.p * x).imag
+
+
+class ConjugateGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.complex(ints(4, 4), ints(4, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.complex(x, x + 1) + self.p.conj()
+        return y.real * 2 + y.imag
+
+
+class NegativeGrad(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.complex(ints(4, 4), ints(4, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.p.conj().imag
 
 
 class NegativeView(nn.Module):

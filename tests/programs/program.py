@@ -77,7 +77,7 @@ class Step:
 
     @property
     def makes(self) -> set[str]:
-        found = re.findall(r"^((?:[a-z]+\d+(?:, )?)+) = ", self.code, re.MULTILINE)
+        found = re.findall(r"(?:^|: )((?:[a-z]+\d+(?:, )?)+) = ", self.code, re.MULTILINE)
         return {name for names in found for name in names.split(", ")}
 
 

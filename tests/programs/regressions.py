@@ -94,8 +94,26 @@ REGRESSIONS: dict[str, tuple[tuple[str, ...], dict[str, object], str]] = {
         grads('o0', o0)
         """,
     ),
-    "a conjugate view as parameter": (
-        ("ConjugateView",),
+    "an expanded parameter": (
+        ("Expanded",),
+        {},
+        """
+        y1 = m0(leaf(3, DEV))
+        (y1 * y1).sum().backward()
+        grads('o0', o0)
+        """,
+    ),
+    "a gradient that is a conjugate view": (
+        ("ConjugateGrad",),
+        {},
+        """
+        y1 = m0(leaf(3, DEV))
+        (y1 * y1).sum().backward()
+        grads('o0', o0)
+        """,
+    ),
+    "a gradient that is a negative view": (
+        ("NegativeGrad",),
         {},
         """
         y1 = m0(leaf(3, DEV))

@@ -33,6 +33,7 @@ _LIBRARY = {
 }
 _HONEST = re.compile(r"^callable \d+ \(\w+\)|te_graph|make_graphed_callables|cannot be captured")
 _ROUNDING = 1e-9
+_CONJUGATE = {"Complex", "ConjugateView", "ConjugateGrad", "NegativeGrad", "NegativeView"}
 _EDITED = "modified by an inplace operation"
 
 
@@ -199,7 +200,7 @@ def _must_be_equal(program: Program, kind: str) -> bool:
     gradient that autograd keeps as a conjugate view, where the addition negates twice.
     """
     if kind == "sign of zero":
-        return not any(len(p.kind.gives) > 1 or p.name in ("Complex", "ConjugateView") for p in program.pieces)
+        return not any(len(p.kind.gives) > 1 or p.name in _CONJUGATE for p in program.pieces)
     return program.is_exact
 
 

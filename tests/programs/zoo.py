@@ -30,7 +30,7 @@ CHANGES = {
     "Counter": ("{o}.seen = data({n}, DEV)", "{o}.seen.zero_()", "{o}.seen.data = data({n}, DEV)"),
     "ReturnsBuffer": ("{o}.mask = data({n}, DEV)", "{o}.mask.add_(1)"),
     "ReturnsChangedBuffer": ("{o}.mask = data({n}, DEV)", "{o}.mask.zero_()"),
-    "ColumnViews": ("{o}.fused.add_(1)", "{o}.p.data = data({n}, DEV)"),
+    "ColumnViews": ("{o}.fused.add_(1)", "{o}.p.data = data({n}, DEV)[:, 1:]"),
     "Drop": ("{o}.p = 0.25", "{o}.inplace = True"),
     "Sequence": (
         "{o}[1] = nn.Identity()",
@@ -107,6 +107,8 @@ ZOO: dict[str, Kind] = {
     "Transposed": _own(pieces.Transposed),
     "Complex": _own(pieces.Complex),
     "ConjugateView": _own(pieces.ConjugateView),
+    "ConjugateGrad": _own(pieces.ConjugateGrad),
+    "NegativeGrad": _own(pieces.NegativeGrad),
     "NegativeView": _own(pieces.NegativeView),
     "Half": _own(pieces.Half, exact=False),
     "HalfWideGrad": _own(pieces.Half, args="torch.float32", exact=False),
