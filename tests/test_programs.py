@@ -49,7 +49,7 @@ def garbage_is_frozen_for_the_test_only() -> Iterator[None]:
 def test_new_programs_leave_what_eager_execution_leaves(device: str, poison: str) -> None:
     first = int(os.environ.get("TE_GRAPH_PROGRAM_SEED", int.from_bytes(os.urandom(4), "little")))
     print(f"TE_GRAPH_PROGRAM_SEED={first}")
-    tally = campaign(itertools.count(first), device, _SECONDS, shrinks_per_kind=1, most_failures=3)
+    tally = campaign(itertools.count(first), device, _SECONDS, shrinks_per_kind=1, most_failures=1)
     print(tally)
     sources = "\n\n".join(failure.source() for failure in tally.failures.values())
     assert not tally.failures, f"TE_GRAPH_PROGRAM_SEED={first}\n{tally}\n\n{sources}"

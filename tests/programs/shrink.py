@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from .program import Program
 from .run import Outcome
 
-_MOST_RUNS = 400
+_SECONDS = 15.0
 
 
 def shrink(program: Program, outcome: Outcome, run: Callable[[Program], Outcome]) -> tuple[Program, Outcome]:
     """A smaller program that fails as ``program`` did with ``outcome``, and what it does."""
-    runs = 0
-    while runs < _MOST_RUNS:
+    end = time.monotonic() + _SECONDS
+    while time.monotonic() < end:
         for smaller in _smaller(program):
-            runs += 1
             result = run(smaller)
             if (result.verdict, result.kind) == (outcome.verdict, outcome.kind):
                 program, outcome = smaller, result
                 break
-            if runs >= _MOST_RUNS:
+            if time.monotonic() > end:
                 return program, outcome
         else:
             return program, outcome
