@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.circumstances import find_homes
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import destination_dtype
 from te_graph.group import Group
-from te_graph.homes import find_homes, walk
+from te_graph.homes import Place, walk
+from te_graph.reading import Reader
 from te_graph.rollback import ContainerState
+from te_graph.side_effects import HostRandom, SideEffects
 from te_graph.signature import ResultSpec, Signature
 
 
@@ -92,7 +95,8 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
-        self._containers = ContainerState(place for place in walk(root) if "global variable" not in place.name)
+        self._reader = Reader(root, group.options.ignore_attributes)
+        self._containers = ContainerState(walk(root), self._reader.places())
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -126,18 +130,25 @@ class CallableCapture:
         isolation = _C.LeafIsolation(
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
+        generators = HostRandom(self._reader.places())
         try:
             tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
         finally:
             isolation.restore()
+            generators.restore()
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         self.output_numbers = [i for i, tensor in enumerate(tensors) if tensor.requires_grad and self.gradients.any]
         self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in tensors]
         self._check_use()
         self._check_escapes()
+        self._check_host_work()
         try:
             self.homes = find_homes(
-                self.root, self.watch.externals, self.gradients.parameters, self.group.options.hooks == "captured"
+                self._reader,
+                self._places,
+                self.watch.externals,
+                self.gradients.parameters,
+                self.group.options.hooks == "captured",
             )
         except (RuntimeError, TypeError) as error:
             raise type(error)(f"{self.label}: {error}") from None
@@ -148,11 +159,16 @@ class CallableCapture:
         nothing = contextlib.nullcontext()
         watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
         for watch in watches:
+            if watch is self.watch:
+                places = self._reader.places()
+                effects, generators = SideEffects(places), HostRandom(places)
             with watch, self.watch.saved_tensors() if watch is self.watch else nothing:
                 tensors = self._call(inputs)
             differentiable = [tensor for tensor in tensors if tensor.requires_grad]
             with watch:
                 self.gradients = self._find_gradients(differentiable, inputs)
+        self._places = self._reader.places()
+        self._host_work = effects.first(self._places), generators.drawn_from()
         return tensors
 
     def undo(self) -> None:
@@ -321,6 +337,20 @@ class CallableCapture:
                     f"{self.label}: {name} requires a gradient but does not contribute to the results; pass "
                     "allow_unused_input=True if that is meant"
                 )
+
+    def _check_host_work(self) -> None:
+        """Refuse what Python did in the last iteration and a replay would not do again."""
+        effect, generator = self._host_work
+        if generator is not None:
+            raise RuntimeError(
+                f"{self.label}: it draws from {generator}, and a replay would go on with the numbers of the capture: "
+                "draw with torch, on the device (torch.rand)"
+            )
+        if effect is not None:
+            raise RuntimeError(
+                f"{self.label}: the forward changes {effect}, and a replay would not: count in a buffer that is "
+                "written in place, change it outside, or list the attribute in ignore_attributes= to freeze it"
+            )
 
     def _check_escapes(self) -> None:
         """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
