@@ -160,6 +160,7 @@ Guard::~Guard() {
 int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py::object expected, std::string subject,
                     bool is_fleeting) {
     steps_.push_back({kind, parent, std::move(key), index, Identity(expected), std::move(subject), is_fleeting});
+    if (is_attribute(steps_.back())) name_attribute(steps_.back().key.ptr());
     return static_cast<int>(steps_.size()) - 1;
 }
 
@@ -180,6 +181,17 @@ bool Guard::is_in_watched_dict(const Step& step) const {
     if (step.parent < 0) return true;
     const StepKind parent = steps_[step.parent].kind;
     return parent != StepKind::kAttribute && !(kHasValuesInObjects && parent == StepKind::kInstanceDict);
+}
+
+// One attribute of an object, by name: what happens to the others does not matter.
+bool Guard::is_attribute(const Step& step) const {
+    return (step.kind == StepKind::kItem || step.kind == StepKind::kAbsent) && step.parent >= 0 &&
+           steps_[step.parent].kind == StepKind::kInstanceDict && PyUnicode_CheckExact(step.key.ptr());
+}
+
+bool Guard::watch(const Step& step, PyObject* parent) const {
+    if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
+    return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
 }
 
 std::string Guard::check(PyObject* root, Tensors& found) const {
@@ -301,8 +313,7 @@ std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found) const {
     for (size_t i = 0; i < steps_.size(); ++i) {
         const Step& step = steps_[i];
         PyObject* const parent = step.parent < 0 ? root : reached_[step.parent];
-        const bool is_watched = is_in_watched_dict(step) && PyDict_Check(parent) && watch_dict(parent);
-        if (!is_watched) unwatched_.push_back(i);
+        if (!watch(step, parent)) unwatched_.push_back(i);
         PyObject* const object = take(step, parent);
         reached_[i] = object;
         if (!object) {

@@ -134,6 +134,8 @@ private:
     }
     static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
     bool is_in_watched_dict(const Step& step) const;
+    bool is_attribute(const Step& step) const;
+    bool watch(const Step& step, PyObject* parent) const;
     PyObject* take(const Step& step, PyObject* parent) const;
     bool is_expected(const Step& step, PyObject* object) const;
     bool has_tensor(const Step& step, PyObject* parent, PyObject* object) const;

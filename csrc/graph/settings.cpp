@@ -7,6 +7,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
+#include <vector>
+
+#include "graph/dict_watch.h"
 
 namespace py = pybind11;
 
@@ -33,22 +37,44 @@ int32_t packed(const std::array<at::SDPBackend, at::num_sdp_backends>& order) {
     return digits;
 }
 
-// A variable of a Python module; by its hash, which strings and flags keep. Modules of torch live as long as it does.
-class Variable {
+// Variables of Python modules, by the hashes of their values; the modules live as long as torch does. Their dictionaries
+// hardly ever change, which a watch tells where there are watches.
+class Variables {
 public:
     // `function` is one of the module, and knows its variables.
-    Variable(const char* module, const char* function, const char* name)
-        : members_(py::object(py::module_::import(module).attr(function).attr("__globals__")).release().ptr()),
-          name_(PyUnicode_InternFromString(name)) {}
-    int32_t read() const {
-        PyObject* const value = PyDict_GetItemWithError(members_, name_);
-        const Py_hash_t hash = value ? PyObject_Hash(value) : 0;
-        if (PyErr_Occurred()) PyErr_Clear();
-        return static_cast<int32_t>(hash ^ (hash >> 32));
+    void add(const char* module, const char* function, const char* name) {
+        const py::object members = py::module_::import(module).attr(function).attr("__globals__");
+        is_watched_ = is_watched_ && watch_dict(members.ptr());
+        variables_.push_back({py::object(members).release().ptr(), PyUnicode_InternFromString(name)});
+        values_.push_back(0);
+    }
+    const std::vector<int32_t>& read() {
+        if (is_watched_ && changes_ == dict_changes()) return values_;
+        changes_ = dict_changes();
+        for (size_t i = 0; i < values_.size(); ++i) {
+            PyObject* const value = PyDict_GetItemWithError(variables_[i].first, variables_[i].second);
+            const Py_hash_t hash = value ? PyObject_Hash(value) : 0;
+            if (PyErr_Occurred()) PyErr_Clear();
+            values_[i] = static_cast<int32_t>(hash ^ (hash >> 32));
+        }
+        return values_;
+    }
+    static Variables& of_torch() {
+        static Variables variables = [] {
+            Variables made;
+            made.add("torch.backends.mha", "get_fastpath_enabled", "_is_fastpath_enabled");
+            made.add("torch.backends.opt_einsum", "_get_enabled", "enabled");
+            made.add("torch.backends.opt_einsum", "_get_strategy", "strategy");
+            return made;
+        }();
+        return variables;
     }
 
 private:
-    PyObject *members_, *name_;
+    std::vector<std::pair<PyObject*, PyObject*>> variables_;  // dictionary and name
+    std::vector<int32_t> values_;
+    bool is_watched_ = true;
+    uint64_t changes_ = ~uint64_t{0};
 };
 
 // As (what messages call it, its value as a number). Autocast comes first and says more than that it changed.
@@ -86,9 +112,9 @@ private:
     X("torch.backends.cuda.preferred_blas_library", context.blasPreferredBackend())                            \
     X("torch.backends.cuda.preferred_linalg_library", context.linalgPreferredBackend())                        \
     X("torch.backends.cuda.preferred_rocm_fa_library", context.getROCmFAPreferredBackend())                    \
-    X("torch.backends.mha.set_fastpath_enabled", fastpath.read())                                              \
-    X("torch.backends.opt_einsum.enabled", einsum.read())                                                      \
-    X("torch.backends.opt_einsum.strategy", strategy.read())
+    X("torch.backends.mha.set_fastpath_enabled", variables[0])                                                 \
+    X("torch.backends.opt_einsum.enabled", variables[1])                                                       \
+    X("torch.backends.opt_einsum.strategy", variables[2])
 
 #define TE_GRAPH_NAME(name, value) name,
 #define TE_GRAPH_VALUE(name, value) static_cast<int32_t>(value),
@@ -98,9 +124,7 @@ constexpr const char* kNames[] = {TE_GRAPH_SETTINGS(TE_GRAPH_NAME)};
 }  // namespace
 
 Settings Settings::current(c10::DeviceType device) {
-    static const Variable fastpath("torch.backends.mha", "get_fastpath_enabled", "_is_fastpath_enabled");
-    static const Variable einsum("torch.backends.opt_einsum", "_get_enabled", "enabled");
-    static const Variable strategy("torch.backends.opt_einsum", "_get_strategy", "strategy");
+    const std::vector<int32_t>& variables = Variables::of_torch().read();
     at::Context& context = at::globalContext();
     Settings settings;
     settings.values_ = {TE_GRAPH_SETTINGS(TE_GRAPH_VALUE)};
