@@ -15,7 +15,7 @@ from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import destination_dtype
 from te_graph.group import Group
-from te_graph.homes import Place, walk
+from te_graph.homes import walk
 from te_graph.reading import Reader
 from te_graph.rollback import ContainerState
 from te_graph.side_effects import HostRandom, SideEffects
@@ -96,7 +96,9 @@ class CallableCapture:
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
         self._reader = Reader(root, group.options.ignore_attributes)
-        self._containers = ContainerState(walk(root), self._reader.places())
+        own = (place for place in walk(root) if "global variable" not in place.name)
+        self._places = self._reader.places()
+        self._containers = ContainerState(own, self._places)
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -130,7 +132,7 @@ class CallableCapture:
         isolation = _C.LeafIsolation(
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
-        generators = HostRandom(self._reader.places())
+        generators = HostRandom(self._places)
         try:
             tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,9 +92,7 @@ class Homes:
         step = place.kind, parent, place.key, id(place.obj) if is_known else place.index
         if step not in self._steps:
             expected = place.obj if is_known else None
-            self._steps[step] = self.guard.add_step(
-                place.kind, parent, place.key, place.index, expected, place.name
-            )
+            self._steps[step] = self.guard.add_step(place.kind, parent, place.key, place.index, expected, place.name)
         place.step, place.in_guard = self._steps[step], True
         return place.step
 
@@ -241,7 +240,7 @@ def _guard_place(place: Place, homes: Homes) -> None:
         homes.expect_again(place)
     elif isinstance(obj, list | tuple | dict | set):
         _guard_container(place, homes)
-    elif not (isinstance(obj, nn.Module) or place.kind == _Kind.KNOWN or _is_library(place)):
+    elif not (isinstance(obj, nn.Module | weakref.ref) or place.kind == _Kind.KNOWN or _is_library(place)):
         homes.enter(place)
 
 
@@ -263,7 +262,9 @@ def _guard_container(place: Place, homes: Homes) -> None:
     """Its members stand at places of their own; here it is about how many there are, and about values in bulk."""
     obj, name = place.obj, place.name
     if is_bulk(obj) and len(obj) <= (_MOST_KEYS if isinstance(obj, dict) else _MOST_COMPARED):
-        homes.expect_value(place.child(frozenset(obj) if isinstance(obj, set) else copy.copy(obj), name, _Kind.CONTENTS))
+        homes.expect_value(
+            place.child(frozenset(obj) if isinstance(obj, set) else copy.copy(obj), name, _Kind.CONTENTS)
+        )
     elif isinstance(obj, list | tuple):
         homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import inspect
 import itertools
@@ -22,15 +23,53 @@ _Kind = _C.StepKind
 _LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
 _ASKS_FOR_NAMES = frozenset({"getattr", "hasattr"})
 _NOT_RUN = frozenset(
-    "__init__ __new__ __del__ __repr__ __str__ __init_subclass__ __set_name__ __setattr__ __delattr__ __dir__ "
-    "__reduce__ __reduce_ex__ __copy__ __deepcopy__ __replace__ __getstate__ __setstate__ __getattribute__ __hash__ "
-    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __post_init__".split()
+    [
+        "__init__",
+        "__new__",
+        "__del__",
+        "__repr__",
+        "__str__",
+        "__init_subclass__",
+        "__set_name__",
+        "__setattr__",
+        "__delattr__",
+        "__dir__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__copy__",
+        "__deepcopy__",
+        "__replace__",
+        "__getstate__",
+        "__setstate__",
+        "__getattribute__",
+        "__hash__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__post_init__",
+    ]
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
-    "_modules _parameters _buffers children named_children modules named_modules parameters named_parameters buffers "
-    "named_buffers state_dict apply".split()
+    [
+        "_modules",
+        "_parameters",
+        "_buffers",
+        "children",
+        "named_children",
+        "modules",
+        "named_modules",
+        "parameters",
+        "named_parameters",
+        "buffers",
+        "named_buffers",
+        "state_dict",
+        "apply",
+    ]
 )
 _OWN = "te_graph"
 
@@ -73,7 +112,7 @@ class Reader:
         """Attributes that the object at ``place`` has not of its own, and that would change what the code does."""
         obj = place.obj
         members = vars(obj)
-        kind = class_of(obj)
+        kind = type(obj)
         own = {name for name in self._methods_of(kind) if name in self._said}
         own.update(name for base in _bases_of(kind) for name in self._class_values(base))
         asked = {name for name in self._asked if not hasattr(kind, name)} if self._is_asked(obj) else set()
@@ -85,13 +124,13 @@ class Reader:
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
-        return bool(_GOES_THROUGH_TABLES & (self._said | self._library_names(class_of(module))))
+        return bool(_GOES_THROUGH_TABLES & (self._said | self._library_names(type(module))))
 
     def _learn(self, obj: Any) -> None:
         if isinstance(obj, types.FunctionType):
             self._learn_code(obj.__code__)
             return
-        kind = obj if isinstance(obj, type) else class_of(obj)
+        kind = obj if isinstance(obj, type) else type(obj)
         if kind not in self._classes and not is_opaque(kind):
             self._classes[kind] = _functions_of(kind)
 
@@ -123,13 +162,13 @@ class Reader:
             return False
         if name in self._said or self._said & _LOOKS_AT_ALL:
             return True
-        return isinstance(place.obj, nn.Module) and name in self._library_names(class_of(place.obj))
+        return isinstance(place.obj, nn.Module) and name in self._library_names(type(place.obj))
 
     def _is_ignored(self, owner: str, name: str) -> bool:
         return name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
 
     def _is_asked(self, obj: Any) -> bool:
-        return isinstance(obj, (nn.Module, *_NAMESPACES)) or bool(self._methods_of(class_of(obj)))
+        return isinstance(obj, (nn.Module, *_NAMESPACES)) or bool(self._methods_of(type(obj)))
 
     def _library_names(self, kind: type) -> frozenset[str]:
         if kind not in self._library:
@@ -158,19 +197,21 @@ class Reader:
         elif isinstance(obj, list | tuple):
             if not is_bulk(obj):
                 yield from contents(place)
-        elif isinstance(obj, types.FunctionType):
-            if is_user_file(obj.__code__.co_filename):
+        elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
+            if (function := _written_by_user(obj)) is not None and function is not obj:
+                yield place.child(function, place.name, _Kind.KNOWN)
+            elif function is not None:
                 yield from (child for child in contents(place) if not self._is_ignored_variable(child))
                 yield from self._inside_object(place, obj.__name__)
         elif isinstance(obj, type):
-            if not is_opaque(obj):
+            if not (is_opaque(obj) or issubclass(obj, enum.Enum)):
                 yield from self._inside_class(place)
         elif isinstance(obj, types.ModuleType):
             if is_own_file(getattr(obj, "__file__", None) or "<frozen"):
                 yield from self._inside_object(place, place.name)
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(place)
-        elif not is_opaque(class_of(obj)):
+        elif not is_opaque(type(obj)):
             yield from self._inside_object(place, place.name or "self")
             yield from self._inside_methods(place)
 
@@ -209,22 +250,11 @@ class Reader:
 
     def _inside_methods(self, place: Place) -> Iterator[Place]:
         """The classes of an object, which lead to what their methods refer to."""
-        yield from (place.child(base, base.__name__, _Kind.KNOWN) for base in _bases_of(class_of(place.obj)))
+        yield from (place.child(base, base.__name__, _Kind.KNOWN) for base in _bases_of(type(place.obj)))
 
     def _is_ignored_variable(self, place: Place) -> bool:
         variable = place.name.rpartition(" variable ")[2]
         return variable in self._ignored
-
-
-def class_of(obj: Any) -> type:
-    """The class of ``obj`` as the user knows it: a graphed module is an instance of a subclass of the same name."""
-    kind = type(obj)
-    base = kind.__base__
-    is_stand_in = isinstance(obj, nn.Module) and (kind.__module__, kind.__qualname__) == (
-        base.__module__,
-        base.__qualname__,
-    )
-    return base if is_stand_in else kind
 
 
 def is_opaque(kind: type) -> bool:
@@ -250,18 +280,27 @@ def _functions_of(kind: type) -> dict[str, types.FunctionType]:
     found: dict[str, types.FunctionType] = {}
     for base in reversed(kind.__mro__):
         for name, member in vars(base).items():
-            function = inspect.unwrap(_function_behind(member))
-            if isinstance(function, types.FunctionType) and is_user_file(function.__code__.co_filename):
+            if isinstance(function := _written_by_user(_function_behind(member)), types.FunctionType):
                 found[name] = function
     return found
 
 
 def _function_behind(member: Any) -> Any:
     """The function of a method, class or static method, or property."""
-    for attribute in ("__func__", "fget", "func"):
-        if (function := getattr(member, attribute, None)) is not None and not isinstance(member, types.FunctionType):
+    if isinstance(member, staticmethod | classmethod):
+        return member.__func__
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, functools.cached_property | functools.partialmethod) else member
+
+
+def _written_by_user(function: Any) -> types.FunctionType | None:
+    """The function itself, or what it wraps: decorators of torch and Python wrap what the user wrote."""
+    while isinstance(function, types.FunctionType | functools._lru_cache_wrapper):
+        if isinstance(function, types.FunctionType) and is_user_file(function.__code__.co_filename):
             return function
-    return member
+        function = getattr(function, "__wrapped__", None)
+    return None
 
 
 def _is_implicit(name: str) -> bool:

@@ -17,16 +17,15 @@ class ContainerState:
 
     Args:
         places: the callable and what it refers to. References to what they hold are kept until this object goes.
-            Global variables are everybody's: of them only values are kept.
-        named: the places that its code can get to.
+        named: places whose values are kept where they are those of variables, in a closure or global.
     """
 
-    def __init__(self, places: Iterable[Place], named: Iterable[Place]) -> None:
+    def __init__(self, places: Iterable[Place], named: Iterable[Place] = ()) -> None:
         self._kept: list[tuple[dict | list, dict | list]] = []
         self._cells: list[tuple[types.CellType, object]] = []
         self._globals: list[tuple[dict, str, object]] = []
         for place in places:
-            if place.again is None and "global variable" not in place.name:
+            if place.again is None:
                 self._keep_contents(place.obj)
         for place in named:
             if place.parent is None or not is_value(place.obj):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable
@@ -40,7 +41,9 @@ class SideEffects:
                 is_told = is_value(place.obj) or is_bulk(place.obj)
                 return f"{place.name} (from {_shown(old)} to {_shown(now)})" if is_told else place.name
         gone = (place for path, (place, _) in self._before.items() if path not in after)
-        return next((f"{place.name} (deleted)" for place in gone if not isinstance(place.obj, Tensor | nn.Module)), None)
+        return next(
+            (f"{place.name} (deleted)" for place in gone if not isinstance(place.obj, Tensor | nn.Module)), None
+        )
 
 
 class HostRandom:
@@ -70,7 +73,10 @@ class HostRandom:
 
     def drawn_from(self) -> str | None:
         """The first generator whose state is another one than at the beginning, or None."""
-        return next((name for name, state in self._now().items() if repr(state) != repr(self._states[name])), None)
+        now = self._now()
+        return next(
+            (name for name, state in self._states.items() if pickle.dumps(now[name]) != pickle.dumps(state)), None
+        )
 
     def restore(self) -> None:
         """Put the states back."""
@@ -84,7 +90,10 @@ class HostRandom:
 def _path(place: Place) -> tuple:
     if place.parent is None:
         return ()
-    return (*_path(place.parent), (place.kind, place.key if place.kind != place.kind.KNOWN else place.name, place.index))
+    return (
+        *_path(place.parent),
+        (place.kind, place.key if place.kind != place.kind.KNOWN else place.name, place.index),
+    )
 
 
 def _remembered(obj: Any) -> Any:

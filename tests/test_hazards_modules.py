@@ -113,7 +113,7 @@ def test_a_hook_on_a_module_without_tensors_is_seen_and_refused_at_capture(devic
     assert_seen(lambda: place(device), hooked, "forward hooks of .* changed", device)
     call, module = place(device)
     hooked(module)
-    with pytest.raises(RuntimeError, match='forward hooks, which a replay would not run.*hooks="captured"'):
+    with pytest.raises(RuntimeError, match=r'forward hooks, which a replay would not run.*hooks="captured"'):
         make_graphed_callables(call, (batch(device),))
     make_graphed_callables(call, (batch(device),), hooks="captured")
 

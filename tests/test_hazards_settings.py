@@ -1,4 +1,4 @@
-"""Every setting of torch that chooses a kernel, a dtype or a rounding is frozen by a capture, and named when it changes."""
+"""Settings of torch that choose a kernel, a dtype or a rounding are part of a capture, and named when they change."""
 
 from __future__ import annotations
 
