@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from te_graph.constants import is_value
+from te_graph.constants import is_bulk, is_value
 from te_graph.homes import Place
 
 
@@ -17,7 +17,7 @@ class ContainerState:
 
     Args:
         places: the callable and what it refers to. References to what they hold are kept until this object goes.
-        named: places whose values are kept where they are those of variables, in a closure or global.
+        named: places that code names: those of variables, in a closure or global, keep their values.
     """
 
     def __init__(self, places: Iterable[Place], named: Iterable[Place] = ()) -> None:
@@ -28,9 +28,13 @@ class ContainerState:
             if place.again is None:
                 self._keep_contents(place.obj)
         for place in named:
-            if place.parent is None or not is_value(place.obj):
+            if place.parent is None:
                 continue
-            if isinstance(place.parent.obj, types.CellType):
+            if place.parent.key == "__globals__" and is_bulk(place.obj) and isinstance(place.obj, dict | list):
+                self._keep(place.obj)
+            elif not is_value(place.obj):
+                continue
+            elif isinstance(place.parent.obj, types.CellType):
                 self._cells.append((place.parent.obj, place.obj))
             elif place.parent.key == "__globals__":
                 self._globals.append((place.parent.obj, place.key, place.obj))

@@ -55,6 +55,14 @@ def counts_globally(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
     return x * 2
 
 
+_seen: dict[str, int] = {"calls": 0}
+
+
+def counts_in_a_dict(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+    _seen["calls"] += 1
+    return x * 2
+
+
 def counting_in_a_closure() -> Callable:
     count = 0
 
@@ -73,6 +81,7 @@ COUNTERS: dict[str, tuple[Callable[[], Callable], str, str]] = {
     "list": (Remembering, r"changes seen \(from \[.*\] to \[.*\]\)", "seen"),
     "object": (Flipping, "changes seen", "seen"),
     "closure": (counting_in_a_closure, r"changes closure variable count \(from \d to \d\)", "count"),
+    "global dict": (lambda: counts_in_a_dict, r"changes global variable _seen \(from \{.*\} to \{.*\}\)", "_seen"),
     "global": (lambda: counts_globally, r"changes global variable _count \(from \d to \d\)", "_count"),
 }
 
@@ -87,17 +96,17 @@ def test_what_a_forward_changes_is_refused_by_name_unless_it_is_ignored(device, 
         assert call.calls == 0
     if counter == "closure":
         assert call.count() == 0
-    assert _count == 0 or counter != "global"
+    assert (_count, _seen) == (0, {"calls": 0})
     graphed = make_graphed_callables(call, (batch(device),), ignore_attributes=(ignored,))
     x = batch(device)
     assert torch.equal(graphed(x), x * 2)
     assert replays(graphed) == 1
-    set_count(0)
+    reset_counts()
 
 
-def set_count(value: int) -> None:
+def reset_counts() -> None:
     global _count
-    _count = value
+    _count = _seen["calls"] = 0
 
 
 @pytest.mark.parametrize("wrong", ["calls", [1], 3])
