@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
 from te_graph.circumstances import find_homes
@@ -133,9 +134,12 @@ class CallableCapture:
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
         generators = HostRandom(self._places)
+        called: set[int] = set()
+        on_call = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
         try:
             tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
         finally:
+            on_call.remove()
             isolation.restore()
             generators.restore()
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -150,6 +154,7 @@ class CallableCapture:
                 self._places,
                 self.watch.externals,
                 self.gradients.parameters,
+                called,
                 self.group.options.hooks == "captured",
             )
         except (RuntimeError, TypeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,6 +107,7 @@ def find_homes(
     places: list[Place],
     externals: dict[int, External],
     leaves: Iterable[Tensor] = (),
+    called: Collection[int] = (),
     may_capture_hooks: bool = False,
 ) -> Homes:
     """Find where the external tensors of a capture are reached from, and build the guard over them.
@@ -115,11 +116,11 @@ def find_homes(
     modules whole (submodules, flags, hooks, tables), values by value, tensors that are used wherever they stand. A used
     tensor that is not among them is looked for in everything that the callable refers to. ``leaves``, [...] each, are
     looked for as well: what gets a gradient need not have been read, such as the weight of a layer that reads an FP8
-    copy of it.
+    copy of it. ``called``: identities of the modules that were called, so that their hooks ran.
 
     Raises:
-        RuntimeError: an external tensor cannot be reached, so nobody could tell when it moves; or a module that is not
-            the callable itself has hooks and ``may_capture_hooks`` is False.
+        RuntimeError: an external tensor cannot be reached, so nobody could tell when it moves; or a module that is
+            called has hooks and ``may_capture_hooks`` is False.
     """
     homes = Homes()
     root = places[0].obj
@@ -135,7 +136,9 @@ def find_homes(
         for place in _modules_below(top):
             if id(place.obj) not in guarded:
                 guarded.add(id(place.obj))
-                _guard_module(place, homes, place.obj is root, may_capture_hooks)
+                _guard_module(place, homes, place.obj is root)
+                if id(place.obj) in called:
+                    _guard_hooks(place, homes, may_capture_hooks)
                 modules.append(place)
     for place in found:
         homes.add(place)
@@ -190,7 +193,7 @@ def _modules_below(top: Place) -> list[Place]:
     return found
 
 
-def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hooks: bool) -> None:
+def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
     members = place.attributes()
     name = place.name or type(place.obj).__name__
     homes.enter(members.item("training", f"training flag of {name}"))
@@ -199,11 +202,16 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hoo
     for child in submodules(place):
         homes.enter(child)
     if is_callable:
-        return  # its own hooks run around the replay, and its forward is what replays
+        return  # its forward is what replays
     if "forward" in members.obj:
         homes.enter(members.item("forward", f"forward of {name}"))
     else:
         homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
+
+
+def _guard_hooks(place: Place, homes: Homes, may_capture_hooks: bool) -> None:
+    members = place.attributes()
+    name = place.name or type(place.obj).__name__
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
         if hooks.obj and not may_capture_hooks:

@@ -10,7 +10,7 @@ import dataclasses
 import decimal
 import enum
 import types
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -168,6 +168,7 @@ class Net(Base):
         self.mode, self.dtype, self.pair, self.frozen_set = Mode.PLUS, torch.float32, (1, (2, 3.0)), frozenset({1})
         self.named, self.numpy, self.decimal = Pair(1, 2), np.float32(0.5), decimal.Decimal("0.5")
         self.list, self.dict, self.set, self.nested = [1, 2], {"a": 1.0}, {1, 2}, {"a": [1, {"b": 2}]}
+        self.ordered, self.moved = {"a": 1, "b": 2}, OrderedDict(a=1, b=2)
         self.config, self.frozen, self.slotted = Config(), Frozen(), Slotted()
         self.space, self.arguments = types.SimpleNamespace(scale=2.0), argparse.Namespace(scale=2.0)
         self.function, self.deeper = torch.relu, types.SimpleNamespace(config=Config())
@@ -186,6 +187,7 @@ class Net(Base):
         x = x * float(self.numpy) * float(self.decimal) * sum(self.list) * self.dict["a"] * len(self.set)
         x = x * self.nested["a"][1]["b"] * self.config.scale * self.frozen.scale * self.slotted.scale
         x = x * self.space.scale * self.arguments.scale * sum(self.factors) * self.deeper.config.scale
+        x = x + next(iter(self.ordered.values())) + next(iter(self.moved.values()))
         return self.function(x) * getattr(self, "optional", 1) * getattr(self.config, "missing", 1)
 
 
@@ -213,6 +215,11 @@ ATTRIBUTES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "list append": (lambda n: n.list.append(5), r"list changed from \[1, 2\] to \[1, 2, 5\]"),
     "list": (lambda n: setattr(n, "list", [3]), "list changed"),
     "dict item": (lambda n: n.dict.update(a=2.0), "dict changed"),
+    "dict in another order": (
+        lambda n: n.ordered.update(a=n.ordered.pop("a")),
+        r"ordered changed from \{'a': 1, 'b': 2\} to \{'b': 2, 'a': 1\}",
+    ),
+    "OrderedDict.move_to_end": (lambda n: n.moved.move_to_end("a"), "moved changed"),
     "set": (lambda n: n.set.add(3), "set changed"),
     "nested": (lambda n: n.nested["a"][1].update(b=3), r"nested\['a'\]\[1\] changed"),
     "nested list": (lambda n: n.nested["a"].__setitem__(1, {"b": 4}), r"nested\['a'\]\[1\] changed"),

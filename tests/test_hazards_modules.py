@@ -301,6 +301,25 @@ def test_hooks_on_a_module_that_the_code_does_not_name_do_not_refuse_the_capture
     make_graphed_callables(layer, (batch(device),))
 
 
+def test_hooks_of_a_module_that_is_named_but_not_called_do_not_matter(device):
+    class Layer(nn.Module):
+        def __init__(self, owner: nn.Module) -> None:
+            super().__init__()
+            self.layer, self.owner = linear(device), [owner]
+
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            return self.layer(x) * self.owner[0].gain
+
+    def build() -> tuple[Callable, nn.Module]:
+        owner = nn.Identity()
+        owner.gain = 2.0
+        hooked(owner)
+        return Layer(owner), owner
+
+    assert_not_seen(build, hooked, device)
+    assert_seen(build, lambda owner: setattr(owner, "gain", 3.0), r"gain of owner\[0\] changed from 2.0", device)
+
+
 def test_containers_that_are_rebuilt_with_the_same_modules_go_on_replaying(device):
     def build() -> tuple[Callable, Tied]:
         tied = Tied(device)

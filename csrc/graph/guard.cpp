@@ -25,11 +25,23 @@ bool are_equal_sequences(PyObject* expected, PyObject* found) {
     return true;
 }
 
-// Equal in type and value; sets are equal whether frozen or not, NaN is equal to itself, 0.0 is not -0.0.
+bool are_equal_dicts(PyObject* expected, PyObject* found) {
+    if (PyDict_GET_SIZE(expected) != PyDict_GET_SIZE(found)) return false;
+    PyObject *key = nullptr, *value = nullptr, *found_key = nullptr, *found_value = nullptr;
+    Py_ssize_t position = 0, found_position = 0;
+    while (PyDict_Next(expected, &position, &key, &value)) {
+        if (!PyDict_Next(found, &found_position, &found_key, &found_value)) return false;
+        if (!is_equal(key, found_key) || !is_equal(value, found_value)) return false;
+    }
+    return true;
+}
+
+// Equal in type and value; dictionaries also in order; sets are equal whether frozen or not, NaN is equal to itself, 0.0 is not -0.0.
 bool is_equal(PyObject* expected, PyObject* found) {
     if (expected == found) return true;
     if (Py_TYPE(expected) != Py_TYPE(found) && !(PyAnySet_Check(expected) && PyAnySet_Check(found))) return false;
     if (PyTuple_Check(expected) || PyList_Check(expected)) return are_equal_sequences(expected, found);
+    if (PyDict_CheckExact(expected)) return are_equal_dicts(expected, found);
     if (PyFloat_CheckExact(expected)) {
         const double a = PyFloat_AS_DOUBLE(expected), b = PyFloat_AS_DOUBLE(found);
         return (a == b && std::signbit(a) == std::signbit(b)) || (std::isnan(a) && std::isnan(b));
@@ -191,6 +203,8 @@ bool Guard::is_attribute(const Step& step) const {
 
 bool Guard::watch(const Step& step, PyObject* parent) const {
     if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
+    // An OrderedDict keeps its order elsewhere.
+    if (step.kind == StepKind::kContents && !PyDict_CheckExact(parent)) return false;
     return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
 }
 

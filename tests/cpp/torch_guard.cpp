@@ -140,9 +140,10 @@ TEST_F(GuardTest, AKnownObjectIsTakenFromWhereverItIsUntilItIsGone) {
 
 TEST_F(GuardTest, ContentsAreComparedMemberByMember) {
     const py::dict members;
-    const char* const containers[] = {"[1, (0.0, 'a')]", "{'a': 1}", "{1, 2}"};
-    const char* const changes[] = {"c[0] = 2",      "c[0] = True",   "c.append(1)", "c.pop()",  "c[1] = (-0.0, 'a')",
-                                   "c.update(a=2)", "c.update(b=1)", "c.clear()",   "c.add(3)", "c.discard(1)"};
+    const char* const containers[] = {"[1, (0.0, 'a')]", "{'a': 1, 'b': 2}", "{1, 2}"};
+    const char* const changes[] = {"c[0] = 2",           "c[0] = True",   "c.append(1)",   "c.pop()",
+                                   "c[1] = (-0.0, 'a')", "c.update(a=2)", "c.update(b=1)", "c['a'] = c.pop('a')",
+                                   "c.clear()",          "c.add(3)",      "c.discard(1)"};
     int seen = 0;
     for (const char* const container : containers) {
         for (const char* const change : changes) {
@@ -162,7 +163,7 @@ TEST_F(GuardTest, ContentsAreComparedMemberByMember) {
             ++seen;
         }
     }
-    EXPECT_EQ(seen, 13);
+    EXPECT_EQ(seen, 17);
 }
 
 TEST_F(GuardTest, AttributeIsReachedReplacedAndGone) {
