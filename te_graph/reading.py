@@ -72,6 +72,7 @@ _GOES_THROUGH_TABLES = frozenset(
     ]
 )
 _OWN = "te_graph"
+_SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
 
 class Reader:
@@ -88,11 +89,12 @@ class Reader:
 
     def __init__(self, root: Any, ignored: Iterable[str] = ()) -> None:
         self._root = root
-        self._ignored = frozenset(ignored)
+        self._ignored = _SAVES_MEMORY.union(ignored)
         self._said = {"forward", "backward", "setup_context"}
         self._asked: set[str] = set()
         self._functions: dict[types.CodeType, None] = {}
         self._classes: dict[type, dict[str, types.FunctionType]] = {}
+        self._replayed: type | None = None  # class of the module whose forward is captured, if met there alone
         self._library: dict[type, frozenset[str]] = {}
 
     def places(self) -> list[Place]:
@@ -131,8 +133,15 @@ class Reader:
             self._learn_code(obj.__code__)
             return
         kind = obj if isinstance(obj, type) else type(obj)
-        if kind not in self._classes and not is_opaque(kind):
-            self._classes[kind] = _functions_of(kind)
+        is_another = kind is self._replayed and type(obj) is kind and obj is not self._root
+        if (kind in self._classes and not is_another) or is_opaque(kind):
+            return
+        self._classes[kind] = _functions_of(kind)
+        if is_another:
+            self._replayed = None
+        elif isinstance(self._root, nn.Module) and isinstance(self._root, kind):
+            self._classes[kind].pop("__call__", None)  # runs around each replay
+            self._replayed = kind if obj is self._root else self._replayed
 
     def _learn_code(self, code: types.CodeType) -> None:
         if code in self._functions or not is_user_file(code.co_filename):

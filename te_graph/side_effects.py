@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import random
 import sys
@@ -63,11 +64,13 @@ class HostRandom:
         for place in places:
             if isinstance(place.obj, random.Random) and not isinstance(place.obj, random.SystemRandom):
                 self._generators[place.name] = place.obj.getstate, place.obj.setstate
-            elif numpy is not None and isinstance(place.obj, numpy.Generator | numpy.RandomState):
-                bits = place.obj.bit_generator if isinstance(place.obj, numpy.Generator) else place.obj._bit_generator
+            elif numpy is not None and isinstance(place.obj, numpy.RandomState):
+                self._generators[place.name] = place.obj.get_state, place.obj.set_state
+            elif numpy is not None and isinstance(place.obj, numpy.Generator):
+                bits = place.obj.bit_generator
                 self._generators[place.name] = (
-                    lambda bits=bits: bits.state,
-                    lambda state, bits=bits: setattr(bits, "state", state),
+                    functools.partial(getattr, bits, "state"),
+                    functools.partial(setattr, bits, "state"),
                 )
         self._states = self._now()
 

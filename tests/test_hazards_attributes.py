@@ -325,6 +325,35 @@ def test_attributes_that_the_code_does_not_name_may_change(device):
     assert_not_seen(build, change, device)
 
 
+def test_what_only_the_call_around_a_replay_reads_may_change(device):
+    """As gradient checkpointing in Hugging Face's layers: their ``__call__`` is not what was captured."""
+
+    class Around(nn.Module):
+        doubled = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear(device)
+
+        def __call__(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            return super().__call__(x) * (2 if self.doubled else 1)
+
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            return self.layer(x)
+
+    def build() -> tuple[Callable, Around]:
+        around = Around()
+        return around, around
+
+    assert_not_seen(build, lambda around: setattr(around, "doubled", not around.doubled), device)
+
+    def build_two() -> tuple[Callable, Around]:
+        around = Around()
+        return nn.Sequential(around), around
+
+    assert_seen(build_two, lambda around: setattr(around, "doubled", True), "doubled of 0 changed", device)
+
+
 def test_equal_values_may_take_the_place_of_each_other(device):
     def build() -> tuple[Callable, Net]:
         net = Net(device)
