@@ -226,7 +226,9 @@ class MicroBatches:
         self._is_flag = isinstance(layers.update_weight_scale_inv, Tensor)
         self._nodes: list[tg.KernelNode] = []
         if sample_args is not None:
-            tg.make_graphed_callables(model, sample_args, step_state=layers.state)
+            # What the host sets in the captured kernels is no longer read from the attribute.
+            by_host = () if self._is_flag else ("update_weight_scale_inv",)
+            tg.make_graphed_callables(model, sample_args, step_state=layers.state, ignore_attributes=by_host)
             if not self._is_flag:
                 self._nodes = tg.KernelNode.find(model, "amax_and_scale_update")
 

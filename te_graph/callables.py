@@ -39,6 +39,7 @@ def make_graphed_callables(
     max_captures: int = 8,
     show_progress: bool | None = None,
     step_state: StepState | None = None,
+    ignore_attributes: tuple[str, ...] = (),
 ) -> Any:
     """Capture the forward and backward of callables, and return callables that replay them.
 
@@ -86,6 +87,9 @@ def make_graphed_callables(
         step_state: flags that the callables' kernels read, and FP8 weights to be cast at a first micro-batch. Calls
             then take ``is_first_microbatch=`` True, False, or None to go by the weights' version counters, which is
             not passed on to the callable; each begins with ``step_state.begin_``.
+        ignore_attributes: names of attributes (or variables), as ``calls`` or as ``module.path.calls``, that replays
+            need not follow: a counter that the forward advances, a setting that nothing depends on. What they were at
+            capture is frozen.
 
     Returns:
         What replays: the module itself, or a function; a tuple of them if a tuple was given. Each has ``.te_graph``
@@ -131,6 +135,7 @@ def make_graphed_callables(
         on_exhausted=on_exhausted,
         max_captures=max_captures,
         show_progress=show_progress,
+        ignore_attributes=ignore_attributes,
     )
     request = Request.of(callables, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)

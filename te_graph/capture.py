@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
+from te_graph.circumstances import find_homes
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import Destination, main_grad_of
 from te_graph.group import Group
-from te_graph.homes import find_homes, walk
+from te_graph.homes import walk
+from te_graph.reading import Reader
 from te_graph.results import ResultPlan
 from te_graph.rollback import ContainerState
+from te_graph.side_effects import HostRandom, SideEffects
 from te_graph.signature import ResultSpec, Signature
 
 
@@ -102,7 +106,10 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
-        self._containers = ContainerState(place for place in walk(root) if "global variable" not in place.name)
+        self._reader = Reader(root, group.options.ignore_attributes)
+        own = (place for place in walk(root) if "global variable" not in place.name)
+        self._places = self._reader.places()
+        self._containers = ContainerState(own, self._places)
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -136,10 +143,15 @@ class CallableCapture:
         isolation = _C.LeafIsolation(
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
+        generators = HostRandom(self._places)
+        called: set[int] = set()
+        on_call = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
         try:
             tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
         finally:
+            on_call.remove()
             isolation.restore()
+            generators.restore()
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         outputs = self.plan.outputs_of(tensors)
         self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
@@ -147,9 +159,15 @@ class CallableCapture:
         self.inner_outputs = _inner([outputs[i] for i in self.output_numbers])
         self._check_use()
         self._check_escapes()
+        self._check_host_work()
         try:
             self.homes = find_homes(
-                self.root, self.watch.externals, self.gradients.parameters, self.group.options.hooks == "captured"
+                self._reader,
+                self._places,
+                self.watch.externals,
+                self.gradients.parameters,
+                called,
+                self.group.options.hooks == "captured",
             )
         except (RuntimeError, TypeError) as error:
             raise type(error)(f"{self.label}: {error}") from None
@@ -161,12 +179,17 @@ class CallableCapture:
         watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
         for watch in watches:
             is_last = watch is self.watch
+            if is_last:
+                places = self._reader.places()
+                effects, generators = SideEffects(places), HostRandom(places)
             with watch, self.watch.saved_tensors() if is_last else nothing, _views_kept() if is_last else nothing:
                 tensors = self._call(inputs)
                 self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
                 outputs = self.plan.outputs_of(tensors) if is_last else tensors
             with watch:
                 self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+        self._places = self._reader.places()
+        self._host_work = effects.first(self._places), generators.drawn_from()
         return tensors
 
     def undo(self) -> None:
@@ -367,6 +390,20 @@ class CallableCapture:
                     f"{self.label}: {name} requires a gradient but does not contribute to the results; pass "
                     "allow_unused_input=True if that is meant"
                 )
+
+    def _check_host_work(self) -> None:
+        """Refuse what Python did in the last iteration and a replay would not do again."""
+        effect, generator = self._host_work
+        if generator is not None:
+            raise RuntimeError(
+                f"{self.label}: it draws from {generator}, and a replay would go on with the numbers of the capture: "
+                "draw with torch, on the device (torch.rand)"
+            )
+        if effect is not None:
+            raise RuntimeError(
+                f"{self.label}: the forward changes {effect}, and a replay would not: count in a buffer that is "
+                "written in place, change it outside, or list the attribute in ignore_attributes= to freeze it"
+            )
 
     def _check_escapes(self) -> None:
         """Refuse a tensor that is computed and left behind: a replay would not leave it there."""

@@ -1,21 +1,21 @@
-"""Where the tensors live that a capture uses and does not own, and the guard that checks that they still do."""
+"""What a callable refers to: the steps by which a guard gets from it to modules, tensors and everything else."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.dispatch import has_subclass, is_dense, storage_key
-from te_graph.externals import External
+from te_graph.constants import is_bulk, is_value
 from te_graph.signature import is_constant
 
 HOOK_DICTS = {
@@ -25,7 +25,7 @@ HOOK_DICTS = {
     "_backward_pre_hooks": "backward pre-hooks",
 }
 _MAX_DISTANCE = 6
-_MAX_OBJECTS = 100_000
+MAX_OBJECTS = 100_000
 _OPAQUE = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.BuiltinFunctionType, torch.dtype)
 _Kind = _C.StepKind
 
@@ -37,6 +37,7 @@ class Place:
     Attributes:
         name: what messages call the object.
         distance: steps from the callable; submodules, parameters and buffers are as far as their module.
+        again: the first place where the object was met, if that was another one.
     """
 
     obj: Any
@@ -48,6 +49,7 @@ class Place:
     distance: int = 0
     step: int = -1  # its number in the guard, once it is there
     in_guard: bool = False
+    again: Place | None = None
 
     def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0, distance: int = 1) -> Place:
         return type(self)(obj, name, self, kind, key, index, self.distance + distance)
@@ -66,106 +68,6 @@ class Place:
         return above or (self if isinstance(self.obj, nn.Module) else None)
 
 
-@dataclass
-class Homes:
-    """The guard of one callable, with the external tensors in the order of the guard's numbering.
-
-    Attributes:
-        guard: checks, from the callable, everything that was found.
-        tensors: the guard's tensors [...], each the very object that the callable reaches.
-        names: what messages call them, such as ``weight of layers.3.fc1``.
-    """
-
-    guard: _C.Guard = field(default_factory=lambda: _C.Guard())
-    tensors: list[Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-
-    def index_of(self, tensor: Tensor) -> int:
-        """Number of ``tensor`` [...], by identity; -1 when it has no home."""
-        return next((i for i, known in enumerate(self.tensors) if known is tensor), -1)
-
-    def add(self, place: Place) -> int:
-        """Enter the tensor at ``place`` into the guard and return its number."""
-        tensor = place.obj
-        if has_subclass([type(tensor)]) or not is_dense(tensor):
-            kind = f"{type(tensor).__name__} of layout {tensor.layout}"
-            raise TypeError(f"{place.name}: expected a dense torch.Tensor, got {kind}")
-        if tensor.grad_fn is not None:
-            raise RuntimeError(
-                f"{place.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
-                "pass it as an argument"
-            )
-        self.tensors.append(tensor)
-        self.names.append(place.name)
-        self.places.append(place)
-        return self.guard.add_tensor(self.enter(place), tensor)
-
-    def enter(self, place: Place) -> int:
-        """Enter the steps to ``place`` into the guard."""
-        if place.parent is None or place.in_guard:
-            return place.step
-        parent = self.enter(place.parent)
-        # Containers may be rebuilt as long as they lead to the same objects.
-        expected = None if isinstance(place.obj, dict | list | tuple) else place.obj
-        place.step = self.guard.add_step(place.kind, parent, place.key, place.index, expected, place.name)
-        place.in_guard = True
-        return place.step
-
-    def add_main_grad(self, parameter: int) -> int:
-        """Enter the ``main_grad`` of tensor number ``parameter`` and return its number."""
-        place = self.places[parameter]
-        return self.add(place.attributes().item("main_grad", f"main_grad of {place.name}"))
-
-
-def find_homes(
-    root: Any, externals: dict[int, External], leaves: Iterable[Tensor] = (), may_capture_hooks: bool = False
-) -> Homes:
-    """Find where the external tensors of a capture are reached from, and build the guard over them.
-
-    ``leaves``, [...] each, are looked for as well: what gets a gradient need not have been read, such as the weight of
-    a layer that reads an FP8 copy of it.
-
-    Searches the modules, attributes, containers, closure variables, globals, defaults and bound objects that ``root``
-    refers to. Modules are guarded whole: their submodules, training flags and hooks belong to what was captured.
-
-    Raises:
-        RuntimeError: an external tensor cannot be reached from ``root``, so nobody could tell when it moves; or a
-            module that is not the callable itself has hooks and ``may_capture_hooks`` is False.
-    """
-    homes = Homes()
-    wanted = {*externals, *map(storage_key, leaves)}
-    missing = set(wanted)
-    found: list[Place] = []
-    reach = _MAX_DISTANCE
-    for place in walk(root):
-        if place.distance > reach:
-            break
-        if isinstance(place.obj, Tensor) and is_dense(place.obj) and storage_key(place.obj) in wanted:
-            found.append(place)
-            missing.discard(storage_key(place.obj))
-        if not missing:
-            # What is as near may hold the same memory under another name.
-            reach = min(reach, max((home.distance for home in found), default=0))
-    if missing := missing & externals.keys():
-        lost = externals[min(missing, key=list(externals).index)]
-        raise RuntimeError(
-            f"{lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an argument nor a parameter, "
-            "buffer, attribute or variable that the callable can be seen to hold, so a replay could not tell when it "
-            f"moves: pass it as an argument or register it as a buffer; at {lost.site}"
-        )
-    guarded: set[int] = set()
-    tops = [Place(root, "")] if isinstance(root, nn.Module) else []
-    for top in [*tops, *filter(None, (place.top_module() for place in found))]:
-        if id(top.obj) not in guarded:
-            guarded.add(id(top.obj))
-            for place in _modules_below(top):
-                _guard_module(place, homes, place.obj is root, may_capture_hooks)
-    for place in found:
-        homes.add(place)
-    return homes
-
-
 def plain_call_guard() -> _C.Guard:
     """A guard that passes while a call of a module does nothing but call the ``forward`` of its class."""
     guard = _C.Guard()
@@ -178,22 +80,32 @@ def plain_call_guard() -> _C.Guard:
     return guard
 
 
-def walk(root: Any) -> Iterator[Place]:
-    """Everything that ``root`` refers to, near things first; objects once, tensors under each of their names."""
-    seen: set[int] = set()
+def walk(root: Any, inside: Callable[[Place], Iterable[Place]] | None = None) -> Iterator[Place]:
+    """Everything that ``root`` refers to, near things first, under each of its names; looked into once.
+
+    ``inside`` tells what a place leads to; None: everything that can lead to a tensor.
+    """
+    inside = inside or _everything_inside
+    seen: dict[int, Place] = {}
     queue = deque([Place(root, "")])
-    while queue and len(seen) < _MAX_OBJECTS:
+    while queue and len(seen) < MAX_OBJECTS:
         place = queue.popleft()
-        if not isinstance(place.obj, Tensor):
-            if id(place.obj) in seen:
-                continue
-            seen.add(id(place.obj))
+        is_leaf = isinstance(place.obj, Tensor) or is_value(place.obj)
+        if not is_leaf:
+            place.again = seen.get(id(place.obj))
+            seen.setdefault(id(place.obj), place)
         yield place
-        if isinstance(place.obj, Tensor) or place.distance > _MAX_DISTANCE:
+        if is_leaf or place.again is not None or place.distance > _MAX_DISTANCE:
             continue
-        inner = list(_module_contents(place) if isinstance(place.obj, nn.Module) else contents(place))
+        inner = list(itertools.islice(inside(place), MAX_OBJECTS))
         queue.extendleft(reversed([child for child in inner if child.distance == place.distance]))
         queue.extend(child for child in inner if child.distance > place.distance)
+
+
+def _everything_inside(place: Place) -> Iterable[Place]:
+    if isinstance(place.obj, nn.Module):
+        return _module_contents(place)
+    return () if is_bulk(place.obj) else contents(place)
 
 
 def _module_contents(place: Place) -> Iterator[Place]:
@@ -214,43 +126,6 @@ def submodules(place: Place) -> Iterator[Place]:
     for name, module in table.obj.items():
         if module is not None:
             yield table.item(name, f"{place.name}.{name}".lstrip("."), distance=0)
-
-
-def _modules_below(top: Place) -> Iterator[Place]:
-    """The tree of modules from ``top`` on, parents first."""
-    stack, seen = [top], set()
-    while stack:
-        place = stack.pop()
-        if id(place.obj) not in seen:
-            seen.add(id(place.obj))
-            yield place
-            stack.extend(reversed(list(submodules(place))))
-
-
-def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hooks: bool) -> None:
-    members = place.attributes()
-    name = place.name or type(place.obj).__name__
-    homes.enter(members.item("training", f"training flag of {name}"))
-    table = members.item("_modules", f"number of submodules of {name}")
-    homes.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
-    for child in submodules(place):
-        homes.enter(child)
-    if is_callable:
-        return  # its own hooks run around the replay, and its forward is what replays
-    if "forward" in members.obj:
-        homes.enter(members.item("forward", f"forward of {name}"))
-    else:
-        homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
-    for key, what in HOOK_DICTS.items():
-        hooks = members.item(key, f"{what} of {name}")
-        if hooks.obj and not may_capture_hooks:
-            raise RuntimeError(
-                f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
-                'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'
-            )
-        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
-        for hook in hooks.obj:
-            homes.enter(hooks.item(hook, hooks.name))
 
 
 def name_of(name: str, owner: str) -> str:

@@ -65,6 +65,7 @@ class Options:
     on_exhausted: str
     max_captures: int
     show_progress: bool | None
+    ignore_attributes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -83,6 +84,9 @@ class Options:
             kind = type(self.show_progress).__name__
             raise TypeError(f"{_NAME}: expected show_progress to be a bool or None, got {kind}")
         check_pool(_NAME, self.pool)
+        names = self.ignore_attributes
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"{_NAME}: expected ignore_attributes to be a tuple of names, got {names!r}")
         if self.grad_dtype is not None and not (
             isinstance(self.grad_dtype, torch.dtype) and self.grad_dtype.is_floating_point
         ):

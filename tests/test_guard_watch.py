@@ -102,6 +102,7 @@ CHANGES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "__dict__ of a plain object": (lambda n: setattr(n.config, "__dict__", {}), "config.gain is gone"),
     # lists
     "list element": (lambda n: n.constants.__setitem__(0, double(n.constants[0])), r"constants\[0\] moved"),
+    "list.append": (lambda n: n.constants.append(torch.zeros(1)), "length of constants changed"),
     "list.insert": (lambda n: n.constants.insert(0, n.constants[1]), r"constants\[0\] moved"),
     "list.reverse": (lambda n: n.constants.reverse(), r"constants\[0\] moved"),
     "list.pop": (lambda n: n.constants.pop(), r"constants\[1\] is gone"),
@@ -194,8 +195,7 @@ def containers_rebuilt(net: Net) -> None:
     net.config.__dict__ = dict(vars(net.config))
 
 
-def longer_containers(net: Net) -> None:
-    net.constants.append(torch.zeros(1))
+def more_members(net: Net) -> None:
     net.table["more"] = torch.zeros(1)
     net.more = net.config.more = net.up.weight.more = torch.zeros(1)
 
@@ -226,7 +226,7 @@ def other_module(net: Net) -> None:
         same_again,
         deleted_and_added_again,
         containers_rebuilt,
-        longer_containers,
+        more_members,
         hook_added_and_removed,
         there_and_back,
         other_module,

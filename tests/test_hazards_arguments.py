@@ -197,13 +197,15 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(("attribute", "value"), [("scale", 3.0), ("use_relu", False)])
-def test_hazard_07_python_values_and_branches_stay_those_of_the_capture_until_reset(device, attribute, value):
+def test_hazard_07_other_python_values_and_branches_than_at_capture_are_refused_until_reset(device, attribute, value):
     model = Scaled().to(device)
     twin = eager_twin(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
-    setattr(model, attribute, value)
     assert_bitwise_equal(run(model, x), run(twin, x))
+    setattr(model, attribute, value)
+    with pytest.raises(RuntimeError, match=rf"Scaled: {attribute} changed from .* to {value} since capture"):
+        model(x)
     model.te_graph.reset()
     setattr(twin, attribute, value)
     make_graphed_callables(model, (batch(device),))

@@ -153,7 +153,9 @@ void bind(py::module_& m) {
         .value("ATTRIBUTE", StepKind::kAttribute)
         .value("KEYS", StepKind::kKeys)
         .value("ITEM_OF", StepKind::kItemOf)
-        .value("GRAD", StepKind::kGrad);
+        .value("GRAD", StepKind::kGrad)
+        .value("KNOWN", StepKind::kKnown)
+        .value("CONTENTS", StepKind::kContents);
 
     py::class_<Guard, std::shared_ptr<Guard>>(m, "Guard")
         .def(py::init<>())

@@ -13,4 +13,9 @@ uint64_t dict_changes();
 // Watches `dict` from now on. False where Python offers no watchers (before 3.12) or has none left.
 bool watch_dict(PyObject* dict);
 
+// The same for the attributes of an object: only of names that were given to name_attribute() a change counts, so that
+// a counter which nobody looks at costs nobody anything.
+bool watch_attributes(PyObject* dict);
+void name_attribute(PyObject* name);
+
 }  // namespace te_graph::graph

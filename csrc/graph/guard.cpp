@@ -14,10 +14,34 @@ namespace py = pybind11;
 namespace te_graph::graph {
 namespace {
 
-// Equal in type and value; sets are equal whether frozen or not, NaN is equal to itself, 0.0 is not -0.0.
+bool is_equal(PyObject* expected, PyObject* found);
+
+bool are_equal_sequences(PyObject* expected, PyObject* found) {
+    if (PySequence_Fast_GET_SIZE(expected) != PySequence_Fast_GET_SIZE(found)) return false;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(expected); ++i) {
+        if (i >= PySequence_Fast_GET_SIZE(found)) return false;  // a comparison may run code
+        if (!is_equal(PySequence_Fast_GET_ITEM(expected, i), PySequence_Fast_GET_ITEM(found, i))) return false;
+    }
+    return true;
+}
+
+bool are_equal_dicts(PyObject* expected, PyObject* found) {
+    if (PyDict_GET_SIZE(expected) != PyDict_GET_SIZE(found)) return false;
+    PyObject *key = nullptr, *value = nullptr, *found_key = nullptr, *found_value = nullptr;
+    Py_ssize_t position = 0, found_position = 0;
+    while (PyDict_Next(expected, &position, &key, &value)) {
+        if (!PyDict_Next(found, &found_position, &found_key, &found_value)) return false;
+        if (!is_equal(key, found_key) || !is_equal(value, found_value)) return false;
+    }
+    return true;
+}
+
+// Equal in type and value; dictionaries also in order; sets are equal whether frozen or not, NaN is equal to itself, 0.0 is not -0.0.
 bool is_equal(PyObject* expected, PyObject* found) {
     if (expected == found) return true;
     if (Py_TYPE(expected) != Py_TYPE(found) && !(PyAnySet_Check(expected) && PyAnySet_Check(found))) return false;
+    if (PyTuple_Check(expected) || PyList_Check(expected)) return are_equal_sequences(expected, found);
+    if (PyDict_CheckExact(expected)) return are_equal_dicts(expected, found);
     if (PyFloat_CheckExact(expected)) {
         const double a = PyFloat_AS_DOUBLE(expected), b = PyFloat_AS_DOUBLE(found);
         return (a == b && std::signbit(a) == std::signbit(b)) || (std::isnan(a) && std::isnan(b));
@@ -95,6 +119,11 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
         case StepKind::kGrad:
             if (THPVariable_Check(parent)) found = grad_of(parent).defined() ? parent : Py_None;
             break;
+        case StepKind::kContents:
+            found = parent;
+            break;
+        case StepKind::kKnown:  // see Guard::take()
+            break;
     }
     if (!found) PyErr_Clear();
     return found;
@@ -109,16 +138,18 @@ Guard::Identity::Identity(const py::object& object) {
     if (!weak_) PyErr_Clear();
 }
 
-bool Guard::Identity::matches(PyObject* found) const {
-    if (!address_) return true;
-    if (found != address_ || !weak_) return found == address_;
+bool Guard::Identity::matches(PyObject* found) const { return !address_ || (found == address_ && live() == found); }
+
+PyObject* Guard::Identity::live() const {
+    if (!weak_) return address_;
 #if PY_VERSION_HEX >= 0x030D0000
-    PyObject* live = nullptr;
-    PyWeakref_GetRef(weak_.ptr(), &live);
-    Py_XDECREF(live);  // `found` is held by its container
-    return live == found;
+    PyObject* found = nullptr;
+    PyWeakref_GetRef(weak_.ptr(), &found);
+    Py_XDECREF(found);  // somebody else holds it
+    return found;
 #else
-    return PyWeakref_GetObject(weak_.ptr()) == found;
+    PyObject* const found = PyWeakref_GetObject(weak_.ptr());
+    return found == Py_None ? nullptr : found;
 #endif
 }
 
@@ -141,6 +172,7 @@ Guard::~Guard() {
 int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py::object expected, std::string subject,
                     bool is_fleeting) {
     steps_.push_back({kind, parent, std::move(key), index, Identity(expected), std::move(subject), is_fleeting});
+    if (is_attribute(steps_.back())) name_attribute(steps_.back().key.ptr());
     return static_cast<int>(steps_.size()) - 1;
 }
 
@@ -156,11 +188,24 @@ bool Guard::is_in_watched_dict(const Step& step) const {
     constexpr bool kHasValuesInObjects = PY_VERSION_HEX >= 0x030D0000;
     const bool is_dict = step.kind == StepKind::kItem || step.kind == StepKind::kAbsent ||
                          step.kind == StepKind::kLength || step.kind == StepKind::kKeys ||
-                         step.kind == StepKind::kItemOf;
+                         step.kind == StepKind::kItemOf || step.kind == StepKind::kContents;
     if (!is_dict || step.is_fleeting) return false;
     if (step.parent < 0) return true;
     const StepKind parent = steps_[step.parent].kind;
     return parent != StepKind::kAttribute && !(kHasValuesInObjects && parent == StepKind::kInstanceDict);
+}
+
+// One attribute of an object, by name: what happens to the others does not matter.
+bool Guard::is_attribute(const Step& step) const {
+    return (step.kind == StepKind::kItem || step.kind == StepKind::kAbsent) && step.parent >= 0 &&
+           steps_[step.parent].kind == StepKind::kInstanceDict && PyUnicode_CheckExact(step.key.ptr());
+}
+
+bool Guard::watch(const Step& step, PyObject* parent) const {
+    if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
+    // An OrderedDict keeps its order elsewhere.
+    if (step.kind == StepKind::kContents && !PyDict_CheckExact(parent)) return false;
+    return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
 }
 
 std::string Guard::check(PyObject* root, Tensors& found) const {
@@ -205,6 +250,7 @@ void Guard::forget() const {
 }
 
 PyObject* Guard::take(const Step& step, PyObject* parent) const {
+    if (step.kind == StepKind::kKnown) return step.expected.live();
     PyObject* const key = step.kind == StepKind::kItemOf ? reached_[step.index] : step.key.ptr();
     return take_step(step.kind, parent, key, step.index);
 }
@@ -281,8 +327,7 @@ std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found) const {
     for (size_t i = 0; i < steps_.size(); ++i) {
         const Step& step = steps_[i];
         PyObject* const parent = step.parent < 0 ? root : reached_[step.parent];
-        const bool is_watched = is_in_watched_dict(step) && PyDict_Check(parent) && watch_dict(parent);
-        if (!is_watched) unwatched_.push_back(i);
+        if (!watch(step, parent)) unwatched_.push_back(i);
         PyObject* const object = take(step, parent);
         reached_[i] = object;
         if (!object) {

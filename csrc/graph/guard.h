@@ -36,6 +36,8 @@ enum class StepKind : uint8_t {
     kCell,          // contents of a closure cell
     kAttribute,     // getattr(parent, key), for objects without a dict such as functools.partial
     kGrad,          // parent.grad of a tensor; leads nowhere, so no Python object is made for it
+    kKnown,         // the expected object itself, as long as it lives: classes and functions, which outlive instances
+    kContents,      // the parent itself, a container that is compared by value
 };
 
 class Guard {
@@ -96,6 +98,8 @@ private:
         Identity() = default;
         explicit Identity(const pybind11::object& object);
         bool matches(PyObject* found) const;
+        // The object, borrowed; nullptr once it is gone.
+        PyObject* live() const;
         void release();
 
     private:
@@ -130,6 +134,8 @@ private:
     }
     static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
     bool is_in_watched_dict(const Step& step) const;
+    bool is_attribute(const Step& step) const;
+    bool watch(const Step& step, PyObject* parent) const;
     PyObject* take(const Step& step, PyObject* parent) const;
     bool is_expected(const Step& step, PyObject* object) const;
     bool has_tensor(const Step& step, PyObject* parent, PyObject* object) const;

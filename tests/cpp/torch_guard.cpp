@@ -124,6 +124,48 @@ TEST_F(GuardTest, CellIsReachedReplacedAndGone) {
     EXPECT_EQ(check(py::list()), "closure variable scale is gone");
 }
 
+TEST_F(GuardTest, AKnownObjectIsTakenFromWhereverItIsUntilItIsGone) {
+    py::object type = py::eval("type('Holder', (), {'scale': 2.0})");
+    const int known = step(StepKind::kKnown, -1, none, type, "Holder");
+    guard.expect_value(step(StepKind::kAttribute, known, py::str("scale"), none, "Holder.scale"), py::float_(2.0));
+    EXPECT_EQ(check(none), "");
+    type.attr("scale") = 3.0;
+    EXPECT_EQ(check(none), "Holder.scale changed from 2.0 to 3.0");
+    type.attr("scale") = 2.0;
+    EXPECT_EQ(check(none), "");
+    type = none;
+    py::module_::import("gc").attr("collect")();
+    EXPECT_EQ(check(none), "Holder is gone");
+}
+
+TEST_F(GuardTest, ContentsAreComparedMemberByMember) {
+    const py::dict members;
+    const char* const containers[] = {"[1, (0.0, 'a')]", "{'a': 1, 'b': 2}", "{1, 2}"};
+    const char* const changes[] = {"c[0] = 2",           "c[0] = True",   "c.append(1)",   "c.pop()",
+                                   "c[1] = (-0.0, 'a')", "c.update(a=2)", "c.update(b=1)", "c['a'] = c.pop('a')",
+                                   "c.clear()",          "c.add(3)",      "c.discard(1)"};
+    int seen = 0;
+    for (const char* const container : containers) {
+        for (const char* const change : changes) {
+            Guard one;
+            const py::object held = py::eval(container);
+            const py::list root(py::make_tuple(held));
+            const int place = one.add_step(StepKind::kPosition, -1, none, 0, none, "sizes");
+            one.expect_value(one.add_step(StepKind::kContents, place, none, 0, none, "sizes"), py::eval(container));
+            Guard::Tensors tensors;
+            for (int count = 0; count < 2; ++count) ASSERT_EQ(one.check(root.ptr(), tensors), "");
+            try {
+                py::exec(change, py::dict("c"_a = held));
+            } catch (const py::error_already_set&) {
+                continue;  // of another type of container
+            }
+            EXPECT_THAT(one.check(root.ptr(), tensors), testing::StartsWith("sizes changed from ")) << change;
+            ++seen;
+        }
+    }
+    EXPECT_EQ(seen, 17);
+}
+
 TEST_F(GuardTest, AttributeIsReachedReplacedAndGone) {
     const py::object partial = py::module_::import("functools").attr("partial");
     const py::object function = py::eval("lambda: None"), other = py::eval("lambda: None");

@@ -78,6 +78,31 @@ TEST_F(GuardTest, AnotherRootIsWalkedAnew) {
     EXPECT_EQ(check(root), "");
 }
 
+TEST_F(GuardTest, AttributesThatNoGuardNamesMayChangeWithoutALookup) {
+    CountedKey counted("child");
+    const py::object root = py::eval("type('Holder', (), {})()");
+    root.attr("scale") = 1;
+    py::setattr(root, "table", py::dict("child"_a = 1));
+    const int members = step(StepKind::kInstanceDict, -1, none, none, "attributes");
+    guard.expect_value(step(StepKind::kItem, members, py::str("scale"), none, "scale"), py::int_(1));
+    step(StepKind::kAbsent, members, py::str("override"), none, "override");
+    const int table = step(StepKind::kItem, members, py::str("table"), none, "table");
+    step(StepKind::kItem, table, counted.key, none, "child");
+    EXPECT_EQ(check(root), "");
+    counted.lookups();
+    for (int count = 0; count < 3; ++count) {
+        root.attr("step_of_a_trainer") = count;
+        EXPECT_EQ(check(root), "");
+        EXPECT_EQ(counted.lookups(), kLookupsWhenUnchanged);
+    }
+    root.attr("scale") = 2;
+    EXPECT_EQ(check(root), "scale changed from 1 to 2");
+    root.attr("scale") = 1;
+    EXPECT_EQ(check(root), "");
+    py::exec("vars(root)['over' + 'ride'] = 1", py::dict("root"_a = root));  // another string of the same letters
+    EXPECT_EQ(check(root), "override changed");
+}
+
 TEST_F(GuardTest, EveryWayOfChangingADictIsNoticedAfterAPassingCheck) {
     const py::list child;
     const py::dict root;

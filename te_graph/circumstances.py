@@ -1,0 +1,282 @@
+"""The guard of one callable: over the tensors that its capture uses, and over all else that its code can read."""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.constants import is_bulk, is_value
+from te_graph.dispatch import has_subclass, is_dense, storage_key
+from te_graph.externals import External
+from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
+from te_graph.reading import Reader, is_opaque
+
+_Kind = _C.StepKind
+_MOST_COMPARED = 64  # members of a list or set of values, which are compared at each call
+_MOST_KEYS = 1000
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
+
+
+@dataclass
+class Homes:
+    """The guard of one callable, with the external tensors in the order of the guard's numbering.
+
+    Attributes:
+        guard: checks, from the callable, everything that was found.
+        tensors: the guard's tensors [...], each the very object that the callable reaches.
+        names: what messages call them, such as ``weight of layers.3.fc1``.
+    """
+
+    guard: _C.Guard = field(default_factory=lambda: _C.Guard())
+    tensors: list[Tensor] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    _steps: dict[tuple, int] = field(default_factory=dict)
+
+    def index_of(self, tensor: Tensor) -> int:
+        """Number of ``tensor`` [...], by identity; -1 when it has no home."""
+        return next((i for i, known in enumerate(self.tensors) if known is tensor), -1)
+
+    def add(self, place: Place) -> int:
+        """Enter the tensor at ``place`` into the guard and return its number."""
+        tensor = place.obj
+        if has_subclass([type(tensor)]) or not is_dense(tensor):
+            kind = f"{type(tensor).__name__} of layout {tensor.layout}"
+            raise TypeError(f"{place.name}: expected a dense torch.Tensor, got {kind}")
+        if tensor.grad_fn is not None:
+            raise RuntimeError(
+                f"{place.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
+                "pass it as an argument"
+            )
+        self.tensors.append(tensor)
+        self.names.append(place.name)
+        self.places.append(place)
+        return self.guard.add_tensor(self.enter(place), tensor)
+
+    def enter(self, place: Place) -> int:
+        """Enter the steps to ``place`` into the guard, and that it is this very object which stands there.
+
+        Containers may be rebuilt as long as they lead to the same objects.
+        """
+        if place.parent is not None and not place.in_guard:
+            step = self._step_to(place)
+            if not isinstance(place.obj, dict | list | tuple | set) and place.obj is not None:
+                self.guard.expect_identity(step, place.obj)
+        return place.step
+
+    def expect_value(self, place: Place) -> None:
+        """Let the guard compare what stands at ``place`` by value."""
+        self.guard.expect_value(self._step_to(place), place.obj)
+
+    def expect_type(self, place: Place) -> None:
+        """Let the guard compare the type of what stands at ``place``."""
+        self.guard.expect_type(self._step_to(place), type(place.obj))
+
+    def expect_again(self, place: Place) -> None:
+        """Let the guard find at ``place`` the object of the place where it was met first."""
+        if not isinstance(place.obj, dict | list | tuple | set):
+            self.enter(place)
+        elif place.again.in_guard:
+            self.guard.expect_same(self._step_to(place), place.again.step)
+
+    def _step_to(self, place: Place) -> int:
+        is_known = place.kind == _Kind.KNOWN  # is where it is, whatever it was found through
+        parent = -1 if is_known else self.enter(place.parent)
+        step = place.kind, parent, place.key, id(place.obj) if is_known else place.index
+        if step not in self._steps:
+            expected = place.obj if is_known else None
+            self._steps[step] = self.guard.add_step(place.kind, parent, place.key, place.index, expected, place.name)
+        place.step, place.in_guard = self._steps[step], True
+        return place.step
+
+    def add_main_grad(self, parameter: int) -> int:
+        """Enter the ``main_grad`` of tensor number ``parameter`` and return its number."""
+        place = self.places[parameter]
+        return self.add(place.attributes().item("main_grad", f"main_grad of {place.name}"))
+
+
+def find_homes(
+    reader: Reader,
+    places: list[Place],
+    externals: dict[int, External],
+    leaves: Iterable[Tensor] = (),
+    called: Collection[int] = (),
+    may_capture_hooks: bool = False,
+) -> Homes:
+    """Find where the external tensors of a capture are reached from, and build the guard over them.
+
+    ``places`` are those that the code of the callable can get to, as ``reader`` found them: what is there is guarded,
+    modules whole (submodules, flags, hooks, tables), values by value, tensors that are used wherever they stand. A used
+    tensor that is not among them is looked for in everything that the callable refers to. ``leaves``, [...] each, are
+    looked for as well: what gets a gradient need not have been read, such as the weight of a layer that reads an FP8
+    copy of it. ``called``: identities of the modules that were called, so that their hooks ran.
+
+    Raises:
+        RuntimeError: an external tensor cannot be reached, so nobody could tell when it moves; or a module that is
+            called has hooks and ``may_capture_hooks`` is False.
+    """
+    homes = Homes()
+    root = places[0].obj
+    wanted = {*externals, *map(storage_key, leaves)}
+    found = [place for place in places if _has_tensor_of(place, wanted)]
+    if missing := wanted - {storage_key(place.obj) for place in found}:
+        found += _nearest(root, missing)
+        _check_all_are_found(externals, found)
+    guarded: set[int] = set()
+    modules: list[Place] = []
+    tops = [place for place in places if isinstance(place.obj, nn.Module) and place.again is None]
+    for top in [*tops, *filter(None, (place.top_module() for place in found))]:
+        for place in _modules_below(top):
+            if id(place.obj) not in guarded:
+                guarded.add(id(place.obj))
+                _guard_module(place, homes, place.obj is root)
+                if id(place.obj) in called:
+                    _guard_hooks(place, homes, may_capture_hooks)
+                modules.append(place)
+    for place in found:
+        homes.add(place)
+    for place in modules:
+        _guard_tables(place, homes, reader.goes_through_tables(place.obj))
+    used = {id(place) for place in found}
+    for place in places:
+        if id(place) not in used and place.parent is not None:
+            _guard_place(place, homes)
+        if place.again is None:
+            _guard_absence(place, homes, reader)
+    return homes
+
+
+def _has_tensor_of(place: Place, storages: set[int]) -> bool:
+    return isinstance(place.obj, Tensor) and is_dense(place.obj) and storage_key(place.obj) in storages
+
+
+def _nearest(root: Any, storages: set[int]) -> list[Place]:
+    """Where tensors of ``storages`` stand that the code does not name, as far as the furthest of their first places."""
+    found: list[Place] = []
+    missing = set(storages)
+    for place in walk(root):
+        if not missing and place.distance > max(home.distance for home in found):
+            break
+        if _has_tensor_of(place, storages):
+            found.append(place)
+            missing.discard(storage_key(place.obj))
+    return found
+
+
+def _check_all_are_found(externals: dict[int, External], found: list[Place]) -> None:
+    known = {storage_key(place.obj) for place in found}
+    for key, lost in externals.items():
+        if key not in known:
+            raise RuntimeError(
+                f"{lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an argument nor a "
+                "parameter, buffer, attribute or variable that the callable can be seen to hold, so a replay could not "
+                f"tell when it moves: pass it as an argument or register it as a buffer; at {lost.site}"
+            )
+
+
+def _modules_below(top: Place) -> list[Place]:
+    """The tree of modules from ``top`` on, parents first."""
+    stack, seen, found = [top], set(), []
+    while stack:
+        place = stack.pop()
+        if id(place.obj) not in seen:
+            seen.add(id(place.obj))
+            found.append(place)
+            stack.extend(reversed(list(submodules(place))))
+    return found
+
+
+def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
+    members = place.attributes()
+    name = place.name or type(place.obj).__name__
+    homes.enter(members.item("training", f"training flag of {name}"))
+    table = members.item("_modules", f"number of submodules of {name}")
+    homes.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
+    for child in submodules(place):
+        homes.enter(child)
+    if is_callable:
+        return  # its forward is what replays
+    if "forward" in members.obj:
+        homes.enter(members.item("forward", f"forward of {name}"))
+    else:
+        homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
+
+
+def _guard_hooks(place: Place, homes: Homes, may_capture_hooks: bool) -> None:
+    members = place.attributes()
+    name = place.name or type(place.obj).__name__
+    for key, what in HOOK_DICTS.items():
+        hooks = members.item(key, f"{what} of {name}")
+        if hooks.obj and not may_capture_hooks:
+            raise RuntimeError(
+                f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
+                'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'
+            )
+        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+        for hook in hooks.obj:
+            homes.enter(hooks.item(hook, hooks.name))
+
+
+def _guard_tables(place: Place, homes: Homes, in_order: bool) -> None:
+    """Which parameters, buffers and submodules there are, and which of them are None."""
+    members = place.attributes()
+    name = place.name or type(place.obj).__name__
+    for key, what in (("_modules", "submodules"), ("_parameters", "parameters"), ("_buffers", "buffers")):
+        table = members.item(key, f"{what} of {name}")
+        for entry in [entry for entry, value in table.obj.items() if value is None]:
+            homes.expect_value(table.item(entry, name_of(entry, place.name)))
+        kind, entries = (_Kind.KEYS, tuple(table.obj)) if in_order else (_Kind.LENGTH, None)
+        what = "order of " if in_order else "number of "
+        homes.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
+
+
+def _guard_place(place: Place, homes: Homes) -> None:
+    """Guard what stands at a place that leads to no tensor that is used."""
+    obj = place.obj
+    if isinstance(obj, Tensor):
+        homes.expect_type(place)
+    elif is_value(obj):
+        homes.expect_value(place)
+    elif place.again is not None:
+        homes.expect_again(place)
+    elif isinstance(obj, list | tuple | dict | set):
+        _guard_container(place, homes)
+    elif not (isinstance(obj, nn.Module | weakref.ref) or place.kind == _Kind.KNOWN or _is_library(place)):
+        homes.enter(place)
+
+
+def _is_library(place: Place) -> bool:
+    """True for functions, classes and libraries that code refers to by global names."""
+    return place.parent.key == "__globals__" and (isinstance(place.obj, _CODE) or is_opaque(type(place.obj)))
+
+
+def _guard_absence(place: Place, homes: Homes, reader: Reader) -> None:
+    """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
+    if is_value(place.obj) or isinstance(place.obj, (*_CODE, Tensor)):
+        return
+    members = place.attributes()
+    for name in reader.absent(place) if members is not None else ():
+        homes.enter(members.child(members.obj, name_of(name, place.name), _Kind.ABSENT, name))
+
+
+def _guard_container(place: Place, homes: Homes) -> None:
+    """Its members stand at places of their own; here it is about how many there are, and about values in bulk."""
+    obj, name = place.obj, place.name
+    if is_bulk(obj) and len(obj) <= (_MOST_KEYS if isinstance(obj, dict) else _MOST_COMPARED):
+        homes.expect_value(
+            place.child(frozenset(obj) if isinstance(obj, set) else copy.copy(obj), name, _Kind.CONTENTS)
+        )
+    elif isinstance(obj, list | tuple):
+        homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+    elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):
+        # One that holds tensors may be a cache, which grows whenever other code runs.
+        is_few = len(obj) <= _MOST_KEYS and all(map(is_value, obj))
+        kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)
+        homes.enter(place.child(obj, f"keys of {name}", kind, key, index=len(obj)))

@@ -1,0 +1,332 @@
+"""What the code of a callable can read of the objects in its reach: what it never names is nobody's business."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from te_graph import _C
+from te_graph.constants import is_bulk, is_value
+from te_graph.dispatch import is_own_file, is_user_file
+from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, name_of, submodules, walk
+
+_Kind = _C.StepKind
+_LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
+_ASKS_FOR_NAMES = frozenset({"getattr", "hasattr"})
+_NOT_RUN = frozenset(
+    [
+        "__init__",
+        "__new__",
+        "__del__",
+        "__repr__",
+        "__str__",
+        "__init_subclass__",
+        "__set_name__",
+        "__setattr__",
+        "__delattr__",
+        "__dir__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__copy__",
+        "__deepcopy__",
+        "__replace__",
+        "__getstate__",
+        "__setstate__",
+        "__getattribute__",
+        "__hash__",
+        "__eq__",
+        "__ne__",
+        "__lt__",
+        "__le__",
+        "__gt__",
+        "__ge__",
+        "__post_init__",
+    ]
+)
+_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_TABLES = ("_parameters", "_buffers", "_modules")
+_GOES_THROUGH_TABLES = frozenset(
+    [
+        "_modules",
+        "_parameters",
+        "_buffers",
+        "children",
+        "named_children",
+        "modules",
+        "named_modules",
+        "parameters",
+        "named_parameters",
+        "buffers",
+        "named_buffers",
+        "state_dict",
+        "apply",
+    ]
+)
+_OWN = "te_graph"
+_SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
+
+
+class Reader:
+    """Walks from a callable along what its code can name, and learns on the way which names that are.
+
+    The code is that of the functions met, and of those methods of classes met that it names itself; of a module whose
+    class torch wrote, or derives from such a one, also all that torch's methods name. Where code looks at attributes
+    without naming them (``vars(self)``), it may read all of them. Not seen are names put together at run time.
+
+    Args:
+        root: the callable.
+        ignored: attributes that are passed over, as ``name`` or as ``module.path.name``.
+    """
+
+    def __init__(self, root: Any, ignored: Iterable[str] = ()) -> None:
+        self._root = root
+        self._ignored = _SAVES_MEMORY.union(ignored)
+        self._said = {"forward", "backward", "setup_context"}
+        self._asked: set[str] = set()
+        self._functions: dict[types.CodeType, None] = {}
+        self._classes: dict[type, dict[str, types.FunctionType]] = {}
+        self._replayed: type | None = None  # class of the module whose forward is captured, if met there alone
+        self._library: dict[type, frozenset[str]] = {}
+
+    def places(self) -> list[Place]:
+        """All places that the code can get to."""
+        while True:
+            known = len(self._functions), len(self._classes)
+            found = []
+            for place in walk(self._root, self._inside):
+                found.append(place)
+                if place.again is None:
+                    self._learn(place.obj)
+            self._learn_methods()
+            if known == (len(self._functions), len(self._classes)):
+                return found
+
+    def absent(self, place: Place) -> Iterator[str]:
+        """Attributes that the object at ``place`` has not of its own, and that would change what the code does."""
+        obj = place.obj
+        members = vars(obj)
+        kind = type(obj)
+        own = {name for name in self._methods_of(kind) if name in self._said}
+        own.update(name for base in _bases_of(kind) for name in self._class_values(base))
+        asked = {name for name in self._asked if not hasattr(kind, name)} if self._is_asked(obj) else set()
+        tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
+        for name in sorted((own | asked) - {"forward"}):
+            is_there = name in members or any(name in table for table in tables)
+            if not (is_there or name.startswith("__") or self._is_ignored(place.name, name)):
+                yield name
+
+    def goes_through_tables(self, module: nn.Module) -> bool:
+        """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
+        return bool(_GOES_THROUGH_TABLES & (self._said | self._library_names(type(module))))
+
+    def _learn(self, obj: Any) -> None:
+        if isinstance(obj, types.FunctionType):
+            self._learn_code(obj.__code__)
+            return
+        kind = obj if isinstance(obj, type) else type(obj)
+        is_another = kind is self._replayed and type(obj) is kind and obj is not self._root
+        if (kind in self._classes and not is_another) or is_opaque(kind):
+            return
+        self._classes[kind] = _functions_of(kind)
+        if is_another:
+            self._replayed = None
+        elif isinstance(self._root, nn.Module) and isinstance(self._root, kind):
+            self._classes[kind].pop("__call__", None)  # runs around each replay
+            self._replayed = kind if obj is self._root else self._replayed
+
+    def _learn_code(self, code: types.CodeType) -> None:
+        if code in self._functions or not is_user_file(code.co_filename):
+            return
+        self._functions[code] = None
+        names = set(_strings_in(code))
+        self._said |= names
+        if names & _ASKS_FOR_NAMES:
+            self._asked |= {text for text in _constants_in(code) if text.isidentifier() and len(text) < 64}
+
+    def _learn_methods(self) -> None:
+        """The code of methods that are named, until no more are."""
+        count = -1
+        while count != len(self._functions):
+            count = len(self._functions)
+            for methods in self._classes.values():
+                for name, function in methods.items():
+                    if name in self._said or _is_implicit(name):
+                        self._learn_code(function.__code__)
+
+    def _methods_of(self, kind: type) -> dict[str, types.FunctionType]:
+        return self._classes.get(kind, {})
+
+    def _reads(self, place: Place, name: str) -> bool:
+        """Whether the code may read the attribute ``name`` of the object at ``place``."""
+        if name == _OWN or self._is_ignored(place.name, name):
+            return False
+        if name in self._said or self._said & _LOOKS_AT_ALL:
+            return True
+        return isinstance(place.obj, nn.Module) and name in self._library_names(type(place.obj))
+
+    def _is_ignored(self, owner: str, name: str) -> bool:
+        return name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
+
+    def _is_asked(self, obj: Any) -> bool:
+        return isinstance(obj, (nn.Module, *_NAMESPACES)) or bool(self._methods_of(type(obj)))
+
+    def _library_names(self, kind: type) -> frozenset[str]:
+        if kind not in self._library:
+            bases = [base for base in kind.__mro__ if base is not nn.Module and base.__module__.startswith("torch.")]
+            functions = [member for base in bases for member in vars(base).values()]
+            codes = [inspect.unwrap(one).__code__ for one in functions if isinstance(one, types.FunctionType)]
+            self._library[kind] = frozenset(name for code in codes for name in _strings_in(code))
+        return self._library[kind]
+
+    def _class_values(self, kind: type) -> dict[str, Any]:
+        """Constants that the class itself holds, not one below it, and that the code names."""
+        return {
+            key: value
+            for key, value in vars(kind).items()
+            if key in self._said and not key.startswith("__") and (is_value(value) or is_bulk(value))
+        }
+
+    def _inside(self, place: Place) -> Iterator[Place]:
+        obj = place.obj
+        if isinstance(obj, nn.Module):
+            yield from self._inside_module(place)
+        elif isinstance(obj, dict):
+            if not is_bulk(obj):
+                keys = (key for key in obj if is_value(key))
+                yield from (place.item(key, f"{place.name}[{key!r}]") for key in itertools.islice(keys, MAX_OBJECTS))
+        elif isinstance(obj, list | tuple):
+            if not is_bulk(obj):
+                yield from contents(place)
+        elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
+            if (function := _written_by_user(obj)) is not None and function is not obj:
+                yield place.child(function, place.name, _Kind.KNOWN)
+            elif function is not None:
+                yield from (child for child in contents(place) if not self._is_ignored_variable(child))
+                yield from self._inside_object(place, obj.__name__)
+        elif isinstance(obj, type):
+            if not (is_opaque(obj) or issubclass(obj, enum.Enum)):
+                yield from self._inside_class(place)
+        elif isinstance(obj, types.ModuleType):
+            if is_own_file(getattr(obj, "__file__", None) or "<frozen"):
+                yield from self._inside_object(place, place.name)
+        elif isinstance(obj, types.MethodType | functools.partial):
+            yield from contents(place)
+        elif not is_opaque(type(obj)):
+            yield from self._inside_object(place, place.name or "self")
+            yield from self._inside_methods(place)
+
+    def _inside_module(self, place: Place) -> Iterator[Place]:
+        members = place.attributes()
+        for key, value in list(members.obj.items()):
+            if key == "_modules":
+                yield from submodules(place)
+            elif key in _TABLES:
+                table = members.item(key, name_of(key, place.name), distance=0)
+                yield from (table.item(name, name_of(name, place.name), distance=0) for name in value)
+            elif key not in HOOK_DICTS and key not in ("training", "forward") and self._reads(place, key):
+                yield members.item(key, name_of(key, place.name))
+        yield from self._inside_methods(place)
+
+    def _inside_object(self, place: Place, owner: str) -> Iterator[Place]:
+        """Attributes, of the object itself and in slots."""
+        members = place.attributes()
+        for key in list(members.obj) if members is not None else ():
+            if self._reads(place, key) and not key.startswith("__"):
+                yield members.item(key, f"{owner}.{key}")
+        for kind in () if isinstance(place.obj, types.FunctionType | types.ModuleType) else type(place.obj).__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for key in (slots,) if isinstance(slots, str) else slots:
+                if self._reads(place, key) and hasattr(place.obj, key):
+                    yield place.child(getattr(place.obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
+
+    def _inside_class(self, place: Place) -> Iterator[Place]:
+        """Constants that a class holds for all instances, and what its methods refer to."""
+        for key, value in self._class_values(place.obj).items():
+            if not self._is_ignored(place.name, key):
+                yield place.child(value, f"{place.name}.{key}", _Kind.ATTRIBUTE, key)
+        for name, function in self._methods_of(place.obj).items():
+            if name in self._said or _is_implicit(name):
+                yield place.child(function, name, _Kind.KNOWN, distance=0)
+
+    def _inside_methods(self, place: Place) -> Iterator[Place]:
+        """The classes of an object, which lead to what their methods refer to."""
+        yield from (place.child(base, base.__name__, _Kind.KNOWN) for base in _bases_of(type(place.obj)))
+
+    def _is_ignored_variable(self, place: Place) -> bool:
+        variable = place.name.rpartition(" variable ")[2]
+        return variable in self._ignored
+
+
+def is_opaque(kind: type) -> bool:
+    """True for classes of Python, torch and this package: the code of a user reads no more of them than it names."""
+    if issubclass(kind, nn.Module) or kind in _NAMESPACES:
+        return False
+    package = kind.__module__.partition(".")[0]
+    return package in sys.stdlib_module_names or package == "builtins" or kind.__module__.startswith("te_graph.")
+
+
+def _bases_of(kind: type) -> list[type]:
+    """``kind`` and the classes below it that the user wrote."""
+
+    def is_theirs(base: type) -> bool:
+        functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
+        return not is_opaque(base) and all(is_user_file(function.__code__.co_filename) for function in functions)
+
+    return [base for base in kind.__mro__ if is_theirs(base)]
+
+
+def _functions_of(kind: type) -> dict[str, types.FunctionType]:
+    """The methods that instances of ``kind`` have, by name, as far as the user wrote them."""
+    found: dict[str, types.FunctionType] = {}
+    for base in reversed(kind.__mro__):
+        for name, member in vars(base).items():
+            if isinstance(function := _written_by_user(_function_behind(member)), types.FunctionType):
+                found[name] = function
+    return found
+
+
+def _function_behind(member: Any) -> Any:
+    """The function of a method, class or static method, or property."""
+    if isinstance(member, staticmethod | classmethod):
+        return member.__func__
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, functools.cached_property | functools.partialmethod) else member
+
+
+def _written_by_user(function: Any) -> types.FunctionType | None:
+    """The function itself, or what it wraps: decorators of torch and Python wrap what the user wrote."""
+    while isinstance(function, types.FunctionType | functools._lru_cache_wrapper):
+        if isinstance(function, types.FunctionType) and is_user_file(function.__code__.co_filename):
+            return function
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _is_implicit(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN
+
+
+def _strings_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    yield from _constants_in(code)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _strings_in(constant)
+
+
+def _constants_in(code: types.CodeType) -> Iterator[str]:
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple | frozenset):
+            yield from (part for part in constant if isinstance(part, str))
