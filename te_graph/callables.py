@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from te_graph.checks import Request
 from te_graph.group import Group
-from te_graph.handle import Handle, install
+from te_graph.handle import Handle, install, prepare
 from te_graph.options import Options, chosen_parameters, is_disabled
 from te_graph.session import Job, capture_all
 from te_graph.step_state import StepState
@@ -136,9 +136,15 @@ def make_graphed_callables(
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
     jobs = [Job(*one) for one in each]
     group = Group(request.device, options)
+    prepare([job.target for job in jobs])
     entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
     handles = [Handle(job.label, job.target, step_state) for job in jobs]
-    for handle, entry in zip(handles, entries, strict=False):
-        handle.arm(entry, group)
-    graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))
+    try:
+        for handle, entry in zip(handles, entries, strict=False):
+            handle.arm(entry, group)
+        graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))
+    except BaseException:
+        for handle in handles:
+            handle.reset()
+        raise
     return graphed if request.is_tuple else graphed[0]

@@ -24,6 +24,7 @@ from te_graph.dispatch import (
     user_site,
     written_tensors,
 )
+from te_graph.opaque import opaque
 from te_graph.refusals import (
     CaptureError,
     GeneratorWatch,
@@ -144,6 +145,7 @@ class Recorder:
             self.reset()
             raise
 
+    @opaque
     def replay(self) -> None:
         """Run the recorded calls again, in order, on the recorded storages.
 
