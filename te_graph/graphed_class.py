@@ -78,7 +78,7 @@ def _shield() -> type:
 
         def __init_subclass__(cls, is_ours: bool = False, **options: Any) -> None:
             if not is_ours:
-                super(Graphed, cls).__init_subclass__(**options)
+                super().__init_subclass__(**options)
 
     return Graphed
 
@@ -117,7 +117,7 @@ def _forward_above(base: type[nn.Module]) -> Any:
 
 
 def _reduce_ex_above(base: type[nn.Module]) -> Any:
-    def __reduce_ex__(self: nn.Module, protocol: int) -> Any:  # noqa: N807
+    def __reduce_ex__(self: nn.Module, protocol: int) -> Any:
         with _as_before(self, base):
             registered = copyreg.dispatch_table.get(base)
             reduced = registered(self) if registered else self.__reduce_ex__(protocol)

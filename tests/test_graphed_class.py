@@ -12,7 +12,7 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -145,7 +145,7 @@ def test_subclass_of_the_class_of_a_graphed_module_runs_its_own_forward() -> Non
 
 
 class Registry(nn.Module):
-    seen: list[str] = []
+    seen: ClassVar[list[str]] = []
 
     def __init_subclass__(cls, *, kind: str, **options: Any) -> None:
         super().__init_subclass__(**options)
