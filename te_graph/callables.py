@@ -14,6 +14,7 @@ from te_graph.handle import Handle, install, prepare
 from te_graph.options import Options, chosen_parameters, is_disabled
 from te_graph.session import Job, capture_all
 from te_graph.step_state import StepState
+from te_graph.wrappers import without_compiler
 
 GraphCallable = nn.Module | Callable[..., Any]
 
@@ -51,7 +52,8 @@ def make_graphed_callables(
 
     Args:
         callables: a module or function, or a tuple of them. Modules are graphed in place and stay modules: parameters,
-            ``state_dict``, ``train``, ``eval``, hooks and saving work; a copied or loaded module is eager.
+            ``state_dict``, ``train``, ``eval``, hooks and saving work; a copied or loaded module is eager. Of what
+            ``torch.compile`` made of a module, the original is captured.
         sample_args: the positional arguments of the callable, or a tuple of them for each: nests of tensors and
             constants, with shapes, dtypes, devices and requires_grad of the later calls. Their values do not matter
             and they are not written to. With ``chain`` later ones may be left out.
@@ -97,7 +99,9 @@ def make_graphed_callables(
         graph did not fit (WARNING); ``te_graph.info()`` counts them.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
+        TypeError, ValueError: an argument is wrong; names it, what was expected and what came. TypeError, too, where a
+            callable is, holds or calls a module that does more than its forward: DistributedDataParallel (graph
+            ``ddp.module`` or its layers and keep the wrapper), FSDP, DataParallel, modules with DTensors.
         RuntimeError: a callable cannot be captured. Everything is then as it was before.
         CaptureError: the recorder met an operation that a CUDA graph cannot hold; names the user's line.
 
@@ -132,7 +136,8 @@ def make_graphed_callables(
         max_captures=max_captures,
         show_progress=show_progress,
     )
-    request = Request.of(callables, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
+    originals = tuple(map(without_compiler, callables)) if isinstance(callables, tuple) else without_compiler(callables)
+    request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
     jobs = [Job(*one) for one in each]
     group = Group(request.device, options)
@@ -147,4 +152,6 @@ def make_graphed_callables(
         for handle in handles:
             handle.reset()
         raise
-    return graphed if request.is_tuple else graphed[0]
+    given = callables if request.is_tuple else (callables,)
+    results = tuple(g if o is c else c for c, o, g in zip(given, request.callables, graphed, strict=True))
+    return results if request.is_tuple else results[0]

@@ -24,6 +24,7 @@ from te_graph.entry import Entry
 from te_graph.gradients import create_main_grad, gradient_state, main_grad_of
 from te_graph.group import Group
 from te_graph.signature import Signature
+from te_graph.wrappers import watching_wrappers
 
 _log = logging.getLogger("te_graph")
 
@@ -57,6 +58,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         transaction.enter_context(garbage_collection_off())
         transaction.enter_context(backend.session())
         transaction.enter_context(capturing())
+        transaction.enter_context(watching_wrappers())
         on_failure = transaction.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []
