@@ -14,7 +14,7 @@ from te_graph.handle import Handle, install, prepare
 from te_graph.options import Options, chosen_parameters, is_disabled
 from te_graph.session import Job, capture_all
 from te_graph.step_state import StepState
-from te_graph.wrappers import without_compiler
+from te_graph.wrappers import bypass_compiler, without_compiler
 
 GraphCallable = nn.Module | Callable[..., Any]
 
@@ -152,6 +152,10 @@ def make_graphed_callables(
         for handle in handles:
             handle.reset()
         raise
-    given = callables if request.is_tuple else (callables,)
-    results = tuple(g if o is c else c for c, o, g in zip(given, request.callables, graphed, strict=True))
+    if not request.is_tuple:
+        callables = (callables,)
+    for wrapper, original in zip(callables, request.callables, strict=True):
+        if wrapper is not original:
+            bypass_compiler(wrapper)
+    results = tuple(g if o is c else c for c, o, g in zip(callables, request.callables, graphed, strict=True))
     return results if request.is_tuple else results[0]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
+from te_graph.opaque import opaque
 
 _SHARDED = (
     "gathers its parameters for each call and frees them after it, and a graph's addresses are fixed: leave it eager, "
@@ -48,7 +49,7 @@ def _names(kind: type) -> list[tuple[str, str]]:
 
 
 def reason_to_refuse_module(module: nn.Module) -> str | None:
-    """What ``module`` itself, apart from those inside, does that a graph cannot hold, and what to do; None if nothing."""
+    """What ``module``, apart from those inside, does that a graph cannot hold, and what to do instead; None: nothing."""
     names = _names(type(module))
     for refused, package, reason in _REFUSED:
         if any(name == refused and owner.startswith(package) for name, owner in names):
@@ -72,6 +73,22 @@ def without_compiler(target: Any) -> Any:
     while isinstance(target, nn.Module) and (_COMPILED, _COMPILER) in _names(type(target)):
         target = target._modules["_orig_mod"]
     return target
+
+
+def bypass_compiler(wrapper: nn.Module) -> None:
+    """Let ``wrapper``, which ``torch.compile`` made, call its original for as long as that is graphed: a compiler that
+    must not break its graph (``fullgraph=True``) would refuse to call it."""
+    original, compiled = without_compiler(wrapper), vars(wrapper)["forward"]
+    if getattr(compiled, "_te_graph_original", None) is original:
+        return
+
+    @opaque
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        is_graphed = vars(original).get("te_graph") is not None
+        return (original if is_graphed else compiled)(*args, **kwargs)
+
+    forward._te_graph_original = original
+    vars(wrapper)["forward"] = forward
 
 
 @contextlib.contextmanager
@@ -119,7 +136,7 @@ _compiled_modules_run_their_originals = _Originals()
 
 
 def _calling_the_original(call: Any) -> Any:
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return without_compiler(self)(*args, **kwargs) if _C.in_session() else call(self, *args, **kwargs)
 
     return __call__

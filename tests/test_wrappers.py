@@ -207,7 +207,7 @@ def test_compiled_module_inside_a_callable(device: str, compiled: Callable) -> N
     tg.make_graphed_callables(outer, (batch(device),))
     assert_replays_as(outer, twin, outer.te_graph, device)
     inner.eval()
-    with pytest.raises(RuntimeError, match="training flag of 1._orig_mod.* since capture"):
+    with pytest.raises(RuntimeError, match=r"training flag of 1\._orig_mod.* since capture"):
         outer(batch(device))
 
 
@@ -218,3 +218,26 @@ def test_compiled_module_in_a_closure(device: str, compiled: Callable) -> None:
     x = batch(device)
     assert_bitwise_equal(run(graphed, x), run(lambda x: twin(x) * 2, x))
     assert graphed.te_graph.info()["forward_replays"] == 1
+
+
+def test_module_compiled_without_breaks_replays_and_is_compiled_again_after_reset(device: str) -> None:
+    compilations = []
+
+    def backend(module: torch.fx.GraphModule, example_inputs: list) -> Callable:
+        compilations.append(module)
+        return module.forward
+
+    module = network().to(device)
+    twin = eager_twin(module)
+    wrapper = torch.compile(module, backend=backend, fullgraph=True)
+    for _ in range(2):
+        tg.make_graphed_callables(wrapper, (batch(device),))
+        module.zero_grad()
+        twin.zero_grad()
+        assert_replays_as(wrapper, twin, module.te_graph, device)
+        assert compilations == []
+        module.te_graph.reset()
+    x = batch(device)
+    assert_bitwise_equal(run(wrapper, x), run(twin, x))
+    assert len(compilations) == 1
+    torch._dynamo.reset()
