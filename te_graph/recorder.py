@@ -24,11 +24,11 @@ from te_graph.dispatch import (
     user_site,
     written_tensors,
 )
+from te_graph.host_access import HostAccessWatch
 from te_graph.opaque import opaque
 from te_graph.refusals import (
     CaptureError,
     GeneratorWatch,
-    HostAccessMode,
     Refusals,
     reason_to_refuse,
     reason_to_refuse_tensors,
@@ -135,7 +135,7 @@ class Recorder:
             raise RuntimeError("Recorder.capture: expected an empty recorder, got one with a recording: call reset()")
         refusals = Refusals()
         try:
-            with GeneratorWatch(refusals) as generator, HostAccessMode(refusals):
+            with GeneratorWatch(refusals) as generator, HostAccessWatch(refusals):
                 with _CaptureMode(self, refusals, generator):
                     yield self
                 if refusals.first is not None:
@@ -247,7 +247,11 @@ class Recorder:
             self._grad_enabled = not self._grad_enabled
             self._program.append((partial(torch._C._set_grad_enabled, self._grad_enabled), None))
         # Aliases are taken after the call, because an ``out=`` tensor may have been resized by it.
-        call = partial(func, *map_tensors(self._alias, args), **map_tensors(self._alias, kwargs))
+        # What was one tensor stays one: kernels ask (attention does whether its query is its key).
+        distinct = {id(tensor): tensor for tensor in inputs}
+        aliases = {key: self._alias(tensor) for key, tensor in distinct.items()}
+        args, kwargs = map_tensors(lambda tensor: aliases[id(tensor)], (args, kwargs))
+        call = partial(func, *args, **kwargs)
         targets = [self._alias(leaf) if is_fresh else None for leaf, is_fresh in zip(results, fresh, strict=True)]
         if func.namespace in _COLLECTIVES or (any(fresh) and not isinstance(result, Tensor)):
             self._program.append((_CopyResults(call, targets, func.namespace == "_c10d_functional"), None))

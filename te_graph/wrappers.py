@@ -49,7 +49,7 @@ def _names(kind: type) -> list[tuple[str, str]]:
 
 
 def reason_to_refuse_module(module: nn.Module) -> str | None:
-    """What ``module``, apart from those inside, does that a graph cannot hold, and what to do instead; None: nothing."""
+    """What ``module``, apart from those inside, does that a graph cannot hold, and what to do then; None: nothing."""
     names = _names(type(module))
     for refused, package, reason in _REFUSED:
         if any(name == refused and owner.startswith(package) for name, owner in names):

@@ -1,0 +1,132 @@
+"""Code that asks for its surroundings takes the same branch under capture as in eager execution."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, has_torch_function
+from twins import assert_bitwise_equal, eager_twin
+
+import te_graph as tg
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+def tokens(device: str) -> Tensor:  # [2, 3, 8]
+    return torch.randn(2, 3, 8, device=device)
+
+
+def encoder_layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("is_one", [True, False])
+def test_attention_takes_its_fast_path(device: str, count: int, is_one: bool) -> None:
+    model = {
+        1: encoder_layer,
+        2: lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+        3: lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+    }[count]()
+    model = model.to(device).eval()
+    twin = eager_twin(model)
+    with torch.no_grad():
+        args = (tokens(device),) * count if is_one else tuple(tokens(device) for _ in range(count))
+        tg.make_graphed_callables(model, args)
+        for _ in range(2):
+            args = (tokens(device),) * count if is_one else tuple(tokens(device) for _ in range(count))
+            assert_bitwise_equal(model(*args), twin(*args))
+    assert model.te_graph.info()["forward_replays"] == 2
+
+
+def test_stacked_encoder_takes_its_fast_path(device: str) -> None:
+    model = nn.TransformerEncoder(encoder_layer(), 2).to(device).eval()
+    twin = eager_twin(model)
+    with torch.no_grad():
+        tg.make_graphed_callables(model, (tokens(device),))
+        x = tokens(device)
+        assert torch.equal(model(x), twin(x))
+    assert model.te_graph.info()["forward_replays"] == 1
+
+
+def test_capture_looks_like_no_override_of_torch_functions(device: str) -> None:
+    answers = []
+
+    def asks(x: Tensor) -> Tensor:  # [2, 3, 8]
+        answers.append(has_torch_function((x,)))
+        return x * 2
+
+    tg.make_graphed_callables(asks, (tokens(device),))
+    assert answers
+    assert not any(answers)
+
+
+def test_mode_of_the_user_sees_a_recording_as_it_sees_eager_code() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3)
+    with Mode(), tg.Recorder().capture():
+        x.mul(2)
+    assert torch.Tensor.mul in seen
+
+
+def test_methods_of_tensors_are_what_they_were_after_captures() -> None:
+    def methods() -> dict:
+        return {name: getattr(torch.Tensor, name) for name in (*dir(torch._C.TensorBase), "__repr__", "__array__")}
+
+    before, own = methods(), set(vars(torch.Tensor))
+    with tg.Recorder().capture():
+        torch.ones(3).mul(2)
+        assert torch.Tensor.tolist is not before["tolist"]
+    with pytest.raises(tg.CaptureError), tg.Recorder().capture():
+        torch.ones(3).tolist()
+    assert methods() == before
+    assert set(vars(torch.Tensor)) == own
+
+
+def test_other_threads_read_tensors_while_one_records() -> None:
+    x, found = torch.arange(3.0), []
+
+    def read() -> None:
+        x.data = torch.arange(3.0) * 2
+        found.extend([x.tolist(), x.numpy().tolist(), x.cpu() is x, x.to("cpu") is x, repr(x)])
+
+    with tg.Recorder().capture():
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join()
+    assert found == [[0.0, 2.0, 4.0], [0.0, 2.0, 4.0], True, True, "tensor([0., 2., 4.])"]
+
+
+def test_two_threads_record_at_once_and_each_is_refused_what_it_does() -> None:
+    started, refused = threading.Barrier(2), []
+
+    def record(reads: bool) -> None:
+        x = torch.ones(3)
+        try:
+            with tg.Recorder().capture():
+                started.wait(10)
+                x.mul(2)
+                if reads:
+                    x.tolist()
+                started.wait(10) if not reads else None
+        except tg.CaptureError as error:
+            refused.append(str(error))
+            started.wait(10)
+
+    threads = [threading.Thread(target=record, args=(reads,)) for reads in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1
+    assert "Tensor.tolist cannot be captured" in refused[0]
+    assert torch.ones(2).tolist() == [1, 1]
