@@ -36,7 +36,7 @@ def _checked(func: Callable) -> Callable:
 
 
 class _Methods:
-    """The methods of ``torch.Tensor``, which all threads share: exchanged by the first capture, put back by the last."""
+    """The methods of ``torch.Tensor``, shared by all threads: exchanged by the first capture, put back by the last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -11,6 +11,8 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 from twins import assert_bitwise_equal, eager_twin
 
 import te_graph as tg
+from te_graph.host_access import HostAccessWatch
+from te_graph.refusals import Refusals
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -106,27 +108,26 @@ def test_other_threads_read_tensors_while_one_records() -> None:
     assert found == [[0.0, 2.0, 4.0], [0.0, 2.0, 4.0], True, True, "tensor([0., 2., 4.])"]
 
 
-def test_two_threads_record_at_once_and_each_is_refused_what_it_does() -> None:
-    started, refused = threading.Barrier(2), []
+def test_two_threads_are_watched_at_once_and_each_is_refused_what_it_does() -> None:
+    both_on, one_off, results = threading.Barrier(2), threading.Event(), []
 
-    def record(reads: bool) -> None:
-        x = torch.ones(3)
-        try:
-            with tg.Recorder().capture():
-                started.wait(10)
-                x.mul(2)
-                if reads:
-                    x.tolist()
-                started.wait(10) if not reads else None
-        except tg.CaptureError as error:
-            refused.append(str(error))
-            started.wait(10)
+    def first() -> None:
+        with HostAccessWatch(Refusals()):
+            both_on.wait(10)
+        one_off.set()
 
-    threads = [threading.Thread(target=record, args=(reads,)) for reads in (True, False)]
+    def second() -> None:
+        with HostAccessWatch(Refusals()):
+            both_on.wait(10)
+            one_off.wait(10)
+            with pytest.raises(tg.CaptureError, match="Tensor.tolist cannot be captured"):
+                torch.ones(3).tolist()
+            results.append("refused")
+
+    threads = [threading.Thread(target=target) for target in (first, second)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(refused) == 1
-    assert "Tensor.tolist cannot be captured" in refused[0]
+    assert results == ["refused"]
     assert torch.ones(2).tolist() == [1, 1]
