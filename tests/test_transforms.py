@@ -61,7 +61,7 @@ def test_other_parameters_are_noticed(device: str) -> None:
     own = dict(module.named_parameters())
     assert torch.equal(functional_call(module, own, (x,)), twin(x))
     other = {name: parameter.detach() * 2 for name, parameter in own.items()}
-    with pytest.raises(RuntimeError, match="weight of 0 .* since capture"):
+    with pytest.raises(RuntimeError, match=r"weight of 0 .* since capture"):
         functional_call(module, other, (x,))
 
     def loss(model: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
