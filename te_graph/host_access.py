@@ -16,27 +16,27 @@ import torch
 
 from te_graph.refusals import Refusals, refuse_host_access
 
-_NAMES = ("tolist", "numpy", "__array__", "__repr__", "cpu", "cuda", "to")
-_of_thread = threading.local()  # refusals: those of the captures under way, innermost last
+_METHODS = ("tolist", "numpy", "__array__", "__repr__", "cpu", "cuda", "to")
+_PROPERTIES = ("data", "grad")
+_of_thread = threading.local()  # watches: those under way, outermost first
+
+GET_GRAD = torch.Tensor.grad.__get__
 
 
-def _refuse(func: Callable, args: tuple, kwargs: dict) -> None:
-    refusals = getattr(_of_thread, "refusals", None)
-    if refusals and not torch._C._is_torch_function_all_disabled():
-        refuse_host_access(refusals[-1], func, args, kwargs)
-
-
-def _checked(func: Callable) -> Callable:
+def _seen(func: Callable) -> Callable:
     @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        _refuse(func, args, kwargs)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        watches = getattr(_of_thread, "watches", ())
+        if watches and not torch._C._is_torch_function_all_disabled():
+            for watch in reversed(watches):
+                watch.see(func, args, kwargs)
         return func(*args, **kwargs)
 
-    return checked
+    return seen
 
 
 class _Methods:
-    """The methods of ``torch.Tensor``, shared by all threads: exchanged by the first capture, put back by the last."""
+    """The methods of ``torch.Tensor``, shared by all threads: exchanged by the first watch, put back by the last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,20 +44,26 @@ class _Methods:
         self._own: dict[str, Any] = {}
 
     def exchange(self) -> None:
+        # It makes tables of the methods when it is first imported, which torch does for the first dispatch mode.
+        import torch._dynamo
+
         with self._lock:
             self._users += 1
             if self._users == 1:
-                self._own = {name: vars(torch.Tensor)[name] for name in _NAMES if name in vars(torch.Tensor)}
-                for name in _NAMES:
-                    setattr(torch.Tensor, name, _checked(getattr(torch.Tensor, name)))
-                data = torch.Tensor.data
-                torch.Tensor.data = property(data.__get__, _checked(data.__set__))
+                own = vars(torch.Tensor)
+                self._own = {name: own[name] for name in (*_METHODS, *_PROPERTIES) if name in own}
+                for name in _METHODS:
+                    setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name)))
+                for name in _PROPERTIES:
+                    member = getattr(torch.Tensor, name)
+                    parts = _seen(member.__get__), _seen(member.__set__), member.__delete__
+                    setattr(torch.Tensor, name, property(*parts))
 
     def put_back(self) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
-                for name in (*_NAMES, "data"):
+                for name in (*_METHODS, *_PROPERTIES):
                     if name in self._own:
                         setattr(torch.Tensor, name, self._own[name])
                     else:
@@ -67,16 +73,27 @@ class _Methods:
 _methods = _Methods()
 
 
-class HostAccessWatch:
-    """Context that refuses, on this thread, what ``HostAccessMode`` refuses."""
+class MethodWatch:
+    """Context in which ``see`` is told, on this thread, of some calls of methods of ``torch.Tensor`` beforehand."""
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        _of_thread.watches = [*getattr(_of_thread, "watches", ()), self]
+        _methods.exchange()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        _methods.put_back()
+        _of_thread.watches = _of_thread.watches[:-1]
+
+
+class HostAccessWatch(MethodWatch):
+    """Refuses what ``HostAccessMode`` refuses."""
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
 
-    def __enter__(self) -> None:
-        _of_thread.refusals = [*getattr(_of_thread, "refusals", ()), self._refusals]
-        _methods.exchange()
-
-    def __exit__(self, *failure: object) -> None:
-        _methods.put_back()
-        _of_thread.refusals = _of_thread.refusals[:-1]
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        refuse_host_access(self._refusals, func, args, kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -52,6 +54,20 @@ def test_stacked_encoder_takes_its_fast_path(device: str) -> None:
         x = tokens(device)
         assert torch.equal(model(x), twin(x))
     assert model.te_graph.info()["forward_replays"] == 1
+
+
+def test_graphed_function_takes_the_fast_path_before_and_after_its_capture() -> None:
+    model = encoder_layer().eval()
+
+    @tg.graphed
+    def call(x: Tensor) -> Tensor:  # [2, 3, 8]
+        return model(x)
+
+    x = tokens("cpu")
+    with torch.no_grad():
+        expected = model(x)
+        assert all(torch.equal(call(x), expected) for _ in range(4))
+    assert call.info()["forward_replays"] >= 2
 
 
 def test_capture_looks_like_no_override_of_torch_functions(device: str) -> None:
@@ -131,3 +147,19 @@ def test_two_threads_are_watched_at_once_and_each_is_refused_what_it_does() -> N
         thread.join()
     assert results == ["refused"]
     assert torch.ones(2).tolist() == [1, 1]
+
+
+def test_compiler_that_torch_loads_in_a_capture_finds_the_methods_of_torch() -> None:
+    program = """
+import sys
+import torch
+import te_graph
+assert "torch._dynamo" not in sys.modules
+graphed = te_graph.graphed(lambda x: x * 2)
+x = torch.ones(3)
+assert all(graphed(x).tolist() == [2, 2, 2] for _ in range(3))
+compiled = torch.compile(lambda x: x.to(torch.float64).data + 1, backend="eager", fullgraph=True)
+assert compiled(x).tolist() == [2, 2, 2]
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
