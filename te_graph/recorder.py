@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,11 @@ from te_graph.refusals import (
 
 __all__ = ["CaptureError", "FrozenTensor", "OpRecord", "RecordedCall", "Recorder", "is_recording"]
 
+_log = logging.getLogger("te_graph")
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+# torch computes these derivatives in another way, with other rounding, wherever a dispatch mode is on.
+_OTHERWISE = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "MaskedFillBackward1"})
 _LIFTS = frozenset({"lift_fresh", "lift_fresh_copy"})
 
 
@@ -118,6 +122,7 @@ class Recorder:
         self._born: dict[int, Tensor] = {}
         self._temporaries: list[Tensor] | None = None
         self._captured = False
+        self._told: set[str] = set()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Recorder]:
@@ -225,6 +230,10 @@ class Recorder:
         if has_subclass([type(tensor) for tensor in outputs]):
             # A wrapper was put around a tensor (the AsyncCollectiveTensor of a functional collective): no data moves.
             return
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in _OTHERWISE and node.name() not in self._told:
+            self._told.add(node.name())
+            _log.warning("Recorder: %s is computed otherwise while it is recorded: its rounding differs", node.name())
         name = base_name(func)
         known = {storage_key(tensor) for tensor in inputs}
         if name in _LIFTS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -80,6 +82,26 @@ def test_capture_looks_like_no_override_of_torch_functions(device: str) -> None:
     tg.make_graphed_callables(asks, (tokens(device),))
     assert answers
     assert not any(answers)
+
+
+@pytest.mark.parametrize(
+    ("call", "node"),
+    [
+        (lambda x: x.prod(), "ProdBackward0"),
+        (lambda x: x.prod(0), "ProdBackward1"),
+        (lambda x: x.cumprod(0), "CumprodBackward0"),
+        (lambda x: torch.zeros_like(x).masked_fill(x.detach() > 0, x.sum()), "MaskedFillBackward1"),
+    ],
+)
+def test_derivative_that_torch_computes_otherwise_under_a_mode_is_named(
+    caplog: pytest.LogCaptureFixture, call: Callable, node: str
+) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    with caplog.at_level(logging.WARNING, "te_graph"), tg.Recorder().capture():
+        torch.autograd.grad(call(x).sum(), x)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Recorder: {node} is computed otherwise while it is recorded: its rounding differs"
+    ]
 
 
 def test_mode_of_the_user_sees_a_recording_as_it_sees_eager_code() -> None:
