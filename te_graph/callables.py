@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from te_graph.checks import Request
 from te_graph.group import Group
-from te_graph.handle import Handle, install
+from te_graph.handle import Handle, install, prepare
 from te_graph.options import Options, chosen_parameters, is_disabled
 from te_graph.session import Job, capture_all
 from te_graph.step_state import StepState
+from te_graph.wrappers import bypass_compiler, without_compiler
 
 GraphCallable = nn.Module | Callable[..., Any]
 
@@ -52,7 +53,8 @@ def make_graphed_callables(
 
     Args:
         callables: a module or function, or a tuple of them. Modules are graphed in place and stay modules: parameters,
-            ``state_dict``, ``train``, ``eval``, hooks and saving work; a copied or loaded module is eager.
+            ``state_dict``, ``train``, ``eval``, hooks and saving work; a copied or loaded module is eager. Of what
+            ``torch.compile`` made of a module, the original is captured.
         sample_args: the positional arguments of the callable, or a tuple of them for each: nests of tensors and
             constants, with shapes, dtypes, devices and requires_grad of the later calls. Their values do not matter
             and they are not written to. With ``chain`` later ones may be left out.
@@ -101,7 +103,9 @@ def make_graphed_callables(
         graph did not fit (WARNING); ``te_graph.info()`` counts them.
 
     Raises:
-        TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
+        TypeError, ValueError: an argument is wrong; names it, what was expected and what came. TypeError, too, where a
+            callable is, holds or calls a module that does more than its forward: DistributedDataParallel (graph
+            ``ddp.module`` or its layers and keep the wrapper), FSDP, DataParallel, modules with DTensors.
         RuntimeError: a callable cannot be captured. Everything is then as it was before.
         CaptureError: the recorder met an operation that a CUDA graph cannot hold; names the user's line.
 
@@ -137,13 +141,26 @@ def make_graphed_callables(
         show_progress=show_progress,
         ignore_attributes=ignore_attributes,
     )
-    request = Request.of(callables, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
+    originals = tuple(map(without_compiler, callables)) if isinstance(callables, tuple) else without_compiler(callables)
+    request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
     jobs = [Job(*one) for one in each]
     group = Group(request.device, options)
+    prepare([job.target for job in jobs])
     entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
     handles = [Handle(job.label, job.target, step_state) for job in jobs]
-    for handle, entry in zip(handles, entries, strict=False):
-        handle.arm(entry, group)
-    graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))
-    return graphed if request.is_tuple else graphed[0]
+    try:
+        for handle, entry in zip(handles, entries, strict=False):
+            handle.arm(entry, group)
+        graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))
+    except BaseException:
+        for handle in handles:
+            handle.reset()
+        raise
+    if not request.is_tuple:
+        callables = (callables,)
+    for wrapper, original in zip(callables, request.callables, strict=True):
+        if wrapper is not original:
+            bypass_compiler(wrapper)
+    results = tuple(g if o is c else c for c, o, g in zip(callables, request.callables, graphed, strict=True))
+    return results if request.is_tuple else results[0]

@@ -214,10 +214,10 @@ class CallableCapture:
         """Capture the forward into a new slot."""
         slot = Slot([self._static_input(number) for number in range(len(self.samples))])
         self.slots.append(slot)
-        before = [tensor._version for tensor in self.homes.tensors]
+        before = [_version_of(tensor) for tensor in self.homes.tensors]
         with self.backend.capture(pool) as slot.forward:
             slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs))
-        self.versions_bumped = [t._version != old for t, old in zip(self.homes.tensors, before, strict=True)]
+        self.versions_bumped = [_version_of(t) != old for t, old in zip(self.homes.tensors, before, strict=True)]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
         slot.use_grads = [[] for _ in slot.inputs]
@@ -414,6 +414,11 @@ class CallableCapture:
                     f"{self.label}: the callable leaves a tensor that it computed in {place.name}; a replay would not "
                     "run that assignment: return the tensor, or write a buffer in place"
                 )
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """The version of ``tensor`` [...]; None where it was made in inference mode and counts none."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _static_copy(sample: Tensor) -> Tensor:

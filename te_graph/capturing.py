@@ -20,6 +20,11 @@ def is_capturing() -> bool:
     return _C.in_session() or is_recording()
 
 
+def is_capturing_callables() -> bool:
+    """True, on this thread, inside captures of ``make_graphed_callables``, which see where gradients belong."""
+    return _C.in_session() and _collection.get() is None
+
+
 def is_captured(device: torch.device) -> bool:
     """True where what is called now is captured, by te_graph or, on the current stream of ``device``, by anybody."""
     return is_capturing() or _C.is_capturing(device)

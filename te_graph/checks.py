@@ -14,6 +14,7 @@ from te_graph import _C
 from te_graph.capturing import is_capturing
 from te_graph.options import Options
 from te_graph.signature import Signature
+from te_graph.wrappers import reason_to_refuse_module
 
 _NAME = "make_graphed_callables"
 
@@ -97,6 +98,9 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
             if buffer.requires_grad:
                 raise ValueError(f"{_NAME}: expected buffers without gradients, got buffer {owner} of {name} with one")
         for path, module in target.named_modules():
+            if (reason := reason_to_refuse_module(module)) is not None:
+                whose = f"{path} of {name}" if path else f"{name} ({type(module).__name__})"
+                raise TypeError(f"{_NAME}: {whose} cannot be captured: {reason}")
             if getattr(module, "te_graph", None) is not None:
                 raise ValueError(
                     f"{_NAME}: expected modules that are not graphed yet, got {path} of {name}: call .te_graph.reset() "

@@ -196,7 +196,8 @@ def _modules_below(top: Place) -> list[Place]:
 def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
     members = place.attributes()
     name = place.name or type(place.obj).__name__
-    homes.enter(members.item("training", f"training flag of {name}"))
+    if "training" in members.obj:  # what torch.compile made has that of its original
+        homes.enter(members.item("training", f"training flag of {name}"))
     table = members.item("_modules", f"number of submodules of {name}")
     homes.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
     for child in submodules(place):

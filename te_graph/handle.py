@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import copyreg
+import contextlib
+import copy
 import functools
 import logging
+import operator
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -14,12 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.capturing import is_captured, is_capturing
+from te_graph.capturing import is_captured, is_capturing, is_capturing_callables
 from te_graph.checks import check_circumstances, sample_of
 from te_graph.entry import Entry
 from te_graph.gradients import main_grad_of
+from te_graph.graphed_class import graphed_class, plain_class, set_class
 from te_graph.group import Group
 from te_graph.homes import plain_call_guard
+from te_graph.opaque import opaque
 from te_graph.report import register, unregister
 from te_graph.session import Job, capture_all
 from te_graph.step_state import StepState
@@ -43,7 +48,7 @@ class Handle:
         self._step_state = step_state
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
-        self._own_forward: Callable[..., Any] | None = None
+        self.own_forward: Callable[..., Any] | None = None
         self._group: Group | None = None
         self._entry: Entry | None = None  # the one that was replayed last
         self._others: list[Entry] = []
@@ -79,7 +84,9 @@ class Handle:
 
     def _call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None) -> Any:
         reason = self._reason_for_eager(root)
-        if reason is None:
+        if reason is not None:
+            self._check_main_grads(f"{self.label}: {reason}")
+        else:
             entry = self._entry
             outputs = entry.replay(root, args, kwargs)
             if type(outputs) is not list:
@@ -91,12 +98,6 @@ class Handle:
         is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
         self._eager_calls[reason if is_known else "other reasons"] += 1
         return self.run_eagerly(root, base)(*args, **kwargs)
-
-    @torch.compiler.disable
-    def call_uncompiled(self, *args: Any) -> Any:
-        """``call``, where torch.compile traces the caller: it breaks its graph here. The wrapper costs microseconds, so
-        only traced code goes through it."""
-        return self.call(*args)
 
     def _reason_for_eager(self, root: Any) -> str | None:
         if self._entry is None:
@@ -128,6 +129,7 @@ class Handle:
                 refusal = outputs
         kind, options = refusal.kind, self._group.options
         if kind == _Kind.CAPTURING:
+            self._check_main_grads(f"{self.label}: {_CAPTURING}")
             return [], _CAPTURING
         if kind == _Kind.MODE:
             return [], self._fall_back(refusal.message)
@@ -167,12 +169,19 @@ class Handle:
 
     def _fall_back(self, reason: str) -> str:
         """``reason``, told once, if the eager result is right."""
-        if torch.is_grad_enabled() and any(entry.has_main_grads for entry in [self._entry, *self._others]):
-            raise RuntimeError(f"{reason}; an eager call would leave gradients in .grad instead of main_grad")
+        self._check_main_grads(reason)
         if reason not in self._told and len(self._told) < _MAX_REASONS:
             self._told.add(reason)
             _log.warning("%s (runs eagerly)", reason)
         return reason.removeprefix(f"{self.label}: ")
+
+    def _check_main_grads(self, reason: str) -> None:
+        """Refuse an eager call whose backward would not add to ``main_grad``. Captures that the call belongs to do."""
+        if not torch.is_grad_enabled() or is_capturing_callables():
+            return
+        leaves = (reference() for entry in self._entries if entry.has_main_grads for reference in entry.leaves)
+        if any(leaf is not None and leaf.requires_grad and main_grad_of(leaf) is not None for leaf in leaves):
+            raise RuntimeError(f"{reason}; an eager call would leave gradients in .grad instead of main_grad")
 
     def _retire(self, entry: Entry) -> None:
         entry.retired = True
@@ -203,8 +212,8 @@ class Handle:
 
     def run_eagerly(self, root: Any, base: type[nn.Module] | None) -> Callable[..., Any]:
         """What ``root`` ran before it was graphed."""
-        if self._own_forward is not None:
-            return self._own_forward
+        if self.own_forward is not None:
+            return self.own_forward
         return root if base is None else functools.partial(base.forward, root)
 
     def route_through_autograd(self, parameter: Tensor) -> None:
@@ -236,10 +245,16 @@ class Handle:
         self._make_current(None)
         self._others, self._group = [], None
         if self._is_module and target is not None and vars(target).get("te_graph") is self:
-            del target.te_graph
-            target.__class__ = type(target).__bases__[0]
-            if self._own_forward is not None:
-                vars(target)["forward"] = self._own_forward
+            del vars(target)["te_graph"]
+            set_class(target, plain_class(type(target)))
+            if self.own_forward is not None:
+                vars(target).setdefault("forward", self.own_forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of what is graphed is not graphed."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def info(self) -> dict[str, Any]:
         """What was captured and how often it has run.
@@ -282,53 +297,44 @@ class GraphedFunction:
         self._function = function
         self.te_graph = handle
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self.te_graph.call_uncompiled if torch.compiler.is_compiling() else self.te_graph.call
-        return call(self._function, args, kwargs)
+        return self.te_graph.call(self._function, args, kwargs)
+
+    def __copy__(self) -> Callable[..., Any]:
+        return copy.copy(self._function)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._function, memo)
+
+    def __reduce__(self) -> Any:
+        """By name, where this object is what the function's name stands for; else as the function itself."""
+        name = getattr(self, "__qualname__", "")
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
+                return name
+        return operator.getitem, ((self._function,), 0)
 
 
-@functools.cache
-def _graphed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass that a graphed module of class ``base`` is an instance of.
+def prepare(targets: list[Any]) -> None:
+    """Try on each module of ``targets`` what ``install`` will do, so that it cannot fail once all are captured.
 
-    A subclass rather than an attribute ``forward``: an attribute would refer to its module, so that only the garbage
-    collector could free both, and it would be copied and saved with it. What is copied or saved is of class ``base``.
+    Raises:
+        TypeError: a module cannot take the class of graphed modules.
     """
-
-    class Graphed(base):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            handle = self.__dict__.get("te_graph")
-            if handle is None:
-                return base.forward(self, *args, **kwargs)
-            call = handle.call_uncompiled if torch.compiler.is_compiling() else handle.call
-            return call(self, args, kwargs, base)
-
-        def __reduce_ex__(self, protocol: int) -> Any:
-            handle = vars(self).get("te_graph")
-            reduced = super().__reduce_ex__(protocol)
-            if handle is None or not isinstance(reduced, tuple):
-                return reduced
-            constructor, arguments, state, *rest = reduced
-            if constructor is copyreg.__newobj__ and arguments == (type(self),):
-                # pickle insists that __newobj__ makes the class of the object; this makes the same and does not.
-                constructor, arguments = copyreg._reconstructor, (base, object, None)
-            if isinstance(state, dict):
-                state = {key: value for key, value in state.items() if key != "te_graph"}
-                if handle._own_forward is not None:
-                    state["forward"] = handle._own_forward
-            return constructor, arguments, state, *rest
-
-    Graphed._te_graph_forward = Graphed.forward
-    Graphed.__call__ = _C.make_fast_call(Graphed)
-    Graphed.__name__, Graphed.__qualname__, Graphed.__module__ = base.__name__, base.__qualname__, base.__module__
-    return Graphed
+    for target in targets:
+        if isinstance(target, nn.Module):
+            kind = type(target)
+            set_class(target, graphed_class(kind))
+            set_class(target, kind)
 
 
 def install(target: nn.Module | Callable[..., Any], handle: Handle) -> nn.Module | GraphedFunction:
     """Make ``target`` replay through ``handle``: a module in place, a function by wrapping it."""
     if not isinstance(target, nn.Module):
         return GraphedFunction(target, handle)
-    handle._own_forward = vars(target).pop("forward", None)
-    target.__class__ = _graphed_class(type(target))
-    target.te_graph = handle
+    kind = graphed_class(type(target))
+    handle.own_forward = vars(target).pop("forward", None)
+    vars(target)["te_graph"] = handle
+    set_class(target, kind)
     return target

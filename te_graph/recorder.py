@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ from te_graph.dispatch import (
     user_site,
     written_tensors,
 )
+from te_graph.host_access import HostAccessWatch
+from te_graph.opaque import opaque
 from te_graph.refusals import (
     CaptureError,
     GeneratorWatch,
-    HostAccessMode,
     Refusals,
     reason_to_refuse,
     reason_to_refuse_tensors,
@@ -35,8 +37,11 @@ from te_graph.refusals import (
 
 __all__ = ["CaptureError", "FrozenTensor", "OpRecord", "RecordedCall", "Recorder", "is_recording"]
 
+_log = logging.getLogger("te_graph")
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
+# torch computes these derivatives in another way, with other rounding, wherever a dispatch mode is on.
+_OTHERWISE = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "MaskedFillBackward1"})
 _LIFTS = frozenset({"lift_fresh", "lift_fresh_copy"})
 
 
@@ -117,6 +122,7 @@ class Recorder:
         self._born: dict[int, Tensor] = {}
         self._temporaries: list[Tensor] | None = None
         self._captured = False
+        self._told: set[str] = set()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Recorder]:
@@ -134,7 +140,7 @@ class Recorder:
             raise RuntimeError("Recorder.capture: expected an empty recorder, got one with a recording: call reset()")
         refusals = Refusals()
         try:
-            with GeneratorWatch(refusals) as generator, HostAccessMode(refusals):
+            with GeneratorWatch(refusals) as generator, HostAccessWatch(refusals):
                 with _CaptureMode(self, refusals, generator):
                     yield self
                 if refusals.first is not None:
@@ -144,6 +150,7 @@ class Recorder:
             self.reset()
             raise
 
+    @opaque
     def replay(self) -> None:
         """Run the recorded calls again, in order, on the recorded storages.
 
@@ -223,6 +230,10 @@ class Recorder:
         if has_subclass([type(tensor) for tensor in outputs]):
             # A wrapper was put around a tensor (the AsyncCollectiveTensor of a functional collective): no data moves.
             return
+        node = torch._C._current_autograd_node()
+        if node is not None and node.name() in _OTHERWISE and node.name() not in self._told:
+            self._told.add(node.name())
+            _log.warning("Recorder: %s is computed otherwise while it is recorded: its rounding differs", node.name())
         name = base_name(func)
         known = {storage_key(tensor) for tensor in inputs}
         if name in _LIFTS:
@@ -245,7 +256,11 @@ class Recorder:
             self._grad_enabled = not self._grad_enabled
             self._program.append((partial(torch._C._set_grad_enabled, self._grad_enabled), None))
         # Aliases are taken after the call, because an ``out=`` tensor may have been resized by it.
-        call = partial(func, *map_tensors(self._alias, args), **map_tensors(self._alias, kwargs))
+        # What was one tensor stays one: kernels ask (attention does whether its query is its key).
+        distinct = {id(tensor): tensor for tensor in inputs}
+        aliases = {key: self._alias(tensor) for key, tensor in distinct.items()}
+        args, kwargs = map_tensors(lambda tensor: aliases[id(tensor)], (args, kwargs))
+        call = partial(func, *args, **kwargs)
         targets = [self._alias(leaf) if is_fresh else None for leaf, is_fresh in zip(results, fresh, strict=True)]
         if func.namespace in _COLLECTIVES or (any(fresh) and not isinstance(result, Tensor)):
             self._program.append((_CopyResults(call, targets, func.namespace == "_c10d_functional"), None))

@@ -34,6 +34,7 @@ _FUNCTIONS = {
     torch.Tensor.cuda: LEAVES_DEVICE,
     torch.Tensor.data.__set__: _MOVES_STORAGE,
 }
+_TO, _TO_CUDA = torch.Tensor.to, torch.Tensor.cuda
 _FUNCTION_NAMES = {torch.Tensor.data.__set__: "Tensor.data = ..."}
 
 
@@ -65,15 +66,19 @@ class HostAccessMode(TorchFunctionMode):
         self._refusals = refusals
 
     def __torch_function__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _FUNCTIONS and not (func is torch.Tensor.cuda and args[0].is_cuda):
-            name = _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}")
-            raise self._refusals.error(name, _FUNCTIONS[func])
-        if func is torch.Tensor.to:
-            device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]
-            if device is not None and device.type != args[0].device.type:
-                raise self._refusals.error(f"Tensor.to({str(device)!r})", LEAVES_DEVICE)
-        return func(*args, **kwargs)
+        refuse_host_access(self._refusals, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_host_access(refusals: Refusals, func: Any, args: tuple, kwargs: dict) -> None:
+    """Raise CaptureError where ``func``, a function of ``torch.Tensor``, takes a tensor of the region to the host."""
+    if func in _FUNCTIONS and not (func is _TO_CUDA and args[0].is_cuda):
+        name = _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}")
+        raise refusals.error(name, _FUNCTIONS[func])
+    if func is _TO:
+        device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]
+        if device is not None and device.type != args[0].device.type:
+            raise refusals.error(f"Tensor.to({str(device)!r})", LEAVES_DEVICE)
 
 
 class GeneratorWatch:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from te_graph.dispatch import base_name, has_subclass, is_dense, is_operator, storage_key, tensors_in
 from te_graph.externals import TensorWatch
+from te_graph.host_access import GET_GRAD, MethodWatch
 from te_graph.refusals import LEAVES_DEVICE, CaptureError, HostAccessMode, Refusals, reason_for_no_graph
 
 _READS_HOST_TENSOR = (
@@ -96,16 +96,14 @@ class RegionWatch(TensorWatch):
         return is_dense(tensor) and storage_key(tensor) in self.produced_storages
 
 
-class GradReads(TorchFunctionMode):
+class GradReads(MethodWatch):
     """Sees whether a region asks any tensor for its ``.grad``."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.any = False
 
-    def __torch_function__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.any |= func == torch.Tensor.grad.__get__
-        return func(*args, **(kwargs or {}))
+    def see(self, func: Any, args: tuple, kwargs: dict) -> None:
+        self.any |= func == GET_GRAD
 
 
 class DeviceAccessMode(HostAccessMode):

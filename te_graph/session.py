@@ -25,6 +25,7 @@ from te_graph.exports import move_exported_results
 from te_graph.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.group import Group
 from te_graph.signature import Signature
+from te_graph.wrappers import watching_wrappers
 
 _log = logging.getLogger("te_graph")
 
@@ -58,6 +59,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         transaction.enter_context(garbage_collection_off())
         transaction.enter_context(backend.session())
         transaction.enter_context(capturing())
+        transaction.enter_context(watching_wrappers())
         on_failure = transaction.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []

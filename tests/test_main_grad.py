@@ -69,3 +69,37 @@ def test_replaced_main_grad_is_an_error_that_names_it(device: str) -> None:
 def test_reset_main_grads_refuses_a_parameter_without_one(device: str) -> None:
     with pytest.raises(ValueError, match="expected parameters with a main_grad, got number 0"):
         tg.reset_main_grads(nn.Linear(2, 2, device=device).parameters())
+
+
+def bf16_with_main_grads(device: str) -> nn.Module:
+    return tg.make_graphed_callables(
+        mlp(device, torch.bfloat16), (sample(device, torch.bfloat16),), grad_dtype=torch.float32
+    )
+
+
+def test_call_in_the_other_mode_is_an_error_where_its_gradients_would_go_to_grad(device: str) -> None:
+    graphed = bf16_with_main_grads(device).eval()
+    x = sample(device, torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"captured in training mode; an eager call would leave gradients in .grad"):
+        graphed(x)
+    with torch.no_grad():
+        graphed(x)
+    graphed.requires_grad_(False)
+    graphed(x)
+    assert graphed.te_graph.info()["eager_calls"] == {"captured in training mode": 2}
+    graphed.requires_grad_(True).train()
+    graphed(x).float().sum().backward()
+    assert all(p.grad is None and p.main_grad.count_nonzero() > 0 for p in graphed.parameters())
+
+
+def test_call_inside_a_recording_is_an_error_where_its_gradients_would_go_to_grad() -> None:
+    graphed = bf16_with_main_grads("cpu")
+    with pytest.raises(RuntimeError, match="inside another capture; an eager call would"), tg.Recorder().capture():
+        graphed(sample("cpu", torch.bfloat16))
+
+
+def test_capture_of_a_function_that_calls_it_adds_to_main_grad(device: str) -> None:
+    graphed = bf16_with_main_grads(device)
+    outer = tg.make_graphed_callables(lambda x: graphed(x) * 2, (sample(device, torch.bfloat16),))
+    outer(sample(device, torch.bfloat16)).float().sum().backward()
+    assert all(p.grad is None and p.main_grad.count_nonzero() > 0 for p in graphed.parameters())

@@ -50,7 +50,18 @@ struct ModuleCalls {
     bool are_plain_of(PyTypeObject* type) const {
         PyObject* const forward = lookup(type, forward_name);
         return forward && forward == lookup(type, own_forward_name) && lookup(type, call_impl_name) == call_impl &&
-               lookup(type->tp_base, call_name) == call;
+               lookup_below(type, call_name) == call;
+    }
+
+private:
+    // What `name` would be without the dictionary of `type` itself; borrowed, null without an error set.
+    static PyObject* lookup_below(PyTypeObject* type, PyObject* name) {
+        PyObject* const order = type->tp_mro;
+        for (Py_ssize_t i = 1; i < PyTuple_GET_SIZE(order); ++i) {
+            PyObject* const members = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(order, i))->tp_dict;
+            if (PyObject* const found = members ? PyDict_GetItemWithError(members, name) : nullptr) return found;
+        }
+        return nullptr;
     }
 };
 

@@ -189,6 +189,9 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
         return meta && meta->fw_grad_ && !meta->fw_grad_->empty();
     };
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return "called under a TorchDispatchMode";
+    if (c10::impl::tls_is_dispatch_key_included(at::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+        return "called under a transform of torch.func";
+    }
     if (torch::jit::tracer::isTracing()) return "called while torch.jit.trace traces";
     if (std::any_of(inputs.begin(), inputs.end(), has_tangent)) return "called with a forward-mode derivative";
     return nullptr;

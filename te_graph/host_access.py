@@ -1,0 +1,99 @@
+"""Sees what a region does to tensors on the host, without a function mode.
+
+While a function mode is on, ``torch.overrides.has_torch_function`` says yes to everybody. Code that asks, such as the
+fast path of ``torch.nn.TransformerEncoderLayer``, would take another branch in a capture than in eager execution. So
+the methods of ``torch.Tensor`` are exchanged for as long as somebody captures.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_graph.refusals import Refusals, refuse_host_access
+
+_METHODS = ("tolist", "numpy", "__array__", "__repr__", "cpu", "cuda", "to")
+_PROPERTIES = ("data", "grad")
+_of_thread = threading.local()  # watches: those under way, outermost first
+
+GET_GRAD = torch.Tensor.grad.__get__
+
+
+def _seen(func: Callable) -> Callable:
+    @functools.wraps(func)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        watches = getattr(_of_thread, "watches", ())
+        if watches and not torch._C._is_torch_function_all_disabled():
+            for watch in reversed(watches):
+                watch.see(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return seen
+
+
+class _Methods:
+    """The methods of ``torch.Tensor``, shared by all threads: exchanged by the first watch, put back by the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._own: dict[str, Any] = {}
+
+    def exchange(self) -> None:
+        # It makes tables of the methods when it is first imported, which torch does for the first dispatch mode.
+        import torch._dynamo
+
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                own = vars(torch.Tensor)
+                self._own = {name: own[name] for name in (*_METHODS, *_PROPERTIES) if name in own}
+                for name in _METHODS:
+                    setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name)))
+                for name in _PROPERTIES:
+                    member = getattr(torch.Tensor, name)
+                    parts = _seen(member.__get__), _seen(member.__set__), member.__delete__
+                    setattr(torch.Tensor, name, property(*parts))
+
+    def put_back(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for name in (*_METHODS, *_PROPERTIES):
+                    if name in self._own:
+                        setattr(torch.Tensor, name, self._own[name])
+                    else:
+                        delattr(torch.Tensor, name)
+
+
+_methods = _Methods()
+
+
+class MethodWatch:
+    """Context in which ``see`` is told, on this thread, of some calls of methods of ``torch.Tensor`` beforehand."""
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        _of_thread.watches = [*getattr(_of_thread, "watches", ()), self]
+        _methods.exchange()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        _methods.put_back()
+        _of_thread.watches = _of_thread.watches[:-1]
+
+
+class HostAccessWatch(MethodWatch):
+    """Refuses what ``HostAccessMode`` refuses."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        refuse_host_access(self._refusals, func, args, kwargs)

@@ -1,0 +1,117 @@
+"""torch.func transforms, other parameters, inference mode: eager's results, or an error that says why."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
+from twins import assert_bitwise_equal, eager_twin
+
+import te_graph as tg
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+TRANSFORMS: dict[str, Callable[[Callable, Tensor], object]] = {  # x: [3, 4]
+    "grad": lambda call, x: grad(lambda a: call(a).sum())(x),
+    "vmap": lambda call, x: vmap(call)(torch.stack([x, x * 2])),
+    "vmap over another": lambda call, x: vmap(lambda b: call(x) * b)(torch.arange(5.0, device=x.device)),
+    "jvp": lambda call, x: jvp(call, (x,), (torch.ones_like(x),)),
+    "vjp": lambda call, x: vjp(call, x)[1](torch.ones(3, 4, device=x.device)),
+    "jacrev": lambda call, x: jacrev(call)(x),
+    "jacfwd": lambda call, x: jacfwd(call)(x),
+    "grad of a scale": lambda call, x: grad(lambda s: (call(x) * s).sum())(torch.ones((), device=x.device)),
+}
+
+
+def network(device: str) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
+
+
+def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
+    return torch.randn(3, 4, device=device, requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_transforms_run_eagerly(device: str, name: str, on_mismatch: str, kind: str) -> None:
+    module = network(device)
+    twin = eager_twin(module)
+    target = module if kind == "module" else lambda x: module(x)
+    call = tg.make_graphed_callables(target, (batch(device),), on_mismatch=on_mismatch)
+    for _ in range(2):
+        x = batch(device)
+        assert_bitwise_equal(TRANSFORMS[name](call, x), TRANSFORMS[name](twin, x))
+    info = call.te_graph.info()
+    assert info["eager_calls"] == {"called under a transform of torch.func": 2}
+    x = batch(device)
+    assert torch.equal(call(x), twin(x))
+    assert call.te_graph.info()["forward_replays"] == 1
+
+
+def test_other_parameters_are_noticed(device: str) -> None:
+    module = network(device)
+    twin = eager_twin(module)
+    tg.make_graphed_callables(module, (batch(device),))
+    x = batch(device)
+    own = dict(module.named_parameters())
+    assert torch.equal(functional_call(module, own, (x,)), twin(x))
+    other = {name: parameter.detach() * 2 for name, parameter in own.items()}
+    with pytest.raises(RuntimeError, match=r"weight of 0 .* since capture"):
+        functional_call(module, other, (x,))
+
+    def loss(model: nn.Module, parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (x,)).sum()
+
+    assert_bitwise_equal(grad(lambda p: loss(module, p))(other), grad(lambda p: loss(twin, p))(other))
+    assert torch.equal(module(x), twin(x))
+    assert module.te_graph.info()["forward_replays"] == 2
+
+
+def made_in_inference_mode(device: str) -> nn.Module:
+    with torch.inference_mode():
+        return network(device)
+
+
+def test_parameters_made_in_inference_mode_replay_without_gradients(device: str) -> None:
+    module = made_in_inference_mode(device)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        tg.make_graphed_callables(module, (batch(device, False),))
+        for _ in range(2):
+            x = batch(device, False)
+            assert torch.equal(module(x), twin(x))
+    assert module.te_graph.info()["forward_replays"] == 2
+
+
+def test_parameters_made_in_inference_mode_are_refused_where_eager_refuses_them(device: str) -> None:
+    module = made_in_inference_mode(device)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward") as eager:
+        module(batch(device))
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward") as captured:
+        tg.make_graphed_callables(module, (batch(device),))
+    assert str(captured.value) == str(eager.value)
+    assert not hasattr(module, "te_graph")
+
+
+def test_buffer_made_in_inference_mode(device: str) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            with torch.inference_mode():
+                self.register_buffer("shift", torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4]
+            return self.linear(x) + self.shift
+
+    module = Shifted().to(device)
+    twin = copy.deepcopy(module)
+    tg.make_graphed_callables(module, (batch(device),))
+    x = batch(device)
+    assert torch.equal(module(x), twin(x))
+    assert module.te_graph.info()["forward_replays"] == 1
