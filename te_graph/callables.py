@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph.call_form import parameters_of
 from te_graph.checks import Request
 from te_graph.group import Group
 from te_graph.handle import Handle, install
@@ -134,10 +135,10 @@ def make_graphed_callables(
     )
     request = Request.of(callables, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
-    jobs = [Job(*one) for one in each]
+    jobs = [Job(label, target, *given, parameters_of(target)) for label, target, *given in each]
     group = Group(request.device, options)
     entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
-    handles = [Handle(job.label, job.target, step_state) for job in jobs]
+    handles = [Handle(job.label, job.target, job.parameters, step_state) for job in jobs]
     for handle, entry in zip(handles, entries, strict=False):
         handle.arm(entry, group)
     graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))

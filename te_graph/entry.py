@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.call_form import CallForm
 from te_graph.gradients import GradientState
-from te_graph.signature import ResultSpec, Signature
+from te_graph.signature import DiscernibleError, ResultSpec, Signature
+
+
+@dataclass(frozen=True)
+class Discernible:
+    """A refusal like ``_C.Refusal``: the graph's results might be right, but an eager call's are in any case."""
+
+    message: str
+    kind: ClassVar[None] = None
 
 
 @dataclass(eq=False)
@@ -20,6 +29,7 @@ class Entry:
     Attributes:
         graphed: the C++ replay object.
         signature: nest, constants and identities of the arguments; the tensors' facts are in ``graphed``.
+        form: brings calls into the form that ``signature`` has.
         result: nest of the results.
         leaves: those outside that get a gradient, in the order of their numbers; not kept alive.
         states: what graphed callables share about each of those.
@@ -32,6 +42,7 @@ class Entry:
     label: str
     graphed: _C.GraphedCallable
     signature: Signature
+    form: CallForm
     result: ResultSpec
     leaves: list[weakref.ref[Tensor]]
     states: list[GradientState]
@@ -44,12 +55,14 @@ class Entry:
     def __post_init__(self) -> None:
         self.is_flat = self.signature.is_flat
 
-    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal:
+    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal | Discernible:
         """The tensors of the results of a replay, or why there was none."""
         if self.is_flat and not kwargs and self.signature.is_plain(args):
             return self.graphed.forward(root, args)
         try:
-            tensors = self.signature.flatten(self.label, args, kwargs)
+            tensors = self.signature.flatten(self.label, *self.form.of(args, kwargs))
+        except DiscernibleError as error:
+            return Discernible(str(error))
         except ValueError as error:
             return _C.Refusal(_C.Refusal.Kind.ARGUMENTS, str(error))
         return self.graphed.forward(root, tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 import logging
 import weakref
 from collections import Counter
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.capturing import is_captured, is_capturing
 from te_graph.checks import check_circumstances, sample_of
-from te_graph.entry import Entry
+from te_graph.entry import Discernible, Entry
 from te_graph.gradients import main_grad_of
 from te_graph.group import Group
 from te_graph.homes import plain_call_guard
@@ -26,6 +27,7 @@ from te_graph.step_state import StepState
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.Refusal.Kind
+_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, Discernible.kind)
 _CAPTURING = "inside another capture"
 _MAX_REASONS = 32  # shapes in messages may go on for ever
 
@@ -38,8 +40,15 @@ class Handle:
         fast_call: what a call needs that replays without coming here; None where that is not possible.
     """
 
-    def __init__(self, label: str, target: nn.Module | Callable[..., Any], step_state: StepState | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        target: nn.Module | Callable[..., Any],
+        parameters: inspect.Signature | None = None,
+        step_state: StepState | None = None,
+    ) -> None:
         self.label = label
+        self._parameters = parameters
         self._step_state = step_state
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
@@ -110,7 +119,7 @@ class Handle:
         return None
 
     def _replay_otherwise(
-        self, refusal: _C.Refusal, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, refusal: _C.Refusal | Discernible, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
 
@@ -118,13 +127,15 @@ class Handle:
             ValueError, RuntimeError: the user chose an error, or the eager result would not be right.
         """
         for entry in list(self._others):
-            if refusal.kind != _Kind.ARGUMENTS:
+            if refusal.kind not in _OTHER_ARGUMENTS:
                 break
             outputs = entry.replay(root, args, kwargs)
-            if type(outputs) is list or outputs.kind != _Kind.ARGUMENTS:
+            if type(outputs) is list or outputs.kind not in _OTHER_ARGUMENTS:
                 self._make_current(entry)
                 if type(outputs) is list:
                     return outputs, None
+                refusal = outputs
+            elif outputs.kind == Discernible.kind:
                 refusal = outputs
         kind, options = refusal.kind, self._group.options
         if kind == _Kind.CAPTURING:
@@ -132,15 +143,15 @@ class Handle:
         if kind == _Kind.MODE:
             return [], self._fall_back(refusal.message)
         lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
-        if options.on_mismatch == "capture" and (lost or kind in (_Kind.ARGUMENTS, _Kind.CIRCUMSTANCES)):
+        if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
             return self._capture_again(refusal, root, args, kwargs)
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
-        if may_be_eager == "raise" and kind != _Kind.UNLINKED:
+        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, Discernible.kind):
             raise (ValueError if kind == _Kind.ARGUMENTS else RuntimeError)(refusal.message)
         return [], self._fall_back(refusal.message)
 
     def _capture_again(
-        self, refusal: _C.Refusal, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, refusal: _C.Refusal | Discernible, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """Capture what is called; where that fails, a reason to run eagerly."""
         group = self._group
@@ -149,7 +160,8 @@ class Handle:
         counted = self._eager_calls.copy()  # without those that the capture makes
         try:
             check_circumstances(group.device)
-            job = Job(self.label, self._target(), sample_of(self.label, args, kwargs, group.device), kwargs)
+            sample = sample_of(self.label, args, kwargs, group.device)
+            job = Job(self.label, self._target(), sample, kwargs, self._parameters)
             self._captures += 1
             entry = capture_all(group, [job], is_chain=False)[0]
         except (RuntimeError, TypeError, ValueError) as error:
@@ -157,7 +169,7 @@ class Handle:
         finally:
             self._eager_calls = counted
         _log.info("%s: captured again: %s", self.label, refusal.message)
-        if refusal.kind != _Kind.ARGUMENTS:
+        if refusal.kind not in _OTHER_ARGUMENTS:
             self._retire(self._entry)
         self._add(entry)
         outputs = entry.replay(root, args, kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import sys
 import time
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from te_graph import _C
+from te_graph.call_form import CallForm
 from te_graph.capture import CallableCapture
 from te_graph.capturing import capturing
 from te_graph.checks import sample_of
@@ -34,12 +36,14 @@ class Job:
 
     Attributes:
         sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
+        parameters: of the callable, from ``parameters_of``.
     """
 
     label: str
     target: nn.Module | Callable[..., Any]
     sample: tuple[Signature, list[Tensor]] | None
     kwargs: dict[str, Any]
+    parameters: inspect.Signature | None
 
 
 def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
@@ -72,7 +76,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
             capture.sample_results = []
         with _main_grads(captures, group):
             _capture_graphs(captures, group, progress, is_chain)
-            entries = _assemble_all(captures, group, is_chain, (time.perf_counter() - started) / len(captures))
+            entries = _assemble_all(jobs, captures, group, is_chain, (time.perf_counter() - started) / len(captures))
         on_failure.pop_all()
     for entry in entries:
         facts = entry.statistics
@@ -160,7 +164,9 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
         isolation.restore()
 
 
-def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float) -> list[Entry]:
+def _assemble_all(
+    jobs: list[Job], captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float
+) -> list[Entry]:
     backend = group.backend
     forwards = [[slot.forward for slot in capture.slots] for capture in captures]
     sharing = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
@@ -169,7 +175,7 @@ def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool,
         forwards = [[] for _ in captures]
     *forward_bytes, shared_bytes = backend.nbytes([*forwards, sharing])
     entries: dict[CallableCapture, Entry] = {}
-    for capture, own_bytes in zip(captures, forward_bytes, strict=True):
+    for job, capture, own_bytes in zip(jobs, captures, forward_bytes, strict=True):
         predecessor = entries.get(capture.predecessor)
         graphs = [g for slot in capture.slots for g in (slot.forward, slot.backward) if g is not None]
         inputs = sum(t.nbytes for s in capture.slots for i, t in enumerate(s.inputs) if i not in capture.links)
@@ -178,6 +184,7 @@ def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool,
             label=capture.label,
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
+            form=CallForm(job.parameters, capture.signature),
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
             states=[gradient_state(parameter) for parameter in parameters],
