@@ -16,7 +16,7 @@ from te_graph.gradients import destination_dtype
 from te_graph.group import Group
 from te_graph.homes import find_homes, walk
 from te_graph.rollback import ContainerState
-from te_graph.signature import ResultSpec, Signature
+from te_graph.signature import ResultSpec, Signature, containers_kept
 
 
 @dataclass
@@ -251,7 +251,9 @@ class CallableCapture:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call it without the hooks of the top module, which run around each replay."""
-        return self.root.forward(*args, **kwargs) if isinstance(self.root, nn.Module) else self.root(*args, **kwargs)
+        function = self.root.forward if isinstance(self.root, nn.Module) else self.root
+        with containers_kept(self.label, args, kwargs):
+            return function(*args, **kwargs)
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
         """Run the backward once with zero gradients and note who gets one."""

@@ -162,9 +162,12 @@ def _parts(node: Any, kind: type) -> tuple[tuple[str, ...], tuple[Any, ...], Any
 
 
 def _state(node: Any) -> dict[str, Any]:
-    """Attributes of an object, those in slots included."""
-    slots = [name for name in copyreg._slotnames(type(node)) if hasattr(node, name)]
-    return {**{name: getattr(node, name) for name in slots}, **getattr(node, "__dict__", {})}
+    """Attributes of an object, those in slots included, by name: their order is seldom looked at."""
+    names = set(copyreg._slotnames(type(node)))
+    if dataclasses.is_dataclass(node):
+        names.update(field.name for field in dataclasses.fields(node))  # some may be of the class
+    state = {**{name: getattr(node, name) for name in names if hasattr(node, name)}, **getattr(node, "__dict__", {})}
+    return {name: state[name] for name in sorted(state)}
 
 
 def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch import Tensor
 from te_graph.constants import are_same, frozen, is_comparable, is_constant, reason_against
 from te_graph.nest import Shape, flatten, reordered, unflatten
 
-__all__ = ["DiscernibleError", "ResultSpec", "Signature", "is_constant"]
+__all__ = ["DiscernibleError", "ResultSpec", "Signature", "containers_kept", "is_constant"]
 
 
 class DiscernibleError(ValueError):
@@ -163,6 +165,23 @@ class Signature(_Nest):
             if not flatten(got)[1].matches(expected):
                 return f"expected {name} nested as at capture, got a {type(got).__name__} of another structure"
         return "the arguments are nested in another way than at capture"
+
+
+@contextlib.contextmanager
+def containers_kept(label: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Refuse, at the end, a callable that has put something else into a container among its arguments.
+
+    Raises:
+        RuntimeError: a replay would not do that to the caller's.
+    """
+    before, shape = flatten((args, kwargs))
+    yield
+    after, shape_after = flatten((args, kwargs))
+    if not shape.matches(shape_after) or any(old is not new for old, new in zip(before, after, strict=True)):
+        raise RuntimeError(
+            f"{label}: changes a container among its arguments, which a replay would not: change a copy, and return "
+            "what is new"
+        )
 
 
 @dataclass(frozen=True)
