@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.autocast import own_casts
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import destination_dtype
@@ -252,7 +253,7 @@ class CallableCapture:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call it without the hooks of the top module, which run around each replay."""
         function = self.root.forward if isinstance(self.root, nn.Module) else self.root
-        with containers_kept(self.label, args, kwargs):
+        with containers_kept(self.label, args, kwargs), own_casts():
             return function(*args, **kwargs)
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:

@@ -251,13 +251,6 @@ def test_a_buffer_that_requires_grad_is_refused_by_name(device, model, refuses):
     refuses(ValueError, words, model, (batch(device),))
 
 
-def test_autocast_that_caches_weights_is_refused_and_without_the_cache_accepted(device, model, refuses):
-    with torch.autocast(device, torch.bfloat16):
-        refuses(RuntimeError, "autocast without its weight cache.*cache_enabled=False", model, (batch(device),))
-    with torch.autocast(device, torch.bfloat16, cache_enabled=False):
-        make_graphed_callables(model, (batch(device),))
-
-
 def test_inference_mode_is_refused(device, model, refuses):
     sample = batch(device)
     with torch.inference_mode():
