@@ -10,6 +10,7 @@ from torch import nn
 
 from te_graph.constants import are_same, is_comparable
 from te_graph.nest import flatten, unflatten
+from te_graph.pure_hooks import ARGUMENT
 from te_graph.signature import Signature
 
 _Kind = inspect.Parameter
@@ -38,7 +39,7 @@ class CallForm:
         args, kwargs = signature.shape.children
         each = {} if parameters is None else parameters.parameters
         starred = (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
-        self._count, self._names = len(args.children), kwargs.keys
+        self._count, self._names = len(args.children), tuple(name for name in kwargs.keys if name != ARGUMENT)
         self._named = {name: parameter for name, parameter in each.items() if parameter.kind not in starred}
         self._has_named_alone = all(parameter.kind != _Kind.VAR_KEYWORD for parameter in each.values())
         is_bindable = parameters is not None and all(p.kind != _Kind.VAR_POSITIONAL for p in each.values())

@@ -16,6 +16,7 @@ from te_graph.externals import TensorWatch
 from te_graph.gradients import destination_dtype
 from te_graph.group import Group
 from te_graph.homes import find_homes, walk
+from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.rollback import ContainerState
 from te_graph.signature import ResultSpec, Signature, containers_kept
 
@@ -72,6 +73,7 @@ class CallableCapture:
         saved_outputs: for each of those, whether the backward reads it.
         result: the nest of the results.
         sample_results: the results of the warm-up, as leaves, until the successor has been linked.
+        computed: attributes that hooks of modules below compute inside the graph.
     """
 
     def __init__(
@@ -93,7 +95,10 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
-        self._containers = ContainerState(place for place in walk(root) if "global variable" not in place.name)
+        places = list(walk(root))
+        self._containers = ContainerState(place for place in places if "global variable" not in place.name)
+        below = [place.obj for place in places if isinstance(place.obj, nn.Module) and place.obj is not root]
+        self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -253,7 +258,9 @@ class CallableCapture:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call it without the hooks of the top module, which run around each replay."""
         function = self.root.forward if isinstance(self.root, nn.Module) else self.root
-        with containers_kept(self.label, args, kwargs), own_casts():
+        values = values_of(self.root, kwargs.pop(ARGUMENT, ()))
+        hooked = taken_away(self._computable)
+        with containers_kept(self.label, args, kwargs), own_casts(), values, hooked as self.computed:
             return function(*args, **kwargs)
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:

@@ -11,6 +11,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.call_form import CallForm
 from te_graph.gradients import GradientState
+from te_graph.pure_hooks import ARGUMENT, Computed, current_values
 from te_graph.signature import DiscernibleError, ResultSpec, Signature
 
 
@@ -35,6 +36,7 @@ class Entry:
         states: what graphed callables share about each of those.
         has_main_grads: the gradient of one of them goes to a ``main_grad``.
         statistics: of the capture: backend, slots, graphs, nodes, bytes, capture_seconds.
+        computed: attributes that hooks of modules below the callable compute inside the graph.
         predecessor: in a chain, the entry whose results it reads in place.
         retired: another capture has taken its place.
     """
@@ -48,19 +50,25 @@ class Entry:
     states: list[GradientState]
     has_main_grads: bool
     statistics: dict[str, Any]
+    computed: list[Computed]
     predecessor: weakref.ref[Entry] | None = None
     retired: bool = False
     is_flat: bool = field(init=False)
+    has_hooked_values: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_flat = self.signature.is_flat
+        self.has_hooked_values = ARGUMENT in self.signature.shape.children[1].keys
 
     def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal | Discernible:
         """The tensors of the results of a replay, or why there was none."""
         if self.is_flat and not kwargs and self.signature.is_plain(args):
             return self.graphed.forward(root, args)
         try:
-            tensors = self.signature.flatten(self.label, *self.form.of(args, kwargs))
+            args, kwargs = self.form.of(args, kwargs)
+            if self.has_hooked_values:
+                kwargs = {**kwargs, ARGUMENT: current_values(root)}
+            tensors = self.signature.flatten(self.label, args, kwargs)
         except DiscernibleError as error:
             return Discernible(str(error))
         except ValueError as error:

@@ -95,6 +95,8 @@ class Handle:
                 outputs, reason = self._replay_otherwise(outputs, root, args, kwargs)
                 entry = self._entry
             if reason is None:
+                for attribute in entry.computed:
+                    attribute.mark()
                 result = entry.result
                 return outputs[0] if result.is_tensor else result.unflatten(outputs)
         is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
@@ -198,7 +200,7 @@ class Handle:
             self._others.insert(0, self._entry)
         self._entry, self.fast_call = entry, None
         is_simple = self._is_module and self._step_state is None
-        if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor:
+        if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor and not entry.computed:
             count = len(entry.signature.tensors)
             self.fast_call = _C.fast_call(entry.graphed, plain_call_guard(), count, self._grad_mode)
 
@@ -243,6 +245,8 @@ class Handle:
         unregister(self)
         for entry in self._entries:
             self._retire(entry)
+            for attribute in entry.computed:
+                attribute.compute()
             for state in entry.states:
                 state.users.discard(self)
         self._make_current(None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.dispatch import has_subclass, is_dense, storage_key
 from te_graph.externals import External
+from te_graph.pure_hooks import is_pure_hook
 from te_graph.signature import is_constant
 
 HOOK_DICTS = {
@@ -243,7 +244,7 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool, may_capture_hoo
         homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
-        if hooks.obj and not may_capture_hooks:
+        if not (may_capture_hooks or all(map(is_pure_hook, hooks.obj.values()))):
             raise RuntimeError(
                 f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
                 'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'

@@ -25,6 +25,7 @@ from te_graph.checks import sample_of
 from te_graph.entry import Entry
 from te_graph.gradients import create_main_grad, gradient_state, main_grad_of
 from te_graph.group import Group
+from te_graph.pure_hooks import ARGUMENT, sample_values
 from te_graph.signature import Signature
 
 _log = logging.getLogger("te_graph")
@@ -91,6 +92,9 @@ def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> Calla
     signature, tensors = job.sample or sample_of(
         job.label, (predecessor.result.unflatten(predecessor.sample_results),), job.kwargs
     )
+    if values := sample_values(job.target):
+        args, kwargs = signature.unflatten(tensors)
+        signature, tensors = sample_of(job.label, args, {**kwargs, ARGUMENT: values})
     capture = CallableCapture(job.label, job.target, group, signature, tensors)
     if predecessor is not None:
         capture.link_to(predecessor, everything=job.sample is None)
@@ -185,6 +189,7 @@ def _assemble_all(
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
             form=CallForm(job.parameters, capture.signature),
+            computed=capture.computed,
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
             states=[gradient_state(parameter) for parameter in parameters],
