@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.autocast import own_casts
+from te_graph.changed_arguments import ChangedInputs
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import destination_dtype
@@ -71,7 +72,8 @@ class CallableCapture:
         homes: the guard and the tensors outside that the capture uses, once warmed up.
         output_numbers: which results require a gradient.
         saved_outputs: for each of those, whether the backward reads it.
-        result: the nest of the results.
+        result: the nest of the results; with that of the arguments that are changed in place, where some are.
+        changed: those arguments.
         sample_results: the results of the warm-up, as leaves, until the successor has been linked.
         computed: attributes that hooks of modules below compute inside the graph.
     """
@@ -93,6 +95,7 @@ class CallableCapture:
         self.predecessor: CallableCapture | None = None
         self.links: dict[int, int] = {}
         self.slots: list[Slot] = []
+        self.changed = ChangedInputs(is_allowed=not group.options.chain)
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
         places = list(walk(root))
@@ -247,8 +250,11 @@ class CallableCapture:
 
     def _call(self, inputs: list[Tensor]) -> list[Tensor]:
         """Run the callable on ``inputs`` [...]; return its tensors, as clones where they share memory with others."""
-        args, kwargs = self.signature.unflatten(inputs)
-        self.result, tensors = ResultSpec.of(self.label, self._run(*args, **kwargs))
+        given = self.changed.given(inputs)
+        args, kwargs = self.signature.unflatten(given)
+        result = self._run(*args, **kwargs)
+        changed = self.changed.results(inputs, given)
+        self.result, tensors = ResultSpec.of(self.label, (result, changed) if changed else result)
         foreign = {storage_key(tensor) for tensor in inputs} | set(self.watch.externals)
         for number, tensor in enumerate(tensors):
             if tensor.layout != torch.strided:

@@ -8,11 +8,11 @@ import enum
 import fractions
 import functools
 import pathlib
+import sys
 import types
 import uuid
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,11 +34,11 @@ _CONSTANTS = (
 )
 # Values beyond those that other parts of the package guard.
 _VALUES = (
-    *(range, np.generic, np.dtype, uuid.UUID, pathlib.PurePath, decimal.Decimal, fractions.Fraction),
+    *(range, uuid.UUID, pathlib.PurePath, decimal.Decimal, fractions.Fraction),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
 )
 _BY_IDENTITY = (
-    *(type, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc),
+    *(type, types.MethodDescriptorType, types.WrapperDescriptorType),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
 _MAX_DEPTH = 4  # of functions that functions refer to
@@ -52,7 +52,7 @@ def is_constant(value: Any) -> bool:
 def is_comparable(value: Any, depth: int = 0) -> bool:
     """True for what may stand in arguments and results beside tensors: immutable values, classes, and functions that
     refer to nothing but such things."""
-    if is_constant(value) or isinstance(value, (*_VALUES, *_BY_IDENTITY)):
+    if is_constant(value) or isinstance(value, (*_VALUES, *_BY_IDENTITY)) or _is_of_numpy(value, "generic", "dtype"):
         return not isinstance(value, slice) or all(map(is_constant, _ends(value)))
     if isinstance(value, torch.Size | frozenset):
         return all(is_comparable(item, depth) for item in value)
@@ -76,7 +76,7 @@ def are_same(expected: Any, got: Any) -> bool:
         return expected.hex() == got.hex()  # zeros of two signs are not the same, NaN is
     if isinstance(expected, complex):
         return are_same(expected.real, got.real) and are_same(expected.imag, got.imag)
-    if isinstance(expected, np.generic):
+    if _is_of_numpy(expected, "generic"):
         return expected.dtype == got.dtype and expected.tobytes() == got.tobytes()
     if isinstance(expected, slice):
         return all(map(are_same, _ends(expected), _ends(got)))
@@ -95,7 +95,7 @@ def frozen(value: Any) -> Any:
 
 def reason_against(value: Any) -> str:
     """What to write instead of giving ``value``, which is not comparable, or having it as result."""
-    if isinstance(value, np.ndarray):
+    if _is_of_numpy(value, "ndarray"):
         return "give a tensor (torch.from_numpy)"
     if isinstance(value, torch.Generator):
         return "only the default generator goes on from replay to replay"
@@ -107,6 +107,12 @@ def reason_against(value: Any) -> str:
         "a type of one's own is seen into if it is a dataclass, a subclass of dict, list or tuple, or given to "
         "torch.utils._pytree.register_pytree_node"
     )
+
+
+def _is_of_numpy(value: Any, *kinds: str) -> bool:
+    """True for an instance of one of numpy's classes ``kinds``; numpy need not be installed."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, tuple(getattr(numpy, kind) for kind in kinds))
 
 
 def _ends(one: slice) -> tuple[Any, Any, Any]:

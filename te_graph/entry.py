@@ -10,6 +10,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.call_form import CallForm
+from te_graph.changed_arguments import ChangedArguments
 from te_graph.gradients import GradientState
 from te_graph.pure_hooks import ARGUMENT, Computed, current_values
 from te_graph.signature import DiscernibleError, ResultSpec, Signature
@@ -37,6 +38,7 @@ class Entry:
         has_main_grads: the gradient of one of them goes to a ``main_grad``.
         statistics: of the capture: backend, slots, graphs, nodes, bytes, capture_seconds.
         computed: attributes that hooks of modules below the callable compute inside the graph.
+        changed: arguments that the callable changes in place; None where it changes none.
         predecessor: in a chain, the entry whose results it reads in place.
         retired: another capture has taken its place.
     """
@@ -51,13 +53,14 @@ class Entry:
     has_main_grads: bool
     statistics: dict[str, Any]
     computed: list[Computed]
+    changed: ChangedArguments | None
     predecessor: weakref.ref[Entry] | None = None
     retired: bool = False
     is_flat: bool = field(init=False)
     has_hooked_values: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.is_flat = self.signature.is_flat
+        self.is_flat = self.signature.is_flat and self.changed is None
         self.has_hooked_values = ARGUMENT in self.signature.shape.children[1].keys
 
     def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal | Discernible:
@@ -73,7 +76,21 @@ class Entry:
             return Discernible(str(error))
         except ValueError as error:
             return _C.Refusal(_C.Refusal.Kind.ARGUMENTS, str(error))
-        return self.graphed.forward(root, tensors)
+        if self.changed is None:
+            return self.graphed.forward(root, tensors)
+        if obstacle := self.changed.obstacle(tensors):
+            return Discernible(f"{self.label}: {obstacle}")
+        outputs = self.graphed.forward(root, tensors)
+        if type(outputs) is list:
+            self.changed.write(tensors, outputs)
+        return outputs
+
+    def result_of(self, outputs: list[Tensor]) -> Any:
+        """The result of a replay that gave ``outputs`` [...]."""
+        if self.result.is_tensor:
+            return outputs[0]
+        result = self.result.unflatten(outputs)
+        return result if self.changed is None else result[0]
 
     @property
     def lost_predecessor(self) -> bool:

@@ -97,8 +97,7 @@ class Handle:
             if reason is None:
                 for attribute in entry.computed:
                     attribute.mark()
-                result = entry.result
-                return outputs[0] if result.is_tensor else result.unflatten(outputs)
+                return entry.result_of(outputs)
         is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
         self._eager_calls[reason if is_known else "other reasons"] += 1
         return self.run_eagerly(root, base)(*args, **kwargs)

@@ -21,6 +21,7 @@ from te_graph import _C
 from te_graph.call_form import CallForm
 from te_graph.capture import CallableCapture
 from te_graph.capturing import capturing
+from te_graph.changed_arguments import ChangedArguments
 from te_graph.checks import sample_of
 from te_graph.entry import Entry
 from te_graph.gradients import create_main_grad, gradient_state, main_grad_of
@@ -190,6 +191,12 @@ def _assemble_all(
             signature=capture.signature,
             form=CallForm(job.parameters, capture.signature),
             computed=capture.computed,
+            changed=ChangedArguments.of(
+                capture.changed,
+                capture.result.numbers_of_last(len(capture.changed.numbers)),
+                capture.signature.distinct_names,
+                capture.homes.tensors,
+            ),
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
             states=[gradient_state(parameter) for parameter in parameters],

@@ -58,6 +58,11 @@ class _Nest:
         """The tensors [...] among ``leaves`` in order, without those that are the same object as an earlier one."""
         return [leaves[self.tensors[number]] for number, first in enumerate(self.first) if first == number]
 
+    def numbers_of_last(self, count: int) -> list[int]:
+        """Where the last ``count`` tensors of the nest are among the distinct ones."""
+        distinct = [number for number, first in enumerate(self.first) if first == number]
+        return [distinct.index(first) for first in self.first[len(self.first) - count :]]
+
     def unflatten(self, distinct: list[Tensor]) -> Any:
         """The nest with ``distinct`` tensors [...] in their places."""
         by_number = dict(zip([n for n, first in enumerate(self.first) if n == first], distinct, strict=True))
