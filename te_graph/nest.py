@@ -40,15 +40,15 @@ class Shape:
 
     Attributes:
         kind: type of the container; None for a leaf.
-        labels: how messages name each child, such as ``[0]``, ``['mask']`` or ``.weight``.
         keys: of a dictionary, in order, else the numbers of the items; then the names of the attributes.
+        items: how many of them are no names of attributes.
         context: what else the container needs to be put together again.
         children: one for each child.
     """
 
     kind: type | None
-    labels: tuple[str, ...] = ()
     keys: tuple[Any, ...] = ()
+    items: int = 0
     context: Any = None
     children: tuple[Shape, ...] = ()
 
@@ -61,7 +61,7 @@ class Shape:
         dictionaries."""
         if self is other:
             return True
-        if self.kind is not other.kind or len(self.keys) != len(other.keys):
+        if self.kind is not other.kind or len(self.keys) != len(other.keys) or self.items != other.items:
             return False
         if self.kind is None:
             return True
@@ -81,8 +81,8 @@ class Shape:
         """The names of the leaves, in order."""
         if self.kind is None:
             yield prefix
-        for label, child in zip(self.labels, self.children, strict=True):
-            yield from child.names(prefix + label)
+        for number, (key, child) in enumerate(zip(self.keys, self.children, strict=True)):
+            yield from child.names(f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}")
 
 
 _LEAF = Shape(None)
@@ -121,30 +121,29 @@ def _flatten(node: Any, leaves: list[Any]) -> Shape:
     if kind in _PLAIN:
         is_dict = kind is dict
         keys = tuple(node) if is_dict else tuple(range(len(node)))
-        labels, children, context = tuple(f"[{key!r}]" for key in keys), node.values() if is_dict else node, None
+        items, children, context = len(keys), node.values() if is_dict else node, None
     elif kind is torch.Size or not (parts := _parts(node, kind)):
         leaves.append(node)
         return _LEAF
     else:
-        labels, keys, context, children = parts
-    return Shape(kind, labels, keys, context, tuple(_flatten(child, leaves) for child in children))
+        keys, items, context, children = parts
+    return Shape(kind, keys, items, context, tuple(_flatten(child, leaves) for child in children))
 
 
-def _parts(node: Any, kind: type) -> tuple[tuple[str, ...], tuple[Any, ...], Any, list[Any]] | None:
-    """Labels, keys, context and children of a container; None for a leaf."""
+def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]] | None:
+    """Keys, number of items, context and children of a container; None for a leaf."""
     if isinstance(node, Tensor | nn.Module | enum.Enum | type):
         return None
     if kind in pytree.SUPPORTED_NODES and kind not in _BASES:
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
-        numbers = tuple(range(len(children)))
-        return tuple(f"[{number}]" for number in numbers), numbers, context, list(children)
+        return tuple(range(len(children))), len(children), context, list(children)
     if kind is functools.partial:
-        return (".func", ".args", ".keywords"), (0, 1, 2), None, [node.func, node.args, node.keywords]
+        return ("func", "args", "keywords"), 0, None, [node.func, node.args, node.keywords]
     if kind is slice:
-        return (".start", ".stop", ".step"), (0, 1, 2), None, [node.start, node.stop, node.step]
+        return ("start", "stop", "step"), 0, None, [node.start, node.stop, node.step]
     if isinstance(node, set):
         typed = frozenset((type(item), item) for item in node)  # True is not 1
-        return ((), (), typed, []) if kind is set and all(map(is_comparable, node)) else None
+        return ((), 0, typed, []) if kind is set and all(map(is_comparable, node)) else None
     if not isinstance(node, (*_MAPPINGS, *_SEQUENCES, *_NAMESPACES)) and not dataclasses.is_dataclass(node):
         return None
     keys: tuple[Any, ...] = ()
@@ -156,9 +155,8 @@ def _parts(node: Any, kind: type) -> tuple[tuple[str, ...], tuple[Any, ...], Any
         children = list(node)
         keys = tuple(range(len(children)))
     state = _state(node)
-    labels = (*(f"[{key!r}]" for key in keys), *(f".{name}" for name in state))
-    context = (len(keys), getattr(node, "default_factory", None), getattr(node, "maxlen", None))
-    return labels, (*keys, *state), context, [*children, *state.values()]
+    context = (getattr(node, "default_factory", None), getattr(node, "maxlen", None))
+    return (*keys, *state), len(keys), context, [*children, *state.values()]
 
 
 def _state(node: Any) -> dict[str, Any]:
@@ -187,11 +185,11 @@ def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:
         return slice(*children)
     if kind is set:
         return {item for _, item in shape.context}
-    return _put_together(kind, shape.keys, shape.context, children)
+    return _put_together(kind, shape, children)
 
 
-def _put_together(kind: type, keys: tuple[Any, ...], context: tuple[int, Any, Any], children: list[Any]) -> Any:
-    count, default_factory, maxlen = context
+def _put_together(kind: type, shape: Shape, children: list[Any]) -> Any:
+    (default_factory, maxlen), keys, count = shape.context, shape.keys, shape.items
     base = next((base for base in _BASES if issubclass(kind, base)), object)
     items = children[:count]
     made = base.__new__(kind, items) if base is tuple else base.__new__(kind)
