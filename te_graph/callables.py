@@ -55,7 +55,9 @@ def make_graphed_callables(
             ``state_dict``, ``train``, ``eval``, hooks and saving work; a copied or loaded module is eager.
         sample_args: the positional arguments of the callable, or a tuple of them for each: nests of tensors and
             constants, with shapes, dtypes, devices and requires_grad of the later calls. Their values do not matter
-            and they are not written to. With ``chain`` later ones may be left out.
+            and they are not written to. With ``chain`` later ones may be left out. Nests are lists, tuples,
+            dictionaries, subclasses of these, dataclasses, and types registered with ``torch.utils._pytree``;
+            constants are compared by value, functions by their code and what it refers to.
         num_warmup_iters: eager iterations before the capture; at least one is run.
         allow_unused_input: let a sample that requires a gradient contribute to no result.
         pool: memory pool (``torch.cuda.graph_pool_handle()``) for what is born and freed inside backward graphs;
@@ -92,6 +94,9 @@ def make_graphed_callables(
         What replays: the module itself, or a function; a tuple of them if a tuple was given. Each has ``.te_graph``
         with ``info()`` and ``reset()``. Results are fresh tensors over memory of the graph. They keep their values for
         as long as they are held: before a replay overwrites the memory of one, it is moved to memory of its own.
+
+        What the callable changes in place among its arguments is changed, with its history, in those of the call.
+        Arguments may be given by position or by name, and defaults left out, whatever the samples did.
 
         A call runs eagerly in the other training mode or grad mode than at capture, inside another capture, and with
         ``TE_GRAPH_DISABLE=1``. The logger "te_graph" tells captures (INFO) and, once each, what ran eagerly because a

@@ -94,6 +94,22 @@ def test_the_cache_matters_for_a_weight_that_is_used_twice(device):
     assert not torch.equal(*seen)
 
 
+def test_two_calls_in_one_region_add_as_eager_calls_in_a_region_each(device):
+    """A documented limit: eager execution would cast the weight once for both, and add in the lower precision."""
+    net = nn.Linear(4, 4).to(device)
+    twin = eager_twin(net)
+    inputs = [batch(device) for _ in range(2)]
+    with torch.autocast(device, torch.bfloat16):
+        make_graphed_callables(net, (batch(device),), max_in_flight=2)
+        results = [net(x) for x in inputs]
+    torch.autograd.backward(results, [torch.full_like(result, 1 / 3) for result in results])
+    for x in reversed(inputs):
+        with torch.autocast(device, torch.bfloat16):
+            result = twin(x)
+        result.backward(torch.full_like(result, 1 / 3))
+    assert_bitwise_equal(gradients_of(dict(net.named_parameters())), gradients_of(dict(twin.named_parameters())))
+
+
 def test_a_forward_that_is_wrapped_in_autocast_as_accelerate_does(device):
     net = Net().to(device)
     twin = eager_twin(net)

@@ -167,6 +167,16 @@ def test_hooks_and_retained_gradients_of_the_argument(device, retains):
     assert net.te_graph.info()["forward_replays"] == (0 if retains else 1)
 
 
+def test_a_hook_put_on_the_argument_after_the_call_sees_its_later_uses_only(device):
+    """What the graph itself has computed from the changed argument stays inside: a documented limit."""
+    graphed = make_graphed_callables(lambda x: x.mul_(2) * 3, (batch(device),))
+    hidden, seen = batch(device) * 1.5, []
+    result = graphed(hidden)
+    hidden.register_hook(seen.append)
+    (result + hidden * 5).sum().backward()
+    assert_bitwise_equal(seen, [torch.full((3, 4), 5.0, device=device)])
+
+
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: x[:]], ids=["leaf", "view"])
 def test_a_leaf_is_refused_as_in_eager_execution_before_anything_runs(device, make):
     net = convolutional(device)
