@@ -42,9 +42,10 @@ class CallForm:
         self._count, self._names = len(args.children), tuple(name for name in kwargs.keys if name != ARGUMENT)
         self._named = {name: parameter for name, parameter in each.items() if parameter.kind not in starred}
         self._has_named_alone = all(parameter.kind != _Kind.VAR_KEYWORD for parameter in each.values())
-        is_bindable = parameters is not None and all(p.kind != _Kind.VAR_POSITIONAL for p in each.values())
-        self._parameters = parameters if is_bindable else None
-        self._by_position = tuple(self._named)[: self._count] if is_bindable else ()
+        self._parameters = parameters
+        # What a ``*`` parameter collects has no name: such calls have as many arguments by position as the capture.
+        self._has_starred = any(parameter.kind == _Kind.VAR_POSITIONAL for parameter in each.values())
+        self._by_position = () if self._has_starred else tuple(self._named)[: self._count]
         # A later call may leave out what was given its default.
         self._defaults = {
             name: self._named[name].default
@@ -56,13 +57,17 @@ class CallForm:
         """The same call in the form of the captured one; as it is where there is none."""
         if len(args) == self._count and kwargs.keys() == set(self._names):
             return args, self._in_order(kwargs)
-        if self._parameters is None:
+        if self._parameters is None or (self._has_starred and len(args) != self._count):
             return args, kwargs
         try:
             given = self._parameters.bind(*args, **kwargs).arguments
         except TypeError:  # which an eager call would raise
             return args, kwargs
-        collected = next((given.pop(n) for n in list(given) if n not in self._named), {})
+        if self._has_starred:
+            given = {name: value for name, value in kwargs.items() if name in self._named}
+            collected = {name: value for name, value in kwargs.items() if name not in self._named}
+        else:
+            collected = next((given.pop(n) for n in list(given) if n not in self._named), {})
         wanted = {*self._by_position, *self._names} & self._named.keys()
         is_superfluous = {name: _is_default(self._named[name], given[name]) for name in given.keys() - wanted}
         values = {**self._defaults, **{name: given[name] for name in given.keys() & wanted}}
@@ -71,7 +76,8 @@ class CallForm:
         if collected.keys() != set(self._names) - wanted:
             return args, kwargs
         by_name = {name: values[name] for name in wanted.difference(self._by_position)}
-        return tuple(values[name] for name in self._by_position), self._in_order({**by_name, **collected})
+        by_position = args if self._has_starred else tuple(values[name] for name in self._by_position)
+        return by_position, self._in_order({**by_name, **collected})
 
     def _arguments_of(self, signature: Signature) -> dict[str, Any]:
         """The captured arguments by name, with something of its own in the place of each tensor."""

@@ -100,6 +100,21 @@ def test_arguments_that_eager_execution_refuses_are_refused(device):
             model(*args, **kwargs)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"scale": 1.0}])
+def test_a_function_of_any_number_of_tensors(device, kwargs):
+    def summed(*terms: Tensor, scale: float = 1.0) -> Tensor:  # [3, 4], each
+        return sum(terms) * scale
+
+    graphed = make_graphed_callables(summed, (batch(device), batch(device)), sample_kwargs=kwargs)
+    x, y = batch(device), batch(device)
+    for form in ({}, {"scale": 1.0}):
+        assert_bitwise_equal(run(graphed, x, y, **form), run(summed, x, y))
+    assert graphed.te_graph.info()["forward_replays"] == 2
+    for terms, form in (((x,), {}), ((x, y, batch(device)), {}), ((x, y), {"scale": 2.0})):
+        with pytest.raises(ValueError, match="summed: "):
+            graphed(*terms, **form)
+
+
 def test_a_decorated_function_is_called_as_it_was_captured(device):
     """What stands between caller and function may take the one form for something else than the other."""
 
