@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -16,12 +17,19 @@ from te_graph.pure_hooks import ARGUMENT, Computed, current_values
 from te_graph.signature import DiscernibleError, ResultSpec, Signature
 
 
-@dataclass(frozen=True)
-class Discernible:
-    """A refusal like ``_C.Refusal``: the graph's results might be right, but an eager call's are in any case."""
+class Doubt(enum.Enum):
+    """Why the results of a replay might be wrong, where an eager call's are right."""
 
+    DISCERNIBLE = enum.auto()  # the arguments are those of the capture, but code could tell them apart
+    ENTANGLED = enum.auto()  # what the call changes in place is part of something else
+
+
+@dataclass(frozen=True)
+class Doubtful:
+    """A refusal like ``_C.Refusal``."""
+
+    kind: Doubt
     message: str
-    kind: ClassVar[None] = None
 
 
 @dataclass(eq=False)
@@ -63,7 +71,7 @@ class Entry:
         self.is_flat = self.signature.is_flat and self.changed is None
         self.has_hooked_values = ARGUMENT in self.signature.shape.children[1].keys
 
-    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal | Discernible:
+    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal | Doubtful:
         """The tensors of the results of a replay, or why there was none."""
         if self.is_flat and not kwargs and self.signature.is_plain(args):
             return self.graphed.forward(root, args)
@@ -73,13 +81,13 @@ class Entry:
                 kwargs = {**kwargs, ARGUMENT: current_values(root)}
             tensors = self.signature.flatten(self.label, args, kwargs)
         except DiscernibleError as error:
-            return Discernible(str(error))
+            return Doubtful(Doubt.DISCERNIBLE, str(error))
         except ValueError as error:
             return _C.Refusal(_C.Refusal.Kind.ARGUMENTS, str(error))
         if self.changed is None:
             return self.graphed.forward(root, tensors)
         if obstacle := self.changed.obstacle(tensors):
-            return Discernible(f"{self.label}: {obstacle}")
+            return Doubtful(Doubt.ENTANGLED, f"{self.label}: {obstacle}")
         outputs = self.graphed.forward(root, tensors)
         if type(outputs) is list:
             self.changed.write(tensors, outputs)

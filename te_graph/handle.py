@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.capturing import is_captured, is_capturing
 from te_graph.checks import check_circumstances, sample_of
-from te_graph.entry import Discernible, Entry
+from te_graph.entry import Doubt, Doubtful, Entry
 from te_graph.gradients import main_grad_of
 from te_graph.group import Group
 from te_graph.homes import plain_call_guard
@@ -27,7 +27,7 @@ from te_graph.step_state import StepState
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.Refusal.Kind
-_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, Discernible.kind)
+_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, Doubt.DISCERNIBLE)
 _CAPTURING = "inside another capture"
 _MAX_REASONS = 32  # shapes in messages may go on for ever
 
@@ -120,7 +120,7 @@ class Handle:
         return None
 
     def _replay_otherwise(
-        self, refusal: _C.Refusal | Discernible, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
 
@@ -136,7 +136,7 @@ class Handle:
                 if type(outputs) is list:
                     return outputs, None
                 refusal = outputs
-            elif outputs.kind == Discernible.kind:
+            elif outputs.kind == Doubt.DISCERNIBLE:
                 refusal = outputs
         kind, options = refusal.kind, self._group.options
         if kind == _Kind.CAPTURING:
@@ -147,12 +147,12 @@ class Handle:
         if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
             return self._capture_again(refusal, root, args, kwargs)
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
-        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, Discernible.kind):
+        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, *Doubt):
             raise (ValueError if kind == _Kind.ARGUMENTS else RuntimeError)(refusal.message)
         return [], self._fall_back(refusal.message)
 
     def _capture_again(
-        self, refusal: _C.Refusal | Discernible, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """Capture what is called; where that fails, a reason to run eagerly."""
         group = self._group

@@ -69,13 +69,18 @@ class Shape:
             return False
         children = other.children
         if in_any_order and issubclass(self.kind, _MAPPINGS):
-            where = {key: number for number, key in enumerate(other.keys)}
-            if set(where) != set(self.keys):
+            found = other.by_place()
+            if found.keys() != self.by_place().keys():
                 return False
-            children = [other.children[where[key]] for key in self.keys]
+            children = [found[place] for place in self.by_place()]
         elif not all(map(_is_same_key, self.keys, other.keys)):
             return False
         return all(one.matches(two, in_any_order) for one, two in zip(self.children, children, strict=True))
+
+    def by_place(self) -> dict[tuple[bool, Any], Shape]:
+        """The children by key; an item and an attribute may have the same."""
+        places = [(number < self.items, key) for number, key in enumerate(self.keys)]
+        return dict(zip(places, self.children, strict=True))
 
     def names(self, prefix: str) -> Iterator[str]:
         """The names of the leaves, in order."""
@@ -111,9 +116,9 @@ def reordered(leaves: list[Any], shape: Shape, wanted: Shape) -> list[Any]:
 def _reordered(leaves: Iterator[Any], shape: Shape, wanted: Shape) -> list[Any]:
     if shape.is_leaf:
         return [next(leaves)]
-    by_key = dict(zip(wanted.keys, wanted.children, strict=True))
-    found = {key: _reordered(leaves, child, by_key[key]) for key, child in zip(shape.keys, shape.children, strict=True)}
-    return [leaf for key in wanted.keys for leaf in found[key]]
+    places = wanted.by_place()
+    found = {place: _reordered(leaves, child, places[place]) for place, child in shape.by_place().items()}
+    return [leaf for place in places for leaf in found[place]]
 
 
 def _flatten(node: Any, leaves: list[Any]) -> Shape:
@@ -206,7 +211,9 @@ def _put_together(kind: type, shape: Shape, children: list[Any]) -> Any:
 
 
 def _is_same_key(one: Any, other: Any) -> bool:
-    return one is other or (is_comparable(one) and are_same(one, other))
+    if one is other or type(one) is not type(other) or isinstance(one, Tensor):
+        return one is other
+    return _are_same_contexts(one, other) if type(one) is tuple else are_same(one, other)
 
 
 def _are_same_contexts(one: Any, other: Any) -> bool:

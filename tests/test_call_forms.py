@@ -108,7 +108,7 @@ def test_a_function_of_any_number_of_tensors(device, kwargs):
     graphed = make_graphed_callables(summed, (batch(device), batch(device)), sample_kwargs=kwargs)
     x, y = batch(device), batch(device)
     for form in ({}, {"scale": 1.0}):
-        assert_bitwise_equal(run(graphed, x, y, **form), run(summed, x, y))
+        assert_bitwise_equal(run(graphed, x, y, **form), run(summed, x, y, **form))
     assert graphed.te_graph.info()["forward_replays"] == 2
     for terms, form in (((x,), {}), ((x, y, batch(device)), {}), ((x, y), {"scale": 2.0})):
         with pytest.raises(ValueError, match="summed: "):

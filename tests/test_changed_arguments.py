@@ -192,12 +192,14 @@ def test_a_leaf_is_refused_as_in_eager_execution_before_anything_runs(device, ma
     assert net.te_graph.info()["forward_replays"] == 0
 
 
-def test_an_argument_that_is_part_of_another_runs_eagerly(device, caplog):
+@pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
+def test_an_argument_that_is_part_of_another_runs_eagerly(device, caplog, on_mismatch):
     def update(x: Tensor, y: Tensor) -> Tensor:  # [3, 4], [3, 4]
         x.mul_(2)
         return x + y
 
-    graphed = make_graphed_callables(update, tuple(batch(device, requires_grad=False) for _ in range(2)))
+    samples = tuple(batch(device, requires_grad=False) for _ in range(2))
+    graphed = make_graphed_callables(update, samples, on_mismatch=on_mismatch)
     values, seen = torch.randn(4, 4, device=device), []
     with caplog.at_level(logging.WARNING, "te_graph"):
         for call in (graphed, update):
@@ -206,6 +208,7 @@ def test_an_argument_that_is_part_of_another_runs_eagerly(device, caplog):
     assert_bitwise_equal(*seen)
     (told,) = caplog.records
     assert "args[0], which the call changes in place, shares memory with something else" in told.getMessage()
+    assert graphed.te_graph.info()["recaptures"] == 0
 
 
 def test_an_argument_that_is_a_buffer_of_the_callable_runs_eagerly(device):

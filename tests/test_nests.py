@@ -190,6 +190,29 @@ def test_messages_name_the_field(device):
         graphed(changed)
 
 
+def test_keys_that_are_made_anew_for_each_call(device):
+    graphed = make_graphed_callables(lambda given: given[0, "a"] * 2, ({(0, "a"): batch(device), (1, "b"): 3},))
+    x = batch(device)
+    assert_bitwise_equal(graphed({(0, "a"): x, (1, "b"): 3}).detach(), (x * 2).detach())
+    with pytest.raises(ValueError, match="of another structure"):
+        graphed({(0, "a"): x, (2, "b"): 3})
+
+
+def test_an_item_and_an_attribute_of_one_name(device):
+    def given(order: str) -> Base:
+        made = Base("here", **{name: torch.full((2,), float(ord(name)), device=device) for name in order})
+        made.a = torch.zeros(2, device=device)
+        return made
+
+    def joined(given: Base) -> Tensor:  # [2], each -> [6]
+        return torch.cat([*given.values(), given.a])
+
+    graphed = make_graphed_callables(joined, (given("ab"),))
+    for order in ("ab", "ba"):
+        assert_bitwise_equal(graphed(given(order)), joined(given(order)))
+    assert graphed.te_graph.info()["forward_replays"] == 1
+
+
 class Own:
     def __init__(self, x: Tensor) -> None:
         self.x = x
