@@ -95,7 +95,7 @@ class CallableCapture:
         self.predecessor: CallableCapture | None = None
         self.links: dict[int, int] = {}
         self.slots: list[Slot] = []
-        self.changed = ChangedInputs(is_allowed=not group.options.chain)
+        self.changed = ChangedInputs()
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
         places = list(walk(root))
@@ -106,8 +106,8 @@ class CallableCapture:
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
         results = predecessor.sample_results
-        count = len(results) if everything else 1
         names = self.signature.distinct_names
+        count = sum(name.startswith("args") for name in names) if everything else 1
         for number in range(count):
             if number >= min(len(names), len(results)) or not names[number].startswith("args"):
                 raise ValueError(

@@ -15,16 +15,16 @@ from torch import Tensor
 
 
 class ChangedInputs:
-    """Finds, in the first run of a callable, which inputs it changes; ``is_allowed`` False: none may be.
+    """Finds, in the first run of a callable, which inputs it changes.
 
     Attributes:
         numbers: of those inputs; None until the first run.
         rewritten: of those whose history it changes as well.
     """
 
-    def __init__(self, is_allowed: bool) -> None:
+    def __init__(self) -> None:
+        self.numbers: tuple[int, ...] | None = None
         self.rewritten: set[int] = set()
-        self.numbers: tuple[int, ...] | None = None if is_allowed else ()
 
     def given(self, inputs: list[Tensor]) -> list[Tensor]:
         """What the callable is to be called with for ``inputs`` [...]: copies of those that it may change."""

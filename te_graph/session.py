@@ -90,9 +90,12 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
 
 
 def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> CallableCapture:
-    signature, tensors = job.sample or sample_of(
-        job.label, (predecessor.result.unflatten(predecessor.sample_results),), job.kwargs
-    )
+    if job.sample is not None:
+        signature, tensors = job.sample
+    else:
+        result = predecessor.result.unflatten(predecessor.sample_results)
+        result = result[0] if predecessor.changed.numbers else result
+        signature, tensors = sample_of(job.label, (result,), job.kwargs)
     if values := sample_values(job.target):
         args, kwargs = signature.unflatten(tensors)
         signature, tensors = sample_of(job.label, args, {**kwargs, ARGUMENT: values})

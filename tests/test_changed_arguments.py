@@ -225,10 +225,28 @@ def test_an_argument_that_is_a_buffer_of_the_callable_runs_eagerly(device):
     assert graphed.te_graph.info()["forward_replays"] == 0
 
 
-def test_in_a_chain_such_a_callable_is_refused(device):
-    layers = (nn.Linear(4, 4).to(device), nn.ReLU(inplace=True))
-    with pytest.raises(RuntimeError):
-        make_graphed_callables(layers, (batch(device),), chain=True)
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("uses_between", [False, True])
+def test_in_a_chain(device, everything, uses_between):
+    layers = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)).to(device) for _ in range(3)]
+    twins = [eager_twin(layer) for layer in layers]
+    samples = ((batch(device),),) if everything else tuple((batch(device),) for _ in layers)
+    make_graphed_callables(tuple(layers), samples, chain=True)
+    seen = []
+    for chain in (layers, twins):
+        torch.manual_seed(2)
+        for _ in range(3):
+            x = batch(device)
+            hidden = [x * 1.5]
+            for layer in chain:
+                hidden.append(layer(hidden[-1]))
+            seen.append([one.detach().clone() for one in hidden])
+            loss = sum(one.square().sum() for one in hidden) if uses_between else hidden[-1].square().sum()
+            loss.backward()
+            seen += [x.grad, gradients_of([p for layer in chain for p in layer.parameters()])]
+            del hidden, loss
+    assert_bitwise_equal(seen[:9], seen[9:])
+    assert [layer.te_graph.info()["forward_replays"] for layer in layers] == [3, 3, 3]
 
 
 def test_another_capture_for_another_shape(device):
