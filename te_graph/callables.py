@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph.call_form import parameters_of
 from te_graph.checks import Request
 from te_graph.group import Group
 from te_graph.handle import Handle, install, prepare
@@ -57,7 +58,9 @@ def make_graphed_callables(
             ``torch.compile`` made of a module, the original is captured.
         sample_args: the positional arguments of the callable, or a tuple of them for each: nests of tensors and
             constants, with shapes, dtypes, devices and requires_grad of the later calls. Their values do not matter
-            and they are not written to. With ``chain`` later ones may be left out.
+            and they are not written to. With ``chain`` later ones may be left out. Nests are lists, tuples,
+            dictionaries, subclasses of these, dataclasses, and types registered with ``torch.utils._pytree``;
+            constants are compared by value, functions by their code and what it refers to.
         num_warmup_iters: eager iterations before the capture; at least one is run.
         allow_unused_input: let a sample that requires a gradient contribute to no result.
         pool: memory pool (``torch.cuda.graph_pool_handle()``) for what is born and freed inside backward graphs;
@@ -97,6 +100,9 @@ def make_graphed_callables(
         What replays: the module itself, or a function; a tuple of them if a tuple was given. Each has ``.te_graph``
         with ``info()`` and ``reset()``. Results are fresh tensors over memory of the graph. They keep their values for
         as long as they are held: before a replay overwrites the memory of one, it is moved to memory of its own.
+
+        What the callable changes in place among its arguments is changed, with its history, in those of the call.
+        Arguments may be given by position or by name, and defaults left out, whatever the samples did.
 
         A call runs eagerly in the other training mode or grad mode than at capture, inside another capture, and with
         ``TE_GRAPH_DISABLE=1``. The logger "te_graph" tells captures (INFO) and, once each, what ran eagerly because a
@@ -144,11 +150,11 @@ def make_graphed_callables(
     originals = tuple(map(without_compiler, callables)) if isinstance(callables, tuple) else without_compiler(callables)
     request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
-    jobs = [Job(*one) for one in each]
+    jobs = [Job(label, target, *given, parameters_of(target)) for label, target, *given in each]
     group = Group(request.device, options)
     prepare([job.target for job in jobs])
     entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
-    handles = [Handle(job.label, job.target, step_state) for job in jobs]
+    handles = [Handle(job.label, job.target, job.parameters, step_state) for job in jobs]
     try:
         for handle, entry in zip(handles, entries, strict=False):
             handle.arm(entry, group)

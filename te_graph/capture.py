@@ -14,17 +14,20 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
+from te_graph.autocast import own_casts
+from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import find_homes
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.gradients import Destination, main_grad_of
 from te_graph.group import Group
 from te_graph.homes import walk
+from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.reading import Reader
 from te_graph.results import ResultPlan
 from te_graph.rollback import ContainerState
 from te_graph.side_effects import HostRandom, SideEffects
-from te_graph.signature import ResultSpec, Signature
+from te_graph.signature import ResultSpec, Signature, containers_kept
 
 
 @dataclass
@@ -83,8 +86,10 @@ class CallableCapture:
         output_numbers: which outputs require a gradient.
         saved_outputs: for each output, whether the backward reads it.
         inner_outputs: for each of ``output_numbers``, whether another one is computed from it.
-        result: the nest of the results.
+        result: the nest of the results; with that of the arguments that are changed in place, where some are.
+        changed: those arguments.
         sample_results: the results of the warm-up, as leaves, until the successor has been linked.
+        computed: attributes that hooks of modules below compute inside the graph.
     """
 
     def __init__(
@@ -104,18 +109,22 @@ class CallableCapture:
         self.predecessor: CallableCapture | None = None
         self.links: dict[int, int] = {}
         self.slots: list[Slot] = []
+        self.changed = ChangedInputs()
         self.watch = TensorWatch(owned=self.samples)
         self._first_watch = TensorWatch(owned=self.samples)
         self._reader = Reader(root, group.options.ignore_attributes)
-        own = (place for place in walk(root) if "global variable" not in place.name)
+        places = list(walk(root))
         self._places = self._reader.places()
+        own = (place for place in places if "global variable" not in place.name)
         self._containers = ContainerState(own, self._places)
+        below = [place.obj for place in places if isinstance(place.obj, nn.Module) and place.obj is not root]
+        self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
         results = predecessor.sample_results
-        count = len(results) if everything else 1
         names = self.signature.distinct_names
+        count = sum(name.startswith("args") for name in names) if everything else 1
         for number in range(count):
             if number >= min(len(names), len(results)) or not names[number].startswith("args"):
                 raise ValueError(
@@ -309,8 +318,11 @@ class CallableCapture:
 
     def _call(self, inputs: list[Tensor]) -> list[Tensor]:
         """Run the callable on ``inputs`` [...]; return the tensors of its result."""
-        args, kwargs = self.signature.unflatten(inputs)
-        self.result, tensors = ResultSpec.of(self.label, self._run(*args, **kwargs))
+        given = self.changed.given(inputs)
+        args, kwargs = self.signature.unflatten(given)
+        result = self._run(*args, **kwargs)
+        changed = self.changed.results(inputs, given)
+        self.result, tensors = ResultSpec.of(self.label, (result, changed) if changed else result)
         for number, tensor in enumerate(tensors):
             if tensor.layout != torch.strided:
                 raise TypeError(f"{self.label}: expected dense results, got result {number} of layout {tensor.layout}")
@@ -318,7 +330,11 @@ class CallableCapture:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Call it without the hooks of the top module, which run around each replay."""
-        return self.root.forward(*args, **kwargs) if isinstance(self.root, nn.Module) else self.root(*args, **kwargs)
+        function = self.root.forward if isinstance(self.root, nn.Module) else self.root
+        values = values_of(self.root, kwargs.pop(ARGUMENT, ()))
+        hooked = taken_away(self._computable)
+        with containers_kept(self.label, args, kwargs), own_casts(), values, hooked as self.computed:
+            return function(*args, **kwargs)
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
         """Run the backward once with zero gradients and note who gets one."""

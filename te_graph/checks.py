@@ -44,7 +44,7 @@ class Request:
 
         Raises:
             TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
-            RuntimeError: a capture is under way, or autocast caches weights.
+            RuntimeError: a capture is under way, or inference mode is on.
         """
         if enable_annotations and "enable_annotations" not in inspect.signature(torch.cuda.graph.__init__).parameters:
             raise ValueError(f"{_NAME}: enable_annotations=True needs a newer torch, got {torch.__version__}")
@@ -157,10 +157,5 @@ def check_circumstances(device: torch.device, name: str = _NAME) -> None:
     """Refuse to capture where that cannot be right. ``name`` is what was called."""
     if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         raise RuntimeError(f"{name}: called inside another capture")
-    if torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled():
-        raise RuntimeError(
-            f"{name}: expected autocast without its weight cache, whose tensors would not survive the capture: use "
-            "torch.autocast(..., cache_enabled=False)"
-        )
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{name}: called under torch.inference_mode(); use torch.no_grad()")

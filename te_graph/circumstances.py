@@ -12,10 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.constants import is_bulk, is_value
 from te_graph.dispatch import has_subclass, is_dense, storage_key
 from te_graph.externals import External
 from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
+from te_graph.plain_values import is_bulk, is_value
+from te_graph.pure_hooks import is_pure_hook
 from te_graph.reading import Reader, is_opaque
 
 _Kind = _C.StepKind
@@ -215,7 +216,7 @@ def _guard_hooks(place: Place, homes: Homes, may_capture_hooks: bool) -> None:
     name = place.name or type(place.obj).__name__
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
-        if hooks.obj and not may_capture_hooks:
+        if not (may_capture_hooks or all(map(is_pure_hook, hooks.obj.values()))):
             raise RuntimeError(
                 f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
                 'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'

@@ -1,70 +1,142 @@
-"""What code can read of objects without tensors: values that are compared, and containers of nothing else."""
+"""Arguments and results that are no tensors: what can be compared with what it was at capture, and how."""
 
 from __future__ import annotations
 
 import datetime
 import decimal
+import enum
 import fractions
+import functools
 import pathlib
 import sys
+import types
 import uuid
-from collections.abc import Iterable
 from typing import Any
 
-from te_graph.signature import is_constant
+import torch
+from torch import Tensor
 
-_IMMUTABLE = (
-    range,
-    decimal.Decimal,
-    fractions.Fraction,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    pathlib.PurePath,
-    uuid.UUID,
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    slice,
+    type(Ellipsis),
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
 )
-_CONTAINERS = (list, dict, set)
+# Values beyond those that other parts of the package guard.
+_VALUES = (
+    *(range, uuid.UUID, pathlib.PurePath, decimal.Decimal, fractions.Fraction),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo),
+)
+_BY_IDENTITY = (
+    *(type, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
+_MAX_DEPTH = 4  # of functions that functions refer to
 
 
-def is_value(obj: Any) -> bool:
-    """True for what cannot change and is compared by value: constants, scalars of NumPy, tuples of them."""
-    if isinstance(obj, tuple | frozenset):
-        return holds_values(obj)
-    if is_constant(obj) or isinstance(obj, _IMMUTABLE):
+def is_constant(value: Any) -> bool:
+    """True for immutable values that can be compared: they are part of a signature."""
+    return isinstance(value, _CONSTANTS)
+
+
+def is_comparable(value: Any, depth: int = 0) -> bool:
+    """True for what may stand in arguments and results beside tensors: immutable values, classes, and functions that
+    refer to nothing but such things."""
+    if is_constant(value) or isinstance(value, (*_VALUES, *_BY_IDENTITY)) or _is_of_numpy(value, "generic", "dtype"):
+        return not isinstance(value, slice) or all(map(is_constant, _ends(value)))
+    if isinstance(value, torch.Size | frozenset):
+        return all(is_comparable(item, depth) for item in value)
+    if isinstance(value, types.BuiltinFunctionType):  # a function, no method of an object that may change
+        return value.__self__ is None or isinstance(value.__self__, type | types.ModuleType)
+    if isinstance(value, types.FunctionType):
+        return depth < _MAX_DEPTH and all(_is_comparable_nest(item, depth + 1) for item in _referred(value))
+    return False
+
+
+def are_same(expected: Any, got: Any) -> bool:
+    """True when two comparable values are of one type and nothing can tell them from each other, but that functions
+    made twice by one line of code count as one."""
+    if expected is got:
         return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(obj, numpy.generic)
-
-
-def holds_values(members: Iterable[Any]) -> bool:
-    """True when there is nothing but values among ``members``; of a million numbers in milliseconds."""
-    kinds = {kind: None for kind in map(type, members)}
-    if not any(issubclass(kind, tuple | frozenset) for kind in kinds):
-        return all(map(is_value, _one_of_each(members, kinds)))
-    return all(map(is_value, members))
-
-
-def _one_of_each(members: Iterable[Any], kinds: dict[type, None]) -> list[Any]:
-    """Whether something is a value is a matter of its type, unless that is a container."""
-    found, left = [], set(kinds)
-    for member in members:
-        if type(member) in left:
-            left.discard(type(member))
-            found.append(member)
-            if not left:
-                break
-    return found
-
-
-def is_bulk(obj: Any) -> bool:
-    """True for a list, dictionary or set that leads nowhere: of values alone."""
-    return isinstance(obj, _CONTAINERS) and holds_values(obj.values() if isinstance(obj, dict) else obj)
-
-
-def are_equal(one: Any, other: Any) -> bool:
-    """Whether two values, or containers of values, are of one type and equal; NaN is equal to itself."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
+    if type(expected) is not type(got):
         return False
-    return bool(one == other) or bool(one != one and other != other)
+    if isinstance(expected, types.FunctionType):
+        return expected.__code__ is got.__code__ and _are_same_nests(_referred(expected), _referred(got))
+    if isinstance(expected, float):
+        return expected.hex() == got.hex()  # zeros of two signs are not the same, NaN is
+    if isinstance(expected, complex):
+        return are_same(expected.real, got.real) and are_same(expected.imag, got.imag)
+    if _is_of_numpy(expected, "generic"):
+        return expected.dtype == got.dtype and expected.tobytes() == got.tobytes()
+    if isinstance(expected, slice):
+        return all(map(are_same, _ends(expected), _ends(got)))
+    return not isinstance(expected, types.BuiltinFunctionType) and bool(expected == got)
+
+
+def frozen(value: Any) -> Any:
+    """``value``, comparable, as it is now: variables of a function may be given other values later."""
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        cells = tuple(types.CellType(frozen(item)) for item in _referred(value)[: len(value.__closure__)])
+        copy = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        copy.__kwdefaults__ = value.__kwdefaults__
+        return functools.update_wrapper(copy, value, updated=())
+    return value
+
+
+def reason_against(value: Any) -> str:
+    """What to write instead of giving ``value``, which is not comparable, or having it as result."""
+    if _is_of_numpy(value, "ndarray"):
+        return "give a tensor (torch.from_numpy)"
+    if isinstance(value, torch.Generator):
+        return "only the default generator goes on from replay to replay"
+    if isinstance(value, torch.nn.Module):
+        return "let the callable hold the module, as an attribute or variable"
+    if callable(value):
+        return "let the callable hold it: a function given as argument may refer to constants only"
+    return (
+        "a type of one's own is seen into if it is a dataclass, a subclass of dict, list or tuple, or given to "
+        "torch.utils._pytree.register_pytree_node"
+    )
+
+
+def _is_of_numpy(value: Any, *kinds: str) -> bool:
+    """True for an instance of one of numpy's classes ``kinds``; numpy need not be installed."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, tuple(getattr(numpy, kind) for kind in kinds))
+
+
+def _ends(one: slice) -> tuple[Any, Any, Any]:
+    return one.start, one.stop, one.step
+
+
+def _referred(function: types.FunctionType) -> tuple[Any, ...]:
+    """What a function refers to besides globals: its variables from outside, and its defaults."""
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            cells.append(None)
+    return (*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+
+
+def _is_comparable_nest(value: Any, depth: int) -> bool:
+    if type(value) is tuple:
+        return all(_is_comparable_nest(item, depth) for item in value)
+    return not isinstance(value, Tensor) and is_comparable(value, depth)
+
+
+def _are_same_nests(expected: Any, got: Any) -> bool:
+    if type(expected) is type(got) is tuple:
+        return len(expected) == len(got) and all(map(_are_same_nests, expected, got))
+    return are_same(expected, got)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import operator
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.capturing import is_captured, is_capturing, is_capturing_callables
 from te_graph.checks import check_circumstances, sample_of
-from te_graph.entry import Entry
+from te_graph.entry import Doubt, Doubtful, Entry
 from te_graph.gradients import main_grad_of
 from te_graph.graphed_class import graphed_class, plain_class, set_class
 from te_graph.group import Group
@@ -31,6 +32,7 @@ from te_graph.step_state import StepState
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.Refusal.Kind
+_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, Doubt.DISCERNIBLE)
 _CAPTURING = "inside another capture"
 _MAX_REASONS = 32  # shapes in messages may go on for ever
 
@@ -43,8 +45,15 @@ class Handle:
         fast_call: what a call needs that replays without coming here; None where that is not possible.
     """
 
-    def __init__(self, label: str, target: nn.Module | Callable[..., Any], step_state: StepState | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        target: nn.Module | Callable[..., Any],
+        parameters: inspect.Signature | None = None,
+        step_state: StepState | None = None,
+    ) -> None:
         self.label = label
+        self._parameters = parameters
         self._step_state = step_state
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
@@ -93,8 +102,9 @@ class Handle:
                 outputs, reason = self._replay_otherwise(outputs, root, args, kwargs)
                 entry = self._entry
             if reason is None:
-                result = entry.result
-                return outputs[0] if result.is_tensor else result.unflatten(outputs)
+                for attribute in entry.computed:
+                    attribute.mark()
+                return entry.result_of(outputs)
         is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
         self._eager_calls[reason if is_known else "other reasons"] += 1
         return self.run_eagerly(root, base)(*args, **kwargs)
@@ -111,7 +121,7 @@ class Handle:
         return None
 
     def _replay_otherwise(
-        self, refusal: _C.Refusal, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
 
@@ -119,13 +129,15 @@ class Handle:
             ValueError, RuntimeError: the user chose an error, or the eager result would not be right.
         """
         for entry in list(self._others):
-            if refusal.kind != _Kind.ARGUMENTS:
+            if refusal.kind not in _OTHER_ARGUMENTS:
                 break
             outputs = entry.replay(root, args, kwargs)
-            if type(outputs) is list or outputs.kind != _Kind.ARGUMENTS:
+            if type(outputs) is list or outputs.kind not in _OTHER_ARGUMENTS:
                 self._make_current(entry)
                 if type(outputs) is list:
                     return outputs, None
+                refusal = outputs
+            elif outputs.kind == Doubt.DISCERNIBLE:
                 refusal = outputs
         kind, options = refusal.kind, self._group.options
         if kind == _Kind.CAPTURING:
@@ -134,15 +146,15 @@ class Handle:
         if kind == _Kind.MODE:
             return [], self._fall_back(refusal.message)
         lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
-        if options.on_mismatch == "capture" and (lost or kind in (_Kind.ARGUMENTS, _Kind.CIRCUMSTANCES)):
+        if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
             return self._capture_again(refusal, root, args, kwargs)
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
-        if may_be_eager == "raise" and kind != _Kind.UNLINKED:
+        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, *Doubt):
             raise (ValueError if kind == _Kind.ARGUMENTS else RuntimeError)(refusal.message)
         return [], self._fall_back(refusal.message)
 
     def _capture_again(
-        self, refusal: _C.Refusal, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """Capture what is called; where that fails, a reason to run eagerly."""
         group = self._group
@@ -151,7 +163,8 @@ class Handle:
         counted = self._eager_calls.copy()  # without those that the capture makes
         try:
             check_circumstances(group.device)
-            job = Job(self.label, self._target(), sample_of(self.label, args, kwargs, group.device), kwargs)
+            sample = sample_of(self.label, args, kwargs, group.device)
+            job = Job(self.label, self._target(), sample, kwargs, self._parameters)
             self._captures += 1
             entry = capture_all(group, [job], is_chain=False)[0]
         except (RuntimeError, TypeError, ValueError) as error:
@@ -159,7 +172,7 @@ class Handle:
         finally:
             self._eager_calls = counted
         _log.info("%s: captured again: %s", self.label, refusal.message)
-        if refusal.kind != _Kind.ARGUMENTS:
+        if refusal.kind not in _OTHER_ARGUMENTS:
             self._retire(self._entry)
         self._add(entry)
         outputs = entry.replay(root, args, kwargs)
@@ -195,7 +208,7 @@ class Handle:
             self._others.insert(0, self._entry)
         self._entry, self.fast_call = entry, None
         is_simple = self._is_module and self._step_state is None
-        if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor:
+        if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor and not entry.computed:
             count = len(entry.signature.tensors)
             self.fast_call = _C.fast_call(entry.graphed, plain_call_guard(), count, self._grad_mode)
 
@@ -240,6 +253,8 @@ class Handle:
         unregister(self)
         for entry in self._entries:
             self._retire(entry)
+            for attribute in entry.computed:
+                attribute.compute()
             for state in entry.states:
                 state.users.discard(self)
         self._make_current(None)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.constants import is_bulk, is_value
+from te_graph.plain_values import is_bulk, is_value
 from te_graph.signature import is_constant
 
 HOOK_DICTS = {

@@ -15,9 +15,9 @@ from typing import Any
 from torch import nn
 
 from te_graph import _C
-from te_graph.constants import is_bulk, is_value
 from te_graph.dispatch import is_own_file, is_user_file
 from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, name_of, submodules, walk
+from te_graph.plain_values import is_bulk, is_value
 
 _Kind = _C.StepKind
 _LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})

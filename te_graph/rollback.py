@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from te_graph.constants import is_bulk, is_value
 from te_graph.homes import Place
+from te_graph.plain_values import is_bulk, is_value
 
 
 class ContainerState:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.autocast import own_casts
 from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capturing import capturing, collecting_checks
 from te_graph.checks import check_circumstances
@@ -190,6 +191,7 @@ def _capture(
             collecting_checks(attempt.watch.keep) as checks,
             backend.capture(pool) as graph,
             attempt.watched(),
+            own_casts(),
         ):
             attempt.run()
         return graph, checks, attempt.entry(first.devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import sys
 import time
@@ -17,13 +18,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from te_graph import _C
+from te_graph.call_form import CallForm
 from te_graph.capture import CallableCapture
 from te_graph.capturing import capturing
+from te_graph.changed_arguments import ChangedArguments
 from te_graph.checks import sample_of
 from te_graph.entry import Entry
 from te_graph.exports import move_exported_results
 from te_graph.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.group import Group
+from te_graph.pure_hooks import ARGUMENT, sample_values
 from te_graph.signature import Signature
 from te_graph.wrappers import watching_wrappers
 
@@ -36,12 +40,14 @@ class Job:
 
     Attributes:
         sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
+        parameters: of the callable, from ``parameters_of``.
     """
 
     label: str
     target: nn.Module | Callable[..., Any]
     sample: tuple[Signature, list[Tensor]] | None
     kwargs: dict[str, Any]
+    parameters: inspect.Signature | None
 
 
 def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
@@ -75,7 +81,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
             capture.sample_results = []
         with _main_grads(captures, group):
             _capture_graphs(captures, group, progress, is_chain)
-            entries = _assemble_all(captures, group, is_chain, (time.perf_counter() - started) / len(captures))
+            entries = _assemble_all(jobs, captures, group, is_chain, (time.perf_counter() - started) / len(captures))
         on_failure.pop_all()
     move_exported_results()
     for entry in entries:
@@ -88,9 +94,15 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
 
 
 def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> CallableCapture:
-    signature, tensors = job.sample or sample_of(
-        job.label, (predecessor.result.unflatten(predecessor.sample_results),), job.kwargs
-    )
+    if job.sample is not None:
+        signature, tensors = job.sample
+    else:
+        result = predecessor.result.unflatten(predecessor.sample_results)
+        result = result[0] if predecessor.changed.numbers else result
+        signature, tensors = sample_of(job.label, (result,), job.kwargs)
+    if values := sample_values(job.target):
+        args, kwargs = signature.unflatten(tensors)
+        signature, tensors = sample_of(job.label, args, {**kwargs, ARGUMENT: values})
     capture = CallableCapture(job.label, job.target, group, signature, tensors)
     if predecessor is not None:
         capture.link_to(predecessor, everything=job.sample is None)
@@ -177,7 +189,9 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
         isolation.restore()
 
 
-def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float) -> list[Entry]:
+def _assemble_all(
+    jobs: list[Job], captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float
+) -> list[Entry]:
     backend = group.backend
     forwards = [[slot.forward for slot in capture.slots] for capture in captures]
     sharing = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
@@ -186,7 +200,7 @@ def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool,
         forwards = [[] for _ in captures]
     *forward_bytes, shared_bytes = backend.nbytes([*forwards, sharing])
     entries: dict[CallableCapture, Entry] = {}
-    for capture, own_bytes in zip(captures, forward_bytes, strict=True):
+    for job, capture, own_bytes in zip(jobs, captures, forward_bytes, strict=True):
         predecessor = entries.get(capture.predecessor)
         graphs = [g for slot in capture.slots for g in (slot.forward, slot.backward) if g is not None]
         inputs = sum(t.nbytes for s in capture.slots for i, t in enumerate(s.inputs) if i not in capture.links)
@@ -195,6 +209,14 @@ def _assemble_all(captures: list[CallableCapture], group: Group, is_chain: bool,
             label=capture.label,
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
+            form=CallForm(job.parameters, capture.signature),
+            computed=capture.computed,
+            changed=ChangedArguments.of(
+                capture.changed,
+                capture.result.numbers_of_last(len(capture.changed.numbers)),
+                capture.signature.distinct_names,
+                capture.homes.tensors,
+            ),
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
             states=[gradient_state(parameter) for parameter in parameters],

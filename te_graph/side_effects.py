@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_graph.constants import are_equal, is_bulk, is_value
 from te_graph.homes import Place
+from te_graph.plain_values import are_equal, is_bulk, is_value
 
 
 class SideEffects:

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import enum
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-_CONSTANTS = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    slice,
-    type(Ellipsis),
-    enum.Enum,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
+from te_graph.constants import are_same, frozen, is_comparable, is_constant, reason_against
+from te_graph.nest import Shape, flatten, reordered, unflatten
+
+__all__ = ["DiscernibleError", "ResultSpec", "Signature", "containers_kept", "is_constant"]
 
 
-def is_constant(value: Any) -> bool:
-    """True for immutable values that can be compared: they are part of a signature."""
-    return isinstance(value, _CONSTANTS)
+class DiscernibleError(ValueError):
+    """The arguments are those of the capture, but the callable may be able to tell that they are not given alike."""
 
 
 def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
@@ -38,27 +24,65 @@ def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
     return tuple(seen.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
 
 
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a == b or (a != a and b != b))
+def _check_leaf(where: str, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor) and not is_comparable(leaf):
+        raise TypeError(
+            f"{where}: expected tensors, nested containers of tensors, or constants, got {type(leaf).__name__}: "
+            f"{reason_against(leaf)}"
+        )
 
 
 @dataclass(frozen=True)
-class Signature:
-    """The arguments of a call: the shape of their nest, the constants in it, and where its tensors are.
+class _Nest:
+    """A nest of tensors and constants, apart from the tensors.
 
     Attributes:
-        spec: nest of ``(args, kwargs)``, keyword arguments by name.
+        shape: of the nest.
         leaves: constants in order; tensors are replaced by None.
-        names: name of each leaf, such as ``args[0]`` or ``kwargs['mask']``.
         tensors: positions of the tensors among the leaves.
         first: for each of those, which of them is the first with the same object: code may tell by ``is``.
     """
 
-    spec: pytree.TreeSpec
+    shape: Shape
     leaves: tuple[Any, ...]
-    names: tuple[str, ...]
     tensors: tuple[int, ...]
     first: tuple[int, ...]
+
+    @staticmethod
+    def _parts(leaves: list[Any]) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
+        positions = tuple(position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+        constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        return constants, positions, _first_of_each([leaves[position] for position in positions])
+
+    def distinct(self, leaves: list[Any]) -> list[Tensor]:
+        """The tensors [...] among ``leaves`` in order, without those that are the same object as an earlier one."""
+        return [leaves[self.tensors[number]] for number, first in enumerate(self.first) if first == number]
+
+    def numbers_of_last(self, count: int) -> list[int]:
+        """Where the last ``count`` tensors of the nest are among the distinct ones."""
+        distinct = [number for number, first in enumerate(self.first) if first == number]
+        return [distinct.index(first) for first in self.first[len(self.first) - count :]]
+
+    def unflatten(self, distinct: list[Tensor]) -> Any:
+        """The nest with ``distinct`` tensors [...] in their places."""
+        by_number = dict(zip([n for n, first in enumerate(self.first) if n == first], distinct, strict=True))
+        leaves = list(self.leaves)
+        for position, first in zip(self.tensors, self.first, strict=True):
+            leaves[position] = by_number[first]
+        return unflatten(leaves, self.shape)
+
+
+@dataclass(frozen=True)
+class Signature(_Nest):
+    """The arguments of a call: the nest of ``(args, kwargs)``.
+
+    Attributes:
+        names: name of each leaf, such as ``args[0]`` or ``kwargs['mask']``.
+        expected: what each constant is compared with.
+    """
+
+    names: tuple[str, ...]
+    expected: tuple[Any, ...]
 
     @classmethod
     def of(cls, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
@@ -67,48 +91,26 @@ class Signature:
         Raises:
             TypeError: a leaf is neither a tensor nor a constant.
         """
-        paths, spec = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
-        leaves, names, positions, tensors = [], [], [], []
-        for position, (path, leaf) in enumerate(paths):
-            name = ("args", "kwargs")[path[0].idx] + pytree.keystr(path[1:])
-            names.append(name)
-            if isinstance(leaf, Tensor):
-                positions.append(position)
-                tensors.append(leaf)
-            elif not is_constant(leaf):
-                raise TypeError(
-                    f"sample {name}: expected tensors, nested containers of tensors, or constants, got "
-                    f"{type(leaf).__name__}"
-                )
-            leaves.append(None if isinstance(leaf, Tensor) else leaf)
-        first = _first_of_each(tensors)
-        signature = cls(spec, tuple(leaves), tuple(names), tuple(positions), first)
-        return signature, signature.distinct(tensors)
-
-    def distinct(self, tensors: list[Tensor]) -> list[Tensor]:
-        """``tensors`` [...] in order, without those that are the same object as an earlier one."""
-        return [tensor for number, tensor in enumerate(tensors) if self.first[number] == number]
+        leaves, shape = flatten((args, kwargs))
+        names = (*shape.children[0].names("args"), *shape.children[1].names("kwargs"))
+        for name, leaf in zip(names, leaves, strict=True):
+            _check_leaf(f"sample {name}", leaf)
+        constants, positions, first = cls._parts(leaves)
+        signature = cls(shape, constants, positions, first, names, tuple(map(frozen, constants)))
+        return signature, signature.distinct(leaves)
 
     @property
     def distinct_names(self) -> list[str]:
         """The names of the distinct tensors."""
         return [self.names[position] for n, position in enumerate(self.tensors) if self.first[n] == n]
 
-    def unflatten(self, distinct: list[Tensor]) -> tuple[tuple, dict[str, Any]]:
-        """Arguments with ``distinct`` tensors [...] in their places."""
-        by_number = dict(zip([n for n, first in enumerate(self.first) if n == first], distinct, strict=True))
-        leaves = list(self.leaves)
-        for position, first in zip(self.tensors, self.first, strict=True):
-            leaves[position] = by_number[first]
-        return pytree.tree_unflatten(leaves, self.spec)
-
     @property
     def is_flat(self) -> bool:
         """True when all arguments are positional tensors, all distinct: a call needs no flattening."""
-        args, kwargs = self.spec.children() if hasattr(self.spec, "children") else self.spec.children_specs
-        if len(set(self.first)) < len(self.first):
+        args, kwargs = self.shape.children
+        if len(set(self.first)) < len(self.first) or kwargs.children:
             return False
-        return kwargs.num_leaves == 0 and args.num_leaves == args.num_children == len(self.tensors)
+        return all(child.is_leaf for child in args.children) and len(args.children) == len(self.tensors)
 
     def is_plain(self, args: tuple) -> bool:
         """True when ``args``, of a flat signature, are the tensors of the call as they stand."""
@@ -121,76 +123,90 @@ class Signature:
 
         Raises:
             ValueError: the call has other arguments than the capture; names the first.
+            DiscernibleError: it has the same, in another order or one tensor in several places.
         """
-        leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-        if spec != self.spec:
-            raise ValueError(f"{label}: {self._difference(args, kwargs)}")
-        for position, (expected, got, name) in enumerate(zip(self.leaves, leaves, self.names, strict=True)):
+        leaves, shape = flatten((args, kwargs))
+        is_reordered = not shape.matches(self.shape)
+        if is_reordered:
+            if not shape.matches(self.shape, in_any_order=True):
+                raise ValueError(f"{label}: {self._difference(args, kwargs)}")
+            leaves = reordered(leaves, shape, self.shape)
+        for position, (expected, got, name) in enumerate(zip(self.expected, leaves, self.names, strict=True)):
             if position in self.tensors:
                 if not isinstance(got, Tensor):
                     raise ValueError(f"{label}: expected {name} to be a tensor as at capture, got {got!r}")
-            elif isinstance(got, Tensor) or not _same(expected, got):
+            elif isinstance(got, Tensor) or not are_same(expected, got):
                 kind = "tensor" if isinstance(got, Tensor) else repr(got)
                 raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {kind}")
-        tensors = [leaves[position] for position in self.tensors]
-        if (first := _first_of_each(tensors)) != self.first:
-            number = next(n for n, one in enumerate(first) if one != self.first[n])
-            name, same, not_same = (self.names[self.tensors[n]] for n in (number, self.first[number], first[number]))
-            if first[number] == number:
-                raise ValueError(f"{label}: expected {name} to be the same tensor as {same}, as at capture")
-            raise ValueError(f"{label}: expected {name} to be another tensor than {not_same}, as at capture")
-        return self.distinct(tensors)
+        first = _first_of_each([leaves[position] for position in self.tensors])
+        if first != self.first:
+            self._refuse_identities(label, first)
+        if is_reordered:
+            raise DiscernibleError(f"{label}: a dictionary among the arguments has another order than at capture")
+        return self.distinct(leaves)
+
+    def _refuse_identities(self, label: str, first: tuple[int, ...]) -> None:
+        names = [self.names[position] for position in self.tensors]
+        for number, (name, expected) in enumerate(zip(names, self.first, strict=True)):
+            if expected != number and first[number] != first[expected]:
+                raise ValueError(f"{label}: expected {name} to be the same tensor as {names[expected]}, as at capture")
+        number = next(n for n, one in enumerate(first) if one != self.first[n])
+        raise DiscernibleError(
+            f"{label}: {names[number]} and {names[first[number]]} are one tensor; at capture they were two"
+        )
 
     def _difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        sample_args, sample_kwargs = pytree.tree_unflatten(list(self.leaves), self.spec)
-        if len(args) != len(sample_args):
-            return f"expected {len(sample_args)} positional arguments as at capture, got {len(args)}"
-        if missing := sorted(set(sample_kwargs) - set(kwargs)):
+        sample_args, sample_kwargs = self.shape.children
+        if len(args) != len(sample_args.children):
+            return f"expected {len(sample_args.children)} positional arguments as at capture, got {len(args)}"
+        if missing := sorted(set(sample_kwargs.keys) - set(kwargs)):
             return f"expected keyword argument {missing[0]}, which was given at capture"
-        if extra := sorted(set(kwargs) - set(sample_kwargs)):
+        if extra := sorted(set(kwargs) - set(sample_kwargs.keys)):
             return f"got keyword argument {extra[0]}, which was not given at capture"
-        pairs = [(f"args[{i}]", a, b) for i, (a, b) in enumerate(zip(sample_args, args, strict=True))]
-        pairs += [(f"kwargs[{key!r}]", sample_kwargs[key], kwargs[key]) for key in kwargs]
+        pairs = [(f"args[{i}]", *pair) for i, pair in enumerate(zip(sample_args.children, args, strict=True))]
+        given = zip(sample_kwargs.keys, sample_kwargs.children, strict=True)
+        pairs += [(f"kwargs[{key!r}]", shape, kwargs[key]) for key, shape in given]
         for name, expected, got in pairs:
-            if pytree.tree_structure(expected) != pytree.tree_structure(got):
+            if not flatten(got)[1].matches(expected):
                 return f"expected {name} nested as at capture, got a {type(got).__name__} of another structure"
         return "the arguments are nested in another way than at capture"
 
 
-@dataclass(frozen=True)
-class ResultSpec:
-    """The nest of a callable's results: tensors at ``tensors``, constants elsewhere."""
+@contextlib.contextmanager
+def containers_kept(label: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Refuse, at the end, a callable that has put something else into a container among its arguments.
 
-    spec: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    tensors: tuple[int, ...]
+    Raises:
+        RuntimeError: a replay would not do that to the caller's.
+    """
+    before, shape = flatten((args, kwargs))
+    yield
+    after, shape_after = flatten((args, kwargs))
+    if not shape.matches(shape_after) or any(old is not new for old, new in zip(before, after, strict=True)):
+        raise RuntimeError(
+            f"{label}: changes a container among its arguments, which a replay would not: change a copy, and return "
+            "what is new"
+        )
+
+
+@dataclass(frozen=True)
+class ResultSpec(_Nest):
+    """The nest of a callable's results: tensors, each once, and constants."""
 
     @classmethod
     def of(cls, label: str, result: Any) -> tuple[ResultSpec, list[Tensor]]:
-        """The nest of ``result`` and its tensors in order; ``label`` is what messages call its callable.
+        """The nest of ``result`` and its tensors in order, each once; ``label`` is what messages call its callable.
 
         Raises:
             TypeError: a leaf is neither a tensor nor a constant.
         """
-        leaves, spec = pytree.tree_flatten(result)
+        leaves, shape = flatten(result)
         for leaf in leaves:
-            if not isinstance(leaf, Tensor) and not is_constant(leaf):
-                raise TypeError(
-                    f"{label}: result: expected tensors, nested containers of tensors, or constants, got "
-                    f"{type(leaf).__name__}"
-                )
-        tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        return cls(spec, constants, tensors), [leaves[i] for i in tensors]
+            _check_leaf(f"{label}: result", leaf)
+        spec = cls(shape, *cls._parts(leaves))
+        return spec, spec.distinct(leaves)
 
     @property
     def is_tensor(self) -> bool:
         """True when the result is one tensor."""
-        return self.spec.is_leaf() and len(self.tensors) == 1
-
-    def unflatten(self, tensors: list[Tensor]) -> Any:
-        """The result with ``tensors`` [...] in their places."""
-        leaves = list(self.leaves)
-        for position, tensor in zip(self.tensors, tensors, strict=True):
-            leaves[position] = tensor
-        return pytree.tree_unflatten(leaves, self.spec)
+        return self.shape.is_leaf and len(self.tensors) == 1

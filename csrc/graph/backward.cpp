@@ -105,7 +105,7 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
             grad.reset();
             staging.is_zero = false;
         } else if (!staging.is_zero) {
-            staging.tensor.zero_();
+            fill_with_no_gradient(staging.tensor);
             staging.is_zero = !staging.is_lent;
         }
     };

@@ -31,4 +31,6 @@ void copy_into(const at::Tensor& destination, const at::Tensor& source) {
     }
 }
 
+void fill_with_no_gradient(const at::Tensor& tensor) { tensor.zero_().neg_(); }
+
 }  // namespace te_graph::graph

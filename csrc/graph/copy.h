@@ -16,4 +16,7 @@ inline bool has_memory(const at::Tensor& tensor) {
 // destination.copy_(source) for tensors of equal shape, dtype and device: one memcpy where the layouts agree.
 void copy_into(const at::Tensor& destination, const at::Tensor& source);
 
+// Negative zeros: x + -0.0 has the bits of x for every x, so who gets this beside a gradient gets that gradient.
+void fill_with_no_gradient(const at::Tensor& tensor);
+
 }  // namespace te_graph::graph

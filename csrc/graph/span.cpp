@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "graph/callable.h"
+#include "graph/copy.h"
 
 namespace te_graph::graph {
 
@@ -111,7 +112,7 @@ BackwardResults GraphedCallable::backward(std::vector<Flight>& flights, variable
             if (i > 0) {
                 scope.input_gradients().protect();
                 for (size_t k = 0; k < got[i].size(); ++k) {
-                    if (!got[i][k]) slot.grad_outputs[k]->tensor.zero_();
+                    if (!got[i][k]) fill_with_no_gradient(slot.grad_outputs[k]->tensor);
                 }
             }
             slot.backward->replay();

@@ -1,0 +1,131 @@
+"""Arguments that a callable changes in place, such as ``nn.ReLU(inplace=True)`` as its first module does.
+
+The graph changes a copy of its own, which becomes a further result. After a replay the caller's tensor is given the
+values and the history of that result, as in eager execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ChangedInputs:
+    """Finds, in the first run of a callable, which inputs it changes.
+
+    Attributes:
+        numbers: of those inputs; None until the first run.
+        rewritten: of those whose history it changes as well.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: tuple[int, ...] | None = None
+        self.rewritten: set[int] = set()
+
+    def given(self, inputs: list[Tensor]) -> list[Tensor]:
+        """What the callable is to be called with for ``inputs`` [...]: copies of those that it may change."""
+        return [
+            _copy_of(tensor) if self.numbers is None or number in self.numbers else tensor
+            for number, tensor in enumerate(inputs)
+        ]
+
+    def results(self, inputs: list[Tensor], given: list[Tensor]) -> tuple[Tensor, ...]:
+        """What has become of those that the callable has changed, [...] each, after it was called with ``given``."""
+        if self.numbers is None:
+            self.numbers = tuple(number for number, tensor in enumerate(given) if tensor._version > 0)
+        # What was changed behind autograd's back keeps the history that the caller's tensor has.
+        self.rewritten = {number for number in self.numbers if not _is_copy(given[number], inputs[number])}
+        return tuple(given[n] if n in self.rewritten else given[n].detach() for n in self.numbers)
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    copy = tensor.clone()
+    return copy if copy.requires_grad == tensor.requires_grad else copy.requires_grad_()
+
+
+def _is_copy(given: Tensor, original: Tensor) -> bool:
+    """True when ``given`` [...] has no other history than that it was copied from ``original`` [...]."""
+    if given.grad_fn is None or not original.requires_grad:
+        return given.grad_fn is None
+    (node, _), *others = given.grad_fn.next_functions
+    return given.grad_fn.name() == "CloneBackward0" and not others and getattr(node, "variable", None) is original
+
+
+@dataclass(frozen=True)
+class ChangedArguments:
+    """The arguments that a captured callable changes.
+
+    Attributes:
+        places: for each, the number of its tensor, and of the result that it becomes.
+        rewritten: the former of those that get the history of that result.
+        names: of all tensors among the arguments.
+        others: addresses of the memory of the tensors that the capture uses besides.
+    """
+
+    places: tuple[tuple[int, int], ...]
+    rewritten: frozenset[int]
+    names: list[str]
+    others: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, inputs: ChangedInputs, results: list[int], names: list[str], externals: Iterable[Tensor]
+    ) -> ChangedArguments | None:
+        """Of a capture with ``externals`` [...], the results with the numbers ``results`` being what its ``inputs``
+        become; None where it changes none."""
+        if not inputs.numbers:
+            return None
+        others = frozenset(tensor.untyped_storage().data_ptr() for tensor in externals)
+        return cls(tuple(zip(inputs.numbers, results, strict=True)), frozenset(inputs.rewritten), names, others)
+
+    def obstacle(self, tensors: list[Tensor]) -> str | None:
+        """Why a replay with ``tensors`` [...] would be wrong: what is changed is part of something else; or None.
+
+        Raises:
+            RuntimeError: one is a leaf that requires a gradient, or a view of one, as eager execution does.
+        """
+        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        for number, _ in self.places:
+            tensor, name = tensors[number], self.names[number]
+            leaf = tensor._base if tensor._is_view() else tensor
+            if number in self.rewritten and leaf.requires_grad and leaf.is_leaf:
+                what = "a leaf Variable" if leaf is tensor else "a view of a leaf Variable"
+                raise RuntimeError(
+                    f"{what} that requires grad is being used in an in-place operation: {name} is changed by the call"
+                )
+            if tensor.numel() and (addresses.count(addresses[number]) > 1 or addresses[number] in self.others):
+                return f"{name}, which the call changes in place, shares memory with something else that it uses"
+            if tensor.retains_grad:  # of the part that the graph has computed from it, nobody outside would hear
+                return f"{name}, which the call changes in place, retains its gradient"
+        return None
+
+    def write(self, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """Let ``tensors`` [...] of the caller become what the replay made of them, and be results where they are.
+
+        Mutates those of ``tensors`` that the callable changes, and the list ``outputs`` [...].
+        """
+        for number, output in self.places:
+            tensor = tensors[number]
+            if number in self.rewritten and not tensor._is_view():
+                _Become.apply(tensor, outputs[output])
+            else:  # autograd's own copy is what goes on with the history of the whole that a view is part of
+                with torch.set_grad_enabled(number in self.rewritten):
+                    tensor.copy_(outputs[output])
+            outputs[output] = tensor
+
+
+class _Become(torch.autograd.Function):
+    """tensor := value, with the history of the value alone."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:  # [...] each, of one shape and dtype
+        ctx.mark_dirty(tensor)
+        return tensor.copy_(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
