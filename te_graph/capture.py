@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.dispatch import is_dense, storage_key
-from te_graph.externals import TensorWatch
+from te_graph.externals import TensorWatch, leaves_below
 from te_graph.gradients import destination_dtype
 from te_graph.group import Group
 from te_graph.homes import find_homes, walk
@@ -163,6 +163,8 @@ class CallableCapture:
     def undo_failure(self) -> None:
         """Put back, too, what they left in attributes and containers. After a success that stays: it may be in use."""
         self._containers.restore()
+        self.watch.restore_grads()
+        self._first_watch.restore_grads()
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""
@@ -257,7 +259,7 @@ class CallableCapture:
         """Run the backward once with zero gradients and note who gets one."""
         if not outputs:
             return Gradients([], [], [])
-        reached = [_leaves_below(output) for output in outputs]
+        reached = [{id(leaf): leaf for leaf in leaves_below(output)} for output in outputs]
         known = {id(tensor) for tensor in inputs}
         parameters: dict[int, Tensor] = {}
         for leaves in reached:
@@ -345,19 +347,3 @@ def _in_layout_of(grad: Tensor, parameter: Tensor) -> Tensor:
     if wanted is None or wanted.stride() == grad.stride():
         return grad
     return wanted.copy_(grad)
-
-
-def _leaves_below(output: Tensor) -> dict[int, Tensor]:
-    """The leaves that autograd would accumulate into if ``output`` [...] got a gradient, by identity."""
-    if output.grad_fn is None:
-        return {id(output): output}
-    leaves, seen, stack = {}, {output.grad_fn}, [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves[id(node.variable)] = node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return leaves
