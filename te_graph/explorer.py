@@ -28,10 +28,15 @@ def _is_object(fact: Fact) -> bool:
 
 
 class Explorer:
-    """Finds the places that calls of one function can be seen to use; remembers which names its code says."""
+    """Finds the places that calls of one function can be seen to use; remembers which names its code says.
+
+    Attributes:
+        is_at_a_loss: the last call referred to more places than can be compared.
+    """
 
     def __init__(self) -> None:
         self._names = Names()
+        self.is_at_a_loss = False
 
     def explore(self, frame: Frame, everything: bool = False) -> list[Fact]:
         """All places, near ones first: the function and its arguments, containers, closure variables, defaults, globals
@@ -43,6 +48,10 @@ class Explorer:
         names = self._names
         while True:
             facts = _walk(frame, names, everything)
+            if not everything:
+                self.is_at_a_loss = facts[-1].kind == _Kind.NEVER and len(facts) > _MAX_PLACES
+                if self.is_at_a_loss:
+                    return facts
             known = [fact.obj for fact in facts if fact.same_as is None]
             functions = [obj for obj in known if isinstance(obj, types.FunctionType) and _is_users(obj)]
             more = names.with_code(functions, [type(obj) for obj in known if is_user_type(type(obj))])

@@ -136,7 +136,9 @@ class Reader:
         members = fact.attributes()
         if isinstance(obj, threading.local):  # another one on each thread
             members = fact.child(obj.__dict__, fact.name, _Kind.ATTRIBUTE, "__dict__")
-        if members is not None:
+        if members is not None and not self.names.is_enough:
+            yield members  # who asks for all attributes sees that there are more
+        elif members is not None:
             keys = [key for key in members.obj if self._reads(obj, key)]
             yield from (members.item(key, f"{owner}.{key}") for key in keys)
         for key in slots_of(type(obj)):
@@ -153,9 +155,14 @@ class Reader:
         if members is None:
             return
         hidden = {key for base in user_classes(kind) for key in vars(base) if self._may_use(kind, key)}
-        for key in sorted((hidden | self.names.optional) - members.obj.keys()):
+        for key in sorted((hidden | self._expected(kind)) - members.obj.keys()):
             if not is_implicit(key):
                 yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
+
+    def _expected(self, kind: type) -> frozenset[str]:
+        """Attributes that instances may get, and that code asks for also while they have not."""
+        computes = any("__getattr__" in vars(base) for base in user_classes(kind))
+        return self.names.said if computes else self.names.optional
 
     def _may_use(self, kind: type, key: str) -> bool:
         if is_implicit(key):
@@ -172,7 +179,7 @@ class Reader:
             is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
             if is_shown and self._may_use(kind, key):
                 yield fact.child(member, f"{fact.name}.{key}", _Kind.TYPE_ITEM, key)
-        for key in sorted(self.names.optional):
+        for key in sorted(self._expected(kind)):
             if not any(key in vars(base) for base in kind.__mro__):
                 yield fact.child(None, f"{fact.name}.{key}", _Kind.TYPE_ABSENT, key)
 
@@ -209,7 +216,10 @@ def _builtin_contents(fact: Fact) -> Iterator[Fact]:
     elif isinstance(obj, VIEWS):
         yield fact.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
     elif isinstance(obj, contextvars.ContextVar):
-        yield fact.child(obj.get(NotImplemented), f"value of {name}", _Kind.CONTEXT_VAR)
+        try:
+            yield fact.child(obj.get(), f"value of {name}", _Kind.CONTEXT_VAR)
+        except LookupError:
+            yield fact.child(NotImplemented, f"value of {name}", _Kind.CONTEXT_VAR)
     elif isinstance(obj, weakref.ref):
         yield fact.child(obj(), name, _Kind.WEAK_REFERENCE)
     elif isinstance(obj, tuple(WRAPPERS)):
@@ -224,4 +234,3 @@ def _builtin_contents(fact: Fact) -> Iterator[Fact]:
             yield fact.never(f"{name} is a set of objects without weak references, which cannot be compared")
     elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase):
         yield fact.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")
-

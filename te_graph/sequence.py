@@ -131,14 +131,17 @@ class GraphedSequence(Inlined):
             if self._on_change == "eager":
                 return self._run(frame)
         self._in_vain += 1
-        if self._in_vain == _TELLING:
+        if self._in_vain == _TELLING and self._seen:
             change = change or next((entry.change(frame) for entry in self._seen), "")
             self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}")
-        if self._in_vain > _PATIENCE and self._in_vain % _PATIENCE:
+        if (self._in_vain > _PATIENCE or self._explorer.is_at_a_loss) and self._in_vain % _PATIENCE:
             return self._run(frame)
         with self._python():
             result, entry = run_first(self._label, frame, self._explorer)
         self._counts["eager_calls"] += 1
+        if entry is None:
+            self._tell("refers to more places than can be compared (runs eagerly)")
+            return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
 

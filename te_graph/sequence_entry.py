@@ -141,7 +141,9 @@ class SequenceEntry:
         homes = [home.tensor(tensor) for home, tensor in zip(self.homes, found, strict=True)]
         scope.enter()
         self.graph.replay()
-        made = _C.written_aliases(self.own)  # of each call, as in eager execution: its user may set attributes, or hooks
+        made = _C.written_aliases(
+            self.own
+        )  # of each call, as in eager execution: its user may set attributes, or hooks
         for number in self.special:
             made[number] = self.own[number]
         pool = [*made, *homes]
@@ -179,14 +181,20 @@ def _change_of(modes: tuple) -> str:
     return ""
 
 
-def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry]:
-    """Run the function as it is; return its result and an entry that recognises the next such call."""
-    before = Surroundings(explorer.explore(frame), used=set(), is_strict=False).guard
+def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry | None]:
+    """Run the function as it is; return its result and an entry that recognises the next such call, if that can be."""
+    facts = explorer.explore(frame)
+    if explorer.is_at_a_loss:
+        return call(frame), None
+    before = Surroundings(facts, used=set(), is_strict=False).guard
     watch, reads = RegionWatch(), GradReads()
     with capturing(), reads, watch:
         result = call(frame)
     used = {*watch.externals, *watch.produced_storages}
-    surroundings = Surroundings(explorer.explore(frame), used, reads_grads=reads.any)
+    facts = explorer.explore(frame)
+    if explorer.is_at_a_loss:
+        return result, None
+    surroundings = Surroundings(facts, used, reads_grads=reads.any)
     effect = before.check_in_passing(frame)
     entry = SequenceEntry(
         label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None

@@ -35,6 +35,7 @@ class Surroundings:
     ) -> None:
         self.guard = _C.Guard()
         self._steps: dict[int, int] = {}
+        self._incomparable = {id(fact.parent) for fact in facts if fact.kind == _Kind.NEVER}
         for fact in facts:
             is_used = fact.is_dense_tensor and (used is None or storage_key(fact.obj) in used)
             if fact.is_grad and not (is_used or (reads_grads and (fact.obj is None or fact.is_dense_tensor))):
@@ -66,7 +67,11 @@ class Surroundings:
         elif fact.is_end and not fact.is_grad:
             return
         elif fact.value is not None:
-            at = guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, fact.is_fleeting) if fact.value.is_mutable else step
+            at = (
+                guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, fact.is_fleeting)
+                if fact.value.is_mutable
+                else step
+            )
             guard.expect_value(at, fact.value)
         elif fact.is_dense_tensor:
             guard.add_tensor(step, obj, is_used, is_written)
@@ -80,7 +85,7 @@ class Surroundings:
             guard.add_step(_Kind.LENGTH, step, None, len(obj), None, _size(name, "length"))
         elif is_plumbing(obj):
             guard.expect_type(step, type(obj))
-        else:
+        elif id(fact) not in self._incomparable:
             guard.expect_same_object(step, obj)
 
     def _expect_keys(self, fact: Fact, step: int) -> None:
