@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,12 +10,7 @@ from typing import Any
 from torch import nn
 
 Frame = tuple[Callable[..., Any], tuple, dict[str, Any]]
-_MODULE_CODES = frozenset(
-    part.__code__
-    for kind in (nn.Module,)
-    for part in vars(kind).values()
-    if isinstance(part, types.FunctionType) and part.__code__.co_flags & 0x20  # CO_GENERATOR
-)
+_MODULE_CODES = frozenset(part.__code__ for part in vars(nn.Module).values() if inspect.isgeneratorfunction(part))
 
 
 class Drained(list):
@@ -22,11 +18,13 @@ class Drained(list):
 
 
 def frame_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Frame:
-    """The call, with the generators of ``nn.Module`` (``parameters()``, ``named_buffers()``) among the arguments drained:
-    so calls can be compared without using them up."""
-    if any(type(arg) is types.GeneratorType for arg in args):
+    """The call, its arguments that are generators of ``nn.Module`` (``parameters()``, ``named_buffers()``) drained.
+
+    So calls can be compared without using them up.
+    """
+    if types.GeneratorType in map(type, args):
         args = tuple(_drained(arg) for arg in args)
-    if kwargs and any(type(arg) is types.GeneratorType for arg in kwargs.values()):
+    if kwargs and types.GeneratorType in map(type, kwargs.values()):
         kwargs = {key: _drained(arg) for key, arg in kwargs.items()}
     return function, args, kwargs
 
@@ -39,9 +37,9 @@ def _drained(arg: Any) -> Any:
 def call(frame: Frame) -> Any:
     """Make the call."""
     function, args, kwargs = frame
-    if any(type(arg) is Drained for arg in args):
+    if Drained in map(type, args):
         args = tuple(_again(arg) for arg in args)
-    if kwargs and any(type(arg) is Drained for arg in kwargs.values()):
+    if kwargs and Drained in map(type, kwargs.values()):
         kwargs = {key: _again(arg) for key, arg in kwargs.items()}
     return function(*args, **kwargs)
 

@@ -259,11 +259,17 @@ def graphed(
         stream: to capture on; the one of ``torch.cuda.graph`` if None.
 
     Returns:
-        What replays. Arguments are read in place. Results that the function computed are the same tensors at every
-        replay: the next one overwrites them, as it does the in-place effects. Results that are arguments, or views of
+        What replays. Arguments are read in place. Results that the function computed lie in the same memory at every
+        replay: the next one overwrites them, as it does the in-place effects, and moves their version counters on, so
+        that autograd tells if it had saved one. Results that are arguments, or views of
         them, are these. ``stats()`` counts captures, replays, misses, eager calls and bytes; ``pool()`` is the memory
         pool of the last graph; ``release()`` frees the graphs, and the next call is a first one. The user's tensors and
         objects are not kept alive, except by a recorder, whose recording holds the memory that it reads.
+
+        Calls on several threads are right, and come one after the other; while one runs the function itself, or
+        captures, those of other threads run eagerly. Copies, deep copies and what is pickled know no capture.
+        Generators of ``nn.Module`` (``parameters()``) are drained before the call; with other iterators among the
+        arguments every call is eager.
 
         Inside other captures, under dispatch modes, with ``TE_GRAPH_DISABLE=1`` calls run the function as it is. A
         graphed function that is called by another one is part of that one's graph.

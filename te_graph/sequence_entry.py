@@ -293,8 +293,8 @@ class _Attempt:
             _set_random_state(before)
         if after != before:
             raise CaptureError(
-                f"{self._label}: draws random numbers from Python's random or numpy.random, which a replay would not do: "
-                "draw them with torch, or pass them"
+                f"{self._label}: draws random numbers from Python's random or numpy.random, which a replay would not "
+                "do: draw them with torch, or pass them"
             )
 
     @contextlib.contextmanager

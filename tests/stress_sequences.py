@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from stress_sources import NUMBERS, SOURCES, Source
 from torch import Tensor
 from torch.utils import _pytree as pytree

@@ -60,14 +60,16 @@ SOURCES = (
     Source(
         "H# = $\n"
         + _holder(
-            "    @staticmethod\n    def get():\n        return H#\n    @classmethod\n    def more(cls):\n        return H#"
+            "    @staticmethod\n    def get():\n        return H#\n    @classmethod\n"
+            "    def more(cls):\n        return H#"
         ),
         "O#.get() + K#.more()",
         ("H# = $", "K#.get = staticmethod(lambda: $)"),
     ),
     Source("@dataclass\nclass K#:\n    scale: float = $\nO# = K#()", "O#.scale", ("O#.scale = $", "O# = K#($)")),
     Source(
-        "@dataclass(slots=True)\nclass K#:\n    scale: float = $\nO# = K#()", "O#.scale", ("O#.scale = $", "O# = K#($)")
+        "@dataclass(slots=True)\nclass K#:\n    scale: float = $\n"
+        "O# = K#()", "O#.scale", ("O#.scale = $", "O# = K#($)")
     ),
     Source("class K#:\n    __slots__ = ('scale',)\nO# = K#()\nO#.scale = $", "O#.scale", ("O#.scale = $",)),
     Source("class E#(enum.Enum):\n    A = 2.0\n    B = 0.5\nS# = E#.A", "S#.value", ("S# = E#.B", "S# = E#.A")),
@@ -95,7 +97,8 @@ SOURCES = (
     Source("def f#(a=[$]):\n    return a[0]", "f#()", ("f#.__defaults__[0][0] = $", "f#.__defaults__ = ([$],)")),
     Source("def f#(*, a=$):\n    return a", "f#()", ("f#.__kwdefaults__ = {'a': $}",)),
     Source(
-        "def make#():\n    v = $\n    def get():\n        return v\n    def put(n):\n        nonlocal v\n        v = n\n"
+        "def make#():\n    v = $\n    def get():\n        return v\n    def put(n):\n"
+        "        nonlocal v\n        v = n\n"
         "    return get, put\nget#, put# = make#()",
         "get#()",
         ("put#($)", "put#($)"),
@@ -123,7 +126,8 @@ SOURCES = (
     Source(_holder("    pass"), "getattr(O#, 'gain', 1.5)", ("O#.gain = $", "K#.gain = $", "vars(O#).pop('gain', 0)")),
     Source(
         _holder(
-            "    def get(self):\n        try:\n            return self.gain\n        except AttributeError:\n            return 1.5"
+            "    def get(self):\n        try:\n            return self.gain\n"
+            "        except AttributeError:\n            return 1.5"
         ),
         "O#.get()",
         ("O#.gain = $", "vars(O#).pop('gain', 0)"),
@@ -136,7 +140,8 @@ SOURCES = (
         ("H# = $",),
     ),
     Source(
-        "H# = $\ndef deco#(f):\n    @wraps(f)\n    def inner():\n        return f() + H#\n    return inner\n@deco#\ndef f#():\n    return H#",
+        "H# = $\ndef deco#(f):\n    @wraps(f)\n    def inner():\n        return f() + H#\n"
+        "    return inner\n@deco#\ndef f#():\n    return H#",
         "f#()",
         ("H# = $",),
     ),
@@ -149,11 +154,13 @@ SOURCES = (
     Source(
         "class M#(dict):\n    pass\nO# = M#(a=$)\nO#.scale = $", "O#['a'] + O#.scale", ("O#['a'] = $", "O#.scale = $")
     ),
-    Source("class M#(list):\n    pass\nO# = M#([$])\nO#.scale = $", "O#[0] + O#.scale", ("O#[0] = $", "O#.scale = $")),
+    Source("class M#(list):\n    pass\nO# = M#([$])\n"
+    "O#.scale = $", "O#[0] + O#.scale", ("O#[0] = $", "O#.scale = $")),
     Source("J# = defaultdict(lambda: 2.0, a=$)", "J#['a']", ("J#['a'] = $",)),
     Source("B# = [[[[[[[[$]]]]]]]]", "B#[0][0][0][0][0][0][0][0]", ("B#[0][0][0][0][0][0][0][0] = $",)),
     Source(
-        "class Y#:\n    pass\nO# = Y#()\nn = O#\nfor _ in range(9):\n    n.next = Y#()\n    n = n.next\nn.scale = $\nn# = n",
+        "class Y#:\n    pass\nO# = Y#()\nn = O#\nfor _ in range(9):\n    n.next = Y#()\n    n = n.next\n"
+        "n.scale = $\nn# = n",
         "O#.next.next.next.next.next.next.next.next.next.scale",
         ("n#.scale = $",),
     ),

@@ -150,7 +150,7 @@ def test_wrappers_of_torch_and_the_standard_library() -> None:
         return x * GLOBAL["gain"]
 
     @contextlib.contextmanager
-    def managed():  # noqa: ANN202
+    def managed():
         yield GLOBAL["gain"]
 
     def through(x: Tensor) -> Tensor:
@@ -347,7 +347,7 @@ def test_random_numbers_of_python_and_numpy_are_refused_and_not_drawn() -> None:
         expected = module.random()
         module.seed(3)
         module.random()
-        with pytest.raises(CaptureError, match="draws random numbers from Python's random or numpy.random"):
+        with pytest.raises(CaptureError, match=r"draws random numbers from Python's random or numpy\.random"):
             sequence(x)
         assert module.random() == expected
 

@@ -61,6 +61,7 @@ def test_threads_with_tensors_of_their_own() -> None:
 
 def test_threads_that_capture_at_once() -> None:
     """A capture draws from a generator of its own, in place of the default one; another one must not see that."""
+    modules = [nn.Linear(4, 4) for _ in range(3)]
 
     def work(number: int) -> None:
         x = torch.full((4,), float(number))
@@ -68,7 +69,7 @@ def test_threads_that_capture_at_once() -> None:
             added = graphed(lambda t: t * 2 + number)
             for _ in range(3):
                 assert_bitwise_equal(added(x), x * 2 + number)
-        module = nn.Linear(4, 4)
+        module = modules[number]
         expected = module(x)
         make_graphed_callables(module, (torch.ones(4, requires_grad=True),))
         assert_bitwise_equal(module(x.requires_grad_()), expected)
