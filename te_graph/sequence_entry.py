@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from te_graph.rollback import Bindings, ContainerState
 from te_graph.session import garbage_collection_off
 from te_graph.signature import ResultSpec
 from te_graph.surroundings import Surroundings, homeless
+from te_graph.values import random_state, set_random_state
 
 _CPU = torch.device("cpu")
 _CHANGES_STATE = (
@@ -164,16 +163,6 @@ def _modes() -> tuple:
     return torch.is_grad_enabled(), torch.get_default_dtype()
 
 
-def _random_state() -> tuple:
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), *rest
-
-
-def _set_random_state(state: tuple) -> None:
-    random.setstate(state[0])
-    np.random.set_state((state[1], np.frombuffer(state[2], np.uint32), *state[3:]))
-
-
 def _change_of(modes: tuple) -> str:
     for name, before, now in zip(("the grad mode", "the default dtype"), modes, _modes(), strict=True):
         if before != now:
@@ -285,12 +274,12 @@ class _Attempt:
             yield
 
     def run(self) -> None:
-        before = _random_state()
+        before = random_state()
         try:
             self._result = call(self._frame)
         finally:
-            after = _random_state()
-            _set_random_state(before)
+            after = random_state()
+            set_random_state(before)
         if after != before:
             raise CaptureError(
                 f"{self._label}: draws random numbers from Python's random or numpy.random, which a replay would not "

@@ -12,10 +12,14 @@ import random
 import uuid
 from typing import Any
 
-import numpy as np
 import torch
 
 from te_graph import _C
+
+try:
+    import numpy as np
+except ImportError:  # then nobody has its objects
+    np = None
 
 _MOST_BYTES = 2**24  # of an array that is compared at each call
 
@@ -24,7 +28,7 @@ def _zone_of(zone: datetime.tzinfo | None) -> Any:
     return (type(zone).__name__, str(zone)) if zone is not None else None
 
 
-def _array_key(values: np.ndarray) -> Any:
+def _array_key(values: Any) -> Any:
     if values.dtype.hasobject or values.nbytes > _MOST_BYTES:
         return None
     return values.dtype.str, values.shape, values.strides, values.tobytes()
@@ -51,8 +55,6 @@ _MUTABLE = {
     array.array: lambda a: (a.typecode, a.tobytes()),
     collections.deque: lambda d: (d.maxlen, tuple(d)),
     random.Random: lambda r: r.getstate(),
-    np.ndarray: _array_key,
-    np.random.Generator: lambda g: repr(g.bit_generator.state),
 }
 
 
@@ -65,6 +67,10 @@ def _register() -> None:
         _C.register_value_type(kind, key, is_mutable=False)
     for kind, key in _MUTABLE.items():
         _C.register_value_type(kind, key, is_mutable=True)
+    if np is None:
+        return
+    _C.register_value_type(np.ndarray, _array_key, is_mutable=True)
+    _C.register_value_type(np.random.Generator, lambda g: repr(g.bit_generator.state), is_mutable=True)
     for kind in {kind for kind in np.sctypeDict.values() if _is_scalar_type(kind)}:
         _C.register_value_type(kind, lambda scalar: (scalar.dtype.str, scalar.tobytes()), is_mutable=False)
 
@@ -75,3 +81,18 @@ _register()
 def value_of(obj: Any) -> _C.Value | None:
     """A snapshot of ``obj`` if it is made of constants, however nested; else None."""
     return _C.value_of(obj)
+
+
+def random_state() -> tuple:
+    """Of the default generators of Python and NumPy."""
+    if np is None:
+        return (random.getstate(),)
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def set_random_state(state: tuple) -> None:
+    """Back to what ``random_state`` told."""
+    random.setstate(state[0])
+    if np is not None:
+        np.random.set_state((state[1], np.frombuffer(state[2], np.uint32), *state[3:]))
