@@ -18,14 +18,14 @@ from te_graph.autocast import own_casts
 from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import find_homes
 from te_graph.dispatch import is_dense, storage_key
-from te_graph.externals import TensorWatch
+from te_graph.externals import TensorWatch, leaves_below
 from te_graph.gradients import Destination, main_grad_of
 from te_graph.group import Group
 from te_graph.homes import walk
 from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.reading import Reader
 from te_graph.results import ResultPlan
-from te_graph.rollback import ContainerState
+from te_graph.rollback import Bindings, ContainerState, global_containers, variables
 from te_graph.side_effects import HostRandom, SideEffects
 from te_graph.signature import ResultSpec, Signature, containers_kept
 
@@ -116,7 +116,8 @@ class CallableCapture:
         places = list(walk(root))
         self._places = self._reader.places()
         own = (place for place in places if "global variable" not in place.name)
-        self._containers = ContainerState(own, self._places)
+        self._containers = ContainerState(itertools.chain(own, global_containers(self._places)))
+        self._bindings = Bindings(variables(self._places))
         below = [place.obj for place in places if isinstance(place.obj, nn.Module) and place.obj is not root]
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
 
@@ -209,6 +210,9 @@ class CallableCapture:
     def undo_failure(self) -> None:
         """Put back, too, what they left in attributes and containers. After a success that stays: it may be in use."""
         self._containers.restore()
+        self._bindings.restore()
+        self.watch.restore_grads()
+        self._first_watch.restore_grads()
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""
@@ -340,7 +344,7 @@ class CallableCapture:
         """Run the backward once with zero gradients and note who gets one."""
         if not outputs:
             return Gradients([], [], [], [])
-        reached = [_leaves_below(output) for output in outputs]
+        reached = [{id(leaf): leaf for leaf in leaves_below(output)} for output in outputs]
         known = {id(tensor) for tensor in inputs}
         parameters: dict[int, Tensor] = {}
         for leaves in reached:
@@ -475,19 +479,3 @@ def _inner(outputs: list[Tensor]) -> list[bool]:
             if edge in ends:
                 is_inner[ends[edge]] = True
     return is_inner
-
-
-def _leaves_below(output: Tensor) -> dict[int, Tensor]:
-    """The leaves that autograd would accumulate into if ``output`` [...] got a gradient, by identity."""
-    if output.grad_fn is None:
-        return {id(output): output}
-    leaves, seen, stack = {}, {output.grad_fn}, [output.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            leaves[id(node.variable)] = node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return leaves

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -69,6 +70,26 @@ def collecting_checks(on_write: Callable[[Tensor], None]) -> Iterator[list[Calla
         yield collection.checks
     finally:
         _collection.reset(token)
+
+
+# A capture holds what belongs to the process: garbage collection, the default generators, the capture stream.
+_captures = threading.RLock()
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Around a capture: waits for those of other threads."""
+    with _captures:
+        yield
+
+
+def try_to_be_alone() -> contextlib.AbstractContextManager[None] | None:
+    """As ``one_at_a_time``, already entered; None while another thread captures."""
+    if not _captures.acquire(blocking=False):
+        return None
+    stack = contextlib.ExitStack()
+    stack.callback(_captures.release)
+    return stack
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import types
 import weakref
 from collections.abc import Collection, Iterable
@@ -18,6 +17,7 @@ from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
 from te_graph.plain_values import is_bulk, is_value
 from te_graph.pure_hooks import is_pure_hook
 from te_graph.reading import Reader, is_opaque
+from te_graph.values import value_of
 
 _Kind = _C.StepKind
 _MOST_COMPARED = 64  # members of a list or set of values, which are compared at each call
@@ -73,8 +73,12 @@ class Homes:
         return place.step
 
     def expect_value(self, place: Place) -> None:
-        """Let the guard compare what stands at ``place`` by value."""
-        self.guard.expect_value(self._step_to(place), place.obj)
+        """Let the guard compare what stands at ``place`` by value, or by identity where it has none."""
+        value = value_of(place.obj)
+        if value is None:
+            self.enter(place)
+        else:
+            self.guard.expect_value(self._step_to(place), value)
 
     def expect_type(self, place: Place) -> None:
         """Let the guard compare the type of what stands at ``place``."""
@@ -272,9 +276,7 @@ def _guard_container(place: Place, homes: Homes) -> None:
     """Its members stand at places of their own; here it is about how many there are, and about values in bulk."""
     obj, name = place.obj, place.name
     if is_bulk(obj) and len(obj) <= (_MOST_KEYS if isinstance(obj, dict) else _MOST_COMPARED):
-        homes.expect_value(
-            place.child(frozenset(obj) if isinstance(obj, set) else copy.copy(obj), name, _Kind.CONTENTS)
-        )
+        homes.expect_value(place.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):

@@ -90,6 +90,7 @@ class TensorWatch(TorchDispatchMode):
         self._produced: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, StorageWeakRef] = {}
         self._snapshots: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     @property
     def produced_storages(self) -> KeysView[int]:
@@ -120,6 +121,23 @@ class TensorWatch(TorchDispatchMode):
             # Backwards: where overlapping views were written one after the other, the oldest value wins.
             for alias, value in reversed(self._snapshots.values()):
                 alias.copy_(value)
+
+    def restore_grads(self) -> None:
+        """Give the leaves that the region has used, or that ``keep_grads`` was told of, the ``.grad`` that they had:
+        a ``backward()`` inside the region may have given them another one."""
+        with bypass_modes(), torch.no_grad():
+            for leaf, grad in self._grads.values():
+                if leaf.is_leaf and leaf.grad is not grad:
+                    leaf.grad = grad
+
+    def keep_grads(self, tensor: Tensor) -> None:
+        """Remember the ``.grad`` of ``tensor`` [...] if it is a leaf, else of the leaves that it was computed from."""
+        if not tensor.requires_grad or id(tensor) in self._grads:
+            return
+        with bypass_modes():
+            self._grads[id(tensor)] = (tensor, tensor.grad if tensor.is_leaf else None)
+            for leaf in leaves_below(tensor):
+                self._grads.setdefault(id(leaf), (leaf, leaf.grad))
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -157,6 +175,8 @@ class TensorWatch(TorchDispatchMode):
             if is_written:
                 self.mutated_owned.setdefault(key, (op, user_site()))
             return
+        if tensor.requires_grad:
+            self.keep_grads(tensor)
         external = self.externals.get(key)
         if external is None:
             with bypass_modes():
@@ -195,3 +215,19 @@ class TensorWatch(TorchDispatchMode):
         # Not the tensor itself: autograd would then hold an output together with its own node, a reference cycle.
         with bypass_modes():
             return tensor.detach()
+
+
+def leaves_below(output: Tensor) -> list[Tensor]:
+    """The leaves that autograd would accumulate into if ``output`` [...] got a gradient, each once."""
+    if output.grad_fn is None:
+        return [output] if output.requires_grad else []
+    leaves, seen, stack = {}, {output.grad_fn}, [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return list(leaves.values())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import logging
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from te_graph import _C
-from te_graph.capturing import is_capturing
-from te_graph.explorer import Explorer, Frame, Inlined
+from te_graph.capturing import is_capturing, try_to_be_alone
+from te_graph.explorer import Explorer
+from te_graph.facts import Inlined
+from te_graph.frame import Frame, call, frame_of
 from te_graph.options import check_pool, check_stream, is_disabled
 from te_graph.report import register, unregister
 from te_graph.sequence_entry import SequenceEntry, capture, run_first
@@ -20,6 +26,8 @@ _log = logging.getLogger("te_graph")
 _ON_CHANGE = ("recapture", "eager", "raise")
 _MAX_ENTRIES = 8
 _PATIENCE = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
+_TELLING = 4  # calls in a row, after which the log says why
+_MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
 _MAX_REASONS = 32  # values in messages may go on for ever
 
 
@@ -40,6 +48,9 @@ class GraphedSequence(Inlined):
         self._captured: list[SequenceEntry] = []  # the one used last comes first
         self._seen: list[SequenceEntry] = []  # of calls that ran as they are, once each
         self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
+        self._lock = threading.Lock()  # of everything here, and of the guards of the entries
+        self._thread: int | None = None  # that has it
+        self._runs_python = False  # of the user's: it may go on for long, and wait for others
         self._in_vain = 0  # calls since the last replay
         self._told: set[str] = set()
 
@@ -48,35 +59,55 @@ class GraphedSequence(Inlined):
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = (self.__wrapped__, args, kwargs)
-        if self._is_disabled or _must_be_plain():
-            return self._run(frame)
+        if self._is_disabled or _must_be_plain() or not self._enter():
+            self._counts["eager_calls"] += 1
+            return self.__wrapped__(*args, **kwargs)
+        try:
+            return self._call(frame_of(self.__wrapped__, args, kwargs))
+        finally:
+            self._thread = None
+            self._lock.release()
+
+    def _enter(self) -> bool:
+        """Whether this call may look at the captures: no other one does, on this thread or on another.
+
+        While another thread runs the function itself, it may wait for this one; while it replays, this one waits.
+        """
+        if self._thread == threading.get_ident() or self._runs_python:
+            return False
+        if not self._lock.acquire(timeout=_MOST_SECONDS):
+            return False
+        self._thread = threading.get_ident()
+        return True
+
+    def _call(self, frame: Frame) -> Any:
         change = ""
         for number, entry in enumerate(self._captured):
-            difference = entry.change(frame)
+            difference, found = entry.begin(frame)
             if not difference:
                 if number:
                     self._captured.insert(0, self._captured.pop(number))
-                return self._replay(entry, frame)
+                return self._replay(entry, frame, found)
             change = change or difference
         for entry in self._seen:
             if not entry.change(frame):
-                return self._replay(self._capture(entry, frame), frame)
+                return self._capture_and_replay(entry, frame)
         for entry in self._seen:
             entry.refuse_if_undone(frame)
         return self._replay_nothing(frame, change)
 
-    def _replay(self, entry: SequenceEntry, frame: Frame) -> Any:
+    def _replay(self, entry: SequenceEntry, frame: Frame, found: list[Any]) -> Any:
         self._in_vain = 0
-        result = entry.replay(frame, self._scopes[entry.device])
+        result = entry.replay(frame, self._scopes[entry.device], found)
         self._counts["replays"] += 1
         return result
 
-    def _capture(self, first: SequenceEntry, frame: Frame) -> SequenceEntry:
-        entry = capture(first, frame, self._explorer, self._pool, self._stream)
-        # Its guard has not looked yet, and a replay needs what it finds.
-        if change := entry.change(frame):
-            raise RuntimeError(f"{self._label}: {change} during the capture")
+    def _capture_and_replay(self, first: SequenceEntry, frame: Frame) -> Any:
+        alone = try_to_be_alone()
+        if alone is None:  # the next such call captures
+            return self._run(frame)
+        with alone, self._python():
+            entry = capture(first, frame, self._explorer, self._pool, self._stream)
         self._seen.remove(first)
         if not self._captured:
             register(self)
@@ -84,7 +115,11 @@ class GraphedSequence(Inlined):
         self._scopes.setdefault(entry.device, _C.Scope(entry.device))
         self._counts["captures"] += 1
         _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
-        return entry
+        # Its guard has not looked yet, and a replay needs what it finds.
+        change, found = entry.begin(frame)
+        if change:
+            raise RuntimeError(f"{self._label}: {change} during the capture")
+        return self._replay(entry, frame, found)
 
     def _replay_nothing(self, frame: Frame, change: str) -> Any:
         """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed."""
@@ -92,32 +127,58 @@ class GraphedSequence(Inlined):
             self._counts["misses"] += 1
             if self._on_change == "raise":
                 raise RuntimeError(f"{self._label}: {change} since capture")
-            self._tell(f"{change} since capture")
+            self._tell(f"{change} since capture (runs eagerly)")
             if self._on_change == "eager":
                 return self._run(frame)
         self._in_vain += 1
-        if self._in_vain > _PATIENCE and self._in_vain % _PATIENCE:
-            return self._run(frame)
-        if self._in_vain == _PATIENCE:
+        if self._in_vain == _TELLING and self._seen:
             change = change or next((entry.change(frame) for entry in self._seen), "")
-            _log.warning(
-                "%s: has run eagerly %d times in a row, the last time since %s", self._label, _PATIENCE, change
-            )
-        result, entry = run_first(self._label, frame, self._explorer)
+            self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}")
+        if (self._in_vain > _PATIENCE or self._explorer.is_at_a_loss) and self._in_vain % _PATIENCE:
+            return self._run(frame)
+        with self._python():
+            result, entry = run_first(self._label, frame, self._explorer)
         self._counts["eager_calls"] += 1
+        if entry is None:
+            self._tell("refers to more places than can be compared (runs eagerly)")
+            return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
 
     def _run(self, frame: Frame) -> Any:
         self._counts["eager_calls"] += 1
-        function, args, kwargs = frame
-        return function(*args, **kwargs)
+        with self._python():
+            return call(frame)
+
+    @contextlib.contextmanager
+    def _python(self) -> Iterator[None]:
+        """Around what may wait for other threads."""
+        self._runs_python = True
+        try:
+            yield
+        finally:
+            self._runs_python = False
 
     def _tell(self, change: str) -> None:
         reason = change.partition(" changed from ")[0]
         if reason not in self._told and len(self._told) < _MAX_REASONS:
             self._told.add(reason)
-            _log.warning("%s: %s (runs eagerly)", self._label, change)
+            _log.warning("%s: %s", self._label, change)
+
+    def __copy__(self) -> GraphedSequence:
+        return GraphedSequence(self.__wrapped__, self._on_change, None, self._stream)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedSequence:
+        """One that knows no capture, around a copy of the function. (Python does not copy functions, but methods.)"""
+        return GraphedSequence(copy.deepcopy(self.__wrapped__, memo), self._on_change, None, self._stream)
+
+    def __reduce__(self) -> str | tuple:
+        """Where a name in a module stands for this object, that name; else the function, and how it was graphed."""
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (_graphed_as, (self.__wrapped__, self._on_change))
 
     def release(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
@@ -154,6 +215,10 @@ class GraphedSequence(Inlined):
     def pool(self) -> Any:
         """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""
         return self._pool or (self._captured[0].pool if self._captured else None)
+
+
+def _graphed_as(function: Callable[..., Any], on_change: str) -> GraphedSequence:
+    return GraphedSequence(function, on_change, None, None)
 
 
 def _must_be_plain() -> bool:
@@ -194,11 +259,17 @@ def graphed(
         stream: to capture on; the one of ``torch.cuda.graph`` if None.
 
     Returns:
-        What replays. Arguments are read in place. Results that the function computed are the same tensors at every
-        replay: the next one overwrites them, as it does the in-place effects. Results that are arguments, or views of
+        What replays. Arguments are read in place. Results that the function computed lie in the same memory at every
+        replay: the next one overwrites them, as it does the in-place effects, and moves their version counters on, so
+        that autograd tells if it had saved one. Results that are arguments, or views of
         them, are these. ``stats()`` counts captures, replays, misses, eager calls and bytes; ``pool()`` is the memory
         pool of the last graph; ``release()`` frees the graphs, and the next call is a first one. The user's tensors and
         objects are not kept alive, except by a recorder, whose recording holds the memory that it reads.
+
+        Calls on several threads are right, and come one after the other; while one runs the function itself, or
+        captures, those of other threads run eagerly. Copies, deep copies and what is pickled know no capture.
+        Generators of ``nn.Module`` (``parameters()``) are drained before the call; with other iterators among the
+        arguments every call is eager.
 
         Inside other captures, under dispatch modes, with ``TE_GRAPH_DISABLE=1`` calls run the function as it is. A
         graphed function that is called by another one is part of that one's graph.

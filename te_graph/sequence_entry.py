@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +15,19 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.autocast import own_casts
 from te_graph.backends import CudaBackend, RecorderBackend
-from te_graph.capturing import capturing, collecting_checks
+from te_graph.capturing import capturing, collecting_checks, one_at_a_time
 from te_graph.checks import check_circumstances
 from te_graph.dispatch import storage_key
-from te_graph.explorer import Explorer, Fact, Frame, is_opaque
+from te_graph.explorer import Explorer
+from te_graph.facts import Fact, is_opaque
+from te_graph.frame import Frame, call
 from te_graph.recorder import CaptureError
 from te_graph.region import DeviceAccessMode, GradReads, RegionWatch
-from te_graph.rollback import ContainerState
+from te_graph.rollback import Bindings, ContainerState
 from te_graph.session import garbage_collection_off
 from te_graph.signature import ResultSpec
 from te_graph.surroundings import Surroundings, homeless
+from te_graph.values import random_state, set_random_state
 
 _CPU = torch.device("cpu")
 _CHANGES_STATE = (
@@ -45,9 +49,8 @@ class Home:
     is_grad: bool
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
 
-    def find(self, guard: _C.Guard) -> Tensor:
-        """The tensor [...] where the last check of ``guard`` met it."""
-        found = guard.reached(self.step)
+    def tensor(self, found: Tensor) -> Tensor:
+        """The result [...], where the guard's step has ``found`` a tensor."""
         tensor = found.grad if self.is_grad else found
         return tensor if self.view is None else tensor.detach().as_strided(*self.view)
 
@@ -67,7 +70,11 @@ class SequenceEntry:
         modes: of the thread.
         graph: None until captured.
         results: nest of the results.
-        tensors: those, [...] each: the graph's own, or where others are found.
+        own: those that the graph made, [...] each.
+        special: numbers of those that are more than a plain tensor, and the same object at each call.
+        homes: where the others are found.
+        home_steps: their steps of the guard.
+        order: of each result, the number among ``own``, then ``homes``.
         checks: what ``before_replay`` was given in the capture.
         nbytes: memory that belongs to the graph.
         nodes: of the graph.
@@ -86,7 +93,11 @@ class SequenceEntry:
     modes: tuple = field(init=False)
     graph: Any = None
     results: ResultSpec | None = None
-    tensors: list[Tensor | Home] = field(default_factory=list)
+    own: list[Tensor] = field(default_factory=list)
+    special: list[int] = field(default_factory=list)
+    homes: list[Home] = field(default_factory=list)
+    home_steps: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     nbytes: int = 0
     nodes: int = 0
@@ -102,6 +113,12 @@ class SequenceEntry:
         """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
         return self.guard.check_in_passing(frame) or self.settings.change(self.device) or _change_of(self.modes)
 
+    def begin(self, frame: Frame) -> tuple[str, list[Any]]:
+        """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
+        if not self.checks and not (change := self.settings.change(self.device) or _change_of(self.modes)):
+            return self.guard.begin(frame, self.home_steps)
+        return self.change(frame) if self.checks else change, []
+
     def refuse_if_undone(self, frame: Frame) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
         if self.before is not None and not self.before.check_in_passing(frame):
@@ -112,18 +129,35 @@ class SequenceEntry:
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             return _C.CapturedGraph(self.graph)
 
-    def replay(self, frame: Frame, scope: _C.Scope) -> Any:
-        """Replay and return the results; right after ``change`` found none."""
-        for check in self.checks:
-            check()
-        # They are the user's code, and what follows relies on what the guard has met.
-        if self.checks and (change := self.guard.check_in_passing(frame)):
-            raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
+    def replay(self, frame: Frame, scope: _C.Scope, found: list[Any]) -> Any:
+        """Replay and return the results; right after ``begin`` found no change, and what is given here."""
+        if self.checks:
+            for check in self.checks:
+                check()
+            # They are the user's code, and what follows relies on what the guard has met.
+            change, found = self.guard.begin(frame, self.home_steps)
+            if change:
+                raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
+        homes = [home.tensor(tensor) for home, tensor in zip(self.homes, found, strict=True)]
         scope.enter()
         self.graph.replay()
-        self.guard.bump_versions()
-        found = [one.find(self.guard) if isinstance(one, Home) else one for one in self.tensors]
-        return self.results.unflatten(found)
+        made = _C.written_aliases(
+            self.own
+        )  # of each call, as in eager execution: its user may set attributes, or hooks
+        for number in self.special:
+            made[number] = self.own[number]
+        pool = [*made, *homes]
+        return self.results.unflatten([pool[number] for number in self.order])
+
+    def take(self, tensors: list[Tensor | Home]) -> None:
+        """Enter the results, [...] each: the graph's own, or where others are found."""
+        self.homes = [one for one in tensors if isinstance(one, Home)]
+        self.home_steps = [home.step for home in self.homes]
+        own = {id(one): one for one in tensors if isinstance(one, Tensor)}
+        self.own = list(own.values())
+        self.special = [n for n, one in enumerate(self.own) if type(one) is not Tensor or vars(one)]
+        numbers = {key: number for number, key in enumerate([*own, *map(id, self.homes)])}
+        self.order = [numbers[id(one)] for one in tensors]
 
 
 def _modes() -> tuple:
@@ -137,15 +171,20 @@ def _change_of(modes: tuple) -> str:
     return ""
 
 
-def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry]:
-    """Run the function as it is; return its result and an entry that recognises the next such call."""
-    function, args, kwargs = frame
-    before = Surroundings(explorer.explore(frame), used=set()).guard
+def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry | None]:
+    """Run the function as it is; return its result and an entry that recognises the next such call, if that can be."""
+    facts = explorer.explore(frame)
+    if explorer.is_at_a_loss:
+        return call(frame), None
+    before = Surroundings(facts, used=set(), is_strict=False).guard
     watch, reads = RegionWatch(), GradReads()
     with capturing(), reads, watch:
-        result = function(*args, **kwargs)
+        result = call(frame)
     used = {*watch.externals, *watch.produced_storages}
-    surroundings = Surroundings(explorer.explore(frame), used, reads_grads=reads.any)
+    facts = explorer.explore(frame)
+    if explorer.is_at_a_loss:
+        return result, None
+    surroundings = Surroundings(facts, used, reads_grads=reads.any)
     effect = before.check_in_passing(frame)
     entry = SequenceEntry(
         label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None
@@ -183,7 +222,7 @@ def _capture(
     attempt: _Attempt, first: SequenceEntry, backend: Any, pool: Any
 ) -> tuple[Any, list[Callable[[], None]], SequenceEntry]:
     """The graph, the checks before its replays, and the entry that it belongs to."""
-    with garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
+    with one_at_a_time(), garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
         if first.multiplies and first.device.type == "cuda":
             _make_workspace(first.device)
         with (
@@ -220,21 +259,34 @@ class _Attempt:
         self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
         self._reads = GradReads()
         self._before = explorer.explore(frame, everything=True)
-        self._state_before = Surroundings(self._before, used=None)
+        self._state_before = Surroundings(self._before, used=None, is_strict=False)
         self._containers = ContainerState(
-            fact for fact in self._before if isinstance(fact.obj, dict | list) or not is_opaque(fact.obj)
+            fact for fact in self._before if isinstance(fact.obj, dict | list | set | deque) or not is_opaque(fact.obj)
         )
+        self._bindings = Bindings(self._before)
         self._result: Any = None
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         on_gpu = DeviceAccessMode(self.watch.refusals) if self._is_gpu else contextlib.nullcontext()
+        for fact in self._before:
+            if isinstance(fact.obj, Tensor):
+                self.watch.keep_grads(fact.obj)
         with on_gpu, self._reads, self.watch:
             yield
 
     def run(self) -> None:
-        function, args, kwargs = self._frame
-        self._result = function(*args, **kwargs)
+        before = random_state()
+        try:
+            self._result = call(self._frame)
+        finally:
+            after = random_state()
+            set_random_state(before)
+        if after != before:
+            raise CaptureError(
+                f"{self._label}: draws random numbers from Python's random or numpy.random, which a replay would not "
+                "do: draw them with torch, or pass them"
+            )
 
     @contextlib.contextmanager
     def undone_unless_right(self) -> Iterator[None]:
@@ -243,9 +295,8 @@ class _Attempt:
             yield
         except BaseException:
             self._containers.restore()
-            for fact in self._before:
-                if fact.is_grad and fact.parent.obj.grad is not fact.obj:
-                    fact.parent.obj.grad = fact.obj
+            self._bindings.restore()
+            self.watch.restore_grads()
             raise
         finally:
             self.watch.restore()
@@ -265,7 +316,7 @@ class _Attempt:
         except TypeError as error:
             raise CaptureError(str(error)) from None
         entry = SequenceEntry(self._label, surroundings.guard, devices, results=results)
-        entry.tensors = [self._home_of(number, tensor, facts, surroundings) for number, tensor in enumerate(tensors)]
+        entry.take([self._home_of(number, tensor, facts, surroundings) for number, tensor in enumerate(tensors)])
         return entry
 
     def _check_effects(self, facts: list[Fact]) -> None:

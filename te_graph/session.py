@@ -20,7 +20,7 @@ from tqdm import tqdm
 from te_graph import _C
 from te_graph.call_form import CallForm
 from te_graph.capture import CallableCapture
-from te_graph.capturing import capturing
+from te_graph.capturing import capturing, one_at_a_time
 from te_graph.changed_arguments import ChangedArguments
 from te_graph.checks import sample_of
 from te_graph.entry import Entry
@@ -62,6 +62,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         progress = transaction.enter_context(
             tqdm(total=steps, desc="capturing graphs", disable=is_quiet or options.show_progress is False)
         )
+        transaction.enter_context(one_at_a_time())
         transaction.enter_context(garbage_collection_off())
         transaction.enter_context(backend.session())
         transaction.enter_context(capturing())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections import deque
 
 from te_graph import _C
 from te_graph.dispatch import storage_key
-from te_graph.explorer import Fact, is_plumbing, is_value
 from te_graph.externals import External
+from te_graph.facts import Fact, is_plumbing
 from te_graph.homes import Place
-from te_graph.signature import is_constant
+from te_graph.values import value_of
 
 _Kind = _C.StepKind
 
@@ -22,16 +22,25 @@ class Surroundings:
         used: identities of the storages whose memory matters; None: all.
         written: of those that a replay writes.
         reads_grads: the function asks for gradients, so that one that appears or goes is a change.
+        is_strict: no check passes where something cannot be compared.
     """
 
     def __init__(
-        self, facts: list[Fact], used: set[int] | None, written: set[int] = frozenset(), reads_grads: bool = True
+        self,
+        facts: list[Fact],
+        used: set[int] | None,
+        written: set[int] = frozenset(),
+        reads_grads: bool = True,
+        is_strict: bool = True,
     ) -> None:
         self.guard = _C.Guard()
         self._steps: dict[int, int] = {}
+        self._incomparable = {id(fact.parent) for fact in facts if fact.kind == _Kind.NEVER}
         for fact in facts:
             is_used = fact.is_dense_tensor and (used is None or storage_key(fact.obj) in used)
             if fact.is_grad and not (is_used or (reads_grads and (fact.obj is None or fact.is_dense_tensor))):
+                continue
+            if fact.kind == _Kind.NEVER and not is_strict:
                 continue
             self._expect(fact, self._enter(fact), is_used, is_used and storage_key(fact.obj) in written)
 
@@ -55,23 +64,40 @@ class Surroundings:
         guard, obj, name = self.guard, fact.obj, fact.name
         if fact.same_as is not None:
             guard.expect_same(step, self._steps[id(fact.same_as)])
-        elif fact.kind == _Kind.ABSENT:
+        elif fact.is_end and not fact.is_grad:
             return
-        elif is_value(obj):
-            guard.expect_value(step, frozenset(obj) if isinstance(obj, set) else obj)
+        elif fact.value is not None:
+            at = (
+                guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, fact.is_fleeting)
+                if fact.value.is_mutable
+                else step
+            )
+            guard.expect_value(at, fact.value)
         elif fact.is_dense_tensor:
             guard.add_tensor(step, obj, is_used, is_written)
+        elif fact.is_grad:
+            guard.expect_value(step, value_of(None))
         elif isinstance(obj, dict):
-            # The keys of a function's globals, and attributes, are no business of its callers': they come here as
-            # parents only.
-            kind = _Kind.KEYS if all(is_constant(key) for key in obj) else _Kind.LENGTH
-            guard.add_step(kind, step, tuple(obj) if kind == _Kind.KEYS else None, len(obj), None, _size(name, "keys"))
-        elif isinstance(obj, list | tuple):
-            guard.add_step(_Kind.LENGTH, step, None, len(obj), None, _size(name, "length"))
-        elif dataclasses.is_dataclass(obj) and is_plumbing(obj):
             guard.expect_type(step, type(obj))
-        elif not is_plumbing(obj):
-            guard.expect_identity(step, obj)
+            self._expect_keys(fact, step)
+        elif isinstance(obj, list | tuple | deque):
+            guard.expect_type(step, type(obj))
+            guard.add_step(_Kind.LENGTH, step, None, len(obj), None, _size(name, "length"))
+        elif is_plumbing(obj):
+            guard.expect_type(step, type(obj))
+        elif id(fact) not in self._incomparable:
+            guard.expect_same_object(step, obj)
+
+    def _expect_keys(self, fact: Fact, step: int) -> None:
+        """The keys of a function's globals, and attributes, are no business of its callers': they are parents only."""
+        keys, subject = _C.keys_of(fact.obj), _size(fact.name, "keys")
+        if fact.is_given:
+            self.guard.add_step(_Kind.LENGTH, step, None, len(fact.obj), None, subject, True)
+        if keys is not None:
+            at = self.guard.add_step(_Kind.CONTENTS, step, None, 0, None, fact.name, fact.is_fleeting)
+            self.guard.expect_value(at, keys)
+        else:
+            self.guard.add_step(_Kind.NEVER, step, None, 0, None, f"{subject} cannot be compared")
 
 
 def _size(name: str, what: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sequences import called, counts, reference_norm, tensors
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from twins import assert_bitwise_equal
 
 from te_graph import Recorder, graphed, info, make_graphed_callables
@@ -238,9 +239,9 @@ def test_release_frees_and_starts_anew(device: str) -> None:
     double.release()
     assert double.stats()["bytes"] == 0
     assert_bitwise_equal(held, x * 2)
-    freed = weakref.ref(held)
+    freed = StorageWeakRef(held.untyped_storage())
     del held
-    assert freed() is None
+    assert freed.expired()
     assert_bitwise_equal(called(double, 3, x), x * 2)
     assert counts(double) == (2, 4, 0, 2)
     double.release()
@@ -259,12 +260,12 @@ def test_dropping_the_object_frees_it_without_the_garbage_collector(device: str)
     gc.disable()
     try:
         sequence = graphed(apply)
-        result = weakref.ref(called(sequence, 3, x))
+        result = StorageWeakRef(called(sequence, 3, x).untyped_storage())
         watched = weakref.ref(sequence)
-        assert result() is not None
+        assert not result.expired()
         del sequence
         assert watched() is None
-        assert result() is None
+        assert result.expired()
     finally:
         gc.enable()
 
@@ -282,13 +283,13 @@ def test_an_object_that_holds_its_graphed_method_can_be_collected(device: str) -
                 return self.module(x)
 
     trainer = Trainer()
-    result = weakref.ref(called(trainer.apply, 3, torch.ones(2, 3, device=device)))
+    result = StorageWeakRef(called(trainer.apply, 3, torch.ones(2, 3, device=device)).untyped_storage())
     watched = weakref.ref(trainer)
-    assert result() is not None
+    assert not result.expired()
     del trainer
     gc.collect()
     assert watched() is None
-    assert result() is None
+    assert result.expired()
 
 
 def test_only_weak_references_to_what_the_user_has(device: str) -> None:

@@ -36,6 +36,17 @@ std::vector<std::optional<at::Tensor>> borrow_all(const std::vector<std::optiona
     return borrowed;
 }
 
+// New tensors over the memory of `tensors`, which is about to be written: they share version counters, moved on.
+Tensors written_aliases(const Tensors& tensors) {
+    Tensors aliases;
+    for (const at::Tensor& tensor : tensors) {
+        c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+        if (!tensor.is_inference()) impl->bump_version();
+        aliases.emplace_back(impl->shallow_copy_and_detach(impl->version_counter(), true));
+    }
+    return aliases;
+}
+
 std::vector<at::ScalarType> dtypes_of(const std::vector<py::object>& dtypes) {
     std::vector<at::ScalarType> result;
     for (const auto& dtype : dtypes) result.push_back(py::cast<at::ScalarType>(dtype));
@@ -105,6 +116,7 @@ void bind(py::module_& m) {
         "has_gradient_hooks", [](const at::Tensor& leaf) { return has_gradient_hooks(leaf); }, py::arg("leaf"));
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
+    m.def("written_aliases", &written_aliases, py::arg("tensors"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
     m.def("split_uses", &split_uses, py::arg("outputs"), py::arg("leaf"));
     m.def("is_dense", &is_dense, py::arg("tensor"));
@@ -155,7 +167,25 @@ void bind(py::module_& m) {
         .value("ITEM_OF", StepKind::kItemOf)
         .value("GRAD", StepKind::kGrad)
         .value("KNOWN", StepKind::kKnown)
-        .value("CONTENTS", StepKind::kContents);
+        .value("TYPE", StepKind::kType)
+        .value("TYPE_ITEM", StepKind::kTypeItem)
+        .value("TYPE_ABSENT", StepKind::kTypeAbsent)
+        .value("CONTENTS", StepKind::kContents)
+        .value("ELEMENT", StepKind::kElement)
+        .value("REFERENT", StepKind::kReferent)
+        .value("CONTEXT_VAR", StepKind::kContextVar)
+        .value("WEAK_REFERENCE", StepKind::kWeakReference)
+        .value("CONSTANT", StepKind::kConstant)
+        .value("NEVER", StepKind::kNever);
+
+    m.def("register_value_type", &register_value_type, py::arg("type"), py::arg("key"), py::arg("is_mutable"));
+    py::class_<Value, std::shared_ptr<Value>>(m, "Value").def_property_readonly("is_mutable", &Value::is_mutable);
+    m.def(
+        "value_of", [](const py::object& object) { return std::shared_ptr<Value>(Value::of(object.ptr())); },
+        py::arg("object"));
+    m.def(
+        "keys_of", [](const py::dict& dict) { return std::shared_ptr<Value>(Value::of_keys(dict.ptr())); },
+        py::arg("dict"));
 
     py::class_<Guard, std::shared_ptr<Guard>>(m, "Guard")
         .def(py::init<>())
@@ -163,8 +193,8 @@ void bind(py::module_& m) {
              py::arg("expected"), py::arg("subject"), py::arg("is_fleeting") = false)
         .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"), py::arg("is_used") = true,
              py::arg("is_written") = false)
-        .def("bump_versions", &Guard::bump_versions)
         .def("expect_identity", &Guard::expect_identity, py::arg("step"), py::arg("object"))
+        .def("expect_same_object", &Guard::expect_same_object, py::arg("step"), py::arg("object"))
         .def("expect_value", &Guard::expect_value, py::arg("step"), py::arg("value"))
         .def("expect_type", &Guard::expect_type, py::arg("step"), py::arg("type"))
         .def("expect_same", &Guard::expect_same, py::arg("step"), py::arg("other"))
@@ -172,8 +202,12 @@ void bind(py::module_& m) {
         .def_property_readonly("tensors", &Guard::tensors)
         .def("check_in_passing",
              [](const Guard& guard, const py::object& root) { return guard.check_in_passing(root.ptr()); })
-        .def("reached",
-             [](const Guard& guard, int step) { return py::reinterpret_borrow<py::object>(guard.reached(step)); })
+        .def("begin",
+             [](const Guard& guard, const py::object& root, const std::vector<int>& steps) {
+                 std::vector<py::object> found;
+                 std::string change = guard.begin(root.ptr(), steps, found);
+                 return std::make_pair(std::move(change), std::move(found));
+             })
         .def("check", [](const Guard& guard, const py::object& root) {
             Guard::Tensors found;
             return guard.check(root.ptr(), found);

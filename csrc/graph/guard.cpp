@@ -1,6 +1,7 @@
 #include "graph/guard.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -14,74 +15,64 @@ namespace py = pybind11;
 namespace te_graph::graph {
 namespace {
 
-bool is_equal(PyObject* expected, PyObject* found);
-
-bool are_equal_sequences(PyObject* expected, PyObject* found) {
-    if (PySequence_Fast_GET_SIZE(expected) != PySequence_Fast_GET_SIZE(found)) return false;
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(expected); ++i) {
-        if (i >= PySequence_Fast_GET_SIZE(found)) return false;  // a comparison may run code
-        if (!is_equal(PySequence_Fast_GET_ITEM(expected, i), PySequence_Fast_GET_ITEM(found, i))) return false;
-    }
-    return true;
-}
-
-bool are_equal_dicts(PyObject* expected, PyObject* found) {
-    if (PyDict_GET_SIZE(expected) != PyDict_GET_SIZE(found)) return false;
-    PyObject *key = nullptr, *value = nullptr, *found_key = nullptr, *found_value = nullptr;
-    Py_ssize_t position = 0, found_position = 0;
-    while (PyDict_Next(expected, &position, &key, &value)) {
-        if (!PyDict_Next(found, &found_position, &found_key, &found_value)) return false;
-        if (!is_equal(key, found_key) || !is_equal(value, found_value)) return false;
-    }
-    return true;
-}
-
-// Equal in type and value; dictionaries also in order; sets are equal whether frozen or not, NaN is equal to itself, 0.0 is not -0.0.
-bool is_equal(PyObject* expected, PyObject* found) {
-    if (expected == found) return true;
-    if (Py_TYPE(expected) != Py_TYPE(found) && !(PyAnySet_Check(expected) && PyAnySet_Check(found))) return false;
-    if (PyTuple_Check(expected) || PyList_Check(expected)) return are_equal_sequences(expected, found);
-    if (PyDict_CheckExact(expected)) return are_equal_dicts(expected, found);
-    if (PyFloat_CheckExact(expected)) {
-        const double a = PyFloat_AS_DOUBLE(expected), b = PyFloat_AS_DOUBLE(found);
-        return (a == b && std::signbit(a) == std::signbit(b)) || (std::isnan(a) && std::isnan(b));
-    }
-    const int equal = PyObject_RichCompareBool(expected, found, Py_EQ);
-    if (equal < 0) PyErr_Clear();
-    return equal > 0;
-}
-
+// The keys of `dict` are those of the tuple, in the order in which it iterates over them.
 bool has_keys(PyObject* dict, PyObject* keys) {
     if (PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(keys)) return false;
-    PyObject* key = nullptr;
-    Py_ssize_t position = 0;
-    for (Py_ssize_t i = 0; PyDict_Next(dict, &position, &key, nullptr); ++i) {
-        if (!is_equal(PyTuple_GET_ITEM(keys, i), key)) return false;
-    }
-    return true;
+    Py_ssize_t next = 0;
+    return all_of_dict(dict, [&](PyObject* key, PyObject*) {
+        return next < PyTuple_GET_SIZE(keys) && is_same_constant(PyTuple_GET_ITEM(keys, next++), key);
+    });
 }
 
 Py_ssize_t length_of(PyObject* container) {
     if (PyDict_Check(container)) return PyDict_GET_SIZE(container);
     if (PyList_Check(container)) return PyList_GET_SIZE(container);
-    return PyTuple_Check(container) ? PyTuple_GET_SIZE(container) : -1;
+    return PyTuple_Check(container) ? PyTuple_GET_SIZE(container) : PyObject_Size(container);
+}
+
+// A new reference given back: the parent holds the object. nullptr where it does not, but made it for the caller.
+PyObject* held_elsewhere(PyObject* object) {
+    const bool is_held = object && Py_REFCNT(object) > 1;
+    Py_XDECREF(object);
+    return is_held ? object : nullptr;
+}
+
+// The first object that `parent` refers to, as the garbage collector is told.
+PyObject* referent_of(PyObject* parent) {
+    PyObject* found = nullptr;
+    const auto first = [](PyObject* object, void* result) {
+        *static_cast<PyObject**>(result) = object;
+        return 1;
+    };
+    if (Py_TYPE(parent)->tp_traverse) Py_TYPE(parent)->tp_traverse(parent, first, &found);
+    return found;
+}
+
+PyObject* value_of(PyObject* context_variable) {
+    PyObject* value = nullptr;
+    if (!PyContextVar_CheckExact(context_variable) || PyContextVar_Get(context_variable, nullptr, &value) < 0) {
+        return nullptr;
+    }
+    if (!value) return Py_NotImplemented;
+    Py_DECREF(value);  // the context holds it
+    return value;
+}
+
+PyObject* object_of(PyObject* weak_reference) {
+    if (!PyWeakref_CheckRef(weak_reference)) return nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* live = nullptr;
+    if (PyWeakref_GetRef(weak_reference, &live) <= 0) return Py_None;
+    Py_DECREF(live);  // somebody else holds it
+    return live;
+#else
+    return PyWeakref_GetObject(weak_reference);
+#endif
 }
 
 const at::Tensor& grad_of(PyObject* tensor) {
     const c10::TensorImpl* const impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
     return impl->grad();
-}
-
-std::string shown(PyObject* object) {
-    constexpr size_t kMost = 80;
-    if (THPVariable_Check(object)) return "a tensor";
-    const py::object text = py::reinterpret_steal<py::object>(PyObject_Repr(object));
-    if (!text) {
-        PyErr_Clear();
-        return Py_TYPE(object)->tp_name;
-    }
-    const std::string whole = py::str(text);
-    return whole.size() <= kMost ? whole : Py_TYPE(object)->tp_name;
 }
 
 // The object that a step leads to, borrowed from its container, or nullptr when it is not there.
@@ -113,16 +104,42 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
             found = PyCell_Check(parent) ? PyCell_GET(parent) : nullptr;
             break;
         case StepKind::kAttribute:
-            found = PyObject_GetAttr(parent, key);
-            Py_XDECREF(found);  // the parent holds it
+            found = held_elsewhere(PyObject_GetAttr(parent, key));
             break;
         case StepKind::kGrad:
             if (THPVariable_Check(parent)) found = grad_of(parent).defined() ? parent : Py_None;
             break;
+        case StepKind::kKnown:  // see Guard::take()
+            break;
+        case StepKind::kType:
+            found = reinterpret_cast<PyObject*>(Py_TYPE(parent));
+            break;
+        case StepKind::kTypeItem:
+            if (PyType_Check(parent)) found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key);
+            break;
+        case StepKind::kTypeAbsent:
+            if (!PyType_Check(parent)) break;
+            found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key) ? nullptr : parent;
+            break;
         case StepKind::kContents:
             found = parent;
             break;
-        case StepKind::kKnown:  // see Guard::take()
+        case StepKind::kElement:
+            found = held_elsewhere(PySequence_GetItem(parent, index));
+            break;
+        case StepKind::kReferent:
+            found = referent_of(parent);
+            break;
+        case StepKind::kContextVar:
+            found = value_of(parent);
+            break;
+        case StepKind::kWeakReference:
+            found = object_of(parent);
+            break;
+        case StepKind::kConstant:
+            found = key;
+            break;
+        case StepKind::kNever:
             break;
     }
     if (!found) PyErr_Clear();
@@ -160,8 +177,8 @@ Guard::~Guard() {
         for (Step& step : steps_) {  // the interpreter is gone, and with it the objects
             step.key.release();
             step.expected.release();
-            step.value.release();
             step.type.release();
+            step.held.release();
         }
         return;
     }
@@ -176,6 +193,11 @@ int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py
     return static_cast<int>(steps_.size()) - 1;
 }
 
+void Guard::expect_same_object(int step, const py::object& object) {
+    steps_[step].expected = Identity(object);
+    if (!steps_[step].expected.is_weak()) steps_[step].held = object;
+}
+
 int Guard::add_tensor(int step, const at::Tensor& tensor, bool is_used, bool is_written) {
     steps_[step].tensor = static_cast<int>(tensors_.size());
     tensors_.push_back({step, TensorFacts(tensor), tensor.requires_grad(), is_used, is_written});
@@ -188,7 +210,8 @@ bool Guard::is_in_watched_dict(const Step& step) const {
     constexpr bool kHasValuesInObjects = PY_VERSION_HEX >= 0x030D0000;
     const bool is_dict = step.kind == StepKind::kItem || step.kind == StepKind::kAbsent ||
                          step.kind == StepKind::kLength || step.kind == StepKind::kKeys ||
-                         step.kind == StepKind::kItemOf || step.kind == StepKind::kContents;
+                         step.kind == StepKind::kItemOf ||
+                         (step.kind == StepKind::kContents && step.value && step.value->is_watchable());
     if (!is_dict || step.is_fleeting) return false;
     if (step.parent < 0) return true;
     const StepKind parent = steps_[step.parent].kind;
@@ -204,39 +227,68 @@ bool Guard::is_attribute(const Step& step) const {
 bool Guard::watch(const Step& step, PyObject* parent) const {
     if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
     // An OrderedDict keeps its order elsewhere.
-    if (step.kind == StepKind::kContents && !PyDict_CheckExact(parent)) return false;
+    const bool has_order = step.kind == StepKind::kKeys || step.kind == StepKind::kContents;
+    if (has_order && PyODict_Check(parent)) return false;
     return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
 }
 
 std::string Guard::check(PyObject* root, Tensors& found) const {
-    if (!is_as_last_time(root)) {
-        forget();
-        const uint64_t changes = dict_changes();
-        std::vector<PyObject*> tensors(tensors_.size());
-        if (std::string change = walk(root, &tensors); !change.empty()) return change;
-        found_ = std::make_shared<FoundTensors>(std::move(tensors));
+    // Where Python code runs, of keys and destructors, other threads may come in: they look for themselves.
+    const bool is_alone = !is_in_check_;
+    const auto done = c10::make_scope_exit([&] {
+        if (is_alone) is_in_check_ = false;
+    });
+    is_in_check_ = true;
+    if (is_alone && is_as_last_time(root)) {
+        found = found_;
+        return {};
+    }
+    if (is_alone) forget();
+    const uint64_t changes = dict_changes();
+    std::vector<PyObject*> tensors(tensors_.size());
+    Walk met;
+    Held held;
+    if (std::string change = walk(root, &tensors, met, held); !change.empty()) return change;
+    found = std::make_shared<FoundTensors>(std::move(tensors));
+    if (is_alone) {
+        found_ = found;
+        std::swap(last_, met);
         root_ = root;
         changes_ = changes;
     }
-    found = found_;
     return {};
 }
 
 std::string Guard::check_in_passing(PyObject* root) const {
-    if (is_as_before(root)) return {};
+    Held held;
+    return check_in_passing(root, held);
+}
+
+std::string Guard::check_in_passing(PyObject* root, Held& held) const {
+    if (is_as_before(root, held)) return {};
     root_ = nullptr;
     const uint64_t changes = dict_changes();
-    if (std::string change = walk(root, nullptr); !change.empty()) return change;
+    Walk met;
+    if (std::string change = walk(root, nullptr, met, held); !change.empty()) return change;
+    std::swap(last_, met);
     note_what_is_watched();
     root_ = root;
     changes_ = changes;
     return {};
 }
 
+std::string Guard::begin(PyObject* root, const std::vector<int>& steps, std::vector<py::object>& found) const {
+    Held held;
+    if (std::string change = check_in_passing(root, held); !change.empty()) return change;
+    bump_versions();
+    for (const int step : steps) found.push_back(py::reinterpret_borrow<py::object>(last_.reached.at(step)));
+    return {};
+}
+
 void Guard::bump_versions() const {
     for (const ExpectedTensor& expected : tensors_) {
         if (!expected.is_written) continue;
-        PyObject* const object = reached_[expected.step];
+        PyObject* const object = last_.reached[expected.step];
         const at::Tensor& tensor =
             steps_[expected.step].kind == StepKind::kGrad ? grad_of(object) : THPVariable_Unpack(object);
         if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
@@ -249,15 +301,15 @@ void Guard::forget() const {
     found_ = nullptr;
 }
 
-PyObject* Guard::take(const Step& step, PyObject* parent) const {
+PyObject* Guard::take(const Step& step, PyObject* parent, const std::vector<PyObject*>& reached) {
     if (step.kind == StepKind::kKnown) return step.expected.live();
-    PyObject* const key = step.kind == StepKind::kItemOf ? reached_[step.index] : step.key.ptr();
+    PyObject* const key = step.kind == StepKind::kItemOf ? reached[step.index] : step.key.ptr();
     return take_step(step.kind, parent, key, step.index);
 }
 
-bool Guard::is_expected(const Step& step, PyObject* object) const {
-    if (step.same_as >= 0 && object != reached_[step.same_as]) return false;
-    if (step.value && !is_equal(step.value.ptr(), object)) return false;
+bool Guard::is_expected(const Step& step, PyObject* object, const std::vector<PyObject*>& reached) {
+    if (step.same_as >= 0 && object != reached[step.same_as]) return false;
+    if (step.value && !step.value->matches(object)) return false;
     return step.type.matches(reinterpret_cast<PyObject*>(Py_TYPE(object))) && step.expected.matches(object);
 }
 
@@ -269,10 +321,10 @@ bool Guard::has_tensor(const Step& step, PyObject* parent, PyObject* object) con
 
 bool Guard::is_as_last_time(PyObject* root) const {
     if (root != root_ || changes_ != dict_changes()) return false;
-    for (const size_t i : unwatched_) {
+    for (const size_t i : last_.unwatched) {
         const Step& step = steps_[i];
-        PyObject* const object = take(step, step.parent < 0 ? root : reached_[step.parent]);
-        if (!object || object != reached_[i] || !is_expected(step, object)) return false;
+        PyObject* const object = take(step, step.parent < 0 ? root : last_.reached[step.parent], last_.reached);
+        if (!object || object != last_.reached[i] || !is_expected(step, object, last_.reached)) return false;
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
         if (!found_->is_unswapped(i) || !is_same(tensors_[i], (*found_)[i], true)) return false;
@@ -281,24 +333,27 @@ bool Guard::is_as_last_time(PyObject* root) const {
 }
 
 // As the last check in passing found it, though some objects may be others. Those below which nothing is taken again
-// must not be.
-bool Guard::is_as_before(PyObject* root) const {
+// must not be. Where a step ran Python code, another thread may have changed a dictionary: then nothing below it counts.
+bool Guard::is_as_before(PyObject* root, Held& held) const {
     if (!root_ || changes_ != dict_changes()) return false;
-    for (const size_t i : unwatched_) {
+    held.reserve(last_.unwatched.size());
+    for (const size_t i : last_.unwatched) {
         const Step& step = steps_[i];
-        PyObject* const parent = step.parent < 0 ? root : reached_[step.parent];
-        PyObject* const object = take(step, parent);
-        if (!object || (object != reached_[i] && leads_to_watched_[i]) || !is_expected(step, object)) return false;
-        reached_[i] = object;
+        PyObject* const parent = step.parent < 0 ? root : last_.reached[step.parent];
+        PyObject* const object = held(take(step, parent, last_.reached));
+        if (!object || (object != last_.reached[i] && leads_to_watched_[i])) return false;
+        if (!is_expected(step, object, last_.reached) || changes_ != dict_changes()) return false;
+        last_.reached[i] = object;
         if (step.tensor >= 0 && !has_tensor(step, parent, object)) return false;
     }
-    return std::all_of(watched_tensors_.begin(), watched_tensors_.end(),
-                       [&](size_t i) { return has_tensor(steps_[i], reached_[steps_[i].parent], reached_[i]); });
+    return std::all_of(watched_tensors_.begin(), watched_tensors_.end(), [&](size_t i) {
+        return has_tensor(steps_[i], last_.reached[steps_[i].parent], last_.reached[i]);
+    });
 }
 
 void Guard::note_what_is_watched() const {
     std::vector<char> is_taken(steps_.size(), 0);
-    for (const size_t i : unwatched_) is_taken[i] = 1;
+    for (const size_t i : last_.unwatched) is_taken[i] = 1;
     leads_to_watched_.assign(steps_.size(), 0);
     watched_tensors_.clear();
     for (size_t i = 0; i < steps_.size(); ++i) {
@@ -311,28 +366,29 @@ void Guard::note_what_is_watched() const {
     }
 }
 
-std::string Guard::difference(const Step& step, PyObject* object) const {
-    if (step.value) {
-        const bool is_long = step.kind == StepKind::kGrad || PyAnySet_Check(step.value.ptr());
-        if (is_long) return step.subject + " changed from " + shown(step.value.ptr());
-        return step.subject + " changed from " + shown(step.value.ptr()) + " to " + shown(object);
+std::string Guard::difference(const Step& step, PyObject* object) {
+    if (step.value && !step.value->matches(object)) return step.value->difference(step.subject, object);
+    if (!step.type.matches(reinterpret_cast<PyObject*>(Py_TYPE(object)))) {
+        return step.subject + " is now a " + Py_TYPE(object)->tp_name;
     }
     if (PyBool_Check(object)) return step.subject + (object == Py_True ? " is now True" : " is now False");
     return step.subject + " was replaced by another object";
 }
 
-std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found) const {
-    reached_.assign(steps_.size(), nullptr);
-    unwatched_.clear();
+std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found, Walk& walk, Held& held) const {
+    std::vector<PyObject*>& reached = walk.reached;
+    reached.assign(steps_.size(), nullptr);
+    held.reserve(steps_.size());
     for (size_t i = 0; i < steps_.size(); ++i) {
         const Step& step = steps_[i];
-        PyObject* const parent = step.parent < 0 ? root : reached_[step.parent];
-        if (!watch(step, parent)) unwatched_.push_back(i);
-        PyObject* const object = take(step, parent);
-        reached_[i] = object;
+        PyObject* const parent = step.parent < 0 ? root : reached[step.parent];
+        if (!watch(step, parent)) walk.unwatched.push_back(i);
+        PyObject* const object = held(take(step, parent, reached));
+        reached[i] = object;
         if (!object) {
-            const bool is_count =
-                step.kind == StepKind::kLength || step.kind == StepKind::kAbsent || step.kind == StepKind::kKeys;
+            if (step.kind == StepKind::kNever) return step.subject;
+            const bool is_count = step.kind == StepKind::kLength || step.kind == StepKind::kAbsent ||
+                                  step.kind == StepKind::kKeys || step.kind == StepKind::kTypeAbsent;
             return step.subject + (is_count ? " changed" : " is gone");
         }
         if (step.tensor >= 0) {
@@ -346,7 +402,7 @@ std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found) const {
             }
             if (found) (*found)[step.tensor] = object;
         }
-        if (!is_expected(step, object)) return difference(step, object);
+        if (!is_expected(step, object, reached)) return difference(step, object);
     }
     return {};
 }

@@ -22,22 +22,52 @@
 
 #include "graph/found_tensors.h"
 #include "graph/tensor_facts.h"
+#include "graph/value.h"
 
 namespace te_graph::graph {
 
 enum class StepKind : uint8_t {
-    kInstanceDict,  // the __dict__ of the parent
-    kItem,          // parent[key] of a dict
-    kAbsent,        // parent must be a dict without key
-    kLength,        // len(parent) of a dict, list or tuple must be `index`
-    kKeys,          // the keys of a dict must be those of the tuple `key`, in this order
-    kItemOf,        // parent[the object that step `index` reached] of a dict
-    kPosition,      // parent[index] of a list or tuple
-    kCell,          // contents of a closure cell
-    kAttribute,     // getattr(parent, key), for objects without a dict such as functools.partial
-    kGrad,          // parent.grad of a tensor; leads nowhere, so no Python object is made for it
-    kKnown,         // the expected object itself, as long as it lives: classes and functions, which outlive instances
-    kContents,      // the parent itself, a container that is compared by value
+    kInstanceDict,   // the __dict__ of the parent
+    kItem,           // parent[key] of a dict
+    kAbsent,         // parent must be a dict without key
+    kLength,         // len(parent) of a dict, list or tuple must be `index`
+    kKeys,           // the keys of a dict must be those of the tuple `key`, in this order
+    kItemOf,         // parent[the object that step `index` reached] of a dict
+    kPosition,       // parent[index] of a list or tuple
+    kCell,           // contents of a closure cell
+    kAttribute,      // getattr(parent, key), for objects without a dict such as functools.partial
+    kGrad,           // parent.grad of a tensor; leads nowhere, so no Python object is made for it
+    kKnown,          // the expected object itself, as long as it lives: classes and functions outlive instances
+    kType,           // the class of the parent
+    kTypeItem,       // what the class `parent` has under key, itself or from a base, without binding it
+    kTypeAbsent,     // the class `parent` must not have key
+    kContents,       // the parent, whose contents must be those of a snapshot
+    kElement,        // parent[index] of another sequence, such as a deque
+    kReferent,       // the dictionary under a view of one, or under a mappingproxy
+    kContextVar,     // the value of a ContextVar in the present context; NotImplemented: none
+    kWeakReference,  // what a weak reference refers to; None: it is gone
+    kConstant,       // the object `key`, which belongs to the process
+    kNever,          // nothing that can be compared: no check passes, and `subject` is the reason
+};
+
+// Objects that are kept alive for as long as this is there.
+class Held {
+public:
+    Held() = default;
+    ~Held() {
+        for (PyObject* const object : objects_) Py_DECREF(object);
+    }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+    PyObject* operator()(PyObject* object) {
+        Py_XINCREF(object);
+        if (object) objects_.push_back(object);
+        return object;
+    }
+    void reserve(size_t count) { objects_.reserve(count); }
+
+private:
+    std::vector<PyObject*> objects_;
 };
 
 class Guard {
@@ -60,8 +90,10 @@ public:
     int add_tensor(int step, const at::Tensor& tensor, bool is_used = true, bool is_written = false);
     // As `expected` of add_step().
     void expect_identity(int step, const pybind11::object& object) { steps_[step].expected = Identity(object); }
-    // The object that `step` reaches must equal `value`, a constant, in type and value.
-    void expect_value(int step, pybind11::object value) { steps_[step].value = std::move(value); }
+    // As `expected` of add_step(), for objects that may have no weak references: those are kept alive.
+    void expect_same_object(int step, const pybind11::object& object);
+    // The object that `step` reaches must be as `value` says.
+    void expect_value(int step, std::shared_ptr<const Value> value) { steps_[step].value = std::move(value); }
     // It must be of exactly this type.
     void expect_type(int step, const pybind11::object& type) { steps_[step].type = Identity(type); }
     // It must be the very object that the earlier step `other` reaches.
@@ -70,12 +102,12 @@ public:
     // Checks from `root` on. Puts the tensors into `found` and returns an empty string, or returns what has changed.
     std::string check(PyObject* root, Tensors& found) const;
 
-    // Checks from `root` on, and keeps nothing of what it finds. Not to be mixed with check() on one guard.
+    // Checks from `root` on, and keeps nothing of what it finds. Not to be mixed with check() on one guard, and for one
+    // thread at a time.
     std::string check_in_passing(PyObject* root) const;
-    // Notes in the version counters of what the last check_in_passing() found that the written ones were written.
-    void bump_versions() const;
-    // What `step` reached in the last check_in_passing(), borrowed; only while that check's root is there.
-    PyObject* reached(int step) const { return reached_.at(step); }
+    // The same. If nothing has changed, notes in the version counters that the written tensors are written, and puts
+    // what `steps` reached into `found`.
+    std::string begin(PyObject* root, const std::vector<int>& steps, std::vector<pybind11::object>& found) const;
 
     // Compares tensors found by an earlier check() again: they may have moved since. Their requires_grad no
     // longer matters, as for a backward in eager execution. Needs no GIL.
@@ -100,6 +132,7 @@ private:
         bool matches(PyObject* found) const;
         // The object, borrowed; nullptr once it is gone.
         PyObject* live() const;
+        bool is_weak() const { return bool(weak_); }
         void release();
 
     private:
@@ -116,9 +149,10 @@ private:
         std::string subject;
         bool is_fleeting;
         int tensor = -1;
-        pybind11::object value{};  // refers to nothing else, like `key`
+        std::shared_ptr<const Value> value{};
         Identity type{};
         int same_as = -1;
+        pybind11::object held{};  // the expected object, where it has no weak references
     };
     struct ExpectedTensor {
         int step;
@@ -132,33 +166,41 @@ private:
         return (expected.is_used ? facts.match(tensor) : facts.has_form_of(tensor)) &&
                (!compare_requires_grad || tensor.requires_grad() == expected.requires_grad);
     }
+    // What a walk has met.
+    struct Walk {
+        std::vector<PyObject*> reached;  // [steps], borrowed
+        std::vector<size_t> unwatched;   // steps that are taken at each check
+    };
+
     static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
     bool is_in_watched_dict(const Step& step) const;
     bool is_attribute(const Step& step) const;
     bool watch(const Step& step, PyObject* parent) const;
-    PyObject* take(const Step& step, PyObject* parent) const;
-    bool is_expected(const Step& step, PyObject* object) const;
+    static PyObject* take(const Step& step, PyObject* parent, const std::vector<PyObject*>& reached);
+    static bool is_expected(const Step& step, PyObject* object, const std::vector<PyObject*>& reached);
     bool has_tensor(const Step& step, PyObject* parent, PyObject* object) const;
     bool is_as_last_time(PyObject* root) const;
-    bool is_as_before(PyObject* root) const;
+    bool is_as_before(PyObject* root, Held& held) const;
+    std::string check_in_passing(PyObject* root, Held& held) const;
     void note_what_is_watched() const;
-    std::string difference(const Step& step, PyObject* object) const;
-    // found: [tensors], filled, or null.
-    std::string walk(PyObject* root, std::vector<PyObject*>* found) const;
+    void bump_versions() const;
+    static std::string difference(const Step& step, PyObject* object);
+    // found: [tensors], filled, or null. What is met lives until `held` goes: other threads may drop it meanwhile.
+    std::string walk(PyObject* root, std::vector<PyObject*>* found, Walk& walk, Held& held) const;
 
     std::vector<Step> steps_;
     std::vector<ExpectedTensor> tensors_;
 
     // Of the last walk that found everything as it must be.
     mutable Tensors found_;
-    mutable std::vector<PyObject*> reached_;  // [steps], borrowed; alive while `changes_` is up to date
-    mutable std::vector<size_t> unwatched_;   // steps that are taken at each check
+    mutable Walk last_;  // what it met is alive while `changes_` is up to date
     // For checks in passing: the other steps that reach tensors, and whether a step has ones that are not taken below
     // it.
     mutable std::vector<size_t> watched_tensors_;
     mutable std::vector<char> leads_to_watched_;  // [steps]
     mutable PyObject* root_ = nullptr;
     mutable uint64_t changes_ = 0;
+    mutable bool is_in_check_ = false;  // by a thread that another one has interrupted
 };
 
 }  // namespace te_graph::graph

@@ -1,0 +1,98 @@
+"""Which objects of Python's and NumPy's are compared by what they stand for."""
+
+from __future__ import annotations
+
+import array
+import collections
+import datetime
+import decimal
+import fractions
+import pathlib
+import random
+import uuid
+from typing import Any
+
+import torch
+
+from te_graph import _C
+
+try:
+    import numpy as np
+except ImportError:  # then nobody has its objects
+    np = None
+
+_MOST_BYTES = 2**24  # of an array that is compared at each call
+
+
+def _zone_of(zone: datetime.tzinfo | None) -> Any:
+    return (type(zone).__name__, str(zone)) if zone is not None else None
+
+
+def _array_key(values: Any) -> Any:
+    if values.dtype.hasobject or values.nbytes > _MOST_BYTES:
+        return None
+    return values.dtype.str, values.shape, values.strides, values.tobytes()
+
+
+_IMMUTABLE = {
+    slice: lambda s: (s.start, s.stop, s.step),
+    range: lambda r: (r.start, r.stop, r.step),
+    torch.Size: tuple,
+    decimal.Decimal: lambda d: tuple(d.as_tuple()),
+    fractions.Fraction: lambda f: (f.numerator, f.denominator),
+    datetime.timedelta: lambda d: (d.days, d.seconds, d.microseconds),
+    datetime.date: lambda d: d.toordinal(),
+    datetime.datetime: lambda d: (d.replace(tzinfo=None).isoformat(), d.fold, _zone_of(d.tzinfo)),
+    datetime.time: lambda t: (t.replace(tzinfo=None).isoformat(), t.fold, _zone_of(t.tzinfo)),
+    datetime.timezone: str,
+    uuid.UUID: lambda u: u.int,
+    pathlib.PosixPath: str,
+    pathlib.PurePosixPath: str,
+    pathlib.PureWindowsPath: str,
+}
+_MUTABLE = {
+    bytearray: bytes,
+    array.array: lambda a: (a.typecode, a.tobytes()),
+    collections.deque: lambda d: (d.maxlen, tuple(d)),
+    random.Random: lambda r: r.getstate(),
+}
+
+
+def _is_scalar_type(kind: type) -> bool:
+    return issubclass(kind, np.generic) and not issubclass(kind, np.void | np.object_)
+
+
+def _register() -> None:
+    for kind, key in _IMMUTABLE.items():
+        _C.register_value_type(kind, key, is_mutable=False)
+    for kind, key in _MUTABLE.items():
+        _C.register_value_type(kind, key, is_mutable=True)
+    if np is None:
+        return
+    _C.register_value_type(np.ndarray, _array_key, is_mutable=True)
+    _C.register_value_type(np.random.Generator, lambda g: repr(g.bit_generator.state), is_mutable=True)
+    for kind in {kind for kind in np.sctypeDict.values() if _is_scalar_type(kind)}:
+        _C.register_value_type(kind, lambda scalar: (scalar.dtype.str, scalar.tobytes()), is_mutable=False)
+
+
+_register()
+
+
+def value_of(obj: Any) -> _C.Value | None:
+    """A snapshot of ``obj`` if it is made of constants, however nested; else None."""
+    return _C.value_of(obj)
+
+
+def random_state() -> tuple:
+    """Of the default generators of Python and NumPy."""
+    if np is None:
+        return (random.getstate(),)
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def set_random_state(state: tuple) -> None:
+    """Back to what ``random_state`` told."""
+    random.setstate(state[0])
+    if np is not None:
+        np.random.set_state((state[1], np.frombuffer(state[2], np.uint32), *state[3:]))
