@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.circumstances import Homes
 from te_graph.dispatch import bypass_modes, storage_key
 from te_graph.externals import TensorWatch
-from te_graph.homes import Homes
 
 _Source = _C.ResultSpec.Source
 

@@ -140,7 +140,7 @@ _backward_settings = {"scale": 1.0}
 
 GLOBALS: dict[str, tuple[Callable[[float], Any], str]] = {
     "number": (set_global, "global variable _scale changed from 2.0 to 3.0"),
-    "dict": (lambda value: _settings.update(scale=value), "global variable _settings changed"),
+    "dict": (lambda value: _settings.update(scale=value), r"global variable _settings\['scale'\] changed"),
     "class": (lambda value: setattr(Flags, "scale", value), r"Flags\.scale changed from 2.0 to 3.0"),
 }
 
@@ -167,7 +167,7 @@ def test_a_global_number_that_only_a_backward_reads_is_seen(device):
     graphed(batch(device)).sum().backward()
     try:
         _backward_settings["scale"] = 2.0
-        with pytest.raises(RuntimeError, match="_backward_settings changed"):
+        with pytest.raises(RuntimeError, match=r"_backward_settings\['scale'\] changed"):
             graphed(batch(device))
     finally:
         _backward_settings["scale"] = 1.0
