@@ -76,7 +76,7 @@ class Homes:
         """Let the guard compare what stands at ``place`` by value, or by identity where it has none."""
         value = value_of(place.obj)
         if value is None:
-            self.enter(place)
+            self.guard.expect_identity(self._step_to(place), place.obj)
         else:
             self.guard.expect_value(self._step_to(place), value)
 

@@ -4,6 +4,7 @@ The reference is eager execution of a copy of the same module on the same inputs
 """
 
 import gc
+import itertools
 from collections.abc import Callable
 
 import pytest

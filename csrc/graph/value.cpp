@@ -143,7 +143,9 @@ std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
         value->object_ = Py_NewRef(object);
         return value;
     }
-    if (PyList_CheckExact(object) || PyTuple_CheckExact(object)) return of_sequence(object, depth);
+    // A named tuple is its items; another subclass may have attributes besides.
+    const bool is_tuple = PyTuple_Check(object) && Py_TYPE(object)->tp_dictoffset == 0;
+    if (PyList_CheckExact(object) || is_tuple) return of_sequence(object, depth);
     if (PyDict_CheckExact(object) || PyODict_CheckExact(object)) return of_dict(object, depth);
     if (is_set(object)) return of_set(object);
     return of_keyed(object, depth);
