@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from te_graph import _C
 from te_graph.autocast import own_casts
 from te_graph.changed_arguments import ChangedInputs
-from te_graph.circumstances import find_homes
+from te_graph.circumstances import check_hooks, find_homes
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch, leaves_below
 from te_graph.gradients import Destination, main_grad_of
@@ -140,9 +140,16 @@ class CallableCapture:
                         f"{self.label}: expected sample {names[number]} with {fact} {expected}, as result {number} of "
                         f"{predecessor.label} in the chain, got {got}; later samples may be left out"
                     )
-            self.links[number] = number
-        self.predecessor = predecessor
+            if predecessor.plan.lies_in_chain(number, predecessor.links):
+                self.links[number] = number
+        if self.links:
+            self.predecessor = predecessor
         predecessor.sample_results = []
+
+    @property
+    def first_of_chain(self) -> CallableCapture:
+        """The first of the callables that are linked with this one."""
+        return self if self.predecessor is None else self.predecessor.first_of_chain
 
     def warm_up(self) -> None:
         """Run forward and backward as they will be captured, and learn what they use.
@@ -155,7 +162,7 @@ class CallableCapture:
         )
         generators = HostRandom(self._places)
         called: set[int] = set()
-        on_call = register_module_forward_pre_hook(lambda module, _: called.add(id(module)))
+        on_call = register_module_forward_pre_hook(lambda module, _: called.add(id(self._met(module))))
         try:
             tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
         finally:
@@ -181,6 +188,13 @@ class CallableCapture:
             )
         except (RuntimeError, TypeError) as error:
             raise type(error)(f"{self.label}: {error}") from None
+
+    def _met(self, module: nn.Module) -> nn.Module:
+        """``module``, which is about to be called, and before its hooks are: they are not for samples."""
+        if self.group.options.hooks == "refuse" and module is not self.root:
+            place = next((place for place in self._places if place.obj is module), None)
+            check_hooks(module, (place and place.name) or type(module).__name__)
+        return module
 
     def _iterate(self, iterations: int) -> list[Tensor]:
         """The iterations of the warm-up; returns the results of the last one, [...] each."""
@@ -239,7 +253,8 @@ class CallableCapture:
         """What a new slot reads as input ``number``, [...] like the sample."""
         sample = self.samples[number]
         if number in self.links:
-            result = self.predecessor.slots[len(self.slots)].outputs[self.links[number]]
+            slot = self.predecessor.slots[len(self.slots)]
+            result = self.predecessor.plan.results[self.links[number]].tensor_in(slot.outputs, slot.inputs)
             return result.detach().requires_grad_(sample.requires_grad)
         return _static_copy(sample) if self.slots else sample
 
@@ -253,7 +268,8 @@ class CallableCapture:
             held = successor.slots[number].grad_inputs  # until this capture is done, their memory is not free
             successor.settle(number)
             gradients = successor.slots[number].grad_inputs
-            lent = {result: gradients[i] for i, result in successor.links.items() if gradients[i] is not None}
+            outputs = {i: self.plan.output_that_is(result) for i, result in successor.links.items()}
+            lent = {output: gradients[i] for i, output in outputs.items() if gradients[i] is not None}
         outputs = [slot.live_outputs[i] for i in self.output_numbers]
         own = self.group.stagings([slot.live_outputs[i] for i in self.output_numbers if i not in lent])
         slot.grad_outputs = [_C.Staging(lent[i], is_lent=True) if i in lent else next(own) for i in self.output_numbers]

@@ -215,16 +215,23 @@ def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
         homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
 
 
+def check_hooks(module: nn.Module, name: str) -> None:
+    """Raise RuntimeError, calling ``module`` ``name``, if it has hooks that a replay would not run."""
+    for key, what in HOOK_DICTS.items():
+        if not all(map(is_pure_hook, vars(module)[key].values())):
+            raise RuntimeError(
+                f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
+                'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'
+            )
+
+
 def _guard_hooks(place: Place, homes: Homes, may_capture_hooks: bool) -> None:
     members = place.attributes()
     name = place.name or type(place.obj).__name__
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
-        if not (may_capture_hooks or all(map(is_pure_hook, hooks.obj.values()))):
-            raise RuntimeError(
-                f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
-                'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'
-            )
+        if not may_capture_hooks:
+            check_hooks(place.obj, name)
         homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
         for hook in hooks.obj:
             homes.enter(hooks.item(hook, hooks.name))

@@ -32,7 +32,8 @@ from te_graph.step_state import StepState
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.Refusal.Kind
-_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, Doubt.DISCERNIBLE)
+_DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
+_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
 _CAPTURING = "inside another capture"
 _MAX_REASONS = 32  # shapes in messages may go on for ever
 
@@ -137,7 +138,7 @@ class Handle:
                 if type(outputs) is list:
                     return outputs, None
                 refusal = outputs
-            elif outputs.kind == Doubt.DISCERNIBLE:
+            elif outputs.kind in _DISCERNIBLE:
                 refusal = outputs
         kind, options = refusal.kind, self._group.options
         if kind == _Kind.CAPTURING:
@@ -149,7 +150,7 @@ class Handle:
         if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
             return self._capture_again(refusal, root, args, kwargs)
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
-        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, *Doubt):
+        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt):
             raise (ValueError if kind == _Kind.ARGUMENTS else RuntimeError)(refusal.message)
         return [], self._fall_back(refusal.message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,11 @@ class Result:
     view: Any = None
     tensor: Tensor | None = None
     is_early: bool = False
+
+    def tensor_in(self, outputs: list[Tensor], inputs: list[Tensor]) -> Tensor:
+        """The result among the static ``outputs`` and ``inputs`` of a slot, [...] each."""
+        tensor = (outputs if self.source == _Source.OUTPUT else inputs)[self.number]
+        return tensor if self.view is None else self.view.of(tensor.detach())
 
     def spec(self, label: str, homes: Homes) -> _C.ResultSpec:
         """For C++; ``homes`` are those of the external tensors.
@@ -113,6 +119,17 @@ class ResultPlan:
     def outputs_of(self, results: list[Tensor]) -> list[Tensor]:
         """The outputs among the ``results`` of a call, [...] each."""
         return [output.of(results) for output in self.outputs]
+
+    def output_that_is(self, number: int) -> int | None:
+        """The number of the output that is result ``number`` itself; None where there is none."""
+        result = self.results[number]
+        return result.number if result.source == _Source.OUTPUT and result.view is None else None
+
+    def lies_in_chain(self, number: int, links: Collection[int]) -> bool:
+        """True when result ``number`` lies in memory of the graph, or in that of one of the inputs ``links``, which
+        lie in a predecessor's."""
+        result = self.results[number]
+        return result.source == _Source.OUTPUT or (result.source == _Source.INPUT and result.number in links)
 
     @property
     def clones(self) -> int:

@@ -81,7 +81,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         for capture in captures:
             capture.sample_results = []
         with _main_grads(captures, group):
-            _capture_graphs(captures, group, progress, is_chain)
+            _capture_graphs(captures, group, progress)
             entries = _assemble_all(jobs, captures, group, is_chain, (time.perf_counter() - started) / len(captures))
         on_failure.pop_all()
     move_exported_results()
@@ -160,7 +160,7 @@ def _check_main_grad(capture: CallableCapture, parameter: Tensor) -> None:
         raise ValueError(f"{capture.label}: {error}") from None
 
 
-def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm, is_chain: bool) -> None:
+def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm) -> None:
     """Capture all forwards in order, then all backwards in reverse order.
 
     What a forward makes lives until its backward has run, and may share memory with nothing that another graph writes
@@ -172,12 +172,12 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
     leaves = {id(p): p for capture in captures for p in capture.gradients.parameters}
     isolation = _C.LeafIsolation(list(leaves.values()), with_accumulators=True)
     slots = range(group.options.max_in_flight)
-    shared_pools = [group.backend.new_pool() for _ in slots] if is_chain else []
+    pools = {capture: [group.backend.new_pool() for _ in slots] for capture in {c.first_of_chain for c in captures}}
     successors = {capture.predecessor: capture for capture in captures}
     try:
         for capture in captures:
             for number in slots:
-                capture.capture_forward(shared_pools[number] if is_chain else group.backend.new_pool())
+                capture.capture_forward(pools[capture.first_of_chain][number])
                 progress.update()
         for capture in reversed(captures):
             for number in slots:

@@ -31,7 +31,7 @@ def both(program: Callable[[Graph], Any], *, has_replays: bool = True) -> None:
 
     def graph(target: Any, *samples: Tensor, **options: Any) -> Any:
         made = tg.make_graphed_callables(target, samples, **options)
-        handles.append(made.te_graph)
+        handles.extend(one.te_graph for one in (made if isinstance(made, tuple) else (made,)))
         return made
 
     torch.manual_seed(0)
@@ -479,10 +479,12 @@ def test_views_of_an_argument_with_other_strides(device: str) -> None:
         (row.sum() + double.square().sum()).backward()
         return [row.detach(), x.grad]
 
-    both(program)
+    both(program, has_replays=False)
 
 
-def test_argument_that_the_callable_writes_as_its_buffer_is_refused_by_name(device: str) -> None:
+def test_call_on_the_buffer_that_the_callable_writes_runs_eagerly(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
     class Bank(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -493,11 +495,14 @@ def test_argument_that_the_callable_writes_as_its_buffer_is_refused_by_name(devi
                 self.memory.add_(1)
             return x + memory
 
-    bank = Bank()
-    tg.make_graphed_callables(bank, (leaf(device, 3), torch.zeros(3, device=device)))
-    with pytest.raises(ValueError, match=r"args\[1\] not to share memory with memory, which the callable writes"):
-        bank(leaf(device, 3), bank.memory)
-    assert_bitwise_equal(bank(torch.zeros(3, device=device).requires_grad_(), bank.memory.clone()).sum().item(), 0.0)
+    def program(graph: Graph) -> list[Tensor]:
+        bank = Bank()
+        call = graph(bank, leaf(device, 3), torch.zeros(3, device=device))
+        given = (bank.memory if step % 2 else torch.ones(3, device=device) for step in range(4))
+        return [call(leaf(device, 3), memory).detach() for memory in given]
+
+    both(program)
+    assert "args[1] not to share memory with memory, which the callable writes" in caplog.text
 
 
 def test_result_can_be_resized(device: str) -> None:
@@ -513,6 +518,25 @@ def test_result_can_be_resized(device: str) -> None:
         return seen
 
     both(program, has_replays=False)
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+@pytest.mark.parametrize("kind", ["identity", "dropout 0", "flatten"])
+def test_chains_in_which_a_layer_returns_its_argument(device: str, kind: str, place: str) -> None:
+    def program(graph: Graph) -> list[Tensor]:
+        layers: list[nn.Module] = [nn.Linear(8, 8, device=device) for _ in range(3)]
+        layers.insert({"first": 0, "middle": 2, "last": 3}[place], PASSING[kind](device))
+        calls, seen = graph(tuple(layers), leaf(device, 4, 8), chain=True), []
+        for _ in range(3):
+            x = leaf(device, 4, 8)
+            hidden = x * 1
+            for call in calls:
+                hidden = call(hidden)
+            hidden.square().sum().backward()
+            seen += [hidden.detach(), x.grad]
+        return seen + [p.grad for layer in layers for p in layer.parameters()]
+
+    both(program)
 
 
 # ---- Exports ----
@@ -659,11 +683,7 @@ def test_backwards_of_one_scope_on_several_threads(device: str) -> None:
 
     def program(graph: Graph) -> list[Tensor]:
         layers = [nn.Linear(16, 16, device=device) for _ in range(count)]
-        sample = leaf(device, 8, 16)
-        is_graphed = graph(nn.Identity(), sample) is not None and hasattr(graph(layers[0], sample), "te_graph")
-        if is_graphed:
-            layers[0].te_graph.reset()
-            tg.make_graphed_callables(tuple(layers), tuple((sample,) for _ in layers), max_in_flight=2)
+        graph(tuple(layers), *((leaf(device, 8, 16),) for _ in layers), max_in_flight=2)
         data = torch.randn(count, steps, 8, 16, device=device)
 
         def work(number: int) -> None:
@@ -677,7 +697,7 @@ def test_backwards_of_one_scope_on_several_threads(device: str) -> None:
             thread.join()
         return [layer.weight.grad for layer in layers]
 
-    both(program, has_replays=False)
+    both(program)
 
 
 # ---- Sums in eager's order ----

@@ -253,6 +253,7 @@ void bind(py::module_& m) {
 
     py::class_<View, std::shared_ptr<View>>(m, "View")
         .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("tensor"), py::arg("base"))
+        .def("of", &View::of, py::arg("base"))
         .def_static("is_differentiable", &View::is_differentiable, py::arg("tensor"), py::arg("base"))
         .def_static("is_possible", &View::is_possible, py::arg("tensor"), py::arg("base"));
 
@@ -278,6 +279,7 @@ void bind(py::module_& m) {
         .value("MODE", Refusal::Kind::kMode)
         .value("ARGUMENTS", Refusal::Kind::kArguments)
         .value("CIRCUMSTANCES", Refusal::Kind::kCircumstances)
+        .value("DISCERNIBLE", Refusal::Kind::kDiscernible)
         .value("EXHAUSTED", Refusal::Kind::kExhausted)
         .value("UNLINKED", Refusal::Kind::kUnlinked);
     refusal

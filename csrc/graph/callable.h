@@ -132,6 +132,7 @@ struct Refusal {
         kCapturing,      // the current stream is being captured by somebody
         kMode,           // a mode wants to see operations that a replay does not have
         kArguments,      // the tensors are not like those at capture
+        kDiscernible,    // the tensors are, but eager execution could tell the call from the captured one
         kCircumstances,  // something that the graph takes for granted has changed
         kExhausted,      // every slot waits for its backward
         kUnlinked,       // in a chain: the input is not where the predecessor's results are

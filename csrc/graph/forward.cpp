@@ -122,8 +122,8 @@ std::string GraphedCallable::difference_of_memory(const std::vector<at::Tensor>&
         }
     }
     for (const ResultSpec& spec : results_) {
-        const bool is_input = spec.source == ResultSpec::Source::kInput;
-        if (is_input && spec.view && !spec.view->is_in(inputs[spec.number])) {
+        if (spec.source != ResultSpec::Source::kInput) continue;
+        if (inputs[spec.number].strides() != slots_.front()->inputs[spec.number].strides()) {
             return "expected " + inputs_[spec.number].name +
                    " with the strides at capture, since a result is a view of it";
         }
@@ -216,7 +216,7 @@ std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<
         }
     }
     if (const std::string difference = difference_of_memory(inputs, *externals); !difference.empty()) {
-        return Refusal{Refusal::Kind::kArguments, name_ + ": " + difference};
+        return Refusal{Refusal::Kind::kDiscernible, name_ + ": " + difference};
     }
     return choose_slot(inputs, slot);
 }
@@ -304,7 +304,16 @@ void GraphedCallable::attach_node(SlotLease lease, Guard::Tensors externals, con
     for (size_t i = 0; i < outputs.size(); ++i) {
         if (saved_outputs_[i]) flight.output_versions.push_back(outputs[i].unsafeGetTensorImpl()->version_counter());
     }
-    for (const int output : differentiable_) torch::autograd::set_history(outputs[output], owner);
+    for (size_t i = 0; i < differentiable_.size(); ++i) {
+        at::Tensor& output = outputs[differentiable_[i]];
+        if (differentiable_.size() == 1 || inner_outputs_[i]) {
+            torch::autograd::set_history(output, owner);
+            continue;
+        }
+        const auto [result, result_owner] = make_node<ResultNode>(name_);
+        result->set_next_edges({{owner, owner->add_input_metadata(output)}});
+        torch::autograd::set_history(output, result_owner);
+    }
     node->watch_observers(inner_outputs_);
 }
 

@@ -44,4 +44,16 @@ private:
     std::vector<Flight> flights_;      // last forward first
 };
 
+// Between a ReplayNode and one of several results. Autograd runs it, and the hooks on the result with it, only where that
+// result gets a gradient.
+class ResultNode final : public torch::autograd::Node {
+public:
+    explicit ResultNode(std::string label) : label_(std::move(label)) {}
+    torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override { return std::move(grads); }
+    std::string name() const override { return "GraphedResult(" + label_ + ")"; }
+
+private:
+    const std::string label_;
+};
+
 }  // namespace te_graph::graph

@@ -34,7 +34,6 @@ View::View(const at::Tensor& tensor, const at::Tensor& base)
     : is_detached_(!is_differentiable(tensor, base)),
       sizes_(tensor.sizes().begin(), tensor.sizes().end()),
       strides_(tensor.strides().begin(), tensor.strides().end()),
-      base_strides_(base.strides().begin(), base.strides().end()),
       offset_(tensor.storage_offset() - base.storage_offset()) {
     TORCH_CHECK(is_possible(tensor, base), "te_graph: View: expected a view of the base");
     if (is_detached_) return;
@@ -45,14 +44,9 @@ View::View(const at::Tensor& tensor, const at::Tensor& base)
 at::Tensor View::of(const at::Tensor& base) const {
     if (function_) return (*function_)(base);
     const at::Tensor from = is_detached_ ? base.detach() : base;
-    const bool is_whole = offset_ == 0 && from.sizes() == sizes_ && base_strides_ == strides_;
+    const bool is_whole = offset_ == 0 && from.sizes() == sizes_ && from.strides() == strides_;
     if (is_whole && is_detached_) return from;
     return at::as_strided(from, sizes_, strides_, base.storage_offset() + offset_);
-}
-
-bool View::is_in(const at::Tensor& base) const {
-    if (function_ || base.strides() == at::IntArrayRef(base_strides_)) return true;
-    return is_detached_ && offset_ == 0 && base.sizes() == sizes_ && base_strides_ == strides_;
 }
 
 }  // namespace te_graph::graph

@@ -19,16 +19,14 @@ public:
 
     View(const at::Tensor& tensor, const at::Tensor& base);
 
-    // What `tensor` was to the base at capture, of another `base`.
+    // What `tensor` was to the base at capture, of another `base` of the same sizes and strides.
     at::Tensor of(const at::Tensor& base) const;
-    // False when `base` has other strides than the one at capture and only those tell where the view lies.
-    bool is_in(const at::Tensor& base) const;
 
 private:
     // Keeps what function_ does to each base: view operators, which are differentiable.
     std::shared_ptr<const torch::autograd::ViewFunc> function_;
     bool is_detached_;
-    c10::SmallVector<int64_t, 5> sizes_, strides_, base_strides_;
+    c10::SmallVector<int64_t, 5> sizes_, strides_;
     int64_t offset_;
 };
 

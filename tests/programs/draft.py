@@ -86,6 +86,10 @@ class Draft:
     def slots(self, piece: int) -> int:
         return next((dict(g.options).get("max_in_flight", 1) for g in self.groups if piece in g.pieces), 99)
 
+    def accumulates(self, piece: int) -> bool:
+        """True when the graphs of ``piece`` accumulate its gradients, and not autograd."""
+        return any(piece in g.pieces and dict(g.options).get("accumulate_grads", True) for g in self.groups)
+
     def with_parameters(self) -> list[Piece]:
         return [piece for piece in self.pieces if any(requires for requires, _ in parameter_facts(piece.name))]
 

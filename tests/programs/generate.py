@@ -105,7 +105,7 @@ def _prepare_parameter(draft: Draft) -> None:
         return
     parameter, owner = found
     way = rng.random()
-    if way < 0.4 and not draft.is_ordered:
+    if way < 0.4 and not draft.is_ordered and draft.accumulates(owner):
         draft.main_grads.add(owner)
         code = f"{parameter}.main_grad = {rng.choice(MAIN_GRADS)}\nif not graph: add_into_main_grad({parameter})"
         draft.add("main_grad", code, is_early=True)
