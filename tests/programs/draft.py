@@ -63,6 +63,7 @@ class Draft:
         self.optimizer = ""
         self.may_turn = True
         self.main_grads: set[int] = set()
+        self.hooked: set[str] = set()
         self._count = 0
 
     # Small things.
@@ -139,11 +140,12 @@ class Draft:
         piece = next(piece for piece in self.pieces if piece.number == number)
         if self.busy[number] + batch.calls[number] >= self.slots(number) and not self.chance(0.03):
             return
-        if self.is_ordered and (batch.calls[number] or piece.kind.takes > len(batch.values)):
+        able = [value for value in batch.values if not (piece.kind.aliases and value in self.hooked)]
+        if self.is_ordered and (batch.calls[number] or piece.kind.takes > len(able)):
             return
         arguments = []
         for _ in range(piece.kind.takes):
-            others = [value for value in batch.values if value not in arguments]
+            others = [value for value in able if value not in arguments]
             if not others:
                 extra = self.name("x")
                 self.add("leaf", f"{extra} = leaf({self.number()}, DEV)")
@@ -166,7 +168,7 @@ class Draft:
             if letter != "n":
                 batch.ends[result] = letter == "d"
                 if not piece.kind.aliases:
-                    self._hook(result)
+                    self._hook(batch, result)
 
     def _look(self, result: str, letter: str, may_keep: bool) -> None:
         views = (f"{result}.detach()[0]", f"{result}.detach().t()") if letter == "d" else ()
@@ -183,13 +185,16 @@ class Draft:
             export = self.rng.choice(exports).format(f"{result}.detach()")
             self.add(f"export {export.split('(')[0].split('.')[-1]}", f"keep('{result} exported', {export})")
 
-    def _hook(self, result: str) -> None:
+    def _hook(self, batch: Batch, result: str) -> None:
         if self.chance(0.08):
             self.add("retain_grad", f"{result}.retain_grad()")
             self.done.append(Batch(leaves=[result]))
         if self.chance(0.08):
             body = self.rng.choice((f"see('{result} hook', g)", "g * 2", f"keep('{result} hook', g)"))
             self.add("hook on a result", f"{result}.register_hook(lambda g: {body})")
+            # Whether it runs after a change in place, or before autograd.grad looks, depends on the nodes inside.
+            self.hooked.add(result)
+            batch.shared.add(result)
 
     def _between(self, batch: Batch) -> None:
         """Eager operations on results."""

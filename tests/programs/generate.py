@@ -105,7 +105,8 @@ def _prepare_parameter(draft: Draft) -> None:
         return
     parameter, owner = found
     way = rng.random()
-    if way < 0.4 and not draft.is_ordered and draft.accumulates(owner):
+    is_returned = any((p.number, p.name) == (owner, "ReturnsParameter") for p in draft.pieces)
+    if way < 0.4 and not (draft.is_ordered or is_returned) and draft.accumulates(owner):
         draft.main_grads.add(owner)
         code = f"{parameter}.main_grad = {rng.choice(MAIN_GRADS)}\nif not graph: add_into_main_grad({parameter})"
         draft.add("main_grad", code, is_early=True)
