@@ -193,7 +193,7 @@ class CallableCapture:
         """``module``, which is about to be called, and before its hooks are: they are not for samples."""
         if self.group.options.hooks == "refuse" and module is not self.root:
             place = next((place for place in self._places if place.obj is module), None)
-            check_hooks(module, (place and place.name) or type(module).__name__)
+            check_hooks(module, f"{self.label}: {(place and place.name) or type(module).__name__}")
         return module
 
     def _iterate(self, iterations: int) -> list[Tensor]:

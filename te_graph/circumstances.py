@@ -15,13 +15,14 @@ from te_graph.dispatch import has_subclass, is_dense, storage_key
 from te_graph.externals import External
 from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
 from te_graph.plain_values import is_bulk, is_value
-from te_graph.pure_hooks import is_pure_hook
+from te_graph.pure_hooks import ComputedInGraph, is_pure_hook
 from te_graph.reading import Reader, is_opaque
 from te_graph.values import value_of
 
 _Kind = _C.StepKind
 _MOST_COMPARED = 64  # members of a list or set of values, which are compared at each call
 _MOST_KEYS = 1000
+_GUARDED_ELSEWHERE = (nn.Module, weakref.ref, ComputedInGraph)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
@@ -261,7 +262,7 @@ def _guard_place(place: Place, homes: Homes) -> None:
         homes.expect_again(place)
     elif isinstance(obj, list | tuple | dict | set):
         _guard_container(place, homes)
-    elif not (isinstance(obj, nn.Module | weakref.ref) or place.kind == _Kind.KNOWN or _is_library(place)):
+    elif not (isinstance(obj, _GUARDED_ELSEWHERE) or place.kind == _Kind.KNOWN or _is_library(place)):
         homes.enter(place)
 
 

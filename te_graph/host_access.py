@@ -8,6 +8,7 @@ the methods of ``torch.Tensor`` are exchanged for as long as somebody captures.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +25,14 @@ GET_GRAD = torch.Tensor.grad.__get__
 
 
 def _seen(func: Callable) -> Callable:
+    own = inspect.unwrap(func)  # of torch: exports.py puts functions around some
+
     @functools.wraps(func)
     def seen(*args: Any, **kwargs: Any) -> Any:
         watches = getattr(_of_thread, "watches", ())
         if watches and not torch._C._is_torch_function_all_disabled():
             for watch in reversed(watches):
-                watch.see(func, args, kwargs)
+                watch.see(own, args, kwargs)
         return func(*args, **kwargs)
 
     return seen

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 # The packages' functions of the same names hide the modules.
 _WeightNorm = sys.modules["torch.nn.utils.weight_norm"].WeightNorm
 _SpectralNorm = sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm
+# Loaded by whoever prunes, and by nobody else.
+_PRUNE = "torch.nn.utils.prune"
 ARGUMENT = "computed by hooks"  # among the keyword arguments of a capture
 
 
@@ -84,7 +85,7 @@ class Computed:
             hook = next((hook for hook in _pure_hooks(module) if _attribute_of(hook) == self.name), None)
             if hook is None:
                 del vars(module)[self.name]
-            elif isinstance(hook, prune.BasePruningMethod):
+            elif _prunes(hook):
                 self.set(hook.apply_mask(module))
             elif isinstance(hook, _SpectralNorm):
                 self.set(hook.compute_weight(module, do_power_iteration=False))
@@ -97,8 +98,14 @@ def is_pure_hook(hook: Any) -> bool:
     kind = type(hook)
     if kind in (_WeightNorm, _SpectralNorm):
         return True
-    base = prune.BasePruningMethod
-    return isinstance(hook, base) and kind.__call__ is base.__call__ and kind.apply_mask is base.apply_mask
+    if not _prunes(hook):
+        return False
+    base = sys.modules[_PRUNE].BasePruningMethod
+    return kind.__call__ is base.__call__ and kind.apply_mask is base.apply_mask
+
+
+def _prunes(hook: Any) -> bool:
+    return _PRUNE in sys.modules and isinstance(hook, sys.modules[_PRUNE].BasePruningMethod)
 
 
 def computed_by_hooks(module: nn.Module) -> list[Computed]:
@@ -111,7 +118,7 @@ def _pure_hooks(module: nn.Module) -> list[Any]:
 
 
 def _attribute_of(hook: Any) -> str:
-    return hook._tensor_name if isinstance(hook, prune.BasePruningMethod) else hook.name
+    return hook._tensor_name if _prunes(hook) else hook.name
 
 
 @contextlib.contextmanager

@@ -251,7 +251,6 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         has_main_grad = not destination.is_for_autograd and main_grad_of(parameter) is not None
         parameters.append(
             _C.ParameterSpec(
-                parameter=parameter,
                 tensor=number,
                 main_grad=homes.add_main_grad(number) if has_main_grad else -1,
                 depends_on=depends_on,

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from te_graph.homes import Place
 from te_graph.plain_values import are_equal, is_bulk, is_value
+from te_graph.pure_hooks import ComputedInGraph
+
+_LEFT_OUT = (Tensor, nn.Module, ComputedInGraph)
 
 
 class SideEffects:
@@ -28,11 +31,11 @@ class SideEffects:
     def first(self, places: Iterable[Place]) -> str | None:
         """What the iteration has changed, of ``places`` after it: the first of them, with both values; else None.
 
-        Tensors are left out: what is written into them is part of a graph.
+        Tensors are left out: what is written into them is part of a graph, as is what hooks compute.
         """
         after = {_path(place): place for place in places}
         for path, place in after.items():
-            if isinstance(place.obj, Tensor | nn.Module):
+            if isinstance(place.obj, _LEFT_OUT):
                 continue
             if path not in self._before:
                 return f"{place.name} (set to {_shown(place.obj)})"
@@ -42,9 +45,7 @@ class SideEffects:
                 is_told = is_value(place.obj) or is_bulk(place.obj)
                 return f"{place.name} (from {_shown(old)} to {_shown(now)})" if is_told else place.name
         gone = (place for path, (place, _) in self._before.items() if path not in after)
-        return next(
-            (f"{place.name} (deleted)" for place in gone if not isinstance(place.obj, Tensor | nn.Module)), None
-        )
+        return next((f"{place.name} (deleted)" for place in gone if not isinstance(place.obj, _LEFT_OUT)), None)
 
 
 class HostRandom:

@@ -7,8 +7,11 @@ import collections
 import datetime
 import decimal
 import fractions
+import functools
 import pathlib
 import random
+import sys
+import types
 import uuid
 from typing import Any
 
@@ -70,9 +73,13 @@ def _register() -> None:
     if np is None:
         return
     _C.register_value_type(np.ndarray, _array_key, is_mutable=True)
-    _C.register_value_type(np.random.Generator, lambda g: repr(g.bit_generator.state), is_mutable=True)
     for kind in {kind for kind in np.sctypeDict.values() if _is_scalar_type(kind)}:
         _C.register_value_type(kind, lambda scalar: (scalar.dtype.str, scalar.tobytes()), is_mutable=False)
+
+
+@functools.cache
+def _register_generators(numpy_random: types.ModuleType) -> None:
+    _C.register_value_type(numpy_random.Generator, lambda g: repr(g.bit_generator.state), is_mutable=True)
 
 
 _register()
@@ -80,6 +87,8 @@ _register()
 
 def value_of(obj: Any) -> _C.Value | None:
     """A snapshot of ``obj`` if it is made of constants, however nested; else None."""
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:  # NumPy loads it when it is first asked for
+        _register_generators(numpy_random)
     return _C.value_of(obj)
 
 

@@ -86,6 +86,9 @@ class Counted:
         self.alive.add(made)
         return made
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kind, name)
+
 
 Live = dict[str, Counted]
 

@@ -650,6 +650,27 @@ def test_the_outer_of_two_results_may_be_observed(device: str) -> None:
     both(program)
 
 
+def test_hooks_of_what_gets_no_gradient_are_called_with_none(device: str) -> None:
+    """As documented: all parameters and inputs are below one node. Hooks of results are not called."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p, self.q = nn.Parameter(torch.ones(3, device=device)), nn.Parameter(torch.ones(3, device=device))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [3]
+            return x * self.p, x * self.q
+
+    module, seen = Two(), []
+    tg.make_graphed_callables(module, (leaf(device, 3),))
+    module.q.register_hook(lambda grad: seen.append(grad))
+    y, z = module(leaf(device, 3))
+    z.register_hook(lambda grad: seen.append("a result"))
+    y.sum().backward()
+    assert seen == [None]
+    assert module.q.grad is None
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hook_of_a_parameter_that_runs_another_backward_of_the_callable(device: str, when: str) -> None:
     def program(graph: Graph) -> Tensor:

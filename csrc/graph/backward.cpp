@@ -62,17 +62,6 @@ at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
 
 }  // namespace
 
-GradDtype::GradDtype(const at::Tensor& parameter) {
-    if (const auto* const meta = meta_of(parameter)) {
-        dtype = meta->grad_dtype_;
-        may_differ = meta->allow_grad_dtype_mismatch_;
-    }
-}
-
-bool GradDtype::matches(const torch::autograd::AutogradMeta* meta) const {
-    return meta ? meta->grad_dtype_ == dtype && meta->allow_grad_dtype_mismatch_ == may_differ : !dtype && !may_differ;
-}
-
 void GraphedCallable::check_backward(const Flight& flight) const {
     const FoundTensors& externals = *flight.externals;
     const std::string change = guard_->check_tensors(externals);

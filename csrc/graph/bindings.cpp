@@ -242,14 +242,13 @@ void bind(py::module_& m) {
         .def_readonly("is_lent", &Staging::is_lent);
 
     py::class_<ParameterSpec>(m, "ParameterSpec")
-        .def(py::init([](const at::Tensor& parameter, int tensor, int main_grad, std::vector<bool> depends_on,
-                         bool through_autograd, bool main_grad_fits, std::shared_ptr<StoreFlag> flag) {
-                 return ParameterSpec{tensor,           main_grad,      std::move(depends_on),
-                                      through_autograd, main_grad_fits, GradDtype(parameter),
-                                      std::move(flag)};
+        .def(py::init([](int tensor, int main_grad, std::vector<bool> depends_on, bool through_autograd,
+                         bool main_grad_fits, std::shared_ptr<StoreFlag> flag) {
+                 return ParameterSpec{
+                     tensor, main_grad, std::move(depends_on), through_autograd, main_grad_fits, std::move(flag)};
              }),
-             py::arg("parameter"), py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"),
-             py::arg("through_autograd"), py::arg("main_grad_fits"), py::arg("flag"));
+             py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"), py::arg("through_autograd"),
+             py::arg("main_grad_fits"), py::arg("flag"));
 
     py::class_<View, std::shared_ptr<View>>(m, "View")
         .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("tensor"), py::arg("base"))

@@ -36,15 +36,6 @@ struct StoreFlag {
     std::atomic<bool> overwrite{false};
 };
 
-// What a parameter says of the dtype of its `.grad`.
-struct GradDtype {
-    explicit GradDtype(const at::Tensor& parameter);
-    bool matches(const torch::autograd::AutogradMeta* meta) const;
-
-    std::optional<at::ScalarType> dtype;
-    bool may_differ = false;
-};
-
 // A leaf outside the callable that its backward computes a gradient for.
 struct ParameterSpec {
     int tensor;                       // its number in the guard
@@ -52,7 +43,6 @@ struct ParameterSpec {
     std::vector<bool> depends_on;     // [differentiable outputs]
     bool through_autograd;            // always by an autograd edge
     bool main_grad_fits;              // the table writes it; else an ordinary op after the replay
-    GradDtype grad_dtype;             // at capture
     std::shared_ptr<StoreFlag> flag;  // with main_grad only
 };
 

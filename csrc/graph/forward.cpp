@@ -210,9 +210,10 @@ std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<
         return changed(setting);
     }
     if (const std::string change = guard_->check(root, externals); !change.empty()) return changed(change);
-    for (const ParameterSpec& spec : parameters_) {
-        if (!spec.grad_dtype.matches(meta_of((*externals)[spec.tensor]))) {
-            return changed("grad_dtype of " + guard_->tensor_name(spec.tensor) + " changed");
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const auto* const meta = meta_of((*externals)[parameters_[i].tensor]);
+        if (meta && meta->grad_dtype_ && *meta->grad_dtype_ != slots_.front()->parameter_grads[i].scalar_type()) {
+            return changed("grad_dtype of " + guard_->tensor_name(parameters_[i].tensor) + " changed");
         }
     }
     if (const std::string difference = difference_of_memory(inputs, *externals); !difference.empty()) {

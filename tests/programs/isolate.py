@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import pickle
-import select
-import signal
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
+
+import torch
 
 from .program import Program
 from .run import Outcome, run
 from .shrink import shrink
 
 _SECONDS, _SHRINK_SECONDS = 20.0, 60.0
+_START_SECONDS = 60.0  # until the server has imported torch
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload([__name__])
 _DEAD = Outcome("crashed", "the process died", "it ended by a signal, or hung")
 
 
@@ -44,9 +46,13 @@ def shrink_apart(program: Program, outcome: Outcome) -> tuple[Program, Outcome]:
     if program.device != "cpu":
         return shrink(program, outcome, run)
     if outcome.verdict == "failed":
-        for small in _of_child(lambda pair: shrink(*pair, run), [(program, outcome)], _SHRINK_SECONDS):
+        for small in _of_child(_shrink, [(program, outcome)], _SHRINK_SECONDS):
             return small
     return shrink(program, outcome, run_alone)
+
+
+def _shrink(pair: tuple[Program, Outcome]) -> tuple[Program, Outcome]:
+    return shrink(*pair, run)
 
 
 def run_alone(program: Program) -> Outcome:
@@ -63,47 +69,31 @@ def _who_killed(programs: Sequence[Program]) -> tuple[Program, Outcome]:
 
 
 def _of_child(function: Callable[[Any], Any], items: Sequence[Any], seconds: float) -> Iterator[Any]:
-    """``function`` of each item as they come from a child process; they end where it ends or takes too long."""
-    reader, writer = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a dying allocator says
-        try:
-            with os.fdopen(writer, "wb", buffering=0) as pipe:
-                for item in items:
-                    message = pickle.dumps(function(item))
-                    pipe.write(len(message).to_bytes(8, "little") + message)
-        finally:
-            os._exit(0)
-    os.close(writer)
+    """``function`` of each item as they come from a child process; they end where it ends or takes too long.
+
+    Children are forked by a server of their own: autograd does not work in children of a process that has used it.
+    """
+    receiver, sender = _context.Pipe(duplex=False)
+    child = _context.Process(target=_work, args=(sender, function, list(items), dict(os.environ)), daemon=True)
+    child.start()
+    sender.close()
     try:
-        with os.fdopen(reader, "rb", buffering=0) as pipe:
-            while (header := _read(pipe, 8, seconds)) is not None:
-                if (message := _read(pipe, int.from_bytes(header, "little"), seconds)) is None:
-                    return
-                yield pickle.loads(message)
+        for number in range(len(items)):
+            if not receiver.poll(seconds + (0 if number else _START_SECONDS)):
+                return
+            yield receiver.recv()
+    except (EOFError, ConnectionResetError):
+        return
     finally:
-        _end(child)
+        receiver.close()
+        child.join(0.1)
+        child.kill()
+        child.join()
 
 
-def _read(pipe: Any, count: int, seconds: float) -> bytes | None:
-    parts = b""
-    while len(parts) < count:
-        ready, _, _ = select.select([pipe], [], [], seconds)
-        part = pipe.read(count - len(parts)) if ready else b""
-        if not part:
-            return None
-        parts += part
-    return parts
-
-
-def _end(child: int) -> None:
-    """Wait for ``child``; kill it if it does not end by itself."""
-    for _ in range(50):
-        if os.waitpid(child, os.WNOHANG)[0]:
-            return
-        time.sleep(0.002)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+def _work(sender: Connection, function: Callable[[Any], Any], items: list[Any], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a dying allocator says
+    torch.set_num_threads(1)
+    for item in items:
+        sender.send(function(item))

@@ -233,28 +233,6 @@ REGRESSIONS: dict[str, tuple[tuple[str, ...], dict[str, object], str]] = {
         see('y2.grad', y2.grad)
         """,
     ),
-    "the hook of a parameter that gets no gradient": (
-        ("TwoOfTwo",),
-        {},
-        """
-        params(o0)[0].register_hook(lambda g: g * 2)
-        ---
-        x1 = leaf(272, DEV)
-        y2, y3 = m0(x1, leaf(273, DEV))
-        (y2 * data(495, DEV)).sum().backward()
-        see('x1.grad', x1.grad)
-        """,
-    ),
-    "the post-accumulate hook of a parameter that gets no gradient": (
-        ("TwoOfTwo",),
-        {},
-        """
-        params(o0)[1].register_post_accumulate_grad_hook(lambda p: see('post', p.grad))
-        y1, y2 = m0(leaf(72, DEV), leaf(966, DEV))
-        (y2 * data(815, DEV)).sum().backward()
-        grads('o0', o0)
-        """,
-    ),
     "the hook before an input that gets no gradient": (
         ("ReturnsParameter",),
         {"max_in_flight": 2},
