@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +18,12 @@ from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import check_hooks, find_homes
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch, leaves_below
-from te_graph.gradients import Destination, main_grad_of
+from te_graph.gradients import Destination, Gradients, gradients_of, main_grad_of
 from te_graph.group import Group
 from te_graph.homes import walk
 from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.reading import Reader
-from te_graph.results import ResultPlan
+from te_graph.results import ResultPlan, inner_outputs, views_kept
 from te_graph.rollback import Bindings, ContainerState, global_containers, variables
 from te_graph.side_effects import HostRandom, SideEffects
 from te_graph.signature import ResultSpec, Signature, containers_kept
@@ -45,27 +44,6 @@ class Slot:
     parameter_grads: list[Tensor] = field(default_factory=list)
     table: Any = None
     clones: int = 0  # of gradients that lie in memory which is not the backward's own
-
-
-@dataclass
-class Gradients:
-    """What the backward of a callable computes, as the last warm-up saw it.
-
-    Attributes:
-        parameters: leaves outside the callable that get a gradient.
-        dtypes: of those gradients.
-        inputs: numbers of the inputs that get a gradient.
-        depends_on: for each parameter, then each input: which differentiable outputs its gradient comes from.
-    """
-
-    parameters: list[Tensor]
-    dtypes: list[torch.dtype]
-    inputs: list[int]
-    depends_on: list[list[bool]]
-
-    @property
-    def any(self) -> bool:
-        return bool(self.parameters or self.inputs)
 
 
 class CallableCapture:
@@ -173,7 +151,7 @@ class CallableCapture:
         outputs = self.plan.outputs_of(tensors)
         self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
         self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in outputs]
-        self.inner_outputs = _inner([outputs[i] for i in self.output_numbers])
+        self.inner_outputs = inner_outputs([outputs[i] for i in self.output_numbers])
         self._check_use()
         self._check_escapes()
         self._check_host_work()
@@ -206,9 +184,13 @@ class CallableCapture:
             if is_last:
                 places = self._reader.places()
                 effects, generators = SideEffects(places), HostRandom(places)
-            with watch, self.watch.saved_tensors() if is_last else nothing, _views_kept() if is_last else nothing:
+            with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
                 tensors = self._call(inputs)
                 self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
+                if is_last and self._copies:
+                    hidden = self.result.numbers_of_last(len(self._copies))
+                    names = self.signature.distinct_names
+                    self.changed.find_views(self.label, names, tensors, self._copies, hidden)
                 outputs = self.plan.outputs_of(tensors) if is_last else tensors
             with watch:
                 self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
@@ -299,7 +281,7 @@ class CallableCapture:
         leaves = [each or [slot.inputs[number]] for number, each in zip(self.gradients.inputs, uses, strict=True)]
         with self.backend.capture(pool) as slot.backward:
             with births:
-                grads = self._backward(outputs, [*parameters, *itertools.chain(*leaves)], grad_outputs)
+                grads = gradients_of(self.label, outputs, [*parameters, *itertools.chain(*leaves)], grad_outputs)
                 of_uses = _grouped(grads[len(parameters) :], leaves)
                 input_grads = [functools.reduce(torch.add, each) for each in of_uses]
             input_grads = [self._owned(slot, grad, births) for grad in input_grads]
@@ -342,6 +324,7 @@ class CallableCapture:
         args, kwargs = self.signature.unflatten(given)
         result = self._run(*args, **kwargs)
         changed = self.changed.results(inputs, given)
+        self._copies = [given[number] for number in self.changed.numbers]
         self.result, tensors = ResultSpec.of(self.label, (result, changed) if changed else result)
         for number, tensor in enumerate(tensors):
             if tensor.layout != torch.strided:
@@ -371,7 +354,7 @@ class CallableCapture:
             list(parameters.values()), [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], []
         )
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
-        grads = self._backward(outputs, targets, [torch.zeros_like(output) for output in outputs])
+        grads = gradients_of(self.label, outputs, targets, [torch.zeros_like(output) for output in outputs])
         used = [
             (target, [id(target) in leaves for leaves in reached])
             for target, grad in zip(targets, grads, strict=True)
@@ -385,27 +368,6 @@ class CallableCapture:
             [i for i in self.gradients.inputs if id(inputs[i]) in found],
             [depends_on for _, depends_on in used],
         )
-
-    def _backward(self, outputs: list[Tensor], targets: list[Tensor], grad_outputs: list[Tensor]) -> list[Tensor]:
-        """Gradients of ``targets``, which are leaves, [...] each like its tensor, without running their hooks.
-
-        Autocast is off, as where backward() is usually called; the ops that forward ran keep their dtypes.
-        """
-        if not targets:
-            return []
-        isolation = _C.LeafIsolation(targets, with_accumulators=False)
-        try:
-            with torch.autocast(outputs[0].device.type, enabled=False):
-                grads = list(torch.autograd.grad(outputs, targets, grad_outputs, retain_graph=True, allow_unused=True))
-        finally:
-            isolation.restore()
-        for target, grad in zip(targets, grads, strict=True):
-            if grad is not None and grad.layout != torch.strided:
-                raise TypeError(
-                    f"{self.label}: the gradient of a parameter of shape {list(target.shape)} is {grad.layout}, and a "
-                    "graph needs dense gradients (torch.nn.Embedding: sparse=False)"
-                )
-        return grads
 
     def _check_use(self) -> None:
         inputs = self.samples
@@ -467,31 +429,3 @@ def _grouped(grads: list[Tensor | None], leaves: list[list[Tensor]]) -> list[lis
     """``grads`` [...] in groups as ``leaves`` are, without those that are None."""
     remaining = iter(grads)
     return [[grad for _, grad in zip(group, remaining, strict=False) if grad is not None] for group in leaves]
-
-
-@contextlib.contextmanager
-def _views_kept() -> Iterator[None]:
-    """Let view operators keep how they can be done again on another base."""
-    was_on = torch._C._is_view_replay_enabled()
-    torch._C._set_view_replay_enabled(True)
-    try:
-        yield
-    finally:
-        torch._C._set_view_replay_enabled(was_on)
-
-
-def _inner(outputs: list[Tensor]) -> list[bool]:
-    """For each differentiable output [...], whether another one is computed from it."""
-    ends = {(output.grad_fn, output.output_nr): number for number, output in enumerate(outputs) if output.grad_fn}
-    is_inner, seen, stack = [False] * len(outputs), set(), [fn for fn, _ in ends]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for edge in node.next_functions:
-            if edge[0] is not None:
-                stack.append(edge[0])
-            if edge in ends:
-                is_inner[ends[edge]] = True
-    return is_inner

@@ -6,12 +6,15 @@ values and the history of that result, as in eager execution.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from te_graph import _C
+from te_graph.dispatch import storage_key
 
 
 class ChangedInputs:
@@ -20,11 +23,13 @@ class ChangedInputs:
     Attributes:
         numbers: of those inputs; None until the first run.
         rewritten: of those whose history it changes as well.
+        views: (number of the result, of the input, what it is of that) of results that are views of changed inputs.
     """
 
     def __init__(self) -> None:
         self.numbers: tuple[int, ...] | None = None
         self.rewritten: set[int] = set()
+        self.views: list[tuple[int, int, _C.View]] = []
 
     def given(self, inputs: list[Tensor]) -> list[Tensor]:
         """What the callable is to be called with for ``inputs`` [...]: copies of those that it may change."""
@@ -39,7 +44,28 @@ class ChangedInputs:
             self.numbers = tuple(number for number, tensor in enumerate(given) if tensor._version > 0)
         # What was changed behind autograd's back keeps the history that the caller's tensor has.
         self.rewritten = {number for number in self.numbers if not _is_copy(given[number], inputs[number])}
-        return tuple(given[n] if n in self.rewritten else given[n].detach() for n in self.numbers)
+        has_own_history = {n for n in self.numbers if n in self.rewritten or given[n].grad_fn is None}
+        return tuple(given[n] if n in has_own_history else given[n].detach() for n in self.numbers)
+
+    def find_views(
+        self, label: str, names: list[str], results: list[Tensor], copies: list[Tensor], hidden: Collection[int]
+    ) -> None:
+        """Find which of ``results`` [...] are views of ``copies`` [...] of changed inputs, and not these themselves, as
+        those with the numbers ``hidden`` are.
+
+        Raises:
+            RuntimeError: one shares memory with a copy in a way that cannot be found again in the caller's tensor.
+        """
+        for number, result in enumerate(results):
+            for changed, copy in zip(self.numbers, copies, strict=True):
+                if number in hidden or result is copy or storage_key(result) != storage_key(copy):
+                    continue
+                if not _C.View.is_possible(result, copy):
+                    raise RuntimeError(
+                        f"{label}: result {number} shares memory with {names[changed]}, which the callable changes in "
+                        "place: return a clone"
+                    )
+                self.views.append((number, changed, _C.View(result, copy)))
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
@@ -64,12 +90,14 @@ class ChangedArguments:
         rewritten: the former of those that get the history of that result.
         names: of all tensors among the arguments.
         others: addresses of the memory of the tensors that the capture uses besides.
+        views: as of ``ChangedInputs``.
     """
 
     places: tuple[tuple[int, int], ...]
     rewritten: frozenset[int]
     names: list[str]
     others: frozenset[int]
+    views: tuple[tuple[int, int, _C.View], ...]
 
     @classmethod
     def of(
@@ -80,7 +108,8 @@ class ChangedArguments:
         if not inputs.numbers:
             return None
         others = frozenset(tensor.untyped_storage().data_ptr() for tensor in externals)
-        return cls(tuple(zip(inputs.numbers, results, strict=True)), frozenset(inputs.rewritten), names, others)
+        places = tuple(zip(inputs.numbers, results, strict=True))
+        return cls(places, frozenset(inputs.rewritten), names, others, tuple(inputs.views))
 
     def obstacle(self, tensors: list[Tensor]) -> str | None:
         """Why a replay with ``tensors`` [...] would be wrong: what is changed is part of something else; or None.
@@ -116,6 +145,8 @@ class ChangedArguments:
                 with torch.set_grad_enabled(number in self.rewritten):
                     tensor.copy_(outputs[output])
             outputs[output] = tensor
+        for output, number, view in self.views:
+            outputs[output] = view.of(tensors[number])
 
 
 class _Become(torch.autograd.Function):

@@ -74,6 +74,52 @@ def create_main_grad(parameter: Tensor, dtype: torch.dtype) -> None:
         parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
 
 
+@dataclass
+class Gradients:
+    """What the backward of a callable computes, as the last warm-up saw it.
+
+    Attributes:
+        parameters: leaves outside the callable that get a gradient.
+        dtypes: of those gradients.
+        inputs: numbers of the inputs that get a gradient.
+        depends_on: for each parameter, then each input: which differentiable outputs its gradient comes from.
+    """
+
+    parameters: list[Tensor]
+    dtypes: list[torch.dtype]
+    inputs: list[int]
+    depends_on: list[list[bool]]
+
+    @property
+    def any(self) -> bool:
+        return bool(self.parameters or self.inputs)
+
+
+def gradients_of(
+    label: str, outputs: list[Tensor], targets: list[Tensor], grad_outputs: list[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of ``targets``, which are leaves, [...] each like its tensor, without running their hooks; None for
+    those that the ``outputs`` [...] do not depend on. ``label`` is what messages call the callable.
+
+    Autocast is off, as where backward() is usually called; the ops that forward ran keep their dtypes.
+    """
+    if not targets:
+        return []
+    isolation = _C.LeafIsolation(targets, with_accumulators=False)
+    try:
+        with torch.autocast(outputs[0].device.type, enabled=False):
+            grads = list(torch.autograd.grad(outputs, targets, grad_outputs, retain_graph=True, allow_unused=True))
+    finally:
+        isolation.restore()
+    for target, grad in zip(targets, grads, strict=True):
+        if grad is not None and grad.layout != torch.strided:
+            raise TypeError(
+                f"{label}: the gradient of a parameter of shape {list(target.shape)} is {grad.layout}, and a "
+                "graph needs dense gradients (torch.nn.Embedding: sparse=False)"
+            )
+    return grads
+
+
 @dataclass(frozen=True)
 class Destination:
     """Where the gradient of one parameter goes.

@@ -47,10 +47,14 @@ class Names:
 
     def with_code(self, functions: Iterable[types.FunctionType], types_met: Iterable[type]) -> Names:
         """These, and those in the code of ``functions`` and of the methods of ``types_met`` that they name."""
+        kinds = dict.fromkeys(types_met)
         names, optional = set(self.said), set(self.optional)
+        if any(issubclass(kind, nn.Module) for kind in kinds):
+            names.add("forward")  # which torch calls
         done: set[types.CodeType] = set()
+        methods = [pair for kind in kinds for pair in _methods(kind)]
         codes = [function.__code__ for function in functions]
-        methods = [pair for kind in dict.fromkeys(types_met) for pair in _methods(kind)]
+        codes += [code for name, code in methods if name in names or is_implicit(name)]
         while codes:
             for code in codes:
                 names.update(_strings_in(code))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import decimal
 import fractions
@@ -23,7 +24,7 @@ _IMMUTABLE = (
     pathlib.PurePath,
     uuid.UUID,
 )
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, collections.OrderedDict, set)
 
 
 def is_value(obj: Any) -> bool:
@@ -57,8 +58,8 @@ def _one_of_each(members: Iterable[Any], kinds: dict[type, None]) -> list[Any]:
 
 
 def is_bulk(obj: Any) -> bool:
-    """True for a list, dictionary or set that leads nowhere: of values alone."""
-    return isinstance(obj, _CONTAINERS) and holds_values(obj.values() if isinstance(obj, dict) else obj)
+    """True for a list, dictionary or set that leads nowhere: of values alone, not of a derived class."""
+    return type(obj) in _CONTAINERS and holds_values(obj.values() if isinstance(obj, dict) else obj)
 
 
 def are_equal(one: Any, other: Any) -> bool:

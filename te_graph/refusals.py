@@ -76,9 +76,19 @@ def refuse_host_access(refusals: Refusals, func: Any, args: tuple, kwargs: dict)
         name = _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}")
         raise refusals.error(name, _FUNCTIONS[func])
     if func is _TO:
-        device = torch._C._nn._parse_to(*args[1:], **kwargs)[0]
+        device = _device_in(*args[1:], **kwargs)
         if device is not None and device.type != args[0].device.type:
             raise refusals.error(f"Tensor.to({str(device)!r})", LEAVES_DEVICE)
+
+
+def _device_in(*args: Any, copy: bool = False, **kwargs: Any) -> torch.device | None:
+    """The device that ``Tensor.to`` is given, in whichever form."""
+    first = args[0] if args else kwargs.get("device", kwargs.get("other"))
+    if isinstance(first, Tensor):
+        return first.device
+    if first is None or isinstance(first, torch.dtype):
+        return kwargs.get("device") and torch.device(kwargs["device"])
+    return torch.device(first)
 
 
 class GeneratorWatch:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +190,34 @@ class _Planner:
                 return index
         self.outputs.append(output)
         return len(self.outputs) - 1
+
+
+@contextlib.contextmanager
+def views_kept() -> Iterator[None]:
+    """Let view operators keep how they can be done again on another base."""
+    was_on = torch._C._is_view_replay_enabled()
+    torch._C._set_view_replay_enabled(True)
+    try:
+        yield
+    finally:
+        torch._C._set_view_replay_enabled(was_on)
+
+
+def inner_outputs(outputs: list[Tensor]) -> list[bool]:
+    """For each differentiable output [...], whether another one is computed from it."""
+    ends = {(output.grad_fn, output.output_nr): number for number, output in enumerate(outputs) if output.grad_fn}
+    is_inner, seen, stack = [False] * len(outputs), set(), [fn for fn, _ in ends]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                stack.append(edge[0])
+            if edge in ends:
+                is_inner[ends[edge]] = True
+    return is_inner
 
 
 def _first_node(outputs: list[Tensor]) -> int:

@@ -36,7 +36,8 @@ class ContainerState:
         elif isinstance(members := getattr(obj, "__dict__", None), dict):
             self._keep(members)
             if isinstance(obj, nn.Module):
-                for table in (obj._parameters, obj._buffers, obj._modules):
+                tables = (obj._parameters, obj._buffers, obj._modules)
+                for table in filter(lambda table: isinstance(table, dict), tables):  # not so of ScriptModules
                     self._keep(table)
 
     def _keep(self, container: dict | list | set | deque) -> None:

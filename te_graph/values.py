@@ -80,6 +80,7 @@ def _register() -> None:
 @functools.cache
 def _register_generators(numpy_random: types.ModuleType) -> None:
     _C.register_value_type(numpy_random.Generator, lambda g: repr(g.bit_generator.state), is_mutable=True)
+    _C.register_value_type(numpy_random.RandomState, lambda state: repr(state.get_state()), is_mutable=True)
 
 
 _register()

@@ -112,6 +112,24 @@ def test_attributes_defaults_closures_and_globals_are_part_of_the_signature(devi
     assert_bitwise_equal(scaled(x), x * 6)
 
 
+def test_a_module_as_the_function_is_seen_into(device: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:  # [...]
+            return x.to(torch.float32, copy=True) * self.scale
+
+    net, x = Net(), torch.ones(3, device=device)
+    call = graphed(net)
+    for _ in range(3):
+        assert torch.equal(call(x), net(x))
+    assert call.stats()["replays"] == 2
+    net.scale = 5.0
+    assert torch.equal(call(x), net(x))
+
+
 def test_settings_and_modes_are_part_of_the_signature(device: str) -> None:
     x = torch.ones(2, device=device)
     double = graphed(lambda t: t * 2, on_change="raise")

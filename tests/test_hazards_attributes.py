@@ -6,9 +6,11 @@ The reference is the same program built again and run eagerly, changed in the sa
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import decimal
 import enum
+import functools
 import types
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -239,6 +241,33 @@ ATTRIBUTES: dict[str, tuple[Callable[[Net], Any], str]] = {
     "by vars": (lambda n: vars(n).update(real=0.25), "real changed"),
     "deleted, over a method": (lambda n: delattr(n, "real") or setattr(n, "real", 1.0), "real changed"),
 }
+
+
+class OwnDict(dict):
+    pass
+
+
+class OwnList(list):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make", [OwnDict, collections.Counter, functools.partial(collections.defaultdict, int), OwnList], ids=str
+)
+def test_members_of_derived_containers_are_seen(device: str, make: Callable[[Any], Any]) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = make({0: 2}) if make is not OwnList else make([2])
+
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4]
+            return x * self.scales[0]
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        module = Scales()
+        return module, module
+
+    assert_seen(build, lambda module: module.scales.__setitem__(0, 5), r"scales\[0\] changed from 2 to 5", device)
 
 
 @pytest.mark.parametrize("change", ATTRIBUTES)

@@ -539,6 +539,34 @@ def test_chains_in_which_a_layer_returns_its_argument(device: str, kind: str, pl
     both(program)
 
 
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda x: x.mul_(3),
+    "a view": lambda x: x.add_(1).view(-1),
+    "a row and a product": lambda x: (x.mul_(2)[0], x * 3),
+    "itself and a view": lambda x: (x.mul_(2), x.t()),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_results_that_are_a_changed_argument_or_a_view_of_it(device: str, kind: str, requires_grad: bool) -> None:
+    def program(graph: Graph) -> list[Any]:
+        call, seen = graph(CHANGES[kind], torch.randn(2, 3, device=device, requires_grad=requires_grad)), []
+        for _ in range(2):
+            leaf_of = torch.randn(2, 3, device=device, requires_grad=requires_grad)
+            hidden = leaf_of * 1
+            results = call(hidden)
+            results = results if isinstance(results, tuple) else (results,)
+            hidden.add_(10)
+            seen += [[r.detach().clone() for r in results], [r is hidden for r in results], hidden.detach().clone()]
+            if requires_grad:
+                sum((r * torch.randn_like(r)).sum() for r in results).backward()
+                seen.append(leaf_of.grad)
+        return seen
+
+    both(program)
+
+
 # ---- Exports ----
 
 EXPORTS: dict[str, Callable[[Tensor], Any]] = {
@@ -814,3 +842,23 @@ def test_a_weight_that_eager_code_uses_afterwards_is_named_and_then_summed_first
     for _ in range(3):
         x = leaf(device, 5, 8)
         assert_bitwise_equal(step(head, x), step(twin, x))
+
+
+def test_an_input_that_is_written_into_a_slice_and_used_once_more(device: str) -> None:
+    class Pads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4, device=device)
+
+        def forward(self, x: Tensor) -> Tensor:  # [n, 4] -> [n, 8]
+            padded = x.new_zeros(x.shape[0], 8)
+            padded[:, :4] = x
+            padded[:, 4:] = self.linear(x)
+            return padded
+
+    def program(graph: Graph) -> list[Tensor]:
+        module, x = Pads(), leaf(device, 2, 4)
+        graph(module, leaf(device, 2, 4))(x * 1).square().sum().backward()
+        return [x.grad, *(p.grad for p in module.parameters())]
+
+    both(program)

@@ -244,8 +244,8 @@ void bind(py::module_& m) {
     py::class_<ParameterSpec>(m, "ParameterSpec")
         .def(py::init([](int tensor, int main_grad, std::vector<bool> depends_on, bool through_autograd,
                          bool main_grad_fits, std::shared_ptr<StoreFlag> flag) {
-                 return ParameterSpec{
-                     tensor, main_grad, std::move(depends_on), through_autograd, main_grad_fits, std::move(flag)};
+                 return ParameterSpec{tensor,           main_grad,      std::move(depends_on),
+                                      through_autograd, main_grad_fits, std::move(flag)};
              }),
              py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"), py::arg("through_autograd"),
              py::arg("main_grad_fits"), py::arg("flag"));

@@ -13,7 +13,7 @@ namespace te_graph::graph {
 
 // Gives each edge of the autograd graph below `outputs` that leads to `leaf` a leaf of its own over the same memory.
 // Returns those in the order in which autograd would have added their gradients; nothing is changed, and nothing
-// returned, where there are fewer than two.
+// returned, where there are fewer than two, or one whose edges cannot be exchanged.
 std::vector<at::Tensor> split_uses(const std::vector<at::Tensor>& outputs, const at::Tensor& leaf);
 
 }  // namespace te_graph::graph
