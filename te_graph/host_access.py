@@ -8,7 +8,6 @@ the methods of ``torch.Tensor`` are exchanged for as long as somebody captures.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,14 +24,12 @@ GET_GRAD = torch.Tensor.grad.__get__
 
 
 def _seen(func: Callable) -> Callable:
-    own = inspect.unwrap(func)  # of torch: exports.py puts functions around some
-
     @functools.wraps(func)
     def seen(*args: Any, **kwargs: Any) -> Any:
         watches = getattr(_of_thread, "watches", ())
         if watches and not torch._C._is_torch_function_all_disabled():
             for watch in reversed(watches):
-                watch.see(own, args, kwargs)
+                watch.see(func, args, kwargs)
         return func(*args, **kwargs)
 
     return seen

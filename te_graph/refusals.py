@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -72,6 +73,7 @@ class HostAccessMode(TorchFunctionMode):
 
 def refuse_host_access(refusals: Refusals, func: Any, args: tuple, kwargs: dict) -> None:
     """Raise CaptureError where ``func``, a function of ``torch.Tensor``, takes a tensor of the region to the host."""
+    func = inspect.unwrap(func)  # of torch: host_access.py and exports.py put functions around some
     if func in _FUNCTIONS and not (func is _TO_CUDA and args[0].is_cuda):
         name = _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}")
         raise refusals.error(name, _FUNCTIONS[func])

@@ -81,8 +81,6 @@ private:
 #define TE_GRAPH_SETTINGS(X)                                                                                   \
     X("autocast", autocast(device))                                                                            \
     X("autocast of other devices", autocast(device == at::kCUDA ? at::kCPU : at::kCUDA))                       \
-    X("torch.set_autocast_cache_enabled",                                                                      \
-      at::autocast::is_autocast_enabled(device) && at::autocast::is_autocast_cache_enabled())                  \
     X("the default dtype (torch.set_default_dtype)", c10::get_default_dtype_as_scalartype())                   \
     X("torch.use_deterministic_algorithms", context.deterministicAlgorithms())                                 \
     X("warn_only of torch.use_deterministic_algorithms", context.deterministicAlgorithmsWarnOnly())            \
