@@ -4,10 +4,12 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "graph/guard.h"
+#include "graph/value.h"
 
 namespace py = pybind11;
 
@@ -18,6 +20,9 @@ using namespace pybind11::literals;
 inline py::object namespace_of(const py::dict& attributes) {
     return py::module_::import("types").attr("SimpleNamespace")(**attributes);
 }
+
+// What a guard compares with `object` by value.
+inline std::shared_ptr<const Value> snapshot(const py::object& object) { return Value::of(object.ptr()); }
 
 class GuardTest : public testing::Test {
 protected:

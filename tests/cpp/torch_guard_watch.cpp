@@ -84,7 +84,7 @@ TEST_F(GuardTest, AttributesThatNoGuardNamesMayChangeWithoutALookup) {
     root.attr("scale") = 1;
     py::setattr(root, "table", py::dict("child"_a = 1));
     const int members = step(StepKind::kInstanceDict, -1, none, none, "attributes");
-    guard.expect_value(step(StepKind::kItem, members, py::str("scale"), none, "scale"), py::int_(1));
+    guard.expect_value(step(StepKind::kItem, members, py::str("scale"), none, "scale"), snapshot(py::int_(1)));
     step(StepKind::kAbsent, members, py::str("override"), none, "override");
     const int table = step(StepKind::kItem, members, py::str("table"), none, "table");
     step(StepKind::kItem, table, counted.key, none, "child");
