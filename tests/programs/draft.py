@@ -64,6 +64,7 @@ class Draft:
         self.may_turn = True
         self.main_grads: set[int] = set()
         self.hooked: set[str] = set()
+        self.retained: set[str] = set()
         self._count = 0
 
     # Small things.
@@ -140,7 +141,7 @@ class Draft:
         piece = next(piece for piece in self.pieces if piece.number == number)
         if self.busy[number] + batch.calls[number] >= self.slots(number) and not self.chance(0.03):
             return
-        able = [value for value in batch.values if not (piece.kind.aliases and value in self.hooked)]
+        able = [value for value in batch.values if not (piece.kind.aliases and value in self.hooked | self.retained)]
         if self.is_ordered and (batch.calls[number] or piece.kind.takes > len(able)):
             return
         arguments = []
@@ -188,6 +189,8 @@ class Draft:
     def _hook(self, batch: Batch, result: str) -> None:
         if self.chance(0.08):
             self.add("retain_grad", f"{result}.retain_grad()")
+            batch.shared.add(result)
+            self.retained.add(result)
             self.done.append(Batch(leaves=[result]))
         if self.chance(0.08):
             body = self.rng.choice((f"see('{result} hook', g)", "g * 2", f"keep('{result} hook', g)"))
@@ -252,7 +255,7 @@ class Draft:
             if self.chance(0.5) and not self.is_ordered:
                 self.forward()
             self.add("backward again", f"{loss}.backward()")
-        elif way < 0.84:
+        elif way < 0.84 and not self.retained:  # what is retained hangs on which nodes run
             able = [value for value in batch.values if value not in batch.shared]
             wanted = [leaf, *self.rng.sample(able, min(len(able), 2))]
             names = ", ".join(dict.fromkeys(wanted))

@@ -193,7 +193,8 @@ def _compare(program: Program, eager: World, graphed: World) -> Outcome:
     if is_refused:
         message = _told(graphed.error)
         kind = f"{graphed.failed_at}: {_template(message)}"
-        return Outcome("refused" if _is_honest(graphed.error, graphed.labels) else "failed", kind, message, replays)
+        is_documented = _is_honest(graphed.error, graphed.labels) or _EDITED.search(message)
+        return Outcome("refused" if is_documented else "failed", kind, message, replays)
     return Outcome("eager raised" if eager.error is not None else "same", eager.failed_at, "", replays)
 
 
