@@ -170,6 +170,7 @@ def test_a_printed_program_needs_nothing_but_te_graph() -> None:
 
 def test_crashes_and_hangs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolate, "_SECONDS", 2.0)
+    monkeypatch.setattr(isolate, "_START_SECONDS", 15.0)
     good = _program(*LINES)
     crash = _program("if graph: import os; os.abort()")
     hang = _program("if graph: import time; time.sleep(60)")
