@@ -186,6 +186,10 @@ class Pair:
 
     def deepcopy(self, chance: random.Random) -> None:
         self.hooks.clear()
+        try:
+            copy.deepcopy(self.eager)
+        except RuntimeError as error:  # torch copies no computed weights; those computed in a graph stay behind
+            raise _TooMuchError from error
         self.both(copy.deepcopy)
 
     def pickle(self, chance: random.Random) -> None:
