@@ -1,6 +1,16 @@
-"""Steps that all ranks of a process group take together: what fails on one rank raises the same error on all."""
+"""Steps that all ranks of a process group take together: what fails on one rank raises the same error on all.
 
-import pickle
+Ranks exchange JSON through the store of the process group. Whoever reaches its port can write there: nothing that is
+read is run, and what is no message is an error that all ranks raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,14 +20,27 @@ from torch.distributed import distributed_c10d as c10d
 
 T = TypeVar("T")
 
+VERSION = 1
+MAX_BYTES = 64 << 10  # of a message
+_MAX_REASON = 4096  # characters of an error that is told to others
+_GLANCE = 1.0  # seconds between looks at whether the others have given up
+_NONCE = re.compile("[0-9a-f]{32}")
+_MEMBERS = {"version", "nonce", "is_fine", "value"}
+
 
 class Agreement:
-    """Exchange of small objects through the store of a process group, in steps that all ranks take in the same order.
+    """One attempt of all ranks at something, in steps that they take in the same order.
+
+    Each rank counts its attempts, so those of the same number meet. An attempt in which a rank failed, or did not come,
+    is over for all; the next ones meet again.
 
     Args:
         process_group: of torch.distributed.
         topic: of the steps; the same on all ranks.
         patience: seconds after which a rank that does not come is an error.
+
+    Attributes:
+        number: of the attempt, from 1 on.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, topic: str, patience: float) -> None:
@@ -25,48 +48,128 @@ class Agreement:
         self.patience = patience
         self._store = c10d._get_process_group_store(process_group)
         self._topic = f"te_graph/{topic}"
-        # Counts agreements of this topic: each rank finds the same number, for it comes here as often as the others.
-        self.number = self._store.add(f"{self._topic}/{self.rank}", 1)
         self._step = 0
+        # Drawn by each rank; from the first step on that of all: messages of other attempts do not have it.
+        self._nonce = secrets.token_hex(16)
+        while True:
+            self.number = self._store.add(f"{self._topic}/{self.rank}", 1)
+            if not self._store.check([self._over]):
+                break
 
-    def step(self, what: str, action: Callable[[], T]) -> list[T]:
+    def step(self, what: str, action: Callable[[], Any], parse: Callable[[Any], T] = lambda value: value) -> list[T]:
         """Run ``action`` on each rank, and wait for all.
 
         Args:
             what: for messages: "allocating the slab".
-            action: returns something that can be pickled.
+            action: returns something that JSON can hold.
+            parse: what a rank's answer means; raises ValueError or TypeError where it is not as expected.
 
         Returns:
-            What it returned on each rank.
+            What ``parse`` makes of each rank's answer.
 
         Raises:
-            RuntimeError: it raised on some rank, the same message on all; or a rank did not come in time.
+            RuntimeError: it raised on some rank, or answered with something else: the same message on all; or a rank
+                did not come in time.
         """
+        cause = None
         try:
-            answer: tuple[bool, Any] = (True, action())
+            mine = self._message(True, action())
         except Exception as error:
-            answer, cause = (False, f"{type(error).__name__}: {error}"), error
-        else:
-            cause = None
-        answers = self._exchange(what, pickle.dumps(answer))
-        for rank, (is_fine, value) in enumerate(answers):
+            mine, cause = self._failure(error), error
+        except BaseException as error:
+            self.fail(error)
+            raise
+        answers = self._exchange(what, mine)
+        nonces, values = [], []
+        for rank, answer in enumerate(answers):
+            try:
+                is_fine, nonce, value = self._read(answer)
+                values.append(parse(value) if is_fine else None)
+            except (ValueError, TypeError, RecursionError) as error:
+                raise RuntimeError(
+                    f"PeerGroup: rank {rank} sent no message of te_graph while {what}: {_reason(error)}"
+                ) from error
             if not is_fine:
                 raise RuntimeError(f"PeerGroup: rank {rank} failed while {what}: {value}") from cause
-        return [value for _, value in answers]
+            nonces.append(nonce)
+        if self._step == 1:
+            self._nonce = hashlib.sha256("".join(nonces).encode()).hexdigest()[:32]
+        return values
 
     def wait(self, what: str) -> None:
         """Wait until all ranks are here."""
-        self.step(what, lambda: None)
+        self.step(what, lambda: None, nothing)
 
-    def _exchange(self, what: str, mine: bytes) -> list[Any]:
+    def fail(self, error: BaseException) -> None:
+        """Tell the others, in place of the next step and without waiting for them, that this rank goes no further."""
         self._step += 1
-        keys = [f"{self._topic}/{self.number}/{self._step}/{rank}" for rank in range(self.world)]
-        self._store.set(keys[self.rank], mine)
-        for rank, key in enumerate(keys):
+        self._store.set(self._key(self.rank), self._failure(error))
+
+    def _message(self, is_fine: bool, value: Any) -> bytes:
+        members = {"version": VERSION, "nonce": self._nonce, "is_fine": is_fine, "value": value}
+        message = json.dumps(members, allow_nan=False).encode()
+        if len(message) > MAX_BYTES:
+            raise ValueError(f"expected an answer of at most {MAX_BYTES} bytes, got {len(message)}")
+        return message
+
+    def _failure(self, error: BaseException) -> bytes:
+        return self._message(False, _reason(error))
+
+    def _read(self, message: bytes) -> tuple[bool, str, Any]:
+        """Whether the sender's action went well, its nonce, and its answer or error."""
+        if len(message) > MAX_BYTES:
+            raise ValueError(f"expected at most {MAX_BYTES} bytes, got {len(message)}")
+        members = json.loads(message.decode(), parse_constant=_refuse_constant)
+        if not isinstance(members, dict) or members.keys() != _MEMBERS or members["version"] != VERSION:
+            raise ValueError(f"expected version {VERSION} with {', '.join(sorted(_MEMBERS))}, got {str(members)[:100]}")
+        is_fine, nonce, value = members["is_fine"], members["nonce"], members["value"]
+        if not isinstance(is_fine, bool) or not (is_fine or isinstance(value, str)):
+            raise ValueError(f"expected an answer or a reason, got {str(value)[:100]}")
+        if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce) or (self._step > 1 and nonce != self._nonce):
+            raise ValueError("it belongs to another attempt")
+        return is_fine, nonce, value
+
+    def _exchange(self, what: str, mine: bytes) -> list[bytes]:
+        self._step += 1
+        self._store.set(self._key(self.rank), mine)
+        end = time.monotonic() + self.patience
+        for rank in range(self.world):
+            self._wait_for(rank, end, what)
+        return [self._store.get(self._key(rank)) for rank in range(self.world)]
+
+    def _wait_for(self, rank: int, end: float, what: str) -> None:
+        while True:
+            left = end - time.monotonic()
             try:
-                self._store.wait([key], timedelta(seconds=self.patience))
-            except Exception as error:
-                raise RuntimeError(
-                    f"PeerGroup: rank {rank} did not come within {self.patience:g} s while {what}"
-                ) from error
-        return [pickle.loads(self._store.get(key)) for key in keys]
+                self._store.wait([self._key(rank)], timedelta(seconds=max(0.001, min(_GLANCE, left))))
+                return
+            except dist.DistStoreError as error:
+                if self._store.check([self._over]):
+                    reason = self._store.get(self._over).decode(errors="replace")[:_MAX_REASON]
+                    raise RuntimeError(f"PeerGroup: other ranks have given up this attempt: {reason}") from error
+                if left <= _GLANCE:
+                    reason = f"rank {rank} did not come within {self.patience:g} s while {what}"
+                    self._store.set(self._over, reason)
+                    raise RuntimeError(f"PeerGroup: {reason}") from error
+
+    def _key(self, rank: int) -> str:
+        return f"{self._topic}/{self.number}/{self._step}/{rank}"
+
+    @property
+    def _over(self) -> str:
+        """There once a rank has waited in vain: who comes later takes part in the next attempt."""
+        return f"{self._topic}/{self.number}/over"
+
+
+def nothing(value: Any) -> None:
+    """The answer to a step that only has to be taken."""
+    if value is not None:
+        raise ValueError(f"expected nothing, got {str(value)[:100]}")
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_REASON]
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"expected JSON, got {name}")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.agreement import Agreement
+from te_graph.agreement import Agreement, nothing
 from te_graph.tuning import Tuning, is_known, tune
 
 logger = logging.getLogger("te_graph")
@@ -57,8 +57,9 @@ class PeerGroup:
         name: what ops find the group by; the process group's name if None, with a number for its second group.
 
     Raises:
-        ValueError: an argument is none of the above, or the name is taken.
-        RuntimeError: set-up failed on a rank; the same error on all ranks, within two minutes.
+        ValueError: an argument is none of the above; on the other ranks, which hear of it, a RuntimeError.
+        RuntimeError: set-up failed on a rank, as where the name is taken; the same error on all ranks, within two
+            minutes. After either all ranks may try again.
 
     Stream and capture: construction synchronizes and must not be captured. Ops allocate their result and nothing else,
     and do not synchronize. All operations of a group run one after the other: across streams they are ordered where one
@@ -82,14 +83,16 @@ class PeerGroup:
             raise ValueError("PeerGroup: expected torch.distributed to be initialized, or a process_group")
         if not isinstance(process_group, dist.ProcessGroup):
             raise ValueError(f"PeerGroup: expected a process_group that this rank is in, got {process_group!r}")
-        _check_options(slab_bytes, timeout, on_timeout, watchdog)
-        if not (name is None or (isinstance(name, str) and name)):
-            raise ValueError(f"PeerGroup: expected name to be a string or None, got {name!r}")
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.device = _device_of(process_group, device)
-        self.timeout, self.on_timeout, self.watchdog = float(timeout), on_timeout, float(watchdog)
         self._agreement = Agreement(process_group, process_group.group_name, PATIENCE)
+        try:
+            _check_options(slab_bytes, timeout, on_timeout, watchdog, name)
+            self.device = _device_of(process_group, device)
+        except Exception as error:
+            self._agreement.fail(error)
+            raise
+        self.timeout, self.on_timeout, self.watchdog = float(timeout), on_timeout, float(watchdog)
         number = self._agreement.number
         self.name = name or process_group.group_name + (f".{number}" if number > 1 else "")
         self.slab_bytes = slab_bytes
@@ -167,7 +170,7 @@ class PeerGroup:
 
     def set_timeout(self, seconds: float) -> None:
         """Change the time that operations wait for a peer, those in graphs and those under way included."""
-        _check_options(self.slab_bytes, seconds, self.on_timeout, self.watchdog)
+        _check_options(self.slab_bytes, seconds, self.on_timeout, self.watchdog, self.name)
         self._handle.set_timeout(seconds)
         self.timeout = float(seconds)
 
@@ -219,7 +222,7 @@ class PeerGroup:
     def _set_up(self, tune: bool | None) -> tuple[Any, bool]:
         """The group's handle, and whether thresholds have to be measured."""
         agree = self._agreement
-        facts = agree.step("looking for peers", lambda: self._facts(tune))
+        facts = agree.step("looking for peers", lambda: self._facts(tune), _parse_facts)
         _check_alike(facts)
         if self.world_size == 1:
             return _C.GroupHandle.alone(self.name, self.device), False
@@ -229,7 +232,7 @@ class PeerGroup:
             if reason is not None and self.device.type == "cuda":
                 logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
             opened = self._open_on_peers if reason is None else self._open_on_process_group
-            agree.step("opening the group", lambda: handles.append(opened()))
+            agree.step("opening the group", lambda: handles.append(opened()), nothing)
         except RuntimeError:
             for handle in handles:
                 handle.close()
@@ -241,9 +244,11 @@ class PeerGroup:
 
     def _facts(self, tune: bool | None) -> dict[str, Any]:
         facts = {
-            "options": (self.slab_bytes, self.on_timeout, self.device.type),
+            "slab_bytes": self.slab_bytes,
+            "on_timeout": self.on_timeout,
+            "device": self.device.type,
             "name": self.name,
-            "host": (socket.gethostname(), _boot_id()),
+            "host": f"{socket.gethostname()} {_boot_id()}",
             "wants_peers": os.environ.get("TE_GRAPH_PEER", "1") != "0",
             "gpu": None,
             "needs_tuning": bool(tune),
@@ -273,11 +278,11 @@ class PeerGroup:
     def _map_peers(self, gpus: list[str]) -> str | None:
         """Allocate the slab and map those of the peers. Returns why that is not possible, the same on all ranks."""
         agree = self._agreement
-        handles = agree.step("allocating the slab", self._allocate)
-        troubles = agree.step("mapping the slabs of peers", lambda: self._map(handles, gpus))
+        handles = agree.step("allocating the slab", lambda: self._allocate().hex(), bytes.fromhex)
+        troubles = agree.step("mapping the slabs of peers", lambda: self._map(handles, gpus), _parse_trouble)
         if not any(troubles):
-            agree.step("writing to peers", self._write_to_peers)
-            troubles = agree.step("reading what peers wrote", self._read_from_peers)
+            agree.step("writing to peers", self._write_to_peers, nothing)
+            troubles = agree.step("reading what peers wrote", self._read_from_peers, _parse_trouble)
         if any(troubles):
             self._give_slab_back()
         return next(filter(None, troubles), None)
@@ -336,7 +341,7 @@ def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | in
     return device
 
 
-def _check_options(slab_bytes: int, timeout: float, on_timeout: str, watchdog: float) -> None:
+def _check_options(slab_bytes: int, timeout: float, on_timeout: str, watchdog: float, name: str | None) -> None:
     if not isinstance(slab_bytes, int) or slab_bytes < MIN_SLAB_BYTES:
         raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_SLAB_BYTES} as an int, got {slab_bytes!r}")
     if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
@@ -345,10 +350,35 @@ def _check_options(slab_bytes: int, timeout: float, on_timeout: str, watchdog: f
         raise ValueError(f"PeerGroup: expected on_timeout 'raise' or 'trap', got {on_timeout!r}")
     if not isinstance(watchdog, int | float) or not 0 <= watchdog < 1e9:
         raise ValueError(f"PeerGroup: expected watchdog in seconds, 0 for none, got {watchdog!r}")
+    if not (name is None or (isinstance(name, str) and name)):
+        raise ValueError(f"PeerGroup: expected name to be a string or None, got {name!r}")
+
+
+_FACTS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("on_timeout", "device", "name", "host"), (str,)),
+    **dict.fromkeys(("wants_peers", "needs_tuning"), (bool,)),
+    "slab_bytes": (int,),
+    "gpu": (str, type(None)),
+}
+
+
+def _parse_facts(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or value.keys() != _FACTS.keys():
+        raise ValueError(f"expected {', '.join(sorted(_FACTS))}, got {str(value)[:100]}")
+    for name, kinds in _FACTS.items():
+        if type(value[name]) not in kinds:
+            raise ValueError(f"expected {name} of type {kinds[0].__name__}, got {str(value[name])[:100]}")
+    return value
+
+
+def _parse_trouble(value: Any) -> str | None:
+    if not isinstance(value, str | None):
+        raise ValueError(f"expected a reason or nothing, got {str(value)[:100]}")
+    return value
 
 
 def _check_alike(facts: list[dict[str, Any]]) -> None:
-    for what in ("options", "name"):
+    for what in ("slab_bytes", "on_timeout", "device", "name"):
         for rank, fact in enumerate(facts):
             if fact[what] != facts[0][what]:
                 raise RuntimeError(

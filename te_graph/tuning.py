@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -105,8 +105,16 @@ def _all_gather(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
 def _slowest(group: "PeerGroup", tuning: Tuning, operation: Operation) -> list[float]:
     """Milliseconds of the call that ``operation(group, x)`` returns at each size of x, those of the slowest rank."""
     apply(group, tuning)
-    times = group._agreement.step("measuring", lambda: [_measure(group, nbytes, operation) for nbytes in SIZES])
+    times = group._agreement.step(
+        "measuring", lambda: [_measure(group, nbytes, operation) for nbytes in SIZES], _parse_times
+    )
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+
+
+def _parse_times(value: Any) -> list[float]:
+    if not isinstance(value, list) or len(value) != len(SIZES) or any(type(time) not in (int, float) for time in value):
+        raise ValueError(f"expected {len(SIZES)} times, got {str(value)[:100]}")
+    return value
 
 
 def _measure(group: "PeerGroup", nbytes: int, operation: Operation) -> float:

@@ -132,8 +132,8 @@ def scenario_taken_name(rank: Rank) -> None:
 
 def scenario_unlike_options(rank: Rank) -> None:
     unlike: list[tuple[dict[str, Any], str]] = [
-        ({"slab_bytes": (4 if is_last(rank) else 2) << 20}, "options"),
-        ({"on_timeout": "trap" if is_last(rank) else "raise"}, "options"),
+        ({"slab_bytes": (4 if is_last(rank) else 2) << 20}, "slab_bytes"),
+        ({"on_timeout": "trap" if is_last(rank) else "raise"}, "on_timeout"),
         ({"name": "one" if is_last(rank) else "other"}, "name"),
     ]
     for options, what in unlike:
@@ -309,11 +309,16 @@ WRONG_KINDS: list[tuple[dict[str, Any], str]] = [
 
 
 def scenario_bad_options(rank: Rank, bad: list[tuple[dict[str, Any], str]]) -> None:
-    """Known before ranks meet, so the others hear nothing of it, and the next group opens."""
+    """The others hear of what one rank gave, at once, and the next group opens."""
     for options, words in bad:
+        began = time.monotonic()
         if is_last(rank):
-            with pytest.raises((ValueError, TypeError), match=words):
-                tg.PeerGroup(**options).close()
+            with pytest.raises(ValueError, match=words):
+                tg.PeerGroup(**options)
+        elif "process_group" not in options:  # there they cannot be told
+            with pytest.raises(RuntimeError, match=f"rank {rank.world - 1} failed while .*: ValueError: .*{words}"):
+                open_group(rank)
+        assert time.monotonic() - began < PROMPT
     with open_group(rank) as group:
         assert_works(rank, group)
 

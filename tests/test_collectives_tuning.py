@@ -53,9 +53,11 @@ class ModelGroup:
     def set_tuning(self, **thresholds: int) -> None:
         self.now = Tuning(**thresholds)
 
-    def step(self, what: str, act: Callable[[], list[float]]) -> list[list[float]]:
+    def step(
+        self, what: str, act: Callable[[], list[float]], parse: Callable[[list[float]], list[float]]
+    ) -> list[list[float]]:
         times = act()
-        return [times, [1 / time for time in times]]
+        return [parse(answer) for answer in (times, [1 / time for time in times])]
 
     def milliseconds(self, nbytes: int, operation: Operation) -> float:
         """Lines pay by size, words and tiles at the start; so do two steps."""
@@ -76,7 +78,7 @@ def scenario_tune(rank: Rank) -> None:
     with open_group(rank, tune=True) as group:
         first, again = group._handle.tuning(), group.tune()
         assert group._handle.tuning() == astuple(again)
-        found = group._agreement.step("comparing", lambda: (first, again))
+        found = group._agreement.step("comparing", lambda: [first, astuple(again)])
         assert all(of_rank == found[0] for of_rank in found)
         everybody = torch.randn(rank.world, 3 << 20, device=rank.device).bfloat16()
         for numel in (1000, 1 << 20, 3 << 20):
