@@ -4,6 +4,10 @@ from te_graph._build import build_info, load_extension
 
 load_extension()
 
+from te_graph import effects  # noqa: E402 (needs the extension)
+
+effects.register()
+
 from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
 from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402
 from te_graph.collectives import (  # noqa: E402

@@ -1,0 +1,121 @@
+"""torch.compile and the order of collectives: all of them run, in the order of the program, on ranks that differ."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiled_programs import scenario
+from ranks import ranks_of
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+
+import te_graph as tg
+from te_graph import effects
+
+two_ranks = pytest.fixture(ranks_of, scope="module", params=[pytest.param(("cpu", 2), id="gloo-2")])
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[tg.PeerGroup]:
+    dist.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    torch._dynamo.reset()
+    with tg.PeerGroup() as group:
+        yield group
+    dist.destroy_process_group()
+
+
+def calls_of(function, *inputs: Tensor) -> list[list[str]]:
+    """The collectives in what inductor makes of ``function`` and of its backward, in their order."""
+
+    def run() -> None:
+        result = torch.compile(function)(*inputs)
+        if result.requires_grad:
+            result.sum().backward()
+
+    _, codes = run_and_get_code(run)
+    return [
+        [line.split("ops.te_graph.")[1].split(".")[0] for line in code.split("\n") if "= torch.ops.te_graph." in line]
+        for code in codes
+    ]
+
+
+@pytest.mark.parametrize(("backend", "count"), [("aot_eager", 6), ("inductor", 2)])
+def test_random_programs_that_ranks_compile_differently(two_ranks, backend: str, count: int) -> None:
+    first = int.from_bytes(os.urandom(3), "little")
+    print("seeds from", first)
+    two_ranks.run(scenario, 0, first, count, backend)
+
+
+def test_what_is_not_used_runs_where_it_stands(group) -> None:
+    """Ready from the start, and not used: inductor puts such a call first, or leaves it out."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        tg.all_gather(w.cos(), group)
+        first = tg.all_reduce(x @ w, group)
+        tg.reduce_scatter(w.exp(), group)
+        y = tg.all_reduce((first @ w).tanh(), group)
+        tg.all_gather(w.sin(), group)
+        return y
+
+    forward = ["all_gather", "all_reduce", "reduce_scatter", "all_reduce", "all_gather"]
+    with torch.no_grad():
+        assert calls_of(function, torch.randn(4, 4), torch.randn(4, 4)) == [forward]
+    torch._dynamo.reset()
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    assert calls_of(function, x, w) == [forward, ["all_reduce", "all_reduce"]]
+
+
+def test_ops_that_write_are_traced_as_the_functional_one_and_a_copy(group) -> None:
+    ops = torch.ops.te_graph
+
+    def function(x: Tensor) -> Tensor:
+        y, z, rows, out = x * 2, x * 3, x.new_empty(4, 4), torch.empty_like(x)
+        ops.all_reduce_(y, group.name)
+        tg.all_reduce_out(out, y, group)
+        tg.reduce_scatter_out(z, x * 4, group)
+        tg.all_gather_out(rows, z, group)
+        return out + z + rows
+
+    x = torch.randn(4, 4)
+    assert calls_of(function, x) == [["all_reduce", "all_reduce", "reduce_scatter", "all_gather"]]
+    assert torch.equal(torch.compile(function)(x), function(x))
+
+
+def test_code_that_was_cached_without_the_rules_does_not_come_back(group, tmp_path, monkeypatch) -> None:
+    """As by a te_graph that did not tell torch of its collectives: its code leaves out what is not used."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def function(x: Tensor) -> Tensor:
+        tg.all_reduce(x.cos(), group)
+        return tg.all_reduce(x.sin(), group)
+
+    op = torch.ops.te_graph.all_reduce.default
+    registered = torch._library.simple_registry.singleton.find("te_graph::all_reduce").effect
+    tag = torch.compiler.config.cache_key_tag
+    assert effects._RULES in tag
+    x = torch.randn(4)
+    with torch.no_grad():
+        rule = registered.effect
+        registered.register(None)
+        torch.fx.node._side_effectful_functions.discard(op)
+        torch.compiler.config.cache_key_tag = tag.replace(effects._RULES, "")
+        try:
+            assert calls_of(function, x) == [["all_reduce"]]
+        finally:
+            registered.register(rule)
+            torch.fx.node.has_side_effect(op)
+            torch.compiler.config.cache_key_tag = tag
+        torch._dynamo.reset()
+        assert calls_of(function, x) == [["all_reduce", "all_reduce"]]
+
+
+def test_a_torch_that_cannot_be_told_is_an_error_at_import(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._library.effects", None)
+    with pytest.raises(ImportError, match=r"te_graph: torch .* has no ordered effects .* reorders collectives"):
+        effects.register()
