@@ -9,6 +9,9 @@ was given up, with the rank, the operation and its number.
 
 Stream and capture: on the current stream; the functional forms allocate their result, all allocate copies of tensors
 that are not contiguous; no host sync. A replay overwrites the results.
+
+torch.compile keeps all of them, used or not, in the order of the program (te_graph/effects.py); those that write into
+their arguments are traced as the functional form and a copy.
 """
 
 import torch
