@@ -89,6 +89,15 @@ class Shape:
         for number, (key, child) in enumerate(zip(self.keys, self.children, strict=True)):
             yield from child.names(f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}")
 
+    def reordered_keys(self, other: Shape, prefix: str) -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
+        """Of each dictionary that has another order in ``other``: its name, its keys, and those in ``other``."""
+        if not all(map(_is_same_key, self.keys, other.keys)):
+            yield prefix, self.keys[: self.items], other.keys[: self.items]
+        found = other.by_place()
+        for (is_item, key), child in self.by_place().items():
+            name = f"{prefix}[{key!r}]" if is_item else f"{prefix}.{key}"
+            yield from child.reordered_keys(found[is_item, key], name)
+
 
 _LEAF = Shape(None)
 

@@ -142,7 +142,7 @@ class Signature(_Nest):
         if first != self.first:
             self._refuse_identities(label, first)
         if is_reordered:
-            raise DiscernibleError(f"{label}: a dictionary among the arguments has another order than at capture")
+            raise DiscernibleError(f"{label}: {self._difference_of_order(shape)}")
         return self.distinct(leaves)
 
     def _refuse_identities(self, label: str, first: tuple[int, ...]) -> None:
@@ -154,6 +154,12 @@ class Signature(_Nest):
         raise DiscernibleError(
             f"{label}: {names[number]} and {names[first[number]]} are one tensor; at capture they were two"
         )
+
+    def _difference_of_order(self, shape: Shape) -> str:
+        halves = zip(("args", "kwargs"), shape.children, self.shape.children, strict=True)
+        name, *keys = next(found for half, *pair in halves for found in Shape.reordered_keys(*pair, half))
+        got, expected = (", ".join(map(str, some)) for some in keys)
+        return f"expected {name} in the order ({expected}) as at capture, got ({got}): code may go by it, keep to one"
 
     def _difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
         sample_args, sample_kwargs = self.shape.children

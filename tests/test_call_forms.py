@@ -136,27 +136,69 @@ def joined(parts: dict[str, Tensor]) -> Tensor:  # [3, 4], each -> [n * 3, 4]
     return torch.cat(list(parts.values()))
 
 
+def joined_inside(nest: list) -> Tensor:
+    return joined(nest[1]["parts"])
+
+
 def named(device: str, names: str) -> dict[str, Tensor]:
     return {name: torch.full((3, 4), float(ord(name)), device=device, requires_grad=True) for name in names}
 
 
-@pytest.mark.parametrize("kind", ["argument", "keywords"])
-def test_a_dictionary_in_another_order_runs_eagerly_with_one_warning(device, kind, caplog):
+@pytest.mark.parametrize("kind", ["argument", "nested", "keywords"])
+def test_a_dictionary_in_another_order_runs_eagerly_with_a_warning_that_shows_both(device, kind, caplog):
     """Its order is for code to see: values() of it is what these functions go through."""
-    if kind == "argument":
-        graphed, eager = make_graphed_callables(joined, (named(device, "abc"),)), joined
-        calls = [((named(device, order),), {}) for order in ("abc", "cab", "bca", "abc")]
+    orders = ("abc", "cab", "cab", "abc")
+    if kind == "keywords":
+        name, eager = "kwargs", total
+        graphed = make_graphed_callables(total, (batch(device),), sample_kwargs=named(device, "abc"))
+        calls = [((batch(device),), named(device, order)) for order in orders]
+    elif kind == "nested":
+        name, eager = "args[0][1]['parts']", joined_inside
+        graphed = make_graphed_callables(joined_inside, ([1, {"parts": named(device, "abc")}],))
+        calls = [(([1, {"parts": named(device, order)}],), {}) for order in orders]
     else:
-        sample = named(device, "abc")
-        graphed, eager = make_graphed_callables(total, (batch(device),), sample_kwargs=sample), total
-        calls = [((batch(device),), named(device, order)) for order in ("abc", "cab", "bca", "abc")]
+        name, eager = "args[0]", joined
+        graphed = make_graphed_callables(joined, (named(device, "abc"),))
+        calls = [((named(device, order),), {}) for order in orders]
     with caplog.at_level(logging.WARNING, "te_graph"):
         for args, kwargs in calls:
             assert_bitwise_equal(run(graphed, *args, **kwargs), run(eager, *args, **kwargs))
     info = graphed.te_graph.info()
-    reason = "a dictionary among the arguments has another order than at capture"
+    reason = f"expected {name} in the order (a, b, c) as at capture, got (c, a, b): code may go by it, keep to one"
     assert (info["forward_replays"], info["eager_calls"]) == (2, {reason: 2})
     assert [record.getMessage() for record in caplog.records] == [f"{eager.__name__}: {reason} (runs eagerly)"]
+
+
+@pytest.mark.parametrize("keys", [(1, 2.5), (torch.ones(2), torch.zeros(2)), (nn.ReLU(), None)])
+def test_keys_that_are_no_names_in_another_order_run_eagerly(device, keys):
+    graphed = make_graphed_callables(joined, (dict(zip(keys, named(device, "ab").values(), strict=True)),))
+    for order in (keys, keys[::-1], keys):
+        parts = dict(zip(order, named(device, "cd").values(), strict=True))
+        assert_bitwise_equal(graphed(parts).detach(), joined(parts).detach())
+    info = graphed.te_graph.info()
+    assert (info["forward_replays"], sum(info["eager_calls"].values())) == (2, 1)
+
+
+def test_a_key_of_another_type_that_is_equal_runs_eagerly(device):
+    graphed = make_graphed_callables(joined, ({1: batch(device)},))
+    x = batch(device)
+    assert_bitwise_equal(graphed({True: x}).detach(), x.detach())
+    assert list(graphed.te_graph.info()["eager_calls"].values()) == [1]
+
+
+def test_names_of_parameters_in_another_order_replay(device):
+    """What ``**`` collects beside them keeps its order."""
+
+    def affine(x: Tensor, scale: Tensor, shift: Tensor, **more: Tensor) -> Tensor:  # [3, 4], each
+        return total(x * scale + shift, **more)
+
+    each = named(device, "abcde")
+    given = dict(zip(("x", "scale", "shift", "first", "second"), each.values(), strict=True))
+    graphed = make_graphed_callables(affine, (), sample_kwargs=given)
+    for order in ("shift scale first x second", "first second shift x scale", "x scale shift first second"):
+        kwargs = {name: given[name] for name in order.split()}
+        assert_bitwise_equal(run(graphed, **kwargs), run(affine, **kwargs))
+    assert (graphed.te_graph.info()["forward_replays"], graphed.te_graph.info()["eager_calls"]) == (3, {})
 
 
 def test_a_dictionary_in_another_order_is_another_signature_that_is_captured(device):
