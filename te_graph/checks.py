@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ def sample_of(
     label: str, args: tuple, kwargs: dict[str, Any], device: torch.device | None = None
 ) -> tuple[Signature, list[Tensor]]:
     """Signature and tensors of sample arguments, which must be dense, and on ``device`` where one is given."""
-    signature, tensors = Signature.of(args, kwargs)
+    signature, tensors = Signature.of(label, args, kwargs)
     for name, tensor in zip(signature.distinct_names, tensors, strict=True):
         if tensor.layout != torch.strided:
             raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
@@ -86,9 +86,14 @@ def sample_of(
 
 def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
     if isinstance(target, torch.jit.ScriptModule) or not callable(target) or isinstance(target, type):
+        hint = ": give a tuple(...) of it" if isinstance(target, Iterable) and not callable(target) else ""
         raise TypeError(
-            f"{_NAME}: expected {name} to be an nn.Module, a function, or a tuple of them, got {type(target).__name__}"
+            f"{_NAME}: expected {name} to be an nn.Module, a function, or a tuple of them, got "
+            f"{type(target).__name__}{hint}"
         )
+    if isinstance(target, nn.Module) and getattr(target.forward, "__func__", None) is nn.Module.forward:
+        hint = ": give a tuple of its modules" if isinstance(target, Iterable) else ""
+        raise TypeError(f"{_NAME}: expected {name} to have a forward, got {type(target).__name__}{hint}")
     if getattr(target, "te_graph", None) is not None:
         raise ValueError(f"{_NAME}: expected {name} not to be graphed yet, got one: call .te_graph.reset() on it first")
     if any(target is other for other in earlier):
@@ -121,7 +126,8 @@ def _one_for_each(
     for number, entry in enumerate(each):
         if not isinstance(entry, kind):
             which = f"{name}[{number}]" if is_tuple else name
-            raise TypeError(f"{_NAME}: expected {which} to be a {kind.__name__}, got {type(entry).__name__}")
+            hint = ": write (x,) for one argument x" if kind is tuple else ""
+            raise TypeError(f"{_NAME}: expected {which} to be a {kind.__name__}, got {type(entry).__name__}{hint}")
     return tuple(each)
 
 

@@ -105,7 +105,7 @@ def reason_against(value: Any) -> str:
         return "let the callable hold it: a function given as argument may refer to constants only"
     return (
         "a type of one's own is seen into if it is a dataclass, a subclass of dict, list or tuple, or given to "
-        "torch.utils._pytree.register_pytree_node"
+        "torch.utils._pytree.register_pytree_node; a cache that calls fill is to be left out (use_cache=False)"
     )
 
 

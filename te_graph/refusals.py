@@ -20,7 +20,8 @@ _MOVES_STORAGE = "it gives a tensor another storage, and a graph's addresses are
 LEAVES_DEVICE = "it copies between host and device, and a graph holds the work of one device"
 _SETS_GENERATOR = (
     "the state of the default random generator was set inside the region (torch.manual_seed, torch.set_rng_state, "
-    "activation checkpointing with dropout); a replay draws on from the generator's present state"
+    "activation checkpointing with dropout: put the checkpoint around what is graphed); a replay draws on from the "
+    "generator's present state"
 )
 
 _MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})

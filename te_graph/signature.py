@@ -85,8 +85,8 @@ class Signature(_Nest):
     expected: tuple[Any, ...]
 
     @classmethod
-    def of(cls, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
-        """The signature of sample arguments, and their tensors in order, each once.
+    def of(cls, label: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
+        """The signature of sample arguments, and their tensors in order, each once; ``label`` is of their callable.
 
         Raises:
             TypeError: a leaf is neither a tensor nor a constant.
@@ -94,7 +94,7 @@ class Signature(_Nest):
         leaves, shape = flatten((args, kwargs))
         names = (*shape.children[0].names("args"), *shape.children[1].names("kwargs"))
         for name, leaf in zip(names, leaves, strict=True):
-            _check_leaf(f"sample {name}", leaf)
+            _check_leaf(f"{label}: sample {name}", leaf)
         constants, positions, first = cls._parts(leaves)
         signature = cls(shape, constants, positions, first, names, tuple(map(frozen, constants)))
         return signature, signature.distinct(leaves)

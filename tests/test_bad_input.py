@@ -126,7 +126,7 @@ def test_a_grad_dtype_that_gradients_cannot_be_accumulated_in_is_refused_by_name
         (lambda model: None, "NoneType"),
         (lambda model: [model], "list"),
         (lambda model: type(model), "type"),
-        (lambda model: torch.jit.trace(nn.ReLU(), torch.ones(1)), ".*Module"),
+        (lambda model: torch.jit.trace(nn.ReLU(), torch.ones(1)), "[^:]*Module$"),
     ],
     ids=["number", "None", "list", "class", "scripted module"],
 )
@@ -135,6 +135,16 @@ def test_what_is_no_module_or_function_is_refused_by_name(device, model, refuses
     target = wrong(model)
     refuses(TypeError, f"expected callables {kinds}", target, (batch(device),))
     refuses(TypeError, rf"expected callables\[1\] {kinds}", (model, target), ((batch(device),), (batch(device),)))
+
+
+def test_callables_in_another_container_than_a_tuple_are_refused_with_advice(device, model, refuses):
+    samples = ((batch(device),),)
+    refuses(TypeError, r"or a tuple of them, got list: give a tuple\(...\) of it", [model], samples)
+    refuses(TypeError, r"got generator: give a tuple\(...\) of it", (one for one in [model]), samples)
+    for kind, each in ((nn.ModuleList, [model]), (nn.ModuleDict, {"one": model})):
+        words = f"expected callables to have a forward, got {kind.__name__}: give a tuple of its modules"
+        refuses(TypeError, words, kind(each), samples)
+    refuses(TypeError, "expected callables to have a forward, got Module$", nn.Module(), samples)
 
 
 def test_an_empty_tuple_of_callables_is_refused(refuses):
@@ -179,9 +189,10 @@ def test_a_module_around_a_graphed_one_is_refused_by_name_or_right(device, num_w
 
 def test_sample_args_of_wrong_type_or_length_are_refused_by_name(device, model, refuses):
     x = batch(device)
-    refuses(TypeError, "expected sample_args to be a tuple, got Tensor", model, x)
-    refuses(TypeError, "expected sample_args to be a tuple, got list", model, [x])
-    refuses(TypeError, r"expected sample_args\[0\] to be a tuple, got Tensor", (model,), (x,))
+    advice = r": write \(x,\) for one argument x"
+    refuses(TypeError, f"expected sample_args to be a tuple, got Tensor{advice}", model, x)
+    refuses(TypeError, f"expected sample_args to be a tuple, got list{advice}", model, [x])
+    refuses(TypeError, rf"expected sample_args\[0\] to be a tuple, got Tensor{advice}", (model,), (x,))
     refuses(TypeError, "expected sample_args to be a tuple.* one entry per callable.*, got Tensor", (model,), x)
     refuses(ValueError, "expected sample_args for 2 callables, got 1", (model, torch.sin), ((x,),))
     refuses(ValueError, "expected sample_args for 1 callables, got 2", (model,), ((x,), (x,)))
@@ -203,7 +214,7 @@ def test_sample_kwargs_of_wrong_type_or_length_are_refused_by_name(device, model
 )
 def test_a_sample_that_is_neither_tensor_nor_constant_is_refused_by_name(device, model, refuses, leaf):
     words = rf"expected tensors, nested containers of tensors, or constants, got {type(leaf).__name__}"
-    refuses(TypeError, rf"sample args\[1\]: {words}", model, (batch(device), leaf))
+    refuses(TypeError, rf"Sequential: sample args\[1\]: {words}", model, (batch(device), leaf))
     refuses(TypeError, rf"sample args\[0\]\['deep'\]\[0\]: {words}", model, ({"deep": [leaf]},))
     refuses(TypeError, rf"sample kwargs\['more'\]: {words}", model, (batch(device),), sample_kwargs={"more": leaf})
 

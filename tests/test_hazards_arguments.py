@@ -82,7 +82,7 @@ def test_hazard_05_an_input_with_another_requires_grad_than_the_sample_is_refuse
     model = mlp(device)
     make_graphed_callables(model, (batch(device, requires_grad=captured),))
     words = rf"expected args\[0\] with requires_grad={captured}, got requires_grad={not captured}"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"{words}; capture with a sample that has what calls have"):
         model(batch(device, requires_grad=not captured))
 
 

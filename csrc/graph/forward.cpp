@@ -91,7 +91,8 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
         words << " to have memory, got a wrapper or fake tensor, or one whose memory was freed";
     } else {
         const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
-        words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got);
+        words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got)
+              << "; capture with a sample that has what calls have";
     }
     return words.str();
 }

@@ -138,7 +138,9 @@ std::string Settings::difference(const Settings& now) const {
     const std::string name = kNames[changed.first - values_.begin()];
     const bool is_autocast = name.rfind("autocast", 0) == 0;
     if (is_autocast && *changed.first != 0 && *changed.second != 0) return "the dtype of " + name + " changed";
-    if (is_autocast) return name + (*changed.second != 0 ? " is now on" : " is now off");
+    if (is_autocast) {
+        return name + (*changed.second != 0 ? " is now on" : " is now off") + " (capture under the autocast of calls)";
+    }
     return name + " changed";
 }
 
