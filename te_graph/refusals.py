@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from te_graph import optimizer_steps
 from te_graph.dispatch import base_name, bypass_modes, is_dense, is_operator, leaves, tensors_in, user_site
 
 _READS_VALUE = "it reads a tensor's value on the host, and a replay would go on with the value of the capture"
@@ -52,7 +53,7 @@ class Refusals:
 
     def error(self, operation: str, reason: str) -> CaptureError:
         """Make, and remember, the exception that refuses ``operation`` at the user's present line."""
-        message = f"{operation} cannot be captured: {reason}; at {user_site()}"
+        message = f"{operation} cannot be captured: {reason}; at {user_site()}{optimizer_steps.advice()}"
         self.first = self.first or message
         return CaptureError(message)
 

@@ -29,6 +29,10 @@ _PATIENCE = 16  # calls in a row that are like none before; after that few are l
 _TELLING = 4  # calls in a row, after which the log says why
 _MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
 _MAX_REASONS = 32  # values in messages may go on for ever
+_FOR_NUMBERS = (
+    "; a number that changes at every call is to be a tensor (of an optimizer with fused=True or capturable=True: "
+    "lr=torch.tensor(...))"
+)
 
 
 class GraphedSequence(Inlined):
@@ -133,7 +137,8 @@ class GraphedSequence(Inlined):
         self._in_vain += 1
         if self._in_vain == _TELLING and self._seen:
             change = change or next((entry.change(frame) for entry in self._seen), "")
-            self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}")
+            advice = _FOR_NUMBERS if " changed from " in change else ""
+            self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{advice}")
         if (self._in_vain > _PATIENCE or self._explorer.is_at_a_loss) and self._in_vain % _PATIENCE:
             return self._run(frame)
         with self._python():
@@ -246,7 +251,8 @@ def graphed(
     are. They are looked for in the arguments, the bound object, closure variables, defaults and globals used, and in
     what these hold, with optimizer state and ``.grad`` and ``.main_grad`` of parameters. All of it is compared at every
     call, in C++. Containers, dataclasses and functions may be made anew each time if they hold the same. Python numbers
-    that change at every step (a learning rate) are a change; as tensors on the device they are not.
+    that change at every step (a learning rate) are a change; as tensors on the device they are not. (torch's optimizers
+    take such a learning rate with ``fused=True`` or, on a GPU, ``capturable=True``.)
 
     Args:
         fn: called with any arguments. On CUDA tensors its work is captured into a CUDA graph, on the device alone;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,24 @@ def test_a_scheduler_of_float_learning_rates_captures_anew(device: str) -> None:
     assert counts(step) == (3, 9, 2, 3)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_scheduler_of_a_learning_rate_that_is_a_tensor_is_followed(
+    device: str, kind: type[torch.optim.Optimizer]
+) -> None:
+    options = {"capturable": True} if device == "cuda" and kind is torch.optim.AdamW else {}
+    make = lambda model, _, lr: kind(model.parameters(), lr=lr, fused=True, **options)  # noqa: E731
+    twins = Twins(device, make, lambda: torch.tensor(0.1, device=device))
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) for optimizer in twins.optimizers]
+    step = graphed(step_of(twins.models[0], twins.optimizers[0]))
+    for _ in range(8):
+        twins.backward()
+        assert_bitwise_equal(step().clone(), twins.steps[1]())
+        for scheduler in schedulers:
+            scheduler.step()
+        twins.assert_equal()
+    assert counts(step) == (1, 7, 0, 1)
+
+
 def test_a_learning_rate_that_changes_at_every_step_is_never_captured(device: str) -> None:
     twins = Twins(device, adamw, lambda: 0.1)
     step = graphed(twins.steps[0])
@@ -177,6 +196,68 @@ def test_other_optimizers(device: str) -> None:
             step(), twins.steps[1]()
             twins.assert_equal()
         assert counts(step) == (1, 5, 0, 1), number
+
+
+# All that take dense gradients and no closure.
+KINDS = sorted(
+    {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
+    - {torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.LBFGS},
+    key=lambda kind: kind.__name__,
+)
+
+
+def refusal_of(kind: type[torch.optim.Optimizer], device: str, **options: Any) -> str:
+    """Why the step of an optimizer is not captured; empty where it is, and replays as it runs eagerly."""
+    made = {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}
+    models = [nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 2, bias=False)).to(device)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [kind(models[0].parameters(), **made), kind(models[1].parameters(), **options)]
+    step = graphed(optimizers[0].step)
+    for _ in range(5):
+        x = sample(device)
+        for optimizer, model in zip(optimizers, models, strict=True):
+            optimizer.zero_grad(set_to_none=False)
+            model(x).square().sum().backward()
+        optimizers[1].step()
+        try:
+            step()
+        except (RuntimeError, KeyError) as error:  # KeyError: torch asks Adafactor for an option that it has not
+            return f"{type(error).__name__}: {error}"
+        assert_bitwise_equal(*(state_of(*both) for both in zip(models, optimizers, strict=True)))
+    assert counts(step) == (1, 4, 0, 1)
+    return ""
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_each_of_torchs_optimizers_replays_or_is_refused_with_what_helps(
+    device: str, kind: type[torch.optim.Optimizer], is_tensor: bool
+) -> None:
+    options = {"lr": torch.tensor(0.01, device=device) if is_tensor else 0.01}
+    refusal = refusal_of(kind, device, **options)
+    if found := re.search(rf"{kind.__name__}\((\w+)=True\) can be captured|(capturable) is False", refusal):
+        assert refusal_of(kind, device, **options, **{found[1] or found[2]: True}) == ""
+    elif "give a number" in refusal:
+        refusal = refusal_of(kind, device, lr=0.01)
+        assert refusal == "" or refusal.endswith("leave it outside")
+    else:
+        assert refusal == "" or refusal.startswith("KeyError") or refusal.endswith("leave it outside")
+
+
+def test_a_step_that_calls_a_closure_is_refused_with_advice(device: str) -> None:
+    model, x = mlp(device), sample(device)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad(set_to_none=False)
+        value = model(x).square().sum()
+        value.backward()
+        return value
+
+    step = graphed(lambda: optimizer.step(loss))
+    step()
+    with pytest.raises(RuntimeError, match="no option lets a step of LBFGS be captured: leave it outside"):
+        called(step, 3)
 
 
 def test_a_step_counted_on_the_host_is_refused(device: str) -> None:

@@ -1,0 +1,34 @@
+"""Advice for refusals inside the step of an optimizer: what makes it work on the device alone."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def advice() -> str:
+    """What to say about the optimizer whose step is running on this thread; empty where none is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if isinstance(owner, Optimizer):
+            return f"; {_advice_for(owner)}"
+        frame = frame.f_back
+    return ""
+
+
+def _advice_for(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    is_on_cpu = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
+    for option in ("fused",) if is_on_cpu else ("capturable", "fused"):
+        if any(not group.get(option, True) for group in optimizer.param_groups):
+            return f"{name}({option}=True) can be captured"
+    if is_on_cpu and any(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):
+        return (
+            f"on the CPU a learning rate of {name} that is a tensor is read: give a number, or leave the step outside"
+        )
+    if is_on_cpu and "capturable" in optimizer.defaults:
+        return f"a step of {name} can be captured on a GPU alone, with capturable=True: leave it outside"
+    return f"no option lets a step of {name} be captured: leave it outside"
