@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from own_copies import WithDeepcopy, WithReduce
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
@@ -30,25 +31,6 @@ class Scaled(nn.Module):
 
 class Mixed:
     """Comes before the class of a module, as FSDP2's does."""
-
-
-class WithDeepcopy(nn.Linear):
-    def __deepcopy__(self, memo: dict) -> WithDeepcopy:
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
-
-
-class WithReduce(nn.Linear):
-    def __reduce__(self) -> tuple:
-        return _rebuilt, (type(self), dict(self.__dict__))
-
-
-def _rebuilt(kind: type, members: dict) -> nn.Module:
-    new = kind.__new__(kind)
-    new.__dict__.update(members)
-    return new
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from own_copies import WithDeepcopy, WithReduce, rebuilt
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from twins import assert_bitwise_equal, run
@@ -253,24 +254,11 @@ def test_classes_die_with_their_modules() -> None:
     assert [reference() for reference in found] == [None] * 3
 
 
-class WithDeepcopy(nn.Linear):
-    def __deepcopy__(self, memo: dict) -> WithDeepcopy:
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
-
-
 class WithCopy(nn.Linear):
     def __copy__(self) -> WithCopy:
         new = type(self).__new__(type(self))
         new.__dict__.update(self.__dict__)
         return new
-
-
-class WithReduce(nn.Linear):
-    def __reduce__(self) -> tuple:
-        return _rebuilt, (type(self), {"inner": self.__dict__})
 
 
 class WithState(nn.Linear):
@@ -285,13 +273,7 @@ class Registered(nn.Linear):
     pass
 
 
-copyreg.pickle(Registered, lambda module: (_rebuilt, (Registered, {"inner": dict(module.__dict__)})))
-
-
-def _rebuilt(kind: type, state: dict) -> nn.Module:
-    new = kind.__new__(kind)
-    new.__dict__.update(state["inner"])
-    return new
+copyreg.pickle(Registered, lambda module: (rebuilt, (Registered, dict(module.__dict__))))
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, WithDeepcopy, WithCopy, WithReduce, WithState, Registered])
