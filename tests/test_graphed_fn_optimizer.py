@@ -82,17 +82,23 @@ def test_gradients_that_are_made_anew_are_followed(device: str) -> None:
     assert sum(counts(step)[1::2]) == 20
 
 
-def test_a_scheduler_of_float_learning_rates_captures_anew(device: str) -> None:
-    twins = Twins(device, adamw, lambda: 0.1)
-    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5) for optimizer in twins.optimizers]
-    # The scheduler has put its own step on the optimizer by now.
+def scheduled(twins: Twins, schedule: Callable[[torch.optim.Optimizer], Any], count: int) -> Any:
+    """The graphed step of the first of ``twins`` after ``count`` steps, each with one of a scheduler."""
+    schedulers = [schedule(optimizer) for optimizer in twins.optimizers]
+    # A scheduler has put its own step on the optimizer by now.
     step = graphed(step_of(twins.models[0], twins.optimizers[0]))
-    for _ in range(12):
+    for _ in range(count):
         twins.backward()
         assert_bitwise_equal(step().clone(), twins.steps[1]())
         for scheduler in schedulers:
             scheduler.step()
         twins.assert_equal()
+    return step
+
+
+def test_a_scheduler_of_float_learning_rates_captures_anew(device: str) -> None:
+    twins = Twins(device, adamw, lambda: 0.1)
+    step = scheduled(twins, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5), 12)
     assert counts(step) == (3, 9, 2, 3)
 
 
@@ -103,14 +109,7 @@ def test_a_scheduler_of_a_learning_rate_that_is_a_tensor_is_followed(
     options = {"capturable": True} if device == "cuda" and kind is torch.optim.AdamW else {}
     make = lambda model, _, lr: kind(model.parameters(), lr=lr, fused=True, **options)  # noqa: E731
     twins = Twins(device, make, lambda: torch.tensor(0.1, device=device))
-    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5) for optimizer in twins.optimizers]
-    step = graphed(step_of(twins.models[0], twins.optimizers[0]))
-    for _ in range(8):
-        twins.backward()
-        assert_bitwise_equal(step().clone(), twins.steps[1]())
-        for scheduler in schedulers:
-            scheduler.step()
-        twins.assert_equal()
+    step = scheduled(twins, lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5), 8)
     assert counts(step) == (1, 7, 0, 1)
 
 
