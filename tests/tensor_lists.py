@@ -89,3 +89,13 @@ def capture(function: Callable[[], T], device: str) -> tuple[Callable[[], None],
         with graph.capture():
             result = function()
     return graph.replay, result
+
+
+def capture_alone(function: Callable[[], object], device: str) -> None:
+    """Capture ``function`` without running it before."""
+    if device == "cuda":
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            function()
+    else:
+        with te_graph.Recorder().capture():
+            function()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fp8_references import E4M3, E5M2, FP8_DTYPES, reference_cast
 from fp8_tensors import EMPTY_SHAPES, LARGE_SHAPES, SET_FLAGS, SMALL_SHAPES, X_DTYPES, assert_same_bits, numbers
-from tensor_lists import Fences, all_same_bits, capture, copies, no_sync, same_bits
+from tensor_lists import Fences, all_same_bits, capture, capture_alone, copies, no_sync, same_bits
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -296,16 +296,6 @@ def test_an_update_inside_a_capture_is_refused(device):
         capture_alone(lambda: prepared.update(copies(sources)), device)
     prepared.cast_()
     assert_cast(prepared, sources, prepared.amax)
-
-
-def capture_alone(function: Callable[[], object], device: str) -> None:
-    """Capture ``function`` without running it before."""
-    if device == "cuda":
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            function()
-    else:
-        with tg.Recorder().capture():
-            function()
 
 
 # Bad input.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fp8_references import reciprocal
 from fp8_tensors import assert_same_bits
-from tensor_lists import all_same_bits, capture, copies, no_sync
+from tensor_lists import all_same_bits, capture, capture_alone, copies, no_sync
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,16 +43,6 @@ def flags(state: tg.StepState) -> list[int]:
 
 def counters(state: tg.StepState) -> tuple[int, int]:
     return state.step.item(), state.microbatch.item()
-
-
-def capture_alone(function: Callable[[], object], device: str) -> None:
-    """Capture ``function`` without running it before."""
-    if device == "cuda":
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            function()
-    else:
-        with tg.Recorder().capture():
-            function()
 
 
 # Flags
