@@ -151,7 +151,9 @@ class Handle:
             return self._capture_again(refusal, root, args, kwargs)
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
         if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt):
-            raise (ValueError if kind == _Kind.ARGUMENTS else RuntimeError)(refusal.message)
+            if kind == _Kind.ARGUMENTS:
+                raise ValueError(f'{refusal.message}; on_mismatch="eager" or "capture" lets such calls run')
+            raise RuntimeError(refusal.message)
         return [], self._fall_back(refusal.message)
 
     def _capture_again(

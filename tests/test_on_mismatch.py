@@ -232,6 +232,8 @@ def test_raise_is_an_error_that_names_the_mismatch_and_changes_nothing(device, k
             with pytest.raises(mismatch.error, match=mismatch.words) as refusal:
                 mismatch.call(pair.graphed, *args, **kwargs)
             assert refusal.type is mismatch.error
+            is_told = 'on_mismatch="eager" or "capture" lets such calls run' in str(refusal.value)
+            assert is_told is (mismatch.error is ValueError)
         assert_bitwise_equal(snapshot(pair.net), before)
     pair.call_as_at_capture()
     info = pair.graphed.te_graph.info()
