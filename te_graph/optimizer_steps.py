@@ -5,18 +5,25 @@ from __future__ import annotations
 import sys
 
 from torch import Tensor
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 
 def advice() -> str:
-    """What to say about the optimizer whose step is running on this thread; empty where none is."""
+    """What to say about the optimizer whose step is running on this thread, by a GradScaler or not; else empty."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(owner, Optimizer):
-            return f"; {_advice_for(owner)}"
+        optimizer = frame.f_locals.get("optimizer") if isinstance(owner, GradScaler) else owner
+        if isinstance(optimizer, Optimizer):
+            return f"; {_advice_for(optimizer)}"
         frame = frame.f_back
     return ""
+
+
+def advice_on_change(change: str) -> str:
+    """What to say about ``change`` of a Python object at every call; empty where it is of no optimizer's."""
+    return "; a GradScaler's step and update belong into one function" if "._per_optimizer_states" in change else ""
 
 
 def _advice_for(optimizer: Optimizer) -> str:

@@ -21,6 +21,7 @@ from te_graph.dispatch import storage_key
 from te_graph.explorer import Explorer
 from te_graph.facts import Fact, is_opaque
 from te_graph.frame import Frame, call
+from te_graph.optimizer_steps import advice_on_change
 from te_graph.recorder import CaptureError
 from te_graph.region import DeviceAccessMode, GradReads, RegionWatch
 from te_graph.rollback import Bindings, ContainerState
@@ -122,7 +123,7 @@ class SequenceEntry:
     def refuse_if_undone(self, frame: Frame) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
         if self.before is not None and not self.before.check_in_passing(frame):
-            raise CaptureError(_CHANGES_STATE.format(self.label, self.effect))
+            raise CaptureError(_CHANGES_STATE.format(self.label, self.effect) + advice_on_change(self.effect))
 
     def captured_graph(self) -> _C.CapturedGraph:
         """``graph``, as something that knows its device."""
@@ -328,7 +329,7 @@ class _Attempt:
                 )
         change = self._state_before.guard.check_in_passing(self._frame)
         if change:
-            raise CaptureError(_CHANGES_STATE.format(self._label, change))
+            raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
 
     def _check_homes(self, facts: list[Fact]) -> None:
         lost = homeless(self.watch.externals, facts)

@@ -243,6 +243,53 @@ def test_a_step_of_each_of_torchs_optimizers_replays_or_is_refused_with_what_hel
         assert refusal == "" or refusal.startswith("KeyError") or refusal.endswith("leave it outside")
 
 
+def scaled_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, updates: bool) -> None:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    if updates:
+        scaler.update()
+
+
+def test_a_step_and_update_of_a_grad_scaler_skip_what_is_not_finite(device: str) -> None:
+    twins = Twins(device, adamw, lambda: 0.1)
+    scalers = [torch.amp.GradScaler(device, init_scale=4.0) for _ in twins.models]
+    step = graphed(scaled_step)
+    for number in range(6):
+        x = sample(device)
+        for model, optimizer, scaler, run in zip(
+            twins.models, twins.optimizers, scalers, (step, scaled_step), strict=True
+        ):
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale(model(x).square().sum() * (torch.inf if number == 3 else 1)).backward()
+            run(optimizer, scaler, True)
+        twins.assert_equal()
+    assert [scaler.get_scale() for scaler in scalers] == [2.0, 2.0]
+    assert step.stats()["replays"] >= 4
+
+
+@pytest.mark.parametrize(
+    ("fused", "updates", "words"),
+    [
+        (False, True, r"_local_scalar_dense.*; SGD\(fused=True\) can be captured"),
+        (True, False, "changes the state of Python objects.*; a GradScaler's step and update belong into one function"),
+    ],
+)
+def test_a_step_of_a_grad_scaler_that_cannot_be_captured_is_refused_with_advice(
+    device: str, fused: bool, updates: bool, words: str
+) -> None:
+    model = mlp(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler(device)
+    step = graphed(scaled_step)
+    with pytest.raises(RuntimeError, match=words):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale(model(sample(device)).square().sum()).backward()
+            step(optimizer, scaler, updates)
+            if not updates:
+                scaler.update()
+
+
 def test_a_step_that_calls_a_closure_is_refused_with_advice(device: str) -> None:
     model, x = mlp(device), sample(device)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
