@@ -141,6 +141,25 @@ def test_gradients_returned_by_autograd_grad_are_owned_by_the_caller(device):
     assert_bitwise_equal(gradients(model), gradients(twin))
 
 
+def test_documented_limit_autograd_grad_sees_parameters_in_autograd_params_alone(device):
+    """To others there is no edge: torch says that they are unused, or gives None where that is allowed."""
+    for seen in (False, True):
+        model = nn.Linear(8, 8).to(device)
+        twin = eager_twin(model)
+        options = {"autograd_params": list(model.parameters())} if seen else {}
+        make_graphed_callables(model, (values(4, 8)(device),), **options)
+        x = values(4, 8)(device)
+        both = [
+            torch.autograd.grad(call(x).square().sum(), [x, *call.parameters()], allow_unused=True)
+            for call in (model, twin)
+        ]
+        if not seen:
+            assert all(grad is None for grad in both[0][1:])
+            both = [grads[:1] for grads in both]
+        assert_bitwise_equal(*both)
+        assert all(p.grad is None for p in model.parameters())
+
+
 def test_two_micro_batches_from_none_leave_the_exact_sum(device):
     model = nn.Linear(8, 8).to(device)
     make_graphed_callables(model, (values(4, 8)(device),))
