@@ -29,10 +29,12 @@ _PATIENCE = 16  # calls in a row that are like none before; after that few are l
 _TELLING = 4  # calls in a row, after which the log says why
 _MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
 _MAX_REASONS = 32  # values in messages may go on for ever
-_FOR_NUMBERS = (
-    "; a number that changes at every call is to be a tensor (of an optimizer with fused=True or capturable=True: "
-    "lr=torch.tensor(...))"
-)
+_ADVICE = {
+    " changed from ": "a number that changes at every call is to be a tensor (of an optimizer with fused=True or "
+    "capturable=True: lr=torch.tensor(...))",
+    " moved to other memory": "tensors are read in place: copy what is new at every call into one that stays "
+    "(gradients: zero_grad(set_to_none=False))",
+}
 
 
 class GraphedSequence(Inlined):
@@ -137,8 +139,8 @@ class GraphedSequence(Inlined):
         self._in_vain += 1
         if self._in_vain == _TELLING and self._seen:
             change = change or next((entry.change(frame) for entry in self._seen), "")
-            advice = _FOR_NUMBERS if " changed from " in change else ""
-            self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{advice}")
+            advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
+            self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
         if (self._in_vain > _PATIENCE or self._explorer.is_at_a_loss) and self._in_vain % _PATIENCE:
             return self._run(frame)
         with self._python():

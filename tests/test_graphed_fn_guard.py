@@ -192,6 +192,21 @@ def test_changes_are_logged_once_for_each_reason(device: str, caplog: pytest.Log
     assert any("captured" in record.message for record in caplog.records if record.levelno == logging.INFO)
 
 
+def test_who_is_called_with_a_new_tensor_each_time_is_told_to_copy_it_into_one_that_stays(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    double, batches = graphed(lambda t: t * 2), [torch.randn(3, device=device) for _ in range(6)]
+    with caplog.at_level(logging.WARNING, logger="te_graph"):
+        for batch in batches:
+            assert_bitwise_equal(double(batch), batch * 2)
+    (message,) = [record.message for record in caplog.records]
+    assert "argument 0 moved to other memory; tensors are read in place: copy what is new" in message
+    static, before = torch.empty_like(batches[0]), double.stats()["replays"]
+    for batch in batches:
+        assert_bitwise_equal(double(static.copy_(batch)).clone(), batch * 2)
+    assert double.stats()["replays"] == before + 5
+
+
 def test_who_is_called_in_vain_says_so_and_stops_looking_so_often(
     device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
