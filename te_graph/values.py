@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import collections
 import datetime
 import decimal
@@ -24,15 +23,14 @@ try:
 except ImportError:  # then nobody has its objects
     np = None
 
-_MOST_BYTES = 2**24  # of an array that is compared at each call
-
 
 def _zone_of(zone: datetime.tzinfo | None) -> Any:
     return (type(zone).__name__, str(zone)) if zone is not None else None
 
 
-def _array_key(values: Any) -> Any:
-    if values.dtype.hasobject or values.nbytes > _MOST_BYTES:
+def _times_key(values: Any) -> Any:
+    """Of an array of dates or times, which alone does not show its memory."""
+    if values.dtype.kind not in "mM":
         return None
     return values.dtype.str, values.shape, values.strides, values.tobytes()
 
@@ -54,8 +52,6 @@ _IMMUTABLE = {
     pathlib.PureWindowsPath: str,
 }
 _MUTABLE = {
-    bytearray: bytes,
-    array.array: lambda a: (a.typecode, a.tobytes()),
     collections.deque: lambda d: (d.maxlen, tuple(d)),
     random.Random: lambda r: r.getstate(),
 }
@@ -72,7 +68,7 @@ def _register() -> None:
         _C.register_value_type(kind, key, is_mutable=True)
     if np is None:
         return
-    _C.register_value_type(np.ndarray, _array_key, is_mutable=True)
+    _C.register_value_type(np.ndarray, _times_key, is_mutable=True)
     for kind in {kind for kind in np.sctypeDict.values() if _is_scalar_type(kind)}:
         _C.register_value_type(kind, lambda scalar: (scalar.dtype.str, scalar.tobytes()), is_mutable=False)
 

@@ -170,6 +170,8 @@ void bind(py::module_& m) {
         .value("TYPE", StepKind::kType)
         .value("TYPE_ITEM", StepKind::kTypeItem)
         .value("TYPE_ABSENT", StepKind::kTypeAbsent)
+        .value("TYPE_VERSION", StepKind::kTypeVersion)
+        .value("NO_ATTRIBUTE", StepKind::kNoAttribute)
         .value("CONTENTS", StepKind::kContents)
         .value("ELEMENT", StepKind::kElement)
         .value("REFERENT", StepKind::kReferent)
@@ -178,6 +180,9 @@ void bind(py::module_& m) {
         .value("CONSTANT", StepKind::kConstant)
         .value("NEVER", StepKind::kNever);
 
+    m.def(
+        "version_of", [](const py::type& type) { return version_of(reinterpret_cast<PyTypeObject*>(type.ptr())); },
+        py::arg("type"));
     m.def("register_value_type", &register_value_type, py::arg("type"), py::arg("key"), py::arg("is_mutable"));
     py::class_<Value, std::shared_ptr<Value>>(m, "Value").def_property_readonly("is_mutable", &Value::is_mutable);
     m.def(
@@ -192,7 +197,7 @@ void bind(py::module_& m) {
         .def("add_step", &Guard::add_step, py::arg("kind"), py::arg("parent"), py::arg("key"), py::arg("index"),
              py::arg("expected"), py::arg("subject"), py::arg("is_fleeting") = false)
         .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"), py::arg("is_used") = true,
-             py::arg("is_written") = false)
+             py::arg("is_written") = false, py::arg("compares_hooks") = false)
         .def("expect_identity", &Guard::expect_identity, py::arg("step"), py::arg("object"))
         .def("expect_same_object", &Guard::expect_same_object, py::arg("step"), py::arg("object"))
         .def("expect_value", &Guard::expect_value, py::arg("step"), py::arg("value"))

@@ -75,6 +75,14 @@ const at::Tensor& grad_of(PyObject* tensor) {
     return impl->grad();
 }
 
+// Without what the user's __getattr__ would make up.
+bool has_attribute(PyObject* object, PyObject* name) {
+    PyObject* const found = PyObject_GenericGetAttr(object, name);
+    if (!found) PyErr_Clear();
+    Py_XDECREF(found);
+    return found != nullptr;
+}
+
 // The object that a step leads to, borrowed from its container, or nullptr when it is not there.
 PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t index) {
     PyObject* found = nullptr;
@@ -121,6 +129,14 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
             if (!PyType_Check(parent)) break;
             found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key) ? nullptr : parent;
             break;
+        case StepKind::kTypeVersion:
+            if (!PyType_Check(parent)) break;
+            found = version_of(reinterpret_cast<PyTypeObject*>(parent)) == static_cast<unsigned int>(index) ? parent
+                                                                                                            : nullptr;
+            break;
+        case StepKind::kNoAttribute:
+            found = has_attribute(parent, key) ? nullptr : parent;
+            break;
         case StepKind::kContents:
             found = parent;
             break;
@@ -147,6 +163,14 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
 }
 
 }  // namespace
+
+unsigned int version_of(PyTypeObject* type) {
+    static PyObject* const any_name = PyUnicode_InternFromString("__class__");
+    if (type->tp_version_tag == 0 || !PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) {
+        _PyType_Lookup(type, any_name);  // which gives it one
+    }
+    return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+}
 
 Guard::Identity::Identity(const py::object& object) {
     if (object.is_none()) return;
@@ -198,9 +222,10 @@ void Guard::expect_same_object(int step, const py::object& object) {
     if (!steps_[step].expected.is_weak()) steps_[step].held = object;
 }
 
-int Guard::add_tensor(int step, const at::Tensor& tensor, bool is_used, bool is_written) {
+int Guard::add_tensor(int step, const at::Tensor& tensor, bool is_used, bool is_written, bool compares_hooks) {
     steps_[step].tensor = static_cast<int>(tensors_.size());
-    tensors_.push_back({step, TensorFacts(tensor), tensor.requires_grad(), is_used, is_written});
+    tensors_.push_back({step, TensorFacts(tensor), tensor.requires_grad(), is_used, is_written, compares_hooks,
+                        compares_hooks && has_gradient_hooks(tensor)});
     return steps_[step].tensor;
 }
 
@@ -388,7 +413,8 @@ std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found, Walk& wal
         if (!object) {
             if (step.kind == StepKind::kNever) return step.subject;
             const bool is_count = step.kind == StepKind::kLength || step.kind == StepKind::kAbsent ||
-                                  step.kind == StepKind::kKeys || step.kind == StepKind::kTypeAbsent;
+                                  step.kind == StepKind::kKeys || step.kind == StepKind::kTypeAbsent ||
+                                  step.kind == StepKind::kTypeVersion || step.kind == StepKind::kNoAttribute;
             return step.subject + (is_count ? " changed" : " is gone");
         }
         if (step.tensor >= 0) {
@@ -429,10 +455,12 @@ std::string Guard::compare(const ExpectedTensor& expected, const at::Tensor& ten
         change << " changed device from " << facts.device() << " to " << tensor.device();
     } else if (expected.is_used && !facts.is_address_of(*tensor.unsafeGetTensorImpl())) {
         change << " moved to other memory";
-    } else if (expected.is_used && tensor.strides() != facts.strides()) {
+    } else if (tensor.strides() != facts.strides()) {
         change << " changed strides from " << facts.strides() << " to " << tensor.strides();
-    } else if (expected.is_used && !facts.has_bits_of(tensor)) {
+    } else if (!facts.has_bits_of(tensor)) {
         change << " became, or is no longer, a conjugate or negative view";
+    } else if (expected.compares_hooks && has_gradient_hooks(tensor) != expected.has_hooks) {
+        change << (expected.has_hooks ? " has lost its gradient hooks" : " has gradient hooks now");
     } else {
         change << " changed requires_grad from " << (expected.requires_grad ? "True" : "False");
     }

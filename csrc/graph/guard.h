@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "graph/found_tensors.h"
+#include "graph/hooks.h"
 #include "graph/tensor_facts.h"
 #include "graph/value.h"
 
@@ -41,6 +42,8 @@ enum class StepKind : uint8_t {
     kType,           // the class of the parent
     kTypeItem,       // what the class `parent` has under key, itself or from a base, without binding it
     kTypeAbsent,     // the class `parent` must not have key
+    kTypeVersion,    // the class `parent`, which together with its bases must have the version `index`
+    kNoAttribute,    // the parent, which must have nothing in its slot `key`
     kContents,       // the parent, whose contents must be those of a snapshot
     kElement,        // parent[index] of another sequence, such as a deque
     kReferent,       // the dictionary under a view of one, or under a mappingproxy
@@ -86,8 +89,10 @@ public:
     int add_step(StepKind kind, int parent, pybind11::object key, int64_t index, pybind11::object expected,
                  std::string subject, bool is_fleeting = false);
     // The object that `step` reaches is `tensor`; its place in `found` is the number returned. is_used: its memory
-    // matters, and not its dtype, device and shape alone. is_written: bump_versions() is to tell of it.
-    int add_tensor(int step, const at::Tensor& tensor, bool is_used = true, bool is_written = false);
+    // matters, and not its dtype, device, shape and strides alone. is_written: bump_versions() is to tell of it. compares_hooks:
+    // whether there are hooks on its gradient matters.
+    int add_tensor(int step, const at::Tensor& tensor, bool is_used = true, bool is_written = false,
+                   bool compares_hooks = false);
     // As `expected` of add_step().
     void expect_identity(int step, const pybind11::object& object) { steps_[step].expected = Identity(object); }
     // As `expected` of add_step(), for objects that may have no weak references: those are kept alive.
@@ -159,12 +164,14 @@ private:
         TensorFacts facts;
         bool requires_grad;
         bool is_used, is_written;
+        bool compares_hooks, has_hooks;
     };
 
     static bool is_same(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad) {
         const TensorFacts& facts = expected.facts;
         return (expected.is_used ? facts.match(tensor) : facts.has_form_of(tensor)) &&
-               (!compare_requires_grad || tensor.requires_grad() == expected.requires_grad);
+               (!compare_requires_grad || tensor.requires_grad() == expected.requires_grad) &&
+               (!expected.compares_hooks || has_gradient_hooks(tensor) == expected.has_hooks);
     }
     // What a walk has met.
     struct Walk {
@@ -202,5 +209,8 @@ private:
     mutable uint64_t changes_ = 0;
     mutable bool is_in_check_ = false;  // by a thread that another one has interrupted
 };
+
+// The version of a class, which any change of it or of a base renews; 0 where Python has run out of them.
+unsigned int version_of(PyTypeObject* type);
 
 }  // namespace te_graph::graph

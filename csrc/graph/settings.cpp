@@ -65,6 +65,7 @@ public:
             made.add("torch.backends.mha", "get_fastpath_enabled", "_is_fastpath_enabled");
             made.add("torch.backends.opt_einsum", "_get_enabled", "enabled");
             made.add("torch.backends.opt_einsum", "_get_strategy", "strategy");
+            made.add("torch.utils._device", "set_device", "CURRENT_DEVICE");
             return made;
         }();
         return variables;
@@ -114,7 +115,8 @@ private:
     X("torch.backends.cuda.preferred_rocm_fa_library", context.getROCmFAPreferredBackend())                    \
     X("torch.backends.mha.set_fastpath_enabled", variables[0])                                                 \
     X("torch.backends.opt_einsum.enabled", variables[1])                                                       \
-    X("torch.backends.opt_einsum.strategy", variables[2])
+    X("torch.backends.opt_einsum.strategy", variables[2])                                                      \
+    X("the default device (torch.set_default_device)", variables[3])
 
 #define TE_GRAPH_NAME(name, value) name,
 #define TE_GRAPH_VALUE(name, value) static_cast<int32_t>(value),

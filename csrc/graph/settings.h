@@ -21,7 +21,7 @@ public:
     std::string difference(const Settings& now) const;
 
 private:
-    static constexpr size_t kCount = 36;
+    static constexpr size_t kCount = 37;
     std::array<int32_t, kCount> values_;
 };
 

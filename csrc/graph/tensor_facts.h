@@ -33,10 +33,11 @@ public:
                are_equal(impl.strides(), strides()) && has_bits_of(tensor);
     }
 
-    // Dtype, device and shape, wherever it lies.
+    // All but where it lies.
     bool has_form_of(const at::Tensor& tensor) const {
         const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-        return impl.dtype() == dtype_ && impl.device() == device_ && are_equal(impl.sizes(), sizes());
+        return impl.dtype() == dtype_ && impl.device() == device_ && are_equal(impl.sizes(), sizes()) &&
+               are_equal(impl.strides(), strides()) && has_bits_of(tensor);
     }
 
     c10::Device device() const { return device_; }

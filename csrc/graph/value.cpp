@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <unordered_map>
 
 namespace py = pybind11;
@@ -16,6 +17,7 @@ namespace te_graph::graph {
 namespace {
 
 constexpr int kMostNested = 32;
+constexpr Py_ssize_t kMostBytes = 1 << 20;  // of a buffer, which is compared at each call: 30 µs
 
 struct KeyedType {
     PyObject* key;
@@ -68,6 +70,59 @@ bool all_of_set(PyObject* set, Visit visit) {
 }
 
 bool is_set(PyObject* object) { return Py_IS_TYPE(object, &PySet_Type) || Py_IS_TYPE(object, &PyFrozenSet_Type); }
+
+// What an object shows of its memory, read only; released at once, since it cannot be resized meanwhile.
+class Buffer {
+public:
+    explicit Buffer(PyObject* object) {
+        is_there_ = PyObject_CheckBuffer(object) && PyObject_GetBuffer(object, &view_, PyBUF_FULL_RO) == 0;
+        if (PyErr_Occurred()) PyErr_Clear();
+    }
+    ~Buffer() {
+        if (is_there_) PyBuffer_Release(&view_);
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    Py_ssize_t size() const { return view_.len; }
+    // Of plain numbers: neither references to objects nor addresses, behind which something else may change.
+    bool is_comparable() const {
+        return is_there_ && !view_.suboffsets && !(view_.format && names_pointers(view_.format));
+    }
+    // Everything but the elements.
+    std::string layout() const {
+        std::string text = view_.format ? view_.format : "B";
+        for (const Py_ssize_t* sizes : {view_.shape, view_.strides}) {  // ctypes gives no strides
+            for (int i = 0; sizes && i < view_.ndim; ++i) text += ' ' + std::to_string(sizes[i]);
+        }
+        return text + '\n';
+    }
+    std::string elements() const {
+        std::string copy(static_cast<size_t>(view_.len), '\0');
+        return PyBuffer_ToContiguous(copy.data(), &view_, view_.len, 'C') == 0 ? copy : std::string();
+    }
+    bool is_equal(const std::string& expected) const {
+        const std::string own = layout();
+        if (own.size() + static_cast<size_t>(view_.len) != expected.size()) return false;
+        if (expected.compare(0, own.size(), own) != 0) return false;
+        if (!PyBuffer_IsContiguous(&view_, 'C'))
+            return expected.compare(own.size(), std::string::npos, elements()) == 0;
+        return std::memcmp(expected.data() + own.size(), view_.buf, static_cast<size_t>(view_.len)) == 0;
+    }
+
+private:
+    static bool names_pointers(const char* format) {
+        bool is_name = false;  // of a field, between colons
+        for (; *format; ++format) {
+            if (*format == ':') is_name = !is_name;
+            if (!is_name && std::strchr("OPZz&", *format)) return true;
+        }
+        return false;
+    }
+
+    mutable Py_buffer view_{};
+    bool is_there_;
+};
 
 PyObject* object_of_weak(PyObject* weak) {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -148,7 +203,17 @@ std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
     if (PyList_CheckExact(object) || is_tuple) return of_sequence(object, depth);
     if (PyDict_CheckExact(object) || PyODict_CheckExact(object)) return of_dict(object, depth);
     if (is_set(object)) return of_set(object);
-    return of_keyed(object, depth);
+    auto keyed = of_keyed(object, depth);
+    return keyed ? std::move(keyed) : of_buffer(object);
+}
+
+std::unique_ptr<Value> Value::of_buffer(PyObject* object) {
+    const Buffer buffer(object);
+    if (!buffer.is_comparable() || buffer.size() > kMostBytes) return nullptr;
+    auto value = std::unique_ptr<Value>(new Value(Kind::kBuffer, object));
+    value->bytes_ = buffer.layout() + buffer.elements();
+    value->is_mutable_ = true;
+    return value;
 }
 
 bool Value::add(PyObject* object, int depth) {
@@ -191,9 +256,13 @@ std::unique_ptr<Value> Value::of_keys(PyObject* dict) {
                                                                                                : nullptr;
 }
 
-// Constants by value, other objects by identity.
+// Constants by value, other objects by identity. A weak reference is owned: it keeps nothing else alive.
 bool Value::add_member(PyObject* object) {
     if (add(object, 0)) return true;
+    if (PyWeakref_CheckRef(object)) {
+        items_.push_back({Py_NewRef(object), nullptr});
+        return true;
+    }
     PyObject* const weak = PyWeakref_NewRef(object, nullptr);
     if (!weak) {
         PyErr_Clear();
@@ -242,6 +311,10 @@ bool Value::matches(PyObject* found) const {
         case Kind::kKeys:
             return static_cast<size_t>(PyDict_GET_SIZE(found)) == items_.size() &&
                    all_of_dict(found, [&](PyObject* key, PyObject*) { return is_next(key); });
+        case Kind::kBuffer: {
+            const Buffer buffer(found);
+            return buffer.is_comparable() && buffer.is_equal(bytes_);
+        }
         case Kind::kKeyed:
             break;
     }

@@ -36,7 +36,7 @@ public:
     bool is_watchable() const { return kind_ == Kind::kKeys || (kind_ == Kind::kDict && !holds_mutable_); }
 
 private:
-    enum class Kind : uint8_t { kConstant, kWeak, kSequence, kSet, kDict, kKeys, kKeyed };
+    enum class Kind : uint8_t { kConstant, kWeak, kSequence, kSet, kDict, kKeys, kBuffer, kKeyed };
     struct Item {
         PyObject* constant = nullptr;  // owned
         std::unique_ptr<Value> nest;
@@ -47,6 +47,7 @@ private:
     static std::unique_ptr<Value> of_sequence(PyObject* object, int depth);
     static std::unique_ptr<Value> of_set(PyObject* object);
     static std::unique_ptr<Value> of_dict(PyObject* object, int depth);
+    static std::unique_ptr<Value> of_buffer(PyObject* object);
     static std::unique_ptr<Value> of_keyed(PyObject* object, int depth);
     bool add(PyObject* object, int depth);
     bool add_member(PyObject* object);
@@ -59,6 +60,7 @@ private:
     PyObject* object_ = nullptr;  // owned: the constant, a weak reference, or the object of a key if immutable
     PyObject* key_ = nullptr;     // owned: the function
     std::vector<Item> items_;     // of dictionaries: key, value, key, value
+    std::string bytes_;           // of a buffer: how it is laid out, and what it holds
 };
 
 // Equal in type and value; NaN is equal to itself, 0.0 is not -0.0. False for what is no constant and another object.
