@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +102,10 @@ class Shape:
 _LEAF = Shape(None)
 
 
-def flatten(nest: Any) -> tuple[list[Any], Shape]:
-    """The leaves of ``nest`` in order, and its shape."""
+def flatten(nest: Any, kept: Container[int] = ()) -> tuple[list[Any], Shape]:
+    """The leaves of ``nest`` in order, and its shape; objects whose identities are ``kept`` are leaves."""
     leaves: list[Any] = []
-    return leaves, _flatten(nest, leaves)
+    return leaves, _flatten(nest, leaves, kept)
 
 
 def unflatten(leaves: list[Any], shape: Shape) -> Any:
@@ -130,8 +130,11 @@ def _reordered(leaves: Iterator[Any], shape: Shape, wanted: Shape) -> list[Any]:
     return [leaf for place in places for leaf in found[place]]
 
 
-def _flatten(node: Any, leaves: list[Any]) -> Shape:
+def _flatten(node: Any, leaves: list[Any], kept: Container[int]) -> Shape:
     kind = type(node)
+    if id(node) in kept:
+        leaves.append(node)
+        return _LEAF
     if kind in _PLAIN:
         is_dict = kind is dict
         keys = tuple(node) if is_dict else tuple(range(len(node)))
@@ -141,7 +144,7 @@ def _flatten(node: Any, leaves: list[Any]) -> Shape:
         return _LEAF
     else:
         keys, items, context, children = parts
-    return Shape(kind, keys, items, context, tuple(_flatten(child, leaves) for child in children))
+    return Shape(kind, keys, items, context, tuple(_flatten(child, leaves, kept) for child in children))
 
 
 def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]] | None:

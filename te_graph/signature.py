@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class _Nest:
     Attributes:
         shape: of the nest.
         leaves: constants in order; tensors are replaced by None.
-        tensors: positions of the tensors among the leaves.
+        tensors: positions of the tensors among the leaves; of results, also of objects that are found at each call.
         first: for each of those, which of them is the first with the same object: code may tell by ``is``.
     """
 
@@ -49,9 +49,12 @@ class _Nest:
     first: tuple[int, ...]
 
     @staticmethod
-    def _parts(leaves: list[Any]) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
-        positions = tuple(position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-        constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    def _parts(
+        leaves: list[Any], kept: Container[int] = ()
+    ) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
+        varies = [isinstance(leaf, Tensor) or id(leaf) in kept for leaf in leaves]
+        positions = tuple(position for position, leaf in enumerate(leaves) if varies[position])
+        constants = tuple(None if varies[position] else leaf for position, leaf in enumerate(leaves))
         return constants, positions, _first_of_each([leaves[position] for position in positions])
 
     def distinct(self, leaves: list[Any]) -> list[Tensor]:
@@ -200,16 +203,19 @@ class ResultSpec(_Nest):
     """The nest of a callable's results: tensors, each once, and constants."""
 
     @classmethod
-    def of(cls, label: str, result: Any) -> tuple[ResultSpec, list[Tensor]]:
+    def of(cls, label: str, result: Any, kept: Container[int] = ()) -> tuple[ResultSpec, list[Any]]:
         """The nest of ``result`` and its tensors in order, each once; ``label`` is what messages call its callable.
+
+        Objects whose identities are ``kept`` are not looked into and count as tensors.
 
         Raises:
             TypeError: a leaf is neither a tensor nor a constant.
         """
-        leaves, shape = flatten(result)
+        leaves, shape = flatten(result, kept)
         for leaf in leaves:
-            _check_leaf(f"{label}: result", leaf)
-        spec = cls(shape, *cls._parts(leaves))
+            if id(leaf) not in kept:
+                _check_leaf(f"{label}: result", leaf)
+        spec = cls(shape, *cls._parts(leaves, kept))
         return spec, spec.distinct(leaves)
 
     @property
