@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.code_watch import functions_of, is_generated
 from te_graph.dispatch import is_user_file
 from te_graph.facts import Fact, is_plumbing
 from te_graph.frame import Frame
-from te_graph.names import Names, is_user_type
-from te_graph.reader import Reader
+from te_graph.names import GETTERS, Names
+from te_graph.reader import Reader, hooks_of_all
 from te_graph.values import value_of
 
 _Kind = _C.StepKind
 _MAX_PLACES = 100_000
 _MAX_STRINGS = 1000
+_ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 
 
 def _is_object(fact: Fact) -> bool:
@@ -36,7 +40,26 @@ class Explorer:
 
     def __init__(self) -> None:
         self._names = Names()
+        self._ran: dict[int, types.CodeType] = {}
+        self._running: list[types.CodeType] = []  # the user's, of that
+        self._seen_to_run: list[weakref.ref[types.FunctionType]] = []
         self.is_at_a_loss = False
+
+    def note(self, codes: dict[int, types.CodeType]) -> None:
+        """Remember what a call was seen to run, by identity."""
+        new = {key: code for key, code in codes.items() if key not in self._ran}
+        self._ran.update(new)
+        self._names = replace(self._names, ran=frozenset(self._ran))
+        functions = functions_of(new.values())
+        self._seen_to_run += map(weakref.ref, functions)
+        known = {id(function.__code__) for function in functions}
+        codes = [code for code in new.values() if is_user_file(code.co_filename)]
+        self._running += [code for code in codes if id(code) in known or not is_generated(code)]
+
+    @property
+    def reads_addresses(self) -> bool:
+        """The code asks where tensors lie, perhaps for a kernel that no dispatcher sees: all of them count as used."""
+        return not self._names.said.isdisjoint(_ADDRESSES)
 
     def explore(self, frame: Frame, everything: bool = False) -> list[Fact]:
         """All places, near ones first: the function and its arguments, containers, closure variables, defaults, globals
@@ -46,26 +69,33 @@ class Explorer:
         ``everything`` is wanted.
         """
         names = self._names
+        elsewhere: list[types.FunctionType] = []
         while True:
-            facts = _walk(frame, names, everything)
+            facts = _walk(frame, elsewhere, names, everything)
             if not everything:
                 self.is_at_a_loss = facts[-1].kind == _Kind.NEVER and len(facts) > _MAX_PLACES
                 if self.is_at_a_loss:
                     return facts
             known = [fact.obj for fact in facts if fact.same_as is None]
-            functions = [obj for obj in known if isinstance(obj, types.FunctionType) and _is_users(obj)]
-            more = names.with_code(functions, [type(obj) for obj in known if is_user_type(type(obj))])
+            functions = [obj for obj in known if isinstance(obj, types.FunctionType)]
+            met = [function.__code__ for function in functions if is_user_file(function.__code__.co_filename)]
+            classes = [obj if isinstance(obj, type) else type(obj) for obj in known]
+            more = names.with_code([*self._running, *met], classes)
             more = more.with_strings(string for obj in known for string in _strings_of(obj))
-            if more == names:
+            more = more.with_getters(obj for obj in known if isinstance(obj, GETTERS))
+            more_elsewhere = [*elsewhere, *self._not_among(functions)]
+            if more == names and len(more_elsewhere) == len(elsewhere):
                 break
-            names = more
+            names, elsewhere = more, more_elsewhere
         if not everything:  # which meets code, too, that the function does not run
             self._names = names
         return facts
 
-
-def _is_users(function: types.FunctionType) -> bool:
-    return is_user_file(function.__code__.co_filename)
+    def _not_among(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
+        """Functions that were seen to run and are reached in ways that are not followed."""
+        known = {id(function.__code__) for function in functions}
+        live = [function for weak in self._seen_to_run if (function := weak()) is not None]
+        return [function for function in live if id(function.__code__) not in known]
 
 
 def _strings_of(obj: Any) -> Iterator[str]:
@@ -73,14 +103,17 @@ def _strings_of(obj: Any) -> Iterator[str]:
         yield obj
     elif isinstance(obj, list | tuple) and len(obj) <= _MAX_STRINGS:
         yield from (item for item in obj if type(item) is str)
+    elif type(obj) is dict and len(obj) <= _MAX_STRINGS:
+        yield from (item for item in obj.values() if type(item) is str)
 
 
-def _walk(frame: Frame, names: Names, everything: bool) -> list[Fact]:
+def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, everything: bool) -> list[Fact]:
     reader = Reader(names, everything)
     facts: list[Fact] = []
     seen: dict[int, Fact] = {}
+    valued: dict[int, Fact] = {}
     waiting: list[Fact] = []  # dicts whose keys are objects
-    queue = deque(_beginnings(frame))
+    queue = deque(_beginnings(frame, elsewhere))
     while queue or waiting:
         if not queue:
             by_object = {id(fact.obj): fact for fact in facts if _is_object(fact)}
@@ -96,6 +129,9 @@ def _walk(frame: Frame, names: Names, everything: bool) -> list[Fact]:
             continue
         fact.value = None if fact.is_given else value_of(fact.obj)
         if fact.value is not None:
+            if id(fact.obj) not in valued:
+                valued[id(fact.obj)] = fact
+                queue.extend(_settled(fact, child) for child in reader.contents_of_value(fact))
             continue
         is_leaf = isinstance(fact.obj, Tensor) and fact.obj.is_leaf and fact.obj.requires_grad
         if is_leaf or not isinstance(fact.obj, Tensor):
@@ -109,13 +145,15 @@ def _walk(frame: Frame, names: Names, everything: bool) -> list[Fact]:
     return facts
 
 
-def _beginnings(frame: Frame) -> Iterator[Fact]:
+def _beginnings(frame: Frame, elsewhere: list[types.FunctionType]) -> Iterator[Fact]:
     root = Fact(frame, "", is_fleeting=True)
     yield root.child(frame[0], "", _Kind.POSITION, index=0)
     for index, name in ((1, "arguments"), (2, "keyword arguments")):
         given = root.child(frame[index], name, _Kind.POSITION, index=index)
         given.is_fleeting = given.is_given = True
         yield given
+    yield from hooks_of_all(root)
+    yield from (root.child(function, f"function {function.__name__}", _Kind.KNOWN) for function in elsewhere)
 
 
 def _settled(parent: Fact, child: Fact) -> Fact:
@@ -133,9 +171,16 @@ def _settled(parent: Fact, child: Fact) -> Fact:
 
 
 def _items_of_objects(fact: Fact, by_object: dict[int, Fact]) -> Iterator[Fact]:
+    """Where a key is found nowhere else, the dict leads to it, too."""
+    if _C.keys_of(fact.obj) is None:
+        return
     for number, (key, value) in enumerate(fact.obj.items()):
+        if value_of(key) is not None:
+            continue
         key_place = by_object.get(id(key))
-        if key_place is not None:
-            child = _settled(fact, fact.child(value, f"{fact.name}[{key_place.name or number}]", _Kind.ITEM_OF))
-            child.key_place = key_place
-            yield child
+        if key_place is None:
+            key_place = _settled(fact, fact.child(key, f"key {number} of {fact.name}", _Kind.KNOWN))
+            yield key_place
+        child = _settled(fact, fact.child(value, f"{fact.name}[{key_place.name or number}]", _Kind.ITEM_OF))
+        child.key_place = key_place
+        yield child

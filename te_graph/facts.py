@@ -22,7 +22,9 @@ from te_graph.dispatch import has_subclass, is_dense
 from te_graph.homes import Place
 
 _Kind = _C.StepKind
-_ENDS = frozenset({_Kind.GRAD, _Kind.ABSENT, _Kind.TYPE_ABSENT, _Kind.NEVER})
+_ENDS = frozenset(
+    [_Kind.GRAD, _Kind.ABSENT, _Kind.TYPE_ABSENT, _Kind.TYPE_VERSION, _Kind.NO_ATTRIBUTE, _Kind.LENGTH, _Kind.NEVER]
+)
 VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 ORDERED_VIEWS = tuple(type(getattr(collections.OrderedDict(), name)()) for name in ("keys", "values", "items"))
 VIEWS = (*VIEWS, *ORDERED_VIEWS)
@@ -30,9 +32,14 @@ WRAPPERS = {property: ("fget", "fset"), staticmethod: ("__func__",), classmethod
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _PLUMBING = (list, tuple, dict, collections.deque, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
-_NAMESPACES = (
-    types.SimpleNamespace,
-    argparse.Namespace,
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SEEN_INTO = (
+    *NAMESPACES,
+    weakref.WeakSet,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    functools.partialmethod,
+    functools.singledispatchmethod,
     collections.UserDict,
     collections.UserList,
     collections.UserString,
@@ -110,4 +117,4 @@ def is_opaque(obj: Any) -> bool:
     """True for what is compared by identity alone, and whose inside is nobody's business."""
     if isinstance(obj, _OPAQUE):
         return True
-    return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _NAMESPACES)
+    return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _SEEN_INTO)

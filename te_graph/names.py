@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dis
-import enum
 import functools
+import gc
 import inspect
+import itertools
+import operator
 import sys
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from te_graph.dispatch import is_user_file
 
-_UNNAMED = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
+_UNNAMED = frozenset({"__dict__", "vars", "dir", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_DOES_WITHOUT = _BY_NAME | {"AttributeError", "Exception", "BaseException", "suppress"}
 _NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})
+GETTERS = (operator.attrgetter, operator.methodcaller)
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 
 
 @dataclass(frozen=True)
@@ -28,12 +34,16 @@ class Names:
     Attributes:
         said: all of them.
         optional: those that code may look for without relying on them (``getattr`` with a default).
+        asked: of those, the ones that code asks for as a string or in a pattern.
+        ran: identities of the code that was seen to run, by which methods count that Python calls by itself.
         is_enough: no code looks at attributes without naming them. ``getattr`` with a name that is put together at run
             time is not seen.
     """
 
     said: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
+    ran: frozenset[int] = frozenset()
 
     @property
     def is_enough(self) -> bool:
@@ -45,40 +55,58 @@ class Names:
             return True
         return isinstance(obj, nn.Module) and attribute in _own_attributes_of_modules()
 
-    def with_code(self, functions: Iterable[types.FunctionType], types_met: Iterable[type]) -> Names:
-        """These, and those in the code of ``functions`` and of the methods of ``types_met`` that they name."""
+    def with_code(self, running: Iterable[types.CodeType], types_met: Iterable[type]) -> Names:
+        """These, and those in the code that is ``running`` and of the methods of ``types_met`` that it names."""
         kinds = dict.fromkeys(types_met)
-        names, optional = set(self.said), set(self.optional)
+        names, optional, asked = set(self.said), set(self.optional), set(self.asked)
         if any(issubclass(kind, nn.Module) for kind in kinds):
             names.add("forward")  # which torch calls
         done: set[types.CodeType] = set()
         methods = [pair for kind in kinds for pair in _methods(kind)]
-        codes = [function.__code__ for function in functions]
-        codes += [code for name, code in methods if name in names or is_implicit(name)]
+        codes = [*running, *(code for name, code in methods if self._may_run(name, code, names))]
         while codes:
             for code in codes:
                 names.update(_strings_in(code))
                 optional.update(_optional_in(code))
+                asked.update(_optional_in(code) - set(code.co_names))
             done.update(codes)
-            codes = [code for name, code in methods if code not in done and (name in names or is_implicit(name))]
-        return Names(frozenset(names), frozenset(optional))
+            codes = [code for name, code in methods if code not in done and self._may_run(name, code, names)]
+        if _PATTERN in names:
+            names.update(name for kind in kinds for name in getattr(kind, _PATTERN, ()))
+        return replace(self, said=frozenset(names), optional=frozenset(optional), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
         """These, and ``strings``, which code may pass to ``getattr``, if any code does."""
         if self.said.isdisjoint(_BY_NAME):
             return self
         found = {string for string in strings if string.isidentifier()}
-        return Names(self.said | found, self.optional | found)
+        return replace(self, said=self.said | found, optional=self.optional | found, asked=self.asked | found)
 
-    def may_run(self, name: str) -> bool:
-        """Whether the code may call the member ``name`` of an object's class."""
-        return name in self.said or is_implicit(name)
+    def with_getters(self, getters: Iterable[Any]) -> Names:
+        """These, and the names in objects of ``operator`` that read attributes or call methods."""
+        found = {part for getter in getters for name in _strings_below(getter) for part in name.split(".")}
+        return replace(self, said=self.said | found)
+
+    def _may_run(self, name: str, code: types.CodeType, names: set[str]) -> bool:
+        is_called = is_implicit(name) or (name in names and not is_for_making(name))
+        return is_called or id(code) in self.ran
+
+    def has_run(self, member: Any) -> bool:
+        """Whether ``member``, of a class, was seen to run."""
+        return any(id(code) in self.ran for code in codes_of(member))
+
+
+def _strings_below(obj: Any) -> Iterator[str]:
+    for part in gc.get_referents(obj):
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, tuple):
+            yield from _strings_below(part)
 
 
 def is_user_type(kind: type) -> bool:
     """True when all methods of ``kind`` are known to ``Names``: no base is of torch or the standard library."""
-    bases = [base for base in kind.__mro__ if base not in (object, nn.Module)]
-    return all(_is_user_written(base) for base in bases)
+    return not any(is_of_library(base) for base in kind.__mro__ if base not in (object, nn.Module))
 
 
 @functools.cache
@@ -87,24 +115,32 @@ def _own_attributes_of_modules() -> frozenset[str]:
 
 
 def user_classes(kind: type) -> list[type]:
-    """Of ``kind`` and its bases, those that the user wrote and that may change: no enumerations."""
-    if isinstance(kind, enum.EnumMeta):
-        return []
-    return [base for base in kind.__mro__ if base not in (object, nn.Module) and _is_user_written(base)]
+    """Of ``kind`` and its bases, those that the user wrote."""
+    return [base for base in kind.__mro__ if not is_of_library(base)]
+
+
+def is_of_library(kind: type) -> bool:
+    """True for classes of Python, torch and this package, and those of extension modules."""
+    return not _is_user_written(kind)
 
 
 def _is_user_written(kind: type) -> bool:
-    functions = [member for member in vars(kind).values() if isinstance(member, types.FunctionType)]
-    if not functions:
-        return type(kind).__module__ != "pybind11_builtins" and _is_users_module(kind.__module__)
-    return all(is_user_file(function.__code__.co_filename) for function in functions)
+    """By where it is defined: torch and Python put functions of their own into classes of the user's."""
+    is_of_python = bool(kind.__flags__ & _HEAP_TYPE) and type(kind).__module__ != "pybind11_builtins"
+    return is_of_python and is_users_module(kind.__module__)
 
 
-def _is_users_module(name: str) -> bool:
+def is_users_module(name: str) -> bool:
+    """True unless the module of this name is of torch, Python or this package."""
     if name.partition(".")[0] in ("torch", "te_graph", "builtins"):
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
     return is_user_file(file) if file else name == "__main__" or name not in sys.modules
+
+
+def is_for_making(name: str) -> bool:
+    """True for methods that run when an object is made, shown or gone: what they name counts once they have run."""
+    return name in _NOT_RUN
 
 
 def is_implicit(name: str) -> bool:
@@ -113,16 +149,28 @@ def is_implicit(name: str) -> bool:
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.CodeType]]:
-    """The functions of a class, as (name, code)."""
-    for base in kind.__mro__:
+    """The functions of a class that the user wrote, as (name, code)."""
+    for base in user_classes(kind):
         for name, member in vars(base).items():
-            if isinstance(member, property):
-                parts = [member.fget, member.fset]
-            elif isinstance(member, functools.cached_property):
-                parts = [member.func]
-            else:  # functions, class and static methods, and what wraps them
-                parts = [inspect.unwrap(getattr(member, "__func__", member))]
-            yield from ((name, part.__code__) for part in parts if isinstance(part, types.FunctionType))
+            yield from ((name, code) for code in codes_of(member) if is_user_file(code.co_filename))
+
+
+def codes_of(member: Any) -> Iterator[types.CodeType]:
+    """The code of what a class has as a method, a property or the like."""
+    if isinstance(member, property):
+        parts = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property | functools.partialmethod | functools.singledispatchmethod):
+        parts = [member.func]
+    elif isinstance(member, types.FunctionType | staticmethod | classmethod):
+        parts = [inspect.unwrap(getattr(member, "__func__", member))]
+    else:
+        return
+    yield from (part.__code__ for part in parts if isinstance(part, types.FunctionType))
+
+
+def strings_of(member: Any) -> frozenset[str]:
+    """Names and strings in the code of what a class has."""
+    return frozenset().union(*(_strings_in(code) for code in codes_of(member)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,15 +183,23 @@ def _strings_in(code: types.CodeType) -> frozenset[str]:
             strings |= _strings_in(constant)
         elif isinstance(constant, tuple | frozenset):
             strings.update(part for part in constant if isinstance(part, str))
+    if any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code)):
+        strings.add(_PATTERN)
     return frozenset(strings)
 
 
 @functools.lru_cache(maxsize=4096)
 def _optional_in(code: types.CodeType) -> frozenset[str]:
     strings = _strings_in(code)
-    if strings.isdisjoint({*_BY_NAME, "AttributeError"}):
+    if strings.isdisjoint(_DOES_WITHOUT | {_PATTERN}) and not _catches_everything(code):
         return frozenset()
     return frozenset(string for string in strings if string.isidentifier() and not is_implicit(string))
+
+
+def _catches_everything(code: types.CodeType) -> bool:
+    """Whether it has an ``except`` without a class."""
+    steps = [step.opname for step in dis.get_instructions(code)]
+    return any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,23 +13,41 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.dispatch import has_subclass, is_own_file, is_user_file
-from te_graph.facts import VIEWS, WRAPPERS, Fact, Inlined, is_opaque, slots_of
+from te_graph.facts import NAMESPACES, VIEWS, WRAPPERS, Fact, Inlined, is_opaque, slots_of
 from te_graph.homes import HOOK_DICTS, contents, name_of
-from te_graph.names import Names, globals_of, imports_of, is_implicit, user_classes
+from te_graph.names import (
+    GETTERS,
+    Names,
+    codes_of,
+    globals_of,
+    imports_of,
+    is_for_making,
+    is_implicit,
+    is_of_library,
+    strings_of,
+    user_classes,
+)
 from te_graph.values import value_of
 
 _Kind = _C.StepKind
 _MAX_DEPTH = 16
 _MAIN_GRAD = "main_grad"
+_HOOKS_OF_ALL = {
+    "torch.nn.modules.module": tuple(
+        name for name, hooks in vars(nn.modules.module).items() if name.endswith("_hooks") and isinstance(hooks, dict)
+    ),
+    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+}
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
-_CODE = (types.FunctionType, functools.cached_property, *WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,7 @@ class Reader:
 
     names: Names
     everything: bool
+    _cache: dict[type, frozenset[str]] = field(default_factory=dict)
 
     def contents(self, fact: Fact) -> Iterator[Fact]:
         """The places one step further."""
@@ -61,7 +80,7 @@ class Reader:
             if fact.depth < _MAX_DEPTH:
                 yield from self._function_contents(fact)
         elif isinstance(obj, type):
-            if user_classes(obj) and fact.depth < _MAX_DEPTH:
+            if fact.depth < _MAX_DEPTH:
                 yield from self._class_contents(fact)
         elif isinstance(obj, types.ModuleType):
             yield from self._library_contents(fact)
@@ -70,8 +89,16 @@ class Reader:
             yield from self._class_of(fact, fact.attributes())
         else:
             yield from _builtin_contents(fact)
-            if not is_opaque(obj) and fact.depth < _MAX_DEPTH:
-                yield from self._object_contents(fact)
+            if fact.depth < _MAX_DEPTH:
+                yield from self._opaque_contents(fact) if is_opaque(obj) else self._object_contents(fact)
+
+    def contents_of_value(self, fact: Fact) -> Iterator[Fact]:
+        """The places one step further from what is compared by value: objects in sets, and what a class adds."""
+        if isinstance(fact.obj, set | frozenset):
+            members = (member for member in fact.obj if value_of(member) is None)
+            yield from (fact.child(member, f"a member of {fact.name}", _Kind.KNOWN) for member in members)
+        elif user_classes(type(fact.obj)) and fact.depth < _MAX_DEPTH:
+            yield from self._object_contents(fact)
 
     def _reads(self, obj: Any, attribute: str) -> bool:
         return self.everything or self.names.may_read(obj, attribute)
@@ -81,16 +108,22 @@ class Reader:
         if has_subclass([type(tensor)]):
             yield from self._object_contents(fact)
             return
+        if type(tensor) not in (Tensor, nn.Parameter):
+            yield from self._class_of(fact, fact.attributes())
         is_parameter = tensor.is_leaf and tensor.requires_grad
         if is_parameter or (tensor.is_leaf and tensor.grad is not None):
             yield fact.child(tensor.grad, name_of("grad", fact.name), _Kind.GRAD)
+        for key in _HOOKS_OF_TENSORS:
+            if hooks := getattr(tensor, key):
+                yield fact.child(hooks, f"hooks on the gradient of {fact.name}", _Kind.ATTRIBUTE, key)
         members = fact.attributes()
         yield from (members.item(key, name_of(key, fact.name)) for key in list(members.obj))
+        expected = frozenset() if fact.is_fleeting else self.names.asked
         if is_parameter:
-            expected = self.names.optional | ({_MAIN_GRAD} & self.names.said)
-            for key in expected - members.obj.keys():
-                if not hasattr(type(tensor), key):
-                    yield members.child(None, name_of(key, fact.name), _Kind.ABSENT, key)
+            expected |= self.names.optional | ({_MAIN_GRAD} & self.names.said)
+        for key in sorted(expected - members.obj.keys()):
+            if not hasattr(type(tensor), key):
+                yield members.child(None, name_of(key, fact.name), _Kind.ABSENT, key)
 
     def _module_contents(self, fact: Fact) -> Iterator[Fact]:
         members = fact.attributes()
@@ -102,9 +135,11 @@ class Reader:
 
     def _library_contents(self, fact: Fact) -> Iterator[Fact]:
         """What the code names of a module of Python that the user wrote."""
-        if is_own_file(getattr(fact.obj, "__file__", None) or "<frozen"):
+        if _is_own_module(fact.obj):
             members = fact.attributes()
             yield from (members.item(key, f"{fact.name}.{key}") for key in list(members.obj) if key in self.names.said)
+            for key in sorted(self.names.optional - members.obj.keys()):
+                yield members.child(None, f"{fact.name}.{key}", _Kind.ABSENT, key)
 
     def _function_contents(self, fact: Fact) -> Iterator[Fact]:
         function = fact.obj
@@ -121,6 +156,12 @@ class Reader:
         for key in list(members.obj):
             if key in self.names.said:
                 yield members.item(key, f"{function.__name__}.{key}")
+        if "globals" in code.co_names:
+            named = {key for key in self.names.said - globals_of(code) if not is_implicit(key)}
+            for key in sorted(named):
+                variable = f"global variable {key}"
+                is_there = key in scope.obj
+                yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
         for key in sorted(self.names.optional - members.obj.keys()):
             yield members.child(None, f"{function.__name__}.{key}", _Kind.ABSENT, key)
         package = function.__globals__.get("__package__") or ""
@@ -142,46 +183,119 @@ class Reader:
             keys = [key for key in members.obj if self._reads(obj, key)]
             yield from (members.item(key, f"{owner}.{key}") for key in keys)
         for key in slots_of(type(obj)):
-            if self._reads(obj, key) and hasattr(obj, key):
-                yield fact.child(getattr(obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
+            if self._reads(obj, key):
+                yield _slot(fact, f"{owner}.{key}", key)
         yield from self._class_of(fact, members)
+
+    def _opaque_contents(self, fact: Fact) -> Iterator[Fact]:
+        """Of an object of Python's library: attributes that the code names, or that methods of it name that ran."""
+        members = fact.attributes()
+        if members is None:
+            return
+        methods = (member for base in type(fact.obj).__mro__ for member in vars(base).values())
+        named = self.names.said.union(*(strings_of(one) for one in methods if self.names.has_run(one)))
+        for key in list(members.obj):
+            if key in named and not is_implicit(key):
+                yield members.item(key, f"{fact.name}.{key}")
 
     def _class_of(self, fact: Fact, members: Fact | None) -> Iterator[Fact]:
         """The class, and that the instance has no attribute of its own in the place of what the class has."""
         kind, owner = type(fact.obj), fact.name or "self"
-        if not user_classes(kind):
-            return
         yield fact.child(kind, kind.__name__, _Kind.TYPE)
         if members is None:
             return
-        hidden = {key for base in user_classes(kind) for key in vars(base) if self._may_use(kind, key)}
-        for key in sorted((hidden | self._expected(kind)) - members.obj.keys()):
-            if not is_implicit(key):
-                yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
+        for key in sorted((self._hidden(kind) | self._expected(kind)) - members.obj.keys()):
+            yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
+
+    def _hidden(self, kind: type) -> frozenset[str]:
+        """What the code may use of a class and an attribute of the instance would hide."""
+        if kind not in self._cache:
+            found = {key for base in kind.__mro__ for key in vars(base) if self._may_use(base, key)}
+            self._cache[kind] = frozenset(key for key in found if not is_implicit(key))
+        return self._cache[kind]
 
     def _expected(self, kind: type) -> frozenset[str]:
         """Attributes that instances may get, and that code asks for also while they have not."""
-        computes = any("__getattr__" in vars(base) for base in user_classes(kind))
-        return self.names.said if computes else self.names.optional
+        users = user_classes(kind)
+        names = self.names.optional if users else self.names.asked
+        if issubclass(kind, NAMESPACES) or any("__getattr__" in vars(base) for base in users):
+            names = self.names.said
+        return frozenset(key for key in names if not is_implicit(key))
 
-    def _may_use(self, kind: type, key: str) -> bool:
-        if is_implicit(key):
-            member = next(vars(base)[key] for base in kind.__mro__ if key in vars(base))
-            return isinstance(member, _CODE) and self.names.may_run(key)
-        return key in self.names.said or not self.names.is_enough
+    def _may_use(self, base: type, key: str) -> bool:
+        """Whether the code may use what the class ``base`` itself has under ``key``."""
+        member = vars(base)[key]
+        if is_implicit(key) and next(codes_of(member), None) is not None:
+            return True
+        is_any = not (self.names.is_enough or is_of_library(base) or is_implicit(key))
+        return ((key in self.names.said or is_any) and not is_for_making(key)) or self.names.has_run(member)
 
     def _class_contents(self, fact: Fact) -> Iterator[Fact]:
-        kind = fact.obj
-        found: dict[str, Any] = {}
-        for base in reversed(user_classes(kind)):
-            found.update(vars(base))
-        for key, member in found.items():
-            is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
-            if is_shown and self._may_use(kind, key):
-                yield fact.child(member, f"{fact.name}.{key}", _Kind.TYPE_ITEM, key)
-        for key in sorted(self._expected(kind)):
-            if not any(key in vars(base) for base in kind.__mro__):
-                yield fact.child(None, f"{fact.name}.{key}", _Kind.TYPE_ABSENT, key)
+        """What the code names of a class, also where it is hidden; of classes of torch, that they do not change."""
+        kind, classes = fact.obj, user_classes(fact.obj)
+        if user_classes(type(kind)):
+            yield fact.child(type(kind), type(kind).__name__, _Kind.TYPE)
+        bases = fact.child(kind.__mro__, f"bases of {fact.name}", _Kind.ATTRIBUTE, "__mro__")
+        found: set[str] = set()
+        for index, base in enumerate(kind.__mro__):
+            if base not in classes:
+                continue
+            below = fact if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
+            for key, member in vars(base).items():
+                is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
+                if is_shown and self._may_use(base, key):
+                    yield (below if key in found else fact).child(member, f"{fact.name}.{key}", _Kind.TYPE_ITEM, key)
+                    found.add(key)
+        if classes:
+            expected = self._expected(type(kind)) if user_classes(type(kind)) else self._expected(kind)
+            for key in sorted(expected):
+                if not any(key in vars(base) for base in kind.__mro__):
+                    yield fact.child(None, f"{fact.name}.{key}", _Kind.TYPE_ABSENT, key)
+        library = next((index for index, base in enumerate(kind.__mro__) if _is_of_torch(base)), None)
+        if library is not None:
+            base = kind.__mro__[library]
+            below = fact if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=library)
+            yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.version_of(base))
+
+
+def hooks_of_all(root: Fact) -> Iterator[Fact]:
+    """The hooks of all modules and of all optimizers."""
+    modules = root.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
+    for name, kinds in _HOOKS_OF_ALL.items():
+        members = modules.item(name, f"module {name}").attributes()
+        for kind in kinds:
+            hooks = members.item(kind, f"{kind.strip('_').replace('_', ' ')} of torch")
+            if hooks.obj:
+                yield hooks
+            else:
+                yield hooks.child(None, f"number of {hooks.name}", _Kind.LENGTH, index=0)
+
+
+def _is_own_module(module: types.ModuleType) -> bool:
+    """True for modules that are neither of Python nor installed; some are made by hand and have no file."""
+    file = getattr(module, "__file__", None)
+    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
+    return is_own_file(file) if file else not is_of_python
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Tensors are left out: who watches a capture exchanges methods of theirs."""
+    return kind.__module__.partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
+
+
+def _shows_memory(obj: Any) -> bool:
+    """True for arrays and the like; their elements are compared where that is possible."""
+    try:
+        memoryview(obj).release()
+    except (TypeError, ValueError, BufferError):
+        return False
+    return True
+
+
+def _slot(fact: Fact, name: str, key: str) -> Fact:
+    if hasattr(fact.obj, key):
+        return fact.child(getattr(fact.obj, key), name, _Kind.ATTRIBUTE, key)
+    return fact.child(None, name, _Kind.NO_ATTRIBUTE, key)
 
 
 def _table_contents(fact: Fact) -> Iterator[Fact]:
@@ -224,13 +338,18 @@ def _builtin_contents(fact: Fact) -> Iterator[Fact]:
         yield fact.child(obj(), name, _Kind.WEAK_REFERENCE)
     elif isinstance(obj, tuple(WRAPPERS)):
         for key in next(keys for kind, keys in WRAPPERS.items() if isinstance(obj, kind)):
-            if isinstance(function := getattr(obj, key), types.FunctionType):
+            if (function := getattr(obj, key)) is not None:
                 yield fact.child(function, name, _Kind.ATTRIBUTE, key)
+    elif isinstance(obj, GETTERS):
+        held = [part for part in gc.get_referents(obj) if isinstance(part, tuple | dict)]
+        yield from (fact.child(part, f"arguments of {name}", _Kind.KNOWN) for part in held)
     elif isinstance(obj, functools.cached_property | functools._lru_cache_wrapper):
         key = "func" if isinstance(obj, functools.cached_property) else "__wrapped__"
         yield fact.attributes().item(key, name)
     elif isinstance(obj, set | frozenset):
         if value_of(obj) is None:
             yield fact.never(f"{name} is a set of objects without weak references, which cannot be compared")
+    elif _shows_memory(obj):
+        yield fact.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
     elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase):
         yield fact.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")

@@ -37,12 +37,14 @@ class RegionWatch(TensorWatch):
     Attributes:
         devices: where the tensors are that the region has used or made.
         multiplies: it has multiplied matrices.
+        runs_backward: autograd has computed gradients.
     """
 
     def __init__(self, device: torch.device | None = None, restorable: bool = False) -> None:
         super().__init__(restorable=restorable)
         self.devices: set[torch.device] = set()
         self.multiplies = False
+        self.runs_backward = False
         self._device = device
         self.refusals = Refusals()
 
@@ -61,6 +63,7 @@ class RegionWatch(TensorWatch):
             raise self.refusals.error(str(func), reason)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.devices.update(tensor.device for tensor in tensors_in((args, kwargs, result)))
+        self.runs_backward |= torch._C._current_graph_task_id() != -1
         self.multiplies |= is_operator(func) and any(part in base_name(func) for part in ("mm", "mv", "dot", "linear"))
         return result
 

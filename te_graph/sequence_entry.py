@@ -17,6 +17,7 @@ from te_graph.autocast import own_casts
 from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capturing import capturing, collecting_checks, one_at_a_time
 from te_graph.checks import check_circumstances
+from te_graph.code_watch import CodeWatch
 from te_graph.dispatch import storage_key
 from te_graph.explorer import Explorer
 from te_graph.facts import Fact, is_opaque
@@ -50,8 +51,8 @@ class Home:
     is_grad: bool
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None
 
-    def tensor(self, found: Tensor) -> Tensor:
-        """The result [...], where the guard's step has ``found`` a tensor."""
+    def result(self, found: Any) -> Any:
+        """The result, where the guard's step has ``found`` a tensor [...] or another object."""
         tensor = found.grad if self.is_grad else found
         return tensor if self.view is None else tensor.detach().as_strided(*self.view)
 
@@ -106,7 +107,7 @@ class SequenceEntry:
     pool: Any = None
 
     def __post_init__(self) -> None:
-        self.device = next((device for device in self.devices if device.type != "cpu"), _CPU)
+        self.device = next((device for device in self.devices if device.type == "cuda"), _CPU)
         self.settings = _C.Settings(self.device)
         self.modes = _modes()
 
@@ -139,7 +140,7 @@ class SequenceEntry:
             change, found = self.guard.begin(frame, self.home_steps)
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
-        homes = [home.tensor(tensor) for home, tensor in zip(self.homes, found, strict=True)]
+        homes = [home.result(one) for home, one in zip(self.homes, found, strict=True)]
         scope.enter()
         self.graph.replay()
         made = _C.written_aliases(
@@ -161,6 +162,13 @@ class SequenceEntry:
         self.order = [numbers[id(one)] for one in tensors]
 
 
+def _is_itself(fact: Fact) -> bool:
+    """True for objects, no tensors, that are results as they are: code can tell them from what holds the same."""
+    if fact.is_end or fact.is_given or fact.parent is None or fact.same_as is not None or isinstance(fact.obj, Tensor):
+        return False
+    return fact.value is None or fact.value.is_mutable
+
+
 def _modes() -> tuple:
     return torch.is_grad_enabled(), torch.get_default_dtype()
 
@@ -178,14 +186,15 @@ def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, Sequen
     if explorer.is_at_a_loss:
         return call(frame), None
     before = Surroundings(facts, used=set(), is_strict=False).guard
-    watch, reads = RegionWatch(), GradReads()
-    with capturing(), reads, watch:
+    watch, reads, code = RegionWatch(), GradReads(), CodeWatch()
+    with capturing(), reads, watch, code:
         result = call(frame)
+    explorer.note(code.codes)
     used = {*watch.externals, *watch.produced_storages}
     facts = explorer.explore(frame)
     if explorer.is_at_a_loss:
         return result, None
-    surroundings = Surroundings(facts, used, reads_grads=reads.any)
+    surroundings = Surroundings(facts, used, reads_grads=reads.any, runs_backward=watch.runs_backward)
     effect = before.check_in_passing(frame)
     entry = SequenceEntry(
         label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None
@@ -277,10 +286,12 @@ class _Attempt:
             yield
 
     def run(self) -> None:
-        before = random_state()
+        before, code = random_state(), CodeWatch()
         try:
-            self._result = call(self._frame)
+            with code:
+                self._result = call(self._frame)
         finally:
+            self._explorer.note(code.codes)
             after = random_state()
             set_random_state(before)
         if after != before:
@@ -311,13 +322,18 @@ class _Attempt:
             facts = everything  # code that does not name what it reads
             self._check_homes(facts)
         written = {key for key, external in self.watch.externals.items() if external.written}
-        surroundings = Surroundings(facts, set(self.watch.externals), written, self._reads.any)
+        used, is_backward = set(self.watch.externals), self.watch.runs_backward
+        reads_addresses = self._explorer.reads_addresses
+        surroundings = Surroundings(facts, None if reads_addresses else used, written, self._reads.any, is_backward)
+        kept = {id(fact.obj): fact for fact in facts if _is_itself(fact)}
         try:
-            results, tensors = ResultSpec.of(self._label, self._result)
+            results, found = ResultSpec.of(self._label, self._result, kept)
         except TypeError as error:
             raise CaptureError(str(error)) from None
         entry = SequenceEntry(self._label, surroundings.guard, devices, results=results)
-        entry.take([self._home_of(number, tensor, facts, surroundings) for number, tensor in enumerate(tensors)])
+        at = {key: Home(surroundings.step_of(fact), False, None) for key, fact in kept.items()}
+        ends = [at.get(id(one)) or self._home_of(n, one, facts, surroundings) for n, one in enumerate(found)]
+        entry.take(ends)
         return entry
 
     def _check_effects(self, facts: list[Fact]) -> None:

@@ -22,6 +22,7 @@ class Surroundings:
         used: identities of the storages whose memory matters; None: all.
         written: of those that a replay writes.
         reads_grads: the function asks for gradients, so that one that appears or goes is a change.
+        runs_backward: it computes gradients, so that hooks on them matter.
         is_strict: no check passes where something cannot be compared.
     """
 
@@ -31,9 +32,11 @@ class Surroundings:
         used: set[int] | None,
         written: set[int] = frozenset(),
         reads_grads: bool = True,
+        runs_backward: bool = False,
         is_strict: bool = True,
     ) -> None:
         self.guard = _C.Guard()
+        self._runs_backward = runs_backward
         self._steps: dict[int, int] = {}
         self._incomparable = {id(fact.parent) for fact in facts if fact.kind == _Kind.NEVER}
         for fact in facts:
@@ -57,6 +60,8 @@ class Surroundings:
         index = fact.index if fact.key_place is None else self._enter(fact.key_place)
         is_fleeting = fact.parent.is_fleeting
         step = self.guard.add_step(fact.kind, parent, fact.key, index, None, fact.name, is_fleeting)
+        if fact.kind == _Kind.KNOWN:
+            self.guard.expect_same_object(step, fact.obj)
         self._steps[id(fact)] = step
         return step
 
@@ -74,7 +79,8 @@ class Surroundings:
             )
             guard.expect_value(at, fact.value)
         elif fact.is_dense_tensor:
-            guard.add_tensor(step, obj, is_used, is_written)
+            is_leaf = obj.is_leaf and obj.requires_grad
+            guard.add_tensor(step, obj, is_used, is_written, compares_hooks=self._runs_backward and is_leaf)
         elif fact.is_grad:
             guard.expect_value(step, value_of(None))
         elif isinstance(obj, dict):

@@ -68,8 +68,7 @@ SOURCES = (
     ),
     Source("@dataclass\nclass K#:\n    scale: float = $\nO# = K#()", "O#.scale", ("O#.scale = $", "O# = K#($)")),
     Source(
-        "@dataclass(slots=True)\nclass K#:\n    scale: float = $\n"
-        "O# = K#()", "O#.scale", ("O#.scale = $", "O# = K#($)")
+        "@dataclass(slots=True)\nclass K#:\n    scale: float = $\nO# = K#()", "O#.scale", ("O#.scale = $", "O# = K#($)")
     ),
     Source("class K#:\n    __slots__ = ('scale',)\nO# = K#()\nO#.scale = $", "O#.scale", ("O#.scale = $",)),
     Source("class E#(enum.Enum):\n    A = 2.0\n    B = 0.5\nS# = E#.A", "S#.value", ("S# = E#.B", "S# = E#.A")),
@@ -154,8 +153,7 @@ SOURCES = (
     Source(
         "class M#(dict):\n    pass\nO# = M#(a=$)\nO#.scale = $", "O#['a'] + O#.scale", ("O#['a'] = $", "O#.scale = $")
     ),
-    Source("class M#(list):\n    pass\nO# = M#([$])\n"
-    "O#.scale = $", "O#[0] + O#.scale", ("O#[0] = $", "O#.scale = $")),
+    Source("class M#(list):\n    pass\nO# = M#([$])\nO#.scale = $", "O#[0] + O#.scale", ("O#[0] = $", "O#.scale = $")),
     Source("J# = defaultdict(lambda: 2.0, a=$)", "J#['a']", ("J#['a'] = $",)),
     Source("B# = [[[[[[[[$]]]]]]]]", "B#[0][0][0][0][0][0][0][0]", ("B#[0][0][0][0][0][0][0][0] = $",)),
     Source(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 import threading
@@ -150,3 +151,32 @@ def test_copies_of_methods_are_of_the_copy() -> None:
         (called(other.method, 3, x), called(other.scale, 3, x), owner.method(x)), (x * 5, x * 5, x * 4)
     )
     assert_bitwise_equal(pickle.loads(pickle.dumps(owner.scale))(x), x * 4)
+
+
+@dataclasses.dataclass
+class Pair:
+    one: Tensor
+    scale: float
+
+
+def test_a_result_that_is_an_argument_or_in_reach_is_that_object(device: str) -> None:
+    held, config = {"a": torch.ones(3, device=device)}, Pair(torch.ones(3, device=device), 2.0)
+
+    def step(given: dict[str, Tensor], x: Tensor) -> tuple:
+        return given, [held, config], x * config.scale, given
+
+    sequence, given, x = graphed(step), {"b": torch.ones(3, device=device)}, torch.ones(3, device=device)
+    for _ in range(4):
+        first, (second, third), product, again = sequence(given, x)
+        assert first is given and again is given and second is held and third is config
+        assert_bitwise_equal(product, x * 2)
+    assert counts(sequence) == (1, 3, 0, 1)
+    other = dict(given)
+    assert sequence(other, x)[0] is other
+
+
+def test_a_result_on_another_device_than_a_gpu_or_the_cpu_is_refused_by_name() -> None:
+    sequence = graphed(lambda: torch.ones(3, device="meta"))
+    assert sequence().is_meta
+    with pytest.raises(CaptureError, match="one GPU, got some on .*meta"):
+        sequence()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import contextlib
 import contextvars
@@ -395,8 +396,8 @@ def test_keyword_arguments_and_explicit_defaults_are_calls_of_their_own() -> Non
 
 def test_the_limits() -> None:
     """What README says that is not seen. Each of these is wrong, and known to be."""
-    x, event, chain = torch.ones(2), threading.Event(), types.SimpleNamespace()
-    event.scale, far = 2.0, chain
+    x, lock, chain = torch.ones(2), threading.Lock(), types.SimpleNamespace()
+    far = chain
     for _ in range(20):
         far.next = Deeper()
         far = far.next
@@ -419,8 +420,12 @@ def test_the_limits() -> None:
         GLOBAL["gain"] = 2.0
 
     held, name = Scaled(), "".join(["ga", "in"])
+    space, version = types.SimpleNamespace(k=1), torch.ones(2)
     for function, change in (
-        (lambda t: t * event.scale, lambda: setattr(event, "scale", 3.0)),
+        (lambda t: t * (1 + lock.locked()), lock.acquire),
+        (lambda t: t * (space == types.SimpleNamespace(k=1)), lambda: setattr(space, "more", 3.0)),
+        (lambda t: t * (1 + isinstance(chain, Registered)), lambda: Registered.register(types.SimpleNamespace)),
+        (lambda t: t * version._version, lambda: version.add_(1)),
         (deep, lambda: setattr(far, "scale", 3.0)),
         (lambda t: t * cached(), clear),
         (lambda t: t * (time.monotonic() % 7), lambda: time.sleep(0.01)),
@@ -440,3 +445,8 @@ def test_the_limits() -> None:
 
 class Deeper:
     pass
+
+
+class Registered(abc.ABC):
+    @abc.abstractmethod
+    def run(self) -> None: ...
