@@ -27,6 +27,12 @@ def bypass_modes() -> Iterator[None]:
         yield
 
 
+def function_modes() -> Sequence[Any]:
+    """The function modes of this thread, outermost first; ``with torch.device(...)`` is one."""
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(index) for index in range(count)] if count else ()
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield the leaves of nested lists, tuples and dicts (the containers a dispatcher call can hold), in order."""
     if isinstance(tree, list | tuple):

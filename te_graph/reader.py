@@ -113,9 +113,10 @@ class Reader:
         is_parameter = tensor.is_leaf and tensor.requires_grad
         if is_parameter or (tensor.is_leaf and tensor.grad is not None):
             yield fact.child(tensor.grad, name_of("grad", fact.name), _Kind.GRAD)
-        for key in _HOOKS_OF_TENSORS:
-            if hooks := getattr(tensor, key):
-                yield fact.child(hooks, f"hooks on the gradient of {fact.name}", _Kind.ATTRIBUTE, key)
+        hooks = {key: getattr(tensor, key) for key in _HOOKS_OF_TENSORS}
+        if any(hooks.values()):  # else the guard sees that there are none
+            for key, value in hooks.items():
+                yield fact.child(value, f"hooks on the gradient of {fact.name}", _Kind.ATTRIBUTE, key)
         members = fact.attributes()
         yield from (members.item(key, name_of(key, fact.name)) for key in list(members.obj))
         expected = frozenset() if fact.is_fleeting else self.names.asked

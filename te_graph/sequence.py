@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from te_graph import _C
 from te_graph.capturing import is_capturing, try_to_be_alone
+from te_graph.dispatch import function_modes
 from te_graph.explorer import Explorer
 from te_graph.facts import Inlined
 from te_graph.frame import Frame, call, frame_of
@@ -229,8 +231,10 @@ def _graphed_as(function: Callable[..., Any], on_change: str) -> GraphedSequence
 
 
 def _must_be_plain() -> bool:
-    """True inside other captures, and where a dispatch mode or a compiler wants to see the operations."""
+    """True inside other captures, and where a mode or a compiler wants to see the operations."""
     if is_capturing() or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
+        return True
+    if (modes := function_modes()) and not all(isinstance(mode, DeviceContext) for mode in modes):
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
@@ -279,8 +283,8 @@ def graphed(
         Generators of ``nn.Module`` (``parameters()``) are drained before the call; with other iterators among the
         arguments every call is eager.
 
-        Inside other captures, under dispatch modes, with ``TE_GRAPH_DISABLE=1`` calls run the function as it is. A
-        graphed function that is called by another one is part of that one's graph.
+        Inside other captures, under dispatch and function modes, with ``TE_GRAPH_DISABLE=1`` calls run the function as
+        it is. A graphed function that is called by another one is part of that one's graph.
 
     Raises:
         TypeError, ValueError: an argument is wrong.

@@ -18,7 +18,7 @@ from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capturing import capturing, collecting_checks, one_at_a_time
 from te_graph.checks import check_circumstances
 from te_graph.code_watch import CodeWatch
-from te_graph.dispatch import storage_key
+from te_graph.dispatch import function_modes, storage_key
 from te_graph.explorer import Explorer
 from te_graph.facts import Fact, is_opaque
 from te_graph.frame import Frame, call
@@ -170,11 +170,13 @@ def _is_itself(fact: Fact) -> bool:
 
 
 def _modes() -> tuple:
-    return torch.is_grad_enabled(), torch.get_default_dtype()
+    modes = function_modes()
+    return torch.is_grad_enabled(), torch.get_default_dtype(), modes and [mode.device for mode in modes]
 
 
 def _change_of(modes: tuple) -> str:
-    for name, before, now in zip(("the grad mode", "the default dtype"), modes, _modes(), strict=True):
+    names = ("the grad mode", "the default dtype", "the default device")
+    for name, before, now in zip(names, modes, _modes(), strict=True):
         if before != now:
             return f"{name} changed from {before} to {now}"
     return ""

@@ -336,6 +336,29 @@ def test_what_cannot_be_compared_runs_eagerly(module: types.ModuleType, setup: s
     assert counts(sequence) == (0, 0, 0, 4)
 
 
+def test_modes_of_functions_are_honoured() -> None:
+    class Doubles(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.add else result
+
+    def ones(x: torch.Tensor) -> torch.Tensor:
+        return torch.add(x, torch.ones(3))
+
+    sequence, x = graphed(ones), torch.ones(3)
+    for _ in range(3):
+        sequence(x)
+    with torch.device("meta"):
+        assert graphed(lambda: torch.ones(3))().is_meta
+        assert sequence.stats()["misses"] == 0
+        with pytest.raises(RuntimeError):
+            sequence(x)
+    with Doubles():
+        assert_bitwise_equal(sequence(x), ones(x))
+    assert_bitwise_equal(sequence(x), ones(x))
+    assert sequence.stats()["replays"] == 3
+
+
 def _made(module: types.ModuleType, setup: str, read: str):
     _run(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
     return module.fn, graphed(module.fn), torch.full((3,), 0.5)

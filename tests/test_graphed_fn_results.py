@@ -178,5 +178,5 @@ def test_a_result_that_is_an_argument_or_in_reach_is_that_object(device: str) ->
 def test_a_result_on_another_device_than_a_gpu_or_the_cpu_is_refused_by_name() -> None:
     sequence = graphed(lambda: torch.ones(3, device="meta"))
     assert sequence().is_meta
-    with pytest.raises(CaptureError, match="one GPU, got some on .*meta"):
+    with pytest.raises(CaptureError, match=r"one GPU, got some on .*meta"):
         sequence()
