@@ -189,4 +189,33 @@ SOURCES = (
     Source("BF# = nn.Module()\nBF#.register_buffer('b', tensor(1))", "BF#.b", ("BF#.b = tensor(2)", "BF#.b.add_(1)")),
     Source("def f#():\n    return len('abc')", "f#()", ("len = lambda text: $", "globals().pop('len', 0)")),
     Source("f# = [$].__getitem__\ng# = f#.__self__", "f#(0)", ("g#[0] = $",)),
+    Source("H# = $\nclass K#:\n    def __init__(self):\n        self.scale = H#", "K#().scale", ("H# = $",)),
+    Source(
+        "H# = $\nclass K#(nn.Identity):\n    def forward(self, x):\n        return super().forward(x) * H#\nO# = K#()",
+        "O#(x)",
+        ("H# = $", "O#.forward = lambda x: x * $", "K#.forward = lambda self, x: x * $"),
+    ),
+    Source(
+        "H# = $\nclass K#(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n"
+        "        return x * H#",
+        "K#.apply(x)",
+        ("H# = $", "K#.forward = staticmethod(lambda ctx, x: x * $)"),
+    ),
+    Source("class K#:\n    __slots__ = ('k',)\nO# = K#()", "getattr(O#, 'k', 1.5)", ("O#.k = $",)),
+    Source("U# = SimpleNamespace()", "getattr(U#, 'k', 1.5)", ("U#.k = $", "vars(U#).pop('k', 0)")),
+    Source(
+        _holder("    pass") + "\nO#.k = $\nD# = {O#: $}",
+        "sum(o.k * v for o, v in D#.items())",
+        ("O#.k = $", "D#[O#] = $"),
+    ),
+    Source(_holder("    pass") + "\nO#.k = $\nS# = weakref.WeakSet([O#])", "sum(o.k for o in S#)", ("O#.k = $",)),
+    Source(
+        "class B#:\n    def get(self):\n        return $\nclass K#(B#):\n    def get(self):\n"
+        "        return super().get()\nO# = K#()",
+        "O#.get()",
+        ("B#.get = lambda self: $", "K#.get = lambda self: $"),
+    ),
+    Source("class E#(enum.Enum):\n    A = 1\n    def get(self):\n        return H#\nH# = $", "E#.A.get()", ("H# = $",)),
+    Source("A# = np.ones((3, 3))\nP# = A#[::2, 1]", "P#.sum()", ("A#[2, 1] = $", "A#[1, 1] = $")),
+    Source("T# = threading.Event()", "1.0 + T#.is_set()", ("T#.set()", "T#.clear()")),
 )
