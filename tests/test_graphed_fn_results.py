@@ -180,3 +180,17 @@ def test_a_result_on_another_device_than_a_gpu_or_the_cpu_is_refused_by_name() -
     assert sequence().is_meta
     with pytest.raises(CaptureError, match=r"one GPU, got some on .*meta"):
         sequence()
+
+
+def test_containers_among_results_that_are_copies_are_a_documented_limit() -> None:
+    table = {"inner": [1, 2]}
+
+    def step(x: Tensor) -> tuple:
+        made = [x * 2]
+        return made, made, table["inner"]
+
+    sequence, x = graphed(step), torch.ones(2)
+    called(sequence, 2, x)
+    first, second, third = sequence(x)
+    assert first is not second and first[0] is second[0]
+    assert third == [1, 2] and third is not table["inner"]

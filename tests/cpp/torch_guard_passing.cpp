@@ -78,7 +78,41 @@ TEST_F(GuardInPassingTest, OtherTensorsOfTheSameFactsWillDo) {
     expect(py::make_tuple(tensor.alias(), at::ones({3})), "");
     expect(py::make_tuple(tensor.clone(), form), "used moved to other memory");
     expect(py::make_tuple(tensor, at::ones({4})), "form changed shape from [3] to [4]");
+    expect(py::make_tuple(tensor, at::ones({6}).slice(0, 0, 6, 2)), "form changed strides from [1] to [2]");
     expect(py::make_tuple(tensor, at::ones({3}).requires_grad_()), "form changed requires_grad from False");
+}
+
+TEST_F(GuardInPassingTest, HooksOnGradientsComeAndGo) {
+    const at::Tensor leaf = at::ones({2}).requires_grad_();
+    const py::tuple root = py::make_tuple(leaf);
+    guard.add_tensor(position(-1, 0, none, "leaf"), leaf, true, false, /*compares_hooks=*/true);
+    expect(root, "");
+    const unsigned hook = leaf.register_hook([](const at::Tensor&) {});
+    expect(root, "leaf has gradient hooks now");
+    leaf.remove_hook(hook);
+}
+
+TEST_F(GuardInPassingTest, ClassesKeepTheirVersion) {
+    py::dict scope;
+    py::exec("class Base: pass\nclass Below(Base): pass", scope);
+    const py::object below = scope["Below"];
+    const auto version = version_of(reinterpret_cast<PyTypeObject*>(below.ptr()));
+    guard.add_step(StepKind::kTypeVersion, position(-1, 0, none, "type"), none, version, none, "class Below");
+    const py::tuple root = py::make_tuple(below);
+    expect(root, "");
+    scope["Base"].attr("k") = 1;
+    expect(root, "class Below changed");
+}
+
+TEST_F(GuardInPassingTest, SlotsThatAreEmptyStaySo) {
+    py::dict scope;
+    py::exec("class Slotted: __slots__ = ('k',)\nobject = Slotted()", scope);
+    const py::object object = scope["object"];
+    guard.add_step(StepKind::kNoAttribute, position(-1, 0, none, "object"), py::str("k"), 0, none, "object.k");
+    const py::tuple root = py::make_tuple(object);
+    expect(root, "");
+    object.attr("k") = 1;
+    expect(root, "object.k changed");
 }
 
 TEST_F(GuardInPassingTest, NothingIsKept) {
