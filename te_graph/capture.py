@@ -21,6 +21,7 @@ from te_graph.externals import TensorWatch, leaves_below
 from te_graph.gradients import Destination, Gradients, gradients_of, main_grad_of
 from te_graph.group import Group
 from te_graph.homes import walk
+from te_graph.layout import copy_with_gaps, static_copy
 from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.reading import Reader
 from te_graph.results import ResultPlan, inner_outputs, views_kept
@@ -83,13 +84,11 @@ class CallableCapture:
         self.group = group
         self.backend = group.backend
         self.signature = signature
-        self.samples = [_static_copy(sample) for sample in samples]
+        self._take([static_copy(sample) for sample in samples])
         self.predecessor: CallableCapture | None = None
         self.links: dict[int, int] = {}
         self.slots: list[Slot] = []
         self.changed = ChangedInputs()
-        self.watch = TensorWatch(owned=self.samples)
-        self._first_watch = TensorWatch(owned=self.samples)
         self._reader = Reader(root, group.options.ignore_attributes)
         places = list(walk(root))
         self._places = self._reader.places()
@@ -98,6 +97,11 @@ class CallableCapture:
         self._bindings = Bindings(variables(self._places))
         below = [place.obj for place in places if isinstance(place.obj, nn.Module) and place.obj is not root]
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
+
+    def _take(self, samples: list[Tensor]) -> None:
+        """Warm up with ``samples`` [...]."""
+        self.samples = samples
+        self.watch, self._first_watch = TensorWatch(owned=samples), TensorWatch(owned=samples)
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -122,7 +126,16 @@ class CallableCapture:
                 self.links[number] = number
         if self.links:
             self.predecessor = predecessor
+            # What is read in place lies as it does there: code asks for that, and views of it depend on it.
+            self._take([self._as_linked(number, results) for number in range(len(self.samples))])
         predecessor.sample_results = []
+
+    def _as_linked(self, number: int, results: list[Tensor]) -> Tensor:
+        """Sample ``number``, [...]: where it is linked, with the layout that it has among the predecessor's results."""
+        sample = self.samples[number]
+        if number not in self.links or sample.stride() == results[self.links[number]].stride():
+            return sample
+        return copy_with_gaps(results[self.links[number]]).requires_grad_(sample.requires_grad)
 
     @property
     def first_of_chain(self) -> CallableCapture:
@@ -238,7 +251,7 @@ class CallableCapture:
             slot = self.predecessor.slots[len(self.slots)]
             result = self.predecessor.plan.results[self.links[number]].tensor_in(slot.outputs, slot.inputs)
             return result.detach().requires_grad_(sample.requires_grad)
-        return _static_copy(sample) if self.slots else sample
+        return static_copy(sample) if self.slots else sample
 
     def capture_backward(self, number: int, pool: Any, successor: CallableCapture | None) -> None:
         """Capture the gradients of the forward in slot ``number``, ending in one launch that accumulates them.
@@ -417,12 +430,6 @@ class CallableCapture:
 def _version_of(tensor: Tensor) -> int | None:
     """The version of ``tensor`` [...]; None where it was made in inference mode and counts none."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _static_copy(sample: Tensor) -> Tensor:
-    """A copy of ``sample`` [...] in memory of its own, with its layout if that is dense."""
-    copy = torch.empty_like(sample, requires_grad=False).copy_(sample.detach())
-    return copy.requires_grad_(sample.requires_grad)
 
 
 def _grouped(grads: list[Tensor | None], leaves: list[list[Tensor]]) -> list[list[Tensor]]:

@@ -204,6 +204,37 @@ def test_one_forward_too_many_is_refused_by_the_first_of_the_chain_with_advice(d
     assert counts(layers, "in_flight") == [0, 0, 0]
 
 
+def _turned(x: Tensor) -> Tensor:  # [n, n] -> [n, n], transposed in memory
+    return (x * 2).t()
+
+
+def _with_gaps(x: Tensor) -> Tensor:  # [n, n] -> [n, n], every other column of a matrix
+    return torch.cat([x, x * 3], 1)[:, ::2]
+
+
+def _expanded(x: Tensor) -> Tensor:  # [n, n] -> [n, n], each row the same memory
+    return x.sum(0).expand(*x.shape)
+
+
+@pytest.mark.parametrize("first", [_turned, _with_gaps, _expanded])
+def test_a_layer_sees_the_layout_of_the_result_that_it_reads_whatever_its_sample_has(device, first):
+    def second(x: Tensor) -> Tensor:  # a view only where the argument is contiguous
+        return x.reshape(2, -1).view_as(x) * (2 if x.is_contiguous() else 3)
+
+    def leaf() -> Tensor:
+        return torch.arange(16.0, device=device).reshape(4, 4).requires_grad_()
+
+    graphed = make_graphed_callables((first, second), ((leaf(),), (leaf(),)), chain=True)
+    got, expected = [
+        (y := g(hidden := f(x := leaf())), y.backward(torch.ones_like(y)), hidden.stride(), x.grad)
+        for f, g in (graphed, (first, second))
+    ]
+    assert_bitwise_equal(got[0], expected[0])
+    assert_bitwise_equal(got[3], expected[3])
+    assert got[2] == expected[2]
+    assert [one.te_graph.info()["forward_replays"] for one in graphed] == [1, 1]
+
+
 @pytest.mark.parametrize("frozen", [1, 2, 3])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_frozen_layers_at_the_beginning_have_no_backward_and_use_all_slots(device, frozen, slots):

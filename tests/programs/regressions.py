@@ -258,6 +258,19 @@ REGRESSIONS: dict[str, tuple[tuple[str, ...], dict[str, object], str]] = {
         in_threads(work1, work4)
         """,
     ),
+    "a chain through a view of a transposed result": (
+        ("masked", "transposed", "flat_view", "Convolution"),
+        {"chain": True},
+        """
+        x1 = leaf(4, DEV)
+        y2, y3 = m0(x1)
+        y4 = m3(m2(m1(y2)))
+        see('y4', y4)
+        (y4 * y4).sum().backward()
+        see('x1.grad', x1.grad)
+        grads('o3', o3)
+        """,
+    ),
 }
 
 
