@@ -208,3 +208,14 @@ def test_hazard_03_a_callable_that_edits_its_argument_behind_autograds_back_is_r
             return x.data.mul_(2) + 1
 
         make_graphed_callables(scale, (batch(device, requires_grad=False),))
+
+
+def test_changing_a_retained_result_that_another_one_is_computed_from_raises_a_documented_limit(device):
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y * 3, y
+
+    _, y = make_graphed_callables(function, (leaf_copy(batch(device)),))(leaf_copy(batch(device)))
+    y.retain_grad()
+    with pytest.raises(RuntimeError):
+        y.mul_(2)
