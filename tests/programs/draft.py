@@ -62,6 +62,7 @@ class Draft:
         self.busy: Counter[int] = Counter()
         self.optimizer = ""
         self.may_turn = True
+        self.tied: set[int] = set()  # pieces that share a parameter
         self.main_grads: set[int] = set()
         self.hooked: set[str] = set()
         self.retained: set[str] = set()
@@ -88,9 +89,14 @@ class Draft:
     def slots(self, piece: int) -> int:
         return next((dict(g.options).get("max_in_flight", 1) for g in self.groups if piece in g.pieces), 99)
 
+    def sharing(self, piece: int) -> set[int]:
+        """The pieces that use the parameters of ``piece``."""
+        return {piece} | (self.tied if piece in self.tied else set())
+
     def accumulates(self, piece: int) -> bool:
-        """True when the graphs of ``piece`` accumulate its gradients, and not autograd."""
-        return any(piece in g.pieces and dict(g.options).get("accumulate_grads", True) for g in self.groups)
+        """True when graphs accumulate the gradients of ``piece``, and not autograd, whoever uses its parameters."""
+        able = {n for g in self.groups if dict(g.options).get("accumulate_grads", True) for n in g.pieces}
+        return self.sharing(piece) <= able
 
     def with_parameters(self) -> list[Piece]:
         return [piece for piece in self.pieces if any(requires for requires, _ in parameter_facts(piece.name))]
@@ -168,7 +174,9 @@ class Draft:
                 batch.values.append(result)
             if letter != "n":
                 batch.ends[result] = letter == "d"
-                if not piece.kind.aliases:
+                # Which results backward(inputs=...) goes through cannot be told inside a callable (README, Limits).
+                hangs_on_all = piece.kind.takes == 1 or len(results) == 1
+                if hangs_on_all and not piece.kind.aliases:
                     self._hook(batch, result)
 
     def _look(self, result: str, letter: str, may_keep: bool) -> None:
@@ -244,7 +252,7 @@ class Draft:
         batch = self.pending.pop(self.rng.randrange(len(self.pending)))
         loss = self._loss(batch)
         leaf = self.rng.choice(batch.leaves)
-        way = self.rng.random()
+        way = self.rng.random()  # where something retains its gradient, not those that run some nodes only
         if way < 0.55:
             self.add("backward", f"{loss}.backward()")
         elif way < 0.65:
@@ -255,7 +263,7 @@ class Draft:
             if self.chance(0.5) and not self.is_ordered:
                 self.forward()
             self.add("backward again", f"{loss}.backward()")
-        elif way < 0.84 and not self.retained:  # what is retained hangs on which nodes run
+        elif way < 0.84 and not self.retained:
             able = [value for value in batch.values if value not in batch.shared]
             wanted = [leaf, *self.rng.sample(able, min(len(able), 2))]
             names = ", ".join(dict.fromkeys(wanted))
@@ -263,7 +271,7 @@ class Draft:
             self.add("autograd.grad", f"{grads} = torch.autograd.grad({loss}, [{names}], allow_unused=True)")
             look = f"for i, g in enumerate({grads}): keep(f'{grads}[{{i}}]', g)"
             self.add("keep gradients", look)
-        elif way < 0.9:
+        elif way < 0.9 and not self.retained:
             self.add("backward to inputs", f"{loss}.backward(inputs=[{leaf}])")
         elif self.pending and not self.is_ordered:
             other = self.pending.pop()

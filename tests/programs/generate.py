@@ -95,6 +95,7 @@ def _tie(draft: Draft) -> None:
     plain = [n for n in plain if draft.pieces[n].name not in ("Line", "Closure", "Convolution", "ChannelsLast")]
     if len(plain) > 1 and not draft.is_ordered:
         one, other = draft.rng.sample(plain, 2)
+        draft.tied = {one, other}
         draft.add("tie", f"if hasattr(o{one}, 'p') and hasattr(o{other}, 'p'): o{one}.p = o{other}.p", is_early=True)
 
 
@@ -105,9 +106,11 @@ def _prepare_parameter(draft: Draft) -> None:
         return
     parameter, owner = found
     way = rng.random()
-    is_returned = any((p.number, p.name) == (owner, "ReturnsParameter") for p in draft.pieces)
-    if way < 0.4 and not (draft.is_ordered or is_returned) and draft.accumulates(owner):
-        draft.main_grads.add(owner)
+    shared_by = {draft.pieces[number].name for number in draft.sharing(owner)}
+    is_rounded = "SmallGrad" in shared_by and not draft.is_exact  # by eager execution, which goes through .grad
+    able = not (draft.is_ordered or is_rounded or "ReturnsParameter" in shared_by)
+    if way < 0.4 and able and draft.accumulates(owner):
+        draft.main_grads |= draft.sharing(owner)
         code = f"{parameter}.main_grad = {rng.choice(MAIN_GRADS)}\nif not graph: add_into_main_grad({parameter})"
         draft.add("main_grad", code, is_early=True)
     elif way < 0.6:

@@ -188,7 +188,7 @@ DEV, LOG, KEPT = "{device}", {{}}, {{}}
 
 
 def see(name, value):
-    if value is None and name.endswith("hook"):
+    if value is None and name.removesuffix(", at the end").endswith("hook"):
         return
     LOG.setdefault(name, []).append(copy.copy(value.tolist() if hasattr(value, "tolist") else value))
 
