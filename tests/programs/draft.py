@@ -98,6 +98,10 @@ class Draft:
         able = {n for g in self.groups if dict(g.options).get("accumulate_grads", True) for n in g.pieces}
         return self.sharing(piece) <= able
 
+    def captures_hooks(self, piece: int) -> bool:
+        """True when hooks of modules that ``piece`` calls are captured with it."""
+        return any(piece in g.pieces and dict(g.options).get("hooks") == "captured" for g in self.groups)
+
     def with_parameters(self) -> list[Piece]:
         return [piece for piece in self.pieces if any(requires for requires, _ in parameter_facts(piece.name))]
 

@@ -168,8 +168,8 @@ def _parameter(draft: Draft) -> None:
     if owner not in draft.main_grads:
         ways += [
             f"{p}.register_hook(lambda g: g * 2)",
-            f"{p}.register_hook(lambda g: see('hook {name}', g))",
-            f"{p}.register_hook(lambda g: keep('hook {name}', g))",
+            f"{p}.register_hook(lambda g: see('{name} hook', g))",
+            f"{p}.register_hook(lambda g: keep('{name} hook', g))",
             f"{p}.register_post_accumulate_grad_hook(lambda p: see('post {name}', p.grad))",
             f"{p}.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None))",
         ]
@@ -210,14 +210,17 @@ def _change(draft: Draft) -> None:
     if piece.kind.call == "{o}":
         return
     label = f"{o} of {len(draft.steps)}"
-    ways = (
+    ways = [
         f"{o}.eval()",
         f"{o}.train()",
-        f"{o}.register_forward_hook(lambda module, args, result: see('forward hook {label}', args[0]))",
         f"{o}.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))",
-        f"{o}.register_full_backward_hook(lambda module, gi, go: see('backward hook {label}', go[0]))",
         f"{o}.note = 1",
-    )
+    ]
+    if not (piece.kind.call and draft.captures_hooks(piece.number)):  # those run in captures, and in no replay
+        ways += [
+            f"{o}.register_forward_hook(lambda module, args, result: see('{label} forward hook', args[0]))",
+            f"{o}.register_full_backward_hook(lambda module, gi, go: see('{label} backward hook', go[0]))",
+        ]
     draft.add("change of a module", rng.choice(ways))
 
 
