@@ -81,7 +81,7 @@ def make_graphed_callables(
         grad_dtype: accumulate into ``p.main_grad`` of this dtype, created where it is missing and the parameter has
             another dtype; ``.grad`` stays None. A parameter that has a ``main_grad`` is accumulated there in any case.
         hooks: what becomes of forward, pre- and backward hooks of submodules: "refuse" the capture, or "captured": what
-            they compute is frozen into the graph, and their Python effects do not happen again.
+            they compute is frozen into the graph; their Python effects happen in each capture, and in no replay.
         on_mismatch: what a call does whose arguments are not as at capture, or for which something that the graph
             takes for granted has changed: "raise", run in "eager" mode, or "capture" again. Captures for other
             arguments stand beside each other; one that is stale is replaced.
