@@ -127,6 +127,20 @@ def test_a_wrong_replay_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Any, ve
     assert detail in outcome.detail or detail in outcome.kind
 
 
+@pytest.mark.parametrize("scale, verdict", [("1", "failed"), ("2.0**50", "rounded")])
+def test_whole_numbers_are_exact_until_they_are_large(
+    monkeypatch: pytest.MonkeyPatch, scale: str, verdict: str
+) -> None:
+    _capture_by(monkeypatch, lambda f, x: f(x) * (1 + 2.0**-52))
+    outcome = run(_program(f"y2 = m0(leaf(1, DEV) * {scale})", "keep('y2', y2.detach().numpy())"))
+    assert (outcome.verdict, outcome.kind) == (verdict, "value")
+
+
+@pytest.mark.parametrize("name, verdict", [("y hook", "same"), ("y.grad", "failed")])
+def test_a_hook_may_be_called_without_a_gradient_in_a_replay_only(name: str, verdict: str) -> None:
+    assert run(_program(f"if graph: keep({name!r}, None)")).verdict == verdict
+
+
 def test_an_error_that_only_eager_execution_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     _capture_by(monkeypatch, lambda f, x: f(x))
     outcome = run(_program(*LINES, "if not graph: raise ValueError('eager')"))
