@@ -350,3 +350,23 @@ def test_outputs_that_were_never_used_may_be_dropped_after_the_callable(device):
     del model
     assert_bitwise_equal([output.detach() for output in outputs], copies)
     del outputs
+
+
+def test_a_gradient_that_autograd_keeps_as_a_conjugate_view_is_a_plain_tensor_a_documented_limit(device):
+    class Conjugated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.complex(torch.ones(3), torch.arange(3.0)))
+
+        def forward(self, x: Tensor) -> Tensor:  # [3] -> [3]
+            y = torch.complex(x, x) + self.p.conj()
+            return y.real * 2 + y.imag
+
+    module = Conjugated().to(device)
+    twin = eager_twin(module)
+    x = torch.ones(3, device=device, requires_grad=True)
+    make_graphed_callables(module, (x,))
+    for one in (twin, module):
+        one(x).sum().backward()
+    assert (twin.p.grad.is_conj(), module.p.grad.is_conj()) == (True, False)
+    assert_bitwise_equal(module.p.grad, twin.p.grad.resolve_conj())

@@ -184,11 +184,11 @@ def _optimizer(draft: Draft) -> None:
         draft.optimizer = draft.name("opt")
         owners = ", ".join(f"o{piece.number}" for piece in draft.with_parameters())
         parameters = f"{{id(p): p for o in ({owners},) for p in params(o)}}.values()"
-        kind = (
-            "SGD({}, lr=0.5, momentum=0.5)"
-            if draft.is_exact
-            else draft.rng.choice(("AdamW({}, lr=0.1)", "SGD({}, lr=0.5, momentum=0.5)"))
-        )
+        kinds = ["SGD({}, lr=0.5, momentum=0.5)"]
+        # AdamW takes no conjugate view, as autograd keeps it; what graphs leave is none (README, Limits).
+        if not draft.is_exact and not any(piece.name == "ConjugateGrad" for piece in draft.pieces):
+            kinds.append("AdamW({}, lr=0.1)")
+        kind = draft.rng.choice(kinds)
         draft.add("optimizer", f"{draft.optimizer} = torch.optim.{kind.format(parameters)}")
     draft.add("optimizer step", f"{draft.optimizer}.step()")
     zero = draft.rng.choice(("zero_grad()", "zero_grad(set_to_none=False)"))
