@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.capturing import is_capturing
 from te_graph.options import Options
-from te_graph.signature import Signature
+from te_graph.signature import Signature, subclass_of
 from te_graph.wrappers import reason_to_refuse_module
 
 _NAME = "make_graphed_callables"
@@ -79,6 +79,8 @@ def sample_of(
             raise ValueError(
                 f"{label}: expected sample {name} to have memory of its own, got a {type(tensor).__name__}"
             )
+        if kind := subclass_of(tensor):
+            raise TypeError(f"{label}: expected sample {name} to be a torch.Tensor, got a {kind}")
         if device is not None and tensor.device != device:
             raise ValueError(f"{label}: expected sample {name} on {device}, got {tensor.device}")
     return signature, tensors

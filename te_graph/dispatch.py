@@ -82,6 +82,13 @@ def has_subclass(types: Sequence[type]) -> bool:
     return any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types)
 
 
+def acts_like_tensor(kind: type) -> bool:
+    """True for ``torch.Tensor``, parameters, and other classes of tensors that operations take no notice of."""
+    if kind in (Tensor, torch.nn.Parameter):
+        return True
+    return kind.__torch_function__ is torch._C._disabled_torch_function_impl and not has_subclass([kind])
+
+
 def base_name(func: torch._ops.OpOverload) -> str:
     """Name without namespace and overload: ``add_`` for ``aten.add_.Tensor``."""
     return func._schema.name.rpartition("::")[2]

@@ -7,12 +7,16 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_graph.constants import are_same, frozen, is_comparable, is_constant, reason_against
+from te_graph.dispatch import acts_like_tensor
 from te_graph.nest import Shape, flatten, reordered, unflatten
 
 __all__ = ["DiscernibleError", "ResultSpec", "Signature", "containers_kept", "is_constant"]
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class DiscernibleError(ValueError):
@@ -22,6 +26,14 @@ class DiscernibleError(ValueError):
 def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
     seen: dict[int, int] = {}
     return tuple(seen.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
+
+
+def subclass_of(tensor: Tensor) -> str | None:
+    """What to say of ``tensor`` [...] if it is of a class that takes part in operations; else None."""
+    kind = type(tensor)
+    if kind in _PLAIN or acts_like_tensor(kind):
+        return None
+    return f"{kind.__name__}, a subclass whose operations a graph does not follow"
 
 
 def _check_leaf(where: str, leaf: Any) -> None:
@@ -118,8 +130,8 @@ class Signature(_Nest):
     def is_plain(self, args: tuple) -> bool:
         """True when ``args``, of a flat signature, are the tensors of the call as they stand."""
         if len(args) == 1:
-            return isinstance(args[0], Tensor)
-        return all(isinstance(argument, Tensor) for argument in args) and len({*map(id, args)}) == len(args)
+            return type(args[0]) in _PLAIN
+        return all(type(argument) in _PLAIN for argument in args) and len({*map(id, args)}) == len(args)
 
     def flatten(self, label: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
         """The distinct tensors of a call, in order.
@@ -138,9 +150,11 @@ class Signature(_Nest):
             if position in self.tensors:
                 if not isinstance(got, Tensor):
                     raise ValueError(f"{label}: expected {name} to be a tensor as at capture, got {got!r}")
+                if kind := subclass_of(got):
+                    raise ValueError(f"{label}: expected {name} to be a torch.Tensor, got a {kind}")
             elif isinstance(got, Tensor) or not are_same(expected, got):
-                kind = "tensor" if isinstance(got, Tensor) else repr(got)
-                raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {kind}")
+                found = "tensor" if isinstance(got, Tensor) else repr(got)
+                raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {found}")
         first = _first_of_each([leaves[position] for position in self.tensors])
         if first != self.first:
             self._refuse_identities(label, first)

@@ -104,7 +104,7 @@ PyObject* replay(PyObject* module, PyObject* const* args, size_t count) {
         return nullptr;
     }
     for (size_t i = 0; i < count; ++i) {
-        if (!THPVariable_Check(args[i])) return nullptr;
+        if (!THPVariable_CheckExact(args[i])) return nullptr;  // a subclass may want to see the operations
         for (size_t other = 0; other < i; ++other) {
             if (args[i] == args[other]) return nullptr;
         }
