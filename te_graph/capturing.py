@@ -74,13 +74,26 @@ def collecting_checks(on_write: Callable[[Tensor], None]) -> Iterator[list[Calla
 
 # A capture holds what belongs to the process: garbage collection, the default generators, the capture stream.
 _captures = threading.RLock()
+_PATIENCE = 600.0  # seconds
 
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Around a capture: waits for those of other threads."""
-    with _captures:
+    """Around a capture: waits for those of other threads.
+
+    Raises:
+        RuntimeError: one did not end. It may wait for something that the caller of this one holds.
+    """
+    if not _captures.acquire(timeout=_PATIENCE):
+        raise RuntimeError(
+            f"another thread has been capturing for {_PATIENCE:.0f} s, and a process makes one capture at a time; "
+            "where that one waits for a lock or a result of this thread, capture before the threads start, or let go "
+            "of the lock around the capture"
+        )
+    try:
         yield
+    finally:
+        _captures.release()
 
 
 def try_to_be_alone() -> contextlib.AbstractContextManager[None] | None:
