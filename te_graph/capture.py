@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
 from te_graph.autocast import own_casts
+from te_graph.capture_checks import check_forms, check_results, forms_of, refuse_grad
 from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import check_hooks, find_homes
 from te_graph.dispatch import is_dense, storage_key
@@ -21,6 +22,7 @@ from te_graph.externals import TensorWatch, leaves_below
 from te_graph.gradients import Destination, Gradients, gradients_of, main_grad_of
 from te_graph.group import Group
 from te_graph.homes import walk
+from te_graph.host_access import GradWatch
 from te_graph.layout import copy_with_gaps, static_copy
 from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.reading import Reader
@@ -198,7 +200,9 @@ class CallableCapture:
                 places = self._reader.places()
                 effects, generators = SideEffects(places), HostRandom(places)
             with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
-                tensors = self._call(inputs)
+                refusing = functools.partial(refuse_grad, self.label, self._places, watch)
+                with nothing if watch is nothing else GradWatch(refusing):
+                    tensors = self._call(inputs)
                 self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
                 if is_last and self._copies:
                     hidden = self.result.numbers_of_last(len(self._copies))
@@ -334,14 +338,14 @@ class CallableCapture:
     def _call(self, inputs: list[Tensor]) -> list[Tensor]:
         """Run the callable on ``inputs`` [...]; return the tensors of its result."""
         given = self.changed.given(inputs)
+        before = forms_of(given)
         args, kwargs = self.signature.unflatten(given)
         result = self._run(*args, **kwargs)
+        check_forms(self.label, self.signature.distinct_names, before, given)
         changed = self.changed.results(inputs, given)
         self._copies = [given[number] for number in self.changed.numbers]
         self.result, tensors = ResultSpec.of(self.label, (result, changed) if changed else result)
-        for number, tensor in enumerate(tensors):
-            if tensor.layout != torch.strided:
-                raise TypeError(f"{self.label}: expected dense results, got result {number} of layout {tensor.layout}")
+        check_results(self.label, tensors)
         return tensors
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -109,6 +109,13 @@ def gradients_of(
     try:
         with torch.autocast(outputs[0].device.type, enabled=False):
             grads = list(torch.autograd.grad(outputs, targets, grad_outputs, retain_graph=True, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{label}: reentrant activation checkpointing runs a backward inside the backward, which cannot be "
+            "captured: pass use_reentrant=False to torch.utils.checkpoint"
+        ) from error
     finally:
         isolation.restore()
     for target, grad in zip(targets, grads, strict=True):

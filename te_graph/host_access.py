@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from te_graph.refusals import Refusals, refuse_host_access
 
@@ -21,6 +22,7 @@ _PROPERTIES = ("data", "grad")
 _of_thread = threading.local()  # watches: those under way, outermost first
 
 GET_GRAD = torch.Tensor.grad.__get__
+_USE_GRAD = (GET_GRAD, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)
 
 
 def _seen(func: Callable) -> Callable:
@@ -56,7 +58,7 @@ class _Methods:
                     setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name)))
                 for name in _PROPERTIES:
                     member = getattr(torch.Tensor, name)
-                    parts = _seen(member.__get__), _seen(member.__set__), member.__delete__
+                    parts = _seen(member.__get__), _seen(member.__set__), _seen(member.__delete__)
                     setattr(torch.Tensor, name, property(*parts))
 
     def put_back(self) -> None:
@@ -87,6 +89,17 @@ class MethodWatch:
     def __exit__(self, *failure: object) -> None:
         _methods.put_back()
         _of_thread.watches = _of_thread.watches[:-1]
+
+
+class GradWatch(MethodWatch):
+    """Calls ``on_use`` with each tensor, [...], whose ``.grad`` is about to be read, set or deleted."""
+
+    def __init__(self, on_use: Callable[[Tensor], None]) -> None:
+        self._on_use = on_use
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        if func in _USE_GRAD:
+            self._on_use(args[0])
 
 
 class HostAccessWatch(MethodWatch):

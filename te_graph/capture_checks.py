@@ -1,0 +1,66 @@
+"""What a callable does in its warm-up that a replay could not do, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph.dispatch import is_dense, storage_key
+from te_graph.externals import TensorWatch
+from te_graph.homes import Place
+from te_graph.signature import subclass_of
+
+
+def forms_of(tensors: list[Tensor]) -> list[dict[str, Any]]:
+    """What methods such as ``unsqueeze_`` and ``requires_grad_`` change of ``tensors`` [...] themselves."""
+    return [
+        {
+            "shape": tensor.shape,
+            "strides": tensor.stride(),
+            "requires_grad": tensor.requires_grad and tensor.grad_fn is None,  # what is written in place may get it
+        }
+        for tensor in tensors
+    ]
+
+
+def check_forms(label: str, names: list[str], before: list[dict[str, Any]], tensors: list[Tensor]) -> None:
+    """Raise RuntimeError if one of the arguments ``tensors`` [...] has another form than ``before``."""
+    for name, old, new in zip(names, before, forms_of(tensors), strict=True):
+        if change := next((fact for fact, value in new.items() if value != old[fact]), None):
+            raise RuntimeError(
+                f"{label}: changes the {change} of {name} in place, which a replay would not do to the caller's: "
+                "change a view or a detached copy (x = x.unsqueeze(0), x = x.detach())"
+            )
+
+
+def check_results(label: str, results: list[Tensor]) -> None:
+    """Raise TypeError or RuntimeError if one of the ``results`` [...] cannot be handed out as it is."""
+    for number, tensor in enumerate(results):
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{label}: expected dense results, got result {number} of layout {tensor.layout}")
+        if kind := subclass_of(tensor):
+            raise TypeError(f"{label}: expected result {number} to be a torch.Tensor, got a {kind}")
+        is_cut_off = tensor.requires_grad and tensor.grad_fn is None and tensor._is_view()
+        if is_cut_off and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{label}: result {number} is a view, made under torch.no_grad(), of a tensor that requires a "
+                "gradient, and can have no gradient itself: return it detached"
+            )
+
+
+def refuse_grad(label: str, places: Iterable[Place], watch: TensorWatch, tensor: Tensor) -> None:
+    """Refuse that a callable uses ``.grad`` of ``tensor`` [...], unless it made that in the iteration of ``watch``.
+
+    Raises:
+        RuntimeError: names the tensor, if it is at one of ``places``.
+    """
+    if is_dense(tensor) and storage_key(tensor) in watch.produced_storages:
+        return
+    name = next((place.name for place in places if place.obj is tensor), "an argument or tensor outside")
+    raise RuntimeError(
+        f"{label}: the forward uses .grad of {name}, and a replay would go on with what it was at capture, or "
+        "leave the change out: call zero_grad(), or read gradients, outside of the callable"
+    )
