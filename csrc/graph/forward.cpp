@@ -1,7 +1,9 @@
 // The forward replay.
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -19,6 +21,7 @@
 namespace te_graph::graph {
 
 namespace impl = torch::autograd::impl;
+namespace py = pybind11;
 
 GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<Scope> scope,
                                  std::shared_ptr<Guard> guard, std::vector<InputSpec> inputs,
@@ -183,6 +186,16 @@ Refusal GraphedCallable::held_elsewhere() const {
                 "capture with max_in_flight= at least the number of threads, or drop or clone results there"};
 }
 
+// Whether somebody wants to see or exchange what autograd saves. Not activation checkpointing, which computes it again:
+// a replay needs none of that.
+static bool has_saved_tensor_hooks() {
+    const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+    if (hooks.empty()) return false;
+    const py::handle pack = hooks.top().first.ptr(getPyInterpreter());
+    const py::object module = py::getattr(pack, "__module__", py::none());
+    return !module.equal(py::str("torch.utils.checkpoint"));
+}
+
 // Modes that see every operation, of which a replay has none. Empty when there is none.
 static const char* mode_of(const std::vector<at::Tensor>& inputs) {
     const auto has_tangent = [](const at::Tensor& tensor) {
@@ -204,6 +217,10 @@ std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<
     collectives::check_groups(name_.c_str());
     if (is_capturing(device_)) return Refusal{Refusal::Kind::kCapturing, "inside another capture"};
     if (const char* const mode = mode_of(inputs)) return Refusal{Refusal::Kind::kMode, name_ + ": " + mode};
+    if (slots_.front()->backward && has_saved_tensor_hooks()) {
+        return Refusal{Refusal::Kind::kMode,
+                       name_ + ": called under torch.autograd.graph.saved_tensors_hooks, which see no replay"};
+    }
     if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {
         return Refusal{Refusal::Kind::kArguments, name_ + ": " + difference};
     }
