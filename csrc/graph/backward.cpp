@@ -119,12 +119,14 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
 
 namespace {
 
-// True when backward(inputs=...) names the leaf.
-bool is_requested(const std::unordered_map<torch::autograd::Node*, torch::autograd::GraphTask::ExecInfo>& exec_info,
-                  const at::Tensor& leaf) {
+using ExecInfo = torch::autograd::GraphTask::ExecInfo;
+
+// What the engine was asked for about the leaf; null: nothing.
+const ExecInfo* request_for(const std::unordered_map<torch::autograd::Node*, ExecInfo>& exec_info,
+                            const at::Tensor& leaf) {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
     const auto found = accumulator ? exec_info.find(accumulator.get()) : exec_info.end();
-    return found != exec_info.end() && found->second.needed_;
+    return found != exec_info.end() ? &found->second : nullptr;
 }
 
 }  // namespace
@@ -146,8 +148,12 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
         const at::Tensor& source = slot.parameter_grads[i];
         const at::Tensor& parameter = (*flight.externals)[spec.tensor];
         const at::Tensor& grad = parameter.grad();
+        const ExecInfo* const request = exec_info ? request_for(*exec_info, parameter) : nullptr;
+        TORCH_CHECK(has_edge || !request || !request->captures_, name_,
+                    ": torch.autograd.grad is asked for the gradient of ", guard_->tensor_name(spec.tensor),
+                    ", which the backward accumulates itself: capture with it in autograd_params=");
         const auto action = plan_gradient({.reached = got_all || any_common(spec.depends_on, got),
-                                           .inputs_only = exec_info && !is_requested(*exec_info, parameter),
+                                           .inputs_only = exec_info && !(request && request->needed_),
                                            .through_autograd = has_edge,
                                            .hooked_since = !has_edge && has_gradient_hooks(parameter),
                                            .frozen_since = !parameter.requires_grad(),
