@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,15 +14,16 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.dispatch import has_subclass, is_dense, storage_key
 from te_graph.externals import External
+from te_graph.graphed_class import plain_class
 from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
-from te_graph.plain_values import is_bulk, is_value
+from te_graph.library_objects import contents_of, is_array, is_iterator
+from te_graph.plain_values import MOST_KEYS, is_bulk, is_value
 from te_graph.pure_hooks import ComputedInGraph, is_pure_hook
 from te_graph.reading import Reader, is_opaque
 from te_graph.values import value_of
 
 _Kind = _C.StepKind
 _MOST_COMPARED = 64  # members of a list or set of values, which are compared at each call
-_MOST_KEYS = 1000
 _GUARDED_ELSEWHERE = (nn.Module, weakref.ref, ComputedInGraph)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
@@ -41,6 +43,7 @@ class Homes:
     names: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     _steps: dict[tuple, int] = field(default_factory=dict)
+    _classes: dict[tuple, int] = field(default_factory=dict)
 
     def index_of(self, tensor: Tensor) -> int:
         """Number of ``tensor`` [...], by identity; -1 when it has no home."""
@@ -69,7 +72,7 @@ class Homes:
         """
         if place.parent is not None and not place.in_guard:
             step = self._step_to(place)
-            if not isinstance(place.obj, dict | list | tuple | set) and place.obj is not None:
+            if not (isinstance(place.obj, dict | list | tuple | set) or is_array(place.obj) or place.obj is None):
                 self.guard.expect_identity(step, place.obj)
         return place.step
 
@@ -80,6 +83,13 @@ class Homes:
             self.guard.expect_identity(self._step_to(place), place.obj)
         else:
             self.guard.expect_value(self._step_to(place), value)
+
+    def expect_contents(self, place: Place, contents: _C.Value | None) -> None:
+        """Let the guard compare what the object at ``place`` holds; None: that it is this very object."""
+        if contents is None:
+            self.guard.expect_identity(self._step_to(place), place.obj)
+        else:
+            self.guard.expect_value(self._step_to(place.child(place.obj, place.name, _Kind.CONTENTS)), contents)
 
     def expect_type(self, place: Place) -> None:
         """Let the guard compare the type of what stands at ``place``."""
@@ -92,13 +102,37 @@ class Homes:
         elif place.again.in_guard:
             self.guard.expect_same(self._step_to(place), place.again.step)
 
+    def expect_class(self, place: Place, name: str, members: Iterable[tuple[str, Any]]) -> None:
+        """Let the guard find ``members`` in the class of what stands at ``place``, or in the class that stands there.
+
+        Another class may take its place if it has them, too, and takes it everywhere.
+        """
+        kind = plain_class(place.obj if isinstance(place.obj, type) else type(place.obj))
+        step = self._step_to(place.child(kind, f"class of {name}", _Kind.CLASS))
+        first = self._classes.setdefault((kind, place.parent is None), step)
+        if first != step:
+            self.guard.expect_same(step, first)
+            return
+        for key, member in members:
+            at = self.guard.add_step(_Kind.MEMBER, step, key, 0, None, f"{key} of class {kind.__name__}")
+            if is_value(member):
+                self.guard.expect_value(at, value_of(member))
+            elif not isinstance(member, dict | list | set | Tensor):
+                self.guard.expect_identity(at, member)
+
+    def expect_code(self, function: types.FunctionType) -> None:
+        """Let the guard see that ``function`` gets other code."""
+        name = f"code of {function.__name__}"
+        self.guard.add_step(_Kind.CODE, -1, weakref.ref(function), 0, function.__code__, name)
+
     def _step_to(self, place: Place) -> int:
         is_known = place.kind == _Kind.KNOWN  # is where it is, whatever it was found through
         parent = -1 if is_known else self.enter(place.parent)
-        step = place.kind, parent, place.key, id(place.obj) if is_known else place.index
+        index = place.index if place.key_place is None else self._step_to(place.key_place)
+        step = place.kind, parent, place.key, id(place.obj) if is_known else index
         if step not in self._steps:
             expected = place.obj if is_known else None
-            self._steps[step] = self.guard.add_step(place.kind, parent, place.key, place.index, expected, place.name)
+            self._steps[step] = self.guard.add_step(place.kind, parent, place.key, index, expected, place.name)
         place.step, place.in_guard = self._steps[step], True
         return place.step
 
@@ -156,6 +190,7 @@ def find_homes(
             _guard_place(place, homes)
         if place.again is None:
             _guard_absence(place, homes, reader)
+    _guard_code(places, modules, homes, reader)
     return homes
 
 
@@ -262,6 +297,15 @@ def _guard_place(place: Place, homes: Homes) -> None:
         homes.expect_again(place)
     elif isinstance(obj, list | tuple | dict | set):
         _guard_container(place, homes)
+    elif is_array(obj):
+        homes.expect_contents(place, contents_of(obj))
+    elif isinstance(obj, deque):
+        homes.enter(place.child(obj, f"length of {place.name}", _Kind.LENGTH, index=len(obj)))
+    elif is_iterator(obj):
+        raise RuntimeError(
+            f"{place.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
+            "list, or list the attribute in ignore_attributes= to freeze it"
+        )
     elif not (isinstance(obj, _GUARDED_ELSEWHERE) or place.kind == _Kind.KNOWN or _is_library(place)):
         homes.enter(place)
 
@@ -280,15 +324,36 @@ def _guard_absence(place: Place, homes: Homes, reader: Reader) -> None:
         homes.enter(members.child(members.obj, name_of(name, place.name), _Kind.ABSENT, name))
 
 
+def _guard_code(places: list[Place], modules: list[Place], homes: Homes, reader: Reader) -> None:
+    """What classes have for the code to run, and the code of functions."""
+    for place in modules:
+        homes.expect_class(place, place.name or type(place.obj).__name__, reader.members(place.obj))
+    for place in places:
+        obj = place.obj
+        if place.again is not None or place.kind == _Kind.KNOWN:
+            continue
+        if isinstance(obj, type) and reader.has_code(obj):
+            homes.expect_class(place.child(obj, place.name, _Kind.KNOWN), place.name, reader.members(obj))
+        elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.has_code(type(obj)):
+            homes.expect_class(place, place.name or "self", reader.members(obj))
+    for function in reader.functions(places):
+        homes.expect_code(function)
+
+
 def _guard_container(place: Place, homes: Homes) -> None:
     """Its members stand at places of their own; here it is about how many there are, and about values in bulk."""
     obj, name = place.obj, place.name
-    if is_bulk(obj) and len(obj) <= (_MOST_KEYS if isinstance(obj, dict) else _MOST_COMPARED):
+    if isinstance(obj, set):
+        if len(obj) <= _MOST_COMPARED and (contents := value_of(obj)) is not None:
+            homes.expect_contents(place, contents)
+        else:
+            homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+    elif is_bulk(obj) and len(obj) <= (MOST_KEYS if isinstance(obj, dict) else _MOST_COMPARED):
         homes.expect_value(place.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):
         # One that holds tensors may be a cache, which grows whenever other code runs.
-        is_few = len(obj) <= _MOST_KEYS and all(map(is_value, obj))
+        is_few = len(obj) <= MOST_KEYS and all(map(is_value, obj))
         kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)
         homes.enter(place.child(obj, f"keys of {name}", kind, key, index=len(obj)))

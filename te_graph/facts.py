@@ -62,7 +62,6 @@ class Fact(Place):
         is_fleeting: another object may be here at each call, as long as it holds the same.
         is_given: here are the arguments, or the keyword arguments.
         same_as: the place where the object was met first.
-        key_place: for an item of a dict whose key is an object: where that is found.
         value: of an object that is made of constants: what they are.
     """
 
@@ -70,7 +69,6 @@ class Fact(Place):
     is_fleeting: bool = False
     is_given: bool = False
     same_as: Fact | None = None
-    key_place: Fact | None = None
     value: _C.Value | None = None
 
     @property

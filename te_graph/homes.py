@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,7 @@ class Place:
         name: what messages call the object.
         distance: steps from the callable; submodules, parameters and buffers are as far as their module.
         again: the first place where the object was met, if that was another one.
+        key_place: for an item of a dict whose key is an object: where that is found.
     """
 
     obj: Any
@@ -50,6 +52,7 @@ class Place:
     step: int = -1  # its number in the guard, once it is there
     in_guard: bool = False
     again: Place | None = None
+    key_place: Place | None = None
 
     def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0, distance: int = 1) -> Place:
         return type(self)(obj, name, self, kind, key, index, self.distance + distance)
@@ -57,6 +60,8 @@ class Place:
     def attributes(self) -> Place | None:
         """The instance dictionary, or None for objects without one."""
         members = getattr(self.obj, "__dict__", None)
+        if isinstance(self.obj, threading.local):  # another one on each thread
+            return self.child(members, self.name, _Kind.ATTRIBUTE, "__dict__", distance=0)
         return self.child(members, self.name, _Kind.INSTANCE_DICT, distance=0) if isinstance(members, dict) else None
 
     def item(self, key: Any, name: str, distance: int = 1) -> Place:

@@ -24,6 +24,7 @@ _IMMUTABLE = (
     pathlib.PurePath,
     uuid.UUID,
 )
+MOST_KEYS = 1000  # of a dictionary that is compared at each call
 _CONTAINERS = (list, dict, collections.OrderedDict, set)
 
 
@@ -58,8 +59,13 @@ def _one_of_each(members: Iterable[Any], kinds: dict[type, None]) -> list[Any]:
 
 
 def is_bulk(obj: Any) -> bool:
-    """True for a list, dictionary or set that leads nowhere: of values alone, not of a derived class."""
-    return type(obj) in _CONTAINERS and holds_values(obj.values() if isinstance(obj, dict) else obj)
+    """True for a list, dictionary or set that leads nowhere: of values alone, not of a derived class. The keys of a
+    large dictionary are not looked at."""
+    if type(obj) not in _CONTAINERS:
+        return False
+    if not isinstance(obj, dict):
+        return holds_values(obj)
+    return holds_values(obj.values()) and (len(obj) > MOST_KEYS or holds_values(obj))
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -9,7 +9,6 @@ import gc
 import importlib.util
 import io
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -176,8 +175,6 @@ class Reader:
         """Attributes of an object, and its class."""
         obj, owner = fact.obj, fact.name or "self"
         members = fact.attributes()
-        if isinstance(obj, threading.local):  # another one on each thread
-            members = fact.child(obj.__dict__, fact.name, _Kind.ATTRIBUTE, "__dict__")
         if members is not None and not self.names.is_enough:
             yield members  # who asks for all attributes sees that there are more
         elif members is not None:

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import nn
 
 from te_graph import _C
 from te_graph.dispatch import is_own_file, is_user_file
+from te_graph.graphed_class import plain_class
 from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, name_of, submodules, walk
+from te_graph.library_objects import inside
 from te_graph.plain_values import is_bulk, is_value
 
 _Kind = _C.StepKind
@@ -53,6 +56,7 @@ _NOT_RUN = frozenset(
     ]
 )
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
     [
@@ -95,7 +99,8 @@ class Reader:
         self._functions: dict[types.CodeType, None] = {}
         self._classes: dict[type, dict[str, types.FunctionType]] = {}
         self._replayed: type | None = None  # class of the module whose forward is captured, if met there alone
-        self._library: dict[type, frozenset[str]] = {}
+        self._library: dict[type, dict[str, set[str]]] = {}
+        self._library_of_modules: dict[type, frozenset[str]] = {}
 
     def places(self) -> list[Place]:
         """All places that the code can get to."""
@@ -127,6 +132,36 @@ class Reader:
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
         return bool(_GOES_THROUGH_TABLES & (self._said | self._library_names(type(module))))
+
+    def members(self, obj: Any) -> Iterator[tuple[str, Any]]:
+        """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
+        asks for something that is not there."""
+        kind = plain_class(obj if isinstance(obj, type) else type(obj))
+        is_module = issubclass(kind, nn.Module)
+        names = self._said | (self._library_names(kind) | {"_call_impl"} if is_module else frozenset())
+        around = {"__call__", "_call_impl"} if is_module and obj is self._root else set()
+        if any(base.__name__ == "GraphModule" for base in kind.__mro__):
+            around |= {"forward", "__call__"}  # of torch.fx: made anew when it is copied; its source is an attribute
+        found: dict[str, Any] = {}
+        for base in reversed(kind.__mro__):
+            found.update(vars(base))
+        for name in sorted(found.keys() - around):
+            is_method = isinstance(found[name], types.FunctionType) and _is_implicit(name)
+            is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
+            if (is_method or name in names) and is_shown and not self._is_ignored(kind.__name__, name):
+                yield name, found[name]
+        asked = self._asked - found.keys() if self._is_asked(obj) else ()
+        yield from ((name, NotImplemented) for name in sorted(asked) if not self._is_ignored(kind.__name__, name))
+
+    def has_code(self, kind: type) -> bool:
+        """True for classes that the user wrote, and whose methods the code may run."""
+        return bool(self._methods_of(kind))
+
+    def functions(self, places: Iterable[Place]) -> Iterator[types.FunctionType]:
+        """Those that the user wrote, among ``places``."""
+        for place in places:
+            if place.again is None and (function := _written_by_user(place.obj)) is not None:
+                yield function
 
     def _learn(self, obj: Any) -> None:
         if isinstance(obj, types.FunctionType):
@@ -171,7 +206,7 @@ class Reader:
             return False
         if name in self._said or self._said & _LOOKS_AT_ALL:
             return True
-        return isinstance(place.obj, nn.Module) and name in self._library_names(type(place.obj))
+        return name in self._library_names(type(place.obj))
 
     def _is_ignored(self, owner: str, name: str) -> bool:
         return name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
@@ -180,12 +215,24 @@ class Reader:
         return isinstance(obj, (nn.Module, *_NAMESPACES)) or bool(self._methods_of(type(obj)))
 
     def _library_names(self, kind: type) -> frozenset[str]:
+        """What torch's methods of ``kind`` name: of a module all of them, else those that the code may call."""
         if kind not in self._library:
             bases = [base for base in kind.__mro__ if base is not nn.Module and base.__module__.startswith("torch.")]
-            functions = [member for base in bases for member in vars(base).values()]
-            codes = [inspect.unwrap(one).__code__ for one in functions if isinstance(one, types.FunctionType)]
-            self._library[kind] = frozenset(name for code in codes for name in _strings_in(code))
-        return self._library[kind]
+            methods: dict[str, set[str]] = {}
+            for name, member in [pair for base in bases for pair in vars(base).items()]:
+                if isinstance(member, types.FunctionType):  # one of a base may be called by that of a class above
+                    methods.setdefault(name, set()).update(_strings_in(inspect.unwrap(member).__code__))
+            self._library[kind] = methods
+            self._library_of_modules[kind] = frozenset().union(*methods.values())
+        methods = self._library[kind]
+        if issubclass(kind, nn.Module) or not methods:
+            return self._library_of_modules[kind]
+        called: set[str] = set()
+        following = {name for name in methods if name in self._said or _is_implicit(name)}
+        while following - called:
+            called |= following
+            following = {name for one in called for name in methods[one] if name in methods}
+        return frozenset().union(*(methods[name] for name in called))
 
     def _class_values(self, kind: type) -> dict[str, Any]:
         """Constants that the class itself holds, not one below it, and that the code names."""
@@ -201,8 +248,7 @@ class Reader:
             yield from self._inside_module(place)
         elif isinstance(obj, dict):
             if not is_bulk(obj):
-                keys = (key for key in obj if is_value(key))
-                yield from (place.item(key, f"{place.name}[{key!r}]") for key in itertools.islice(keys, MAX_OBJECTS))
+                yield from itertools.islice(_items(place), MAX_OBJECTS)
         elif isinstance(obj, list | tuple):
             if not is_bulk(obj):
                 yield from contents(place)
@@ -220,6 +266,8 @@ class Reader:
                 yield from self._inside_object(place, place.name)
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(place)
+        elif (found := inside(place)) is not None:
+            yield from found
         elif not is_opaque(type(obj)):
             yield from self._inside_object(place, place.name or "self")
             yield from self._inside_methods(place)
@@ -264,6 +312,18 @@ class Reader:
     def _is_ignored_variable(self, place: Place) -> bool:
         variable = place.name.rpartition(" variable ")[2]
         return variable in self._ignored
+
+
+def _items(place: Place) -> Iterator[Place]:
+    for number, (key, value) in enumerate(list(place.obj.items())):
+        if is_value(key):
+            yield place.child(value, f"{place.name}[{key!r}]", _Kind.ITEM, key)
+        elif isinstance(key, weakref.ref):
+            yield place.child(value, f"{place.name}[{number}]", _Kind.ITEM, key)
+        else:
+            item = place.child(value, f"{place.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)
+            item.key_place = place.child(key, f"key of {place.name}", _Kind.KNOWN)
+            yield item
 
 
 def is_opaque(kind: type) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.homes import Place
+from te_graph.library_objects import is_array, remembered
 from te_graph.plain_values import are_equal, is_bulk, is_value
 from te_graph.pure_hooks import ComputedInGraph
 
@@ -106,6 +107,8 @@ def _remembered(obj: Any) -> Any:
         return obj
     if is_bulk(obj):
         return obj.copy() if len(obj) < 1000 else len(obj)
+    if is_array(obj):
+        return remembered(obj)
     if isinstance(obj, list | tuple | dict | set):
         return len(obj)
     return _Same(obj)

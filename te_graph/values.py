@@ -57,6 +57,11 @@ _MUTABLE = {
 }
 
 
+def bytes_of(values: Any) -> bytes:
+    """The memory of an array."""
+    return values.tobytes() if hasattr(values, "tobytes") else bytes(values)
+
+
 def _is_scalar_type(kind: type) -> bool:
     return issubclass(kind, np.generic) and not issubclass(kind, np.void | np.object_)
 

@@ -35,6 +35,11 @@ int added(PyDict_WatchCallback callback) {
     return id;
 }
 
+int on_function_change(PyFunction_WatchEvent event, PyFunctionObject*, PyObject*) {
+    if (event == PyFunction_EVENT_MODIFY_CODE) ++changes;
+    return 0;
+}
+
 bool watch(int watcher, PyObject* dict) {
     if (watcher < 0) return false;
     if (PyDict_Watch(watcher, dict) == 0) return true;
@@ -59,10 +64,16 @@ bool watch_attributes(PyObject* dict) {
 void name_attribute(PyObject* name) {
     if (PySet_Add(names(), name) < 0) PyErr_Clear();
 }
+bool watch_functions() {
+    static const int watcher = PyFunction_AddWatcher(&on_function_change);
+    if (watcher < 0) PyErr_Clear();
+    return watcher >= 0;
+}
 #else
 bool watch_dict(PyObject*) { return false; }
 bool watch_attributes(PyObject*) { return false; }
 void name_attribute(PyObject*) {}
+bool watch_functions() { return false; }
 #endif
 
 }  // namespace te_graph::graph

@@ -1,4 +1,4 @@
-// Tells when dictionaries change, so that what was found in them need not be looked up again.
+// Tells when dictionaries and the code of functions change, so that what was found there need not be looked up again.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@
 
 namespace te_graph::graph {
 
-// Moves on whenever a watched dictionary has been modified or freed. With the GIL only.
+// Moves on whenever what is watched has been modified, or a dictionary freed. With the GIL only.
 uint64_t dict_changes();
 
 // Watches `dict` from now on. False where Python offers no watchers (before 3.12) or has none left.
@@ -17,5 +17,8 @@ bool watch_dict(PyObject* dict);
 // a counter which nobody looks at costs nobody anything.
 bool watch_attributes(PyObject* dict);
 void name_attribute(PyObject* name);
+
+// Watches the code of all functions from now on.
+bool watch_functions();
 
 }  // namespace te_graph::graph

@@ -13,165 +13,6 @@
 namespace py = pybind11;
 
 namespace te_graph::graph {
-namespace {
-
-// The keys of `dict` are those of the tuple, in the order in which it iterates over them.
-bool has_keys(PyObject* dict, PyObject* keys) {
-    if (PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(keys)) return false;
-    Py_ssize_t next = 0;
-    return all_of_dict(dict, [&](PyObject* key, PyObject*) {
-        return next < PyTuple_GET_SIZE(keys) && is_same_constant(PyTuple_GET_ITEM(keys, next++), key);
-    });
-}
-
-Py_ssize_t length_of(PyObject* container) {
-    if (PyDict_Check(container)) return PyDict_GET_SIZE(container);
-    if (PyList_Check(container)) return PyList_GET_SIZE(container);
-    return PyTuple_Check(container) ? PyTuple_GET_SIZE(container) : PyObject_Size(container);
-}
-
-// A new reference given back: the parent holds the object. nullptr where it does not, but made it for the caller.
-PyObject* held_elsewhere(PyObject* object) {
-    const bool is_held = object && Py_REFCNT(object) > 1;
-    Py_XDECREF(object);
-    return is_held ? object : nullptr;
-}
-
-// The first object that `parent` refers to, as the garbage collector is told.
-PyObject* referent_of(PyObject* parent) {
-    PyObject* found = nullptr;
-    const auto first = [](PyObject* object, void* result) {
-        *static_cast<PyObject**>(result) = object;
-        return 1;
-    };
-    if (Py_TYPE(parent)->tp_traverse) Py_TYPE(parent)->tp_traverse(parent, first, &found);
-    return found;
-}
-
-PyObject* value_of(PyObject* context_variable) {
-    PyObject* value = nullptr;
-    if (!PyContextVar_CheckExact(context_variable) || PyContextVar_Get(context_variable, nullptr, &value) < 0) {
-        return nullptr;
-    }
-    if (!value) return Py_NotImplemented;
-    Py_DECREF(value);  // the context holds it
-    return value;
-}
-
-PyObject* object_of(PyObject* weak_reference) {
-    if (!PyWeakref_CheckRef(weak_reference)) return nullptr;
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject* live = nullptr;
-    if (PyWeakref_GetRef(weak_reference, &live) <= 0) return Py_None;
-    Py_DECREF(live);  // somebody else holds it
-    return live;
-#else
-    return PyWeakref_GetObject(weak_reference);
-#endif
-}
-
-const at::Tensor& grad_of(PyObject* tensor) {
-    const c10::TensorImpl* const impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
-    return impl->grad();
-}
-
-// Without what the user's __getattr__ would make up.
-bool has_attribute(PyObject* object, PyObject* name) {
-    PyObject* const found = PyObject_GenericGetAttr(object, name);
-    if (!found) PyErr_Clear();
-    Py_XDECREF(found);
-    return found != nullptr;
-}
-
-// The object that a step leads to, borrowed from its container, or nullptr when it is not there.
-PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t index) {
-    PyObject* found = nullptr;
-    switch (kind) {
-        case StepKind::kInstanceDict:
-            found = PyObject_GenericGetDict(parent, nullptr);
-            Py_XDECREF(found);  // the instance holds it
-            break;
-        case StepKind::kItem:
-        case StepKind::kItemOf:
-            found = PyDict_Check(parent) ? PyDict_GetItemWithError(parent, key) : nullptr;
-            break;
-        case StepKind::kAbsent:
-            found = PyDict_Check(parent) && !PyDict_GetItemWithError(parent, key) ? parent : nullptr;
-            break;
-        case StepKind::kLength:
-            found = length_of(parent) == index ? parent : nullptr;
-            break;
-        case StepKind::kKeys:
-            found = PyDict_Check(parent) && has_keys(parent, key) ? parent : nullptr;
-            break;
-        case StepKind::kPosition:
-            if (PyList_Check(parent) && index < PyList_GET_SIZE(parent)) found = PyList_GET_ITEM(parent, index);
-            if (PyTuple_Check(parent) && index < PyTuple_GET_SIZE(parent)) found = PyTuple_GET_ITEM(parent, index);
-            break;
-        case StepKind::kCell:
-            found = PyCell_Check(parent) ? PyCell_GET(parent) : nullptr;
-            break;
-        case StepKind::kAttribute:
-            found = held_elsewhere(PyObject_GetAttr(parent, key));
-            break;
-        case StepKind::kGrad:
-            if (THPVariable_Check(parent)) found = grad_of(parent).defined() ? parent : Py_None;
-            break;
-        case StepKind::kKnown:  // see Guard::take()
-            break;
-        case StepKind::kType:
-            found = reinterpret_cast<PyObject*>(Py_TYPE(parent));
-            break;
-        case StepKind::kTypeItem:
-            if (PyType_Check(parent)) found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key);
-            break;
-        case StepKind::kTypeAbsent:
-            if (!PyType_Check(parent)) break;
-            found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key) ? nullptr : parent;
-            break;
-        case StepKind::kTypeVersion:
-            if (!PyType_Check(parent)) break;
-            found = version_of(reinterpret_cast<PyTypeObject*>(parent)) == static_cast<unsigned int>(index) ? parent
-                                                                                                            : nullptr;
-            break;
-        case StepKind::kNoAttribute:
-            found = has_attribute(parent, key) ? nullptr : parent;
-            break;
-        case StepKind::kContents:
-            found = parent;
-            break;
-        case StepKind::kElement:
-            found = held_elsewhere(PySequence_GetItem(parent, index));
-            break;
-        case StepKind::kReferent:
-            found = referent_of(parent);
-            break;
-        case StepKind::kContextVar:
-            found = value_of(parent);
-            break;
-        case StepKind::kWeakReference:
-            found = object_of(parent);
-            break;
-        case StepKind::kConstant:
-            found = key;
-            break;
-        case StepKind::kNever:
-            break;
-    }
-    if (!found) PyErr_Clear();
-    return found;
-}
-
-}  // namespace
-
-unsigned int version_of(PyTypeObject* type) {
-    static PyObject* const any_name = PyUnicode_InternFromString("__class__");
-    if (type->tp_version_tag == 0 || !PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) {
-        _PyType_Lookup(type, any_name);  // which gives it one
-    }
-    return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
-}
-
 Guard::Identity::Identity(const py::object& object) {
     if (object.is_none()) return;
     address_ = object.ptr();
@@ -250,6 +91,7 @@ bool Guard::is_attribute(const Step& step) const {
 }
 
 bool Guard::watch(const Step& step, PyObject* parent) const {
+    if (step.kind == StepKind::kCode) return watch_functions();
     if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
     // An OrderedDict keeps its order elsewhere.
     const bool has_order = step.kind == StepKind::kKeys || step.kind == StepKind::kContents;
@@ -351,6 +193,10 @@ bool Guard::is_as_last_time(PyObject* root) const {
         PyObject* const object = take(step, step.parent < 0 ? root : last_.reached[step.parent], last_.reached);
         if (!object || object != last_.reached[i] || !is_expected(step, object, last_.reached)) return false;
     }
+    for (const auto& [i, version] : last_.classes) {
+        PyObject* const parent = steps_[i].parent < 0 ? root : last_.reached[steps_[i].parent];
+        if (type_of(parent)->tp_version_tag != version || version == 0) return false;
+    }
     for (size_t i = 0; i < tensors_.size(); ++i) {
         if (!found_->is_unswapped(i) || !is_same(tensors_[i], (*found_)[i], true)) return false;
     }
@@ -407,8 +253,10 @@ std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found, Walk& wal
     for (size_t i = 0; i < steps_.size(); ++i) {
         const Step& step = steps_[i];
         PyObject* const parent = step.parent < 0 ? root : reached[step.parent];
-        if (!watch(step, parent)) walk.unwatched.push_back(i);
+        const bool is_by_version = step.kind == StepKind::kClass || step.kind == StepKind::kMember;
+        if (!is_by_version && !watch(step, parent)) walk.unwatched.push_back(i);
         PyObject* const object = held(take(step, parent, reached));
+        if (step.kind == StepKind::kClass) walk.classes.emplace_back(i, type_of(parent)->tp_version_tag);
         reached[i] = object;
         if (!object) {
             if (step.kind == StepKind::kNever) return step.subject;

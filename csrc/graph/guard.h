@@ -18,40 +18,16 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "graph/found_tensors.h"
 #include "graph/hooks.h"
+#include "graph/step.h"
 #include "graph/tensor_facts.h"
 #include "graph/value.h"
 
 namespace te_graph::graph {
-
-enum class StepKind : uint8_t {
-    kInstanceDict,   // the __dict__ of the parent
-    kItem,           // parent[key] of a dict
-    kAbsent,         // parent must be a dict without key
-    kLength,         // len(parent) of a dict, list or tuple must be `index`
-    kKeys,           // the keys of a dict must be those of the tuple `key`, in this order
-    kItemOf,         // parent[the object that step `index` reached] of a dict
-    kPosition,       // parent[index] of a list or tuple
-    kCell,           // contents of a closure cell
-    kAttribute,      // getattr(parent, key), for objects without a dict such as functools.partial
-    kGrad,           // parent.grad of a tensor; leads nowhere, so no Python object is made for it
-    kKnown,          // the expected object itself, as long as it lives: classes and functions outlive instances
-    kType,           // the class of the parent
-    kTypeItem,       // what the class `parent` has under key, itself or from a base, without binding it
-    kTypeAbsent,     // the class `parent` must not have key
-    kTypeVersion,    // the class `parent`, which together with its bases must have the version `index`
-    kNoAttribute,    // the parent, which must have nothing in its slot `key`
-    kContents,       // the parent, whose contents must be those of a snapshot
-    kElement,        // parent[index] of another sequence, such as a deque
-    kReferent,       // the dictionary under a view of one, or under a mappingproxy
-    kContextVar,     // the value of a ContextVar in the present context; NotImplemented: none
-    kWeakReference,  // what a weak reference refers to; None: it is gone
-    kConstant,       // the object `key`, which belongs to the process
-    kNever,          // nothing that can be compared: no check passes, and `subject` is the reason
-};
 
 // Objects that are kept alive for as long as this is there.
 class Held {
@@ -175,8 +151,9 @@ private:
     }
     // What a walk has met.
     struct Walk {
-        std::vector<PyObject*> reached;  // [steps], borrowed
-        std::vector<size_t> unwatched;   // steps that are taken at each check
+        std::vector<PyObject*> reached;                        // [steps], borrowed
+        std::vector<size_t> unwatched;                         // steps that are taken at each check
+        std::vector<std::pair<size_t, unsigned int>> classes;  // steps that lead to one, and what version it had
     };
 
     static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
@@ -209,8 +186,5 @@ private:
     mutable uint64_t changes_ = 0;
     mutable bool is_in_check_ = false;  // by a thread that another one has interrupted
 };
-
-// The version of a class, which any change of it or of a base renews; 0 where Python has run out of them.
-unsigned int version_of(PyTypeObject* type);
 
 }  // namespace te_graph::graph

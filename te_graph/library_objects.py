@@ -1,0 +1,106 @@
+"""What objects of Python's library and of NumPy hold that code can read, but for lists, tuples, sets, dictionaries."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import ctypes
+import functools
+import gc
+import io
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from te_graph import _C
+from te_graph.facts import VIEWS
+from te_graph.homes import Place
+from te_graph.plain_values import holds_values
+from te_graph.values import bytes_of, np, value_of
+
+_Kind = _C.StepKind
+_MOST_COMPARED = 2**14  # bytes, or members of a deque, which are compared at each call
+_ARRAYS = (bytearray, memoryview, array.array, *(() if np is None else (np.ndarray,)))
+_CTYPES = ctypes._SimpleCData.__base__
+_INNER = {
+    collections.UserDict: "data",
+    collections.UserList: "data",
+    collections.UserString: "data",
+    collections.ChainMap: "maps",
+    weakref.WeakKeyDictionary: "data",
+    weakref.WeakValueDictionary: "data",
+    weakref.WeakSet: "data",
+}
+
+
+def is_array(obj: Any) -> bool:
+    """True for what holds nothing but values and can change: arrays of numbers, and queues of values."""
+    if isinstance(obj, collections.deque):
+        return type(obj) is collections.deque and holds_values(obj)
+    return isinstance(obj, (*_ARRAYS, _CTYPES))
+
+
+def contents_of(obj: Any) -> _C.Value | None:
+    """A snapshot of the array ``obj``; None where it is too large to be compared at each call."""
+    if isinstance(obj, collections.deque):
+        return value_of(obj) if len(obj) <= _MOST_COMPARED else None
+    if len(bytes_of(obj)) > _MOST_COMPARED:
+        return None
+    if isinstance(obj, _CTYPES):
+        _register(type(obj))
+    return value_of(obj)
+
+
+@functools.cache
+def _register(kind: type) -> None:
+    _C.register_value_type(kind, bytes_of, is_mutable=True)
+
+
+def remembered(obj: Any) -> Any:
+    """What tells whether the array ``obj`` changes."""
+    return tuple(obj) if isinstance(obj, collections.deque) else bytes_of(obj)
+
+
+def is_iterator(obj: Any) -> bool:
+    """True for what gives one item after the other and is then used up; files are not meant."""
+    step = getattr(type(obj), "__next__", None)
+    return not (
+        step is None or isinstance(step, types.FunctionType) or isinstance(obj, (io.IOBase, *weakref.ProxyTypes))
+    )
+
+
+def inside(place: Place) -> Iterator[Place] | None:
+    """What the object at ``place`` leads to; None where it is none of those that are known here."""
+    obj, name = place.obj, place.name
+    if isinstance(obj, collections.deque):
+        return () if is_array(obj) else _elements(place)
+    if isinstance(obj, VIEWS):
+        return (place.child(gc.get_referents(obj)[0], name, _Kind.REFERENT),)
+    if isinstance(obj, weakref.ref):
+        return (place.child(obj(), name, _Kind.WEAK_REFERENCE),)
+    if isinstance(obj, weakref.ProxyTypes):
+        members = getattr(obj, "__dict__", None)
+        return () if members is None else (place.child(members, name, _Kind.ATTRIBUTE, "__dict__"),)
+    if isinstance(obj, contextvars.ContextVar):
+        return (place.child(_value_of(obj), f"value of {name}", _Kind.CONTEXT_VAR),)
+    if type(obj) in _INNER:
+        return (place.attributes().item(_INNER[type(obj)], name),)
+    if type(obj) is threading.local:
+        members = place.attributes()
+        return (members.item(key, f"{name}.{key}") for key in list(members.obj))
+    return None
+
+
+def _value_of(variable: contextvars.ContextVar) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return NotImplemented  # as guards have it
+
+
+def _elements(place: Place) -> Iterator[Place]:
+    for index, value in enumerate(place.obj):
+        yield place.child(value, f"{place.name}[{index}]", _Kind.ELEMENT, index=index)
