@@ -198,3 +198,17 @@ def test_a_sequence_under_autocast(device):
         for _ in range(4):
             assert_bitwise_equal(sequence(x).clone(), predict(x))
     assert sequence.stats()["replays"] == 3
+
+
+def test_a_backward_under_autocast_replays_without_it_which_is_a_documented_limit(device):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+    twin, x = eager_twin(model), torch.randn(3, 4, device=device, requires_grad=True)
+    make_graphed_callables(model, (x,))
+    with torch.autocast(device, torch.bfloat16, enabled=True):
+        with torch.autocast(device, enabled=False):
+            result = model(x)
+        result.backward(torch.ones_like(result))
+    expected = twin(x)
+    expected.backward(torch.ones_like(expected))
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_bitwise_equal(one.grad, other.grad)

@@ -371,3 +371,13 @@ def test_backwards_of_one_scope_on_several_threads(device: str) -> None:
         return [layer.weight.grad for layer in layers]
 
     both(program)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parts_of_an_argument_with_a_gradient_are_copies_which_is_a_documented_limit(device, requires_grad):
+    x = torch.randn(4, 6, device=device, requires_grad=requires_grad)
+    graphed = tg.make_graphed_callables(lambda x: x.chunk(2), (x,))
+    parts = graphed(x)
+    for part, expected in zip(parts, x.chunk(2), strict=True):
+        assert torch.equal(part, expected)
+        assert (part.data_ptr() == expected.data_ptr()) is not requires_grad
