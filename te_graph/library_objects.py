@@ -72,26 +72,30 @@ def is_iterator(obj: Any) -> bool:
     )
 
 
-def inside(place: Place) -> Iterator[Place] | None:
-    """What the object at ``place`` leads to; None where it is none of those that are known here."""
+def inside(place: Place) -> Iterator[Place]:
+    """What the object at ``place`` leads to, if it is one of those that are known here."""
     obj, name = place.obj, place.name
     if isinstance(obj, collections.deque):
-        return () if is_array(obj) else _elements(place)
-    if isinstance(obj, VIEWS):
-        return (place.child(gc.get_referents(obj)[0], name, _Kind.REFERENT),)
-    if isinstance(obj, weakref.ref):
-        return (place.child(obj(), name, _Kind.WEAK_REFERENCE),)
-    if isinstance(obj, weakref.ProxyTypes):
-        members = getattr(obj, "__dict__", None)
-        return () if members is None else (place.child(members, name, _Kind.ATTRIBUTE, "__dict__"),)
-    if isinstance(obj, contextvars.ContextVar):
-        return (place.child(_value_of(obj), f"value of {name}", _Kind.CONTEXT_VAR),)
-    if type(obj) in _INNER:
-        return (place.attributes().item(_INNER[type(obj)], name),)
-    if type(obj) is threading.local:
+        if not is_array(obj):
+            for index, value in enumerate(obj):
+                yield place.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
+    elif isinstance(obj, VIEWS):
+        yield place.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
+    elif isinstance(obj, weakref.ref):
+        yield place.child(obj(), name, _Kind.WEAK_REFERENCE)
+    elif isinstance(obj, weakref.ProxyTypes):
+        if hasattr(obj, "__dict__"):
+            yield place.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
+    elif isinstance(obj, contextvars.ContextVar):
+        yield place.child(_value_of(obj), f"value of {name}", _Kind.CONTEXT_VAR)
+    elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
+        if not isinstance(obj.__self__, types.ModuleType | type | None):
+            yield place.child(obj.__self__, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
+    elif isinstance(obj, tuple(_INNER)):
+        yield place.attributes().item(next(key for kind, key in _INNER.items() if isinstance(obj, kind)), name)
+    elif type(obj) is threading.local:
         members = place.attributes()
-        return (members.item(key, f"{name}.{key}") for key in list(members.obj))
-    return None
+        yield from (members.item(key, f"{name}.{key}") for key in list(members.obj))
 
 
 def _value_of(variable: contextvars.ContextVar) -> Any:
@@ -99,8 +103,3 @@ def _value_of(variable: contextvars.ContextVar) -> Any:
         return variable.get()
     except LookupError:
         return NotImplemented  # as guards have it
-
-
-def _elements(place: Place) -> Iterator[Place]:
-    for index, value in enumerate(place.obj):
-        yield place.child(value, f"{place.name}[{index}]", _Kind.ELEMENT, index=index)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.dispatch import is_own_file, is_user_file
@@ -122,6 +122,7 @@ class Reader:
         kind = type(obj)
         own = {name for name in self._methods_of(kind) if name in self._said}
         own.update(name for base in _bases_of(kind) for name in self._class_values(base))
+        own.update(name for base in _bases_of(kind) for name in self._class_objects(base))
         asked = {name for name in self._asked if not hasattr(kind, name)} if self._is_asked(obj) else set()
         tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
         for name in sorted((own | asked) - {"forward"}):
@@ -242,6 +243,15 @@ class Reader:
             if key in self._said and not key.startswith("__") and (is_value(value) or is_bulk(value))
         }
 
+    def _class_objects(self, kind: type) -> dict[str, Any]:
+        """Containers and objects of the user's that the class itself holds, and that the code names."""
+        values = self._class_values(kind)
+        return {
+            key: value
+            for key, value in vars(kind).items()
+            if key in self._said and key not in values and not key.startswith("__") and _holds_more(value)
+        }
+
     def _inside(self, place: Place) -> Iterator[Place]:
         obj = place.obj
         if isinstance(obj, nn.Module):
@@ -266,11 +276,11 @@ class Reader:
                 yield from self._inside_object(place, place.name)
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(place)
-        elif (found := inside(place)) is not None:
-            yield from found
-        elif not is_opaque(type(obj)):
-            yield from self._inside_object(place, place.name or "self")
-            yield from self._inside_methods(place)
+        else:
+            yield from inside(place)
+            if not is_opaque(type(obj)):
+                yield from self._inside_object(place, place.name or "self")
+                yield from self._inside_methods(place)
 
     def _inside_module(self, place: Place) -> Iterator[Place]:
         members = place.attributes()
@@ -301,6 +311,9 @@ class Reader:
         for key, value in self._class_values(place.obj).items():
             if not self._is_ignored(place.name, key):
                 yield place.child(value, f"{place.name}.{key}", _Kind.ATTRIBUTE, key)
+        for key, value in self._class_objects(place.obj).items():
+            if not self._is_ignored(place.name, key):
+                yield place.child(value, f"{place.name}.{key}", _Kind.TYPE_ITEM, key)
         for name, function in self._methods_of(place.obj).items():
             if name in self._said or _is_implicit(name):
                 yield place.child(function, name, _Kind.KNOWN, distance=0)
@@ -332,6 +345,13 @@ def is_opaque(kind: type) -> bool:
         return False
     package = kind.__module__.partition(".")[0]
     return package in sys.stdlib_module_names or package == "builtins" or kind.__module__.startswith("te_graph.")
+
+
+def _holds_more(obj: Any) -> bool:
+    """True for containers, and for objects of a class that the user wrote; not for code."""
+    if isinstance(obj, type | types.FunctionType | Tensor | nn.Module):
+        return False
+    return isinstance(obj, dict | list | tuple) or bool(_bases_of(type(obj)))
 
 
 def _bases_of(kind: type) -> list[type]:

@@ -230,3 +230,56 @@ def test_another_graph_of_a_graph_module_is_seen(device):
 
     assert_seen(make, double, "_code of 0", device)
     assert_not_seen(make, lambda module: module.recompile(), device)
+
+
+class Shared:
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+
+class Factor:
+    """A descriptor."""
+
+    def __init__(self) -> None:
+        self.value = 2.0
+
+    def __get__(self, owner: Any, kind: type) -> float:
+        return self.value
+
+
+class HoldsInClass(nn.Module):
+    shared, table, unread, factor = Shared(), {"a": [2.0]}, Shared(), Factor()
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return x * self.shared.scale * self.table["a"][0] * self.factor
+
+
+@pytest.mark.parametrize(
+    ("change", "restore"),
+    [
+        (lambda: setattr(HoldsInClass.shared, "scale", 3.0), lambda: setattr(HoldsInClass.shared, "scale", 2.0)),
+        (lambda: HoldsInClass.table["a"].append(3.0), lambda: HoldsInClass.table["a"].pop()),
+        (lambda: HoldsInClass.table.update(a=[5.0]), lambda: HoldsInClass.table.update(a=[2.0])),
+        (
+            lambda: setattr(vars(HoldsInClass)["factor"], "value", 3.0),
+            lambda: setattr(vars(HoldsInClass)["factor"], "value", 2.0),
+        ),
+    ],
+    ids=["object", "list that grows", "dictionary", "descriptor"],
+)
+def test_what_objects_of_a_class_hold_is_seen(device, change, restore):
+    def make() -> tuple[nn.Module, None]:
+        return HoldsInClass(), None
+
+    graphed, _, twin, _ = both(make, device, on_mismatch="eager")
+    assert_equal_runs(graphed, twin, device)
+    HoldsInClass.unread.scale += 1
+    assert_equal_runs(graphed, twin, device)
+    change()
+    try:
+        assert_equal_runs(graphed, twin, device)
+        assert replays(graphed) == 2
+    finally:
+        restore()
+    assert_equal_runs(graphed, twin, device)
+    assert replays(graphed) == 3

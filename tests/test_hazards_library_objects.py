@@ -49,6 +49,15 @@ def local() -> threading.local:
     return made
 
 
+class OwnDict(collections.UserDict):
+    def __init__(self, **items: float) -> None:
+        super().__init__(items)
+        self.factor = 2.0
+
+    def __getitem__(self, key: str) -> float:
+        return super().__getitem__(key) * self.factor
+
+
 class OwnLocal(threading.local):
     scale_of_all = 1.0
 
@@ -65,6 +74,24 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
         lambda held: held["a"],
         lambda held: held.update(a=3.0),
         r"held\['a'\] changed from 2.0 to 3.0",
+    ),
+    "UserDict of one's own": (
+        lambda: OwnDict(a=2.0),
+        lambda held: held["a"],
+        lambda held: held.update(a=3.0),
+        r"held\['a'\] changed from 2.0 to 3.0",
+    ),
+    "factor of a UserDict of one's own": (
+        lambda: OwnDict(a=2.0),
+        lambda held: held["a"],
+        lambda held: setattr(held, "factor", 3.0),
+        r"held\.factor changed from 2.0 to 3.0",
+    ),
+    "method of a dictionary": (
+        lambda: {"a": 2.0}.get,
+        lambda held: held("a"),
+        lambda held: held.__self__.update(a=3.0),
+        r"object of held\['a'\] changed|object of held changed",
     ),
     "UserList": (
         lambda: collections.UserList([2.0]),
