@@ -76,6 +76,9 @@ _GOES_THROUGH_TABLES = frozenset(
     ]
 )
 _OWN = "te_graph"
+# By the names of their classes. A graph of torch.fx makes its code anew when it is copied, and has its source as an
+# attribute; what torch.compile made runs its original in captures (wrappers.py).
+_EXCHANGED = {"GraphModule": ("forward", "__call__"), "OptimizedModule": ("__call__",)}
 _SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
 
@@ -141,8 +144,7 @@ class Reader:
         is_module = issubclass(kind, nn.Module)
         names = self._said | (self._library_names(kind) | {"_call_impl"} if is_module else frozenset())
         around = {"__call__", "_call_impl"} if is_module and obj is self._root else set()
-        if any(base.__name__ == "GraphModule" for base in kind.__mro__):
-            around |= {"forward", "__call__"}  # of torch.fx: made anew when it is copied; its source is an attribute
+        around |= {name for base in kind.__mro__ for name in _EXCHANGED.get(base.__name__, ())}
         found: dict[str, Any] = {}
         for base in reversed(kind.__mro__):
             found.update(vars(base))
