@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
 from te_graph.autocast import own_casts
-from te_graph.capture_checks import check_forms, check_results, forms_of, refuse_grad
+from te_graph.capture_checks import check_attributes, check_forms, check_results, forms_of, refuse_grad
 from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import check_hooks, find_homes
 from te_graph.dispatch import is_dense, storage_key
@@ -94,6 +94,7 @@ class CallableCapture:
         self._reader = Reader(root, group.options.ignore_attributes)
         places = list(walk(root))
         self._places = self._reader.places()
+        check_attributes(label, signature.distinct_names, samples, self._reader)
         own = (place for place in places if "global variable" not in place.name)
         self._containers = ContainerState(itertools.chain(own, global_containers(self._places)))
         self._bindings = Bindings(variables(self._places))

@@ -11,7 +11,19 @@ from torch import Tensor
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
 from te_graph.homes import Place
+from te_graph.reading import Reader
 from te_graph.signature import subclass_of
+
+
+def check_attributes(label: str, names: list[str], samples: list[Tensor], reader: Reader) -> None:
+    """Raise RuntimeError if one of ``samples`` [...] has an attribute put on it that the code, as ``reader`` knows it,
+    names: the graph reads another tensor."""
+    for name, sample in zip(names, samples, strict=True):
+        if read := reader.names_among(vars(sample)):
+            raise RuntimeError(
+                f"{label}: sample {name} has an attribute {read[0]!r}, which the callable may read, and a replay would "
+                "not see: pass its value as an argument"
+            )
 
 
 def forms_of(tensors: list[Tensor]) -> list[dict[str, Any]]:

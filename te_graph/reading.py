@@ -137,6 +137,10 @@ class Reader:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
         return bool(_GOES_THROUGH_TABLES & (self._said | self._library_names(type(module))))
 
+    def names_among(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that the code says."""
+        return sorted(self._said.intersection(names))
+
     def members(self, obj: Any) -> Iterator[tuple[str, Any]]:
         """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
         asks for something that is not there."""

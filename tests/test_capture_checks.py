@@ -111,6 +111,15 @@ def test_an_argument_detached_in_place_is_refused(device):
         make_graphed_callables(lambda x: x.detach_() * 2, (batch(device),))
 
 
+def test_an_attribute_put_on_a_sample_is_refused_if_the_code_names_it(device):
+    sample, other = batch(device), batch(device)
+    sample.tag, other.note = 3, 3
+    with pytest.raises(RuntimeError, match=r"sample args\[0\] has an attribute 'tag', which the callable may read"):
+        make_graphed_callables(lambda x: x * getattr(x, "tag", 1), (sample,))
+    graphed = make_graphed_callables(lambda x: x * getattr(x, "tag", 1), (other,))
+    assert torch.equal(graphed(other), other)
+
+
 def test_the_form_of_what_a_forward_made_may_change(device):
     def call(x: Tensor) -> Tensor:  # [3, 4] -> [4, 1, 3]
         return (x * 2).t_().unsqueeze_(1)
