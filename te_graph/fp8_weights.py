@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_graph import _C
 from te_graph.capturing import before_replay, is_captured
+from te_graph.stepped_weights import stepped_weights
 from te_graph.tensor_lists import as_sequence
-
-# One hook for all, which stays: removing one, as the garbage collector would, breaks a step that is calling its hooks.
-_prepared: weakref.WeakSet[Fp8Weights] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """From now on let optimizers move on the version counters of the prepared weights that they step.
-
-    Fused ones write parameters without telling autograd.
-    """
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    groups = optimizer.param_groups
-    stepped = {id(p) for group in groups for p in group["params"] if p.grad is not None or hasattr(p, "main_grad")}
-    for prepared in list(_prepared):
-        torch.autograd.graph.increment_version([weight for weight in prepared.weights if id(weight) in stepped])
 
 
 class Fp8Weights:
@@ -41,8 +19,11 @@ class Fp8Weights:
     ``cast_`` casts all of them in one launch over a table that was built once. Outside a graph it is called when the
     weights have changed, once in an optimizer step; a captured one is skipped by a flag on the device.
 
-    Whether weights have changed is known from their version counters, which steps of ``torch.optim`` optimizers move
-    on, fused ones too as long as this object is there. A CUDA graph of yours that replays an optimizer tells nobody.
+    Whether weights have changed is known from their version counters. While this object is there, each step of a
+    ``torch.optim.Optimizer``, fused ones too, moves on those of all weights that share the storage of a parameter with
+    a gradient; of any parameter, where a closure or a hook before the step may make gradients. Not seen, so call
+    ``cast_`` after it: a write through ``p.data`` outside a step; any write outside a step where ``p.data`` was given
+    as weight (``p.detach()`` shares the counter of ``p``); a CUDA graph of yours that replays an optimizer.
 
     ``scale_inv`` is written by the cast alone, so ``data[i] * scale_inv[i]`` is always what the weight was when it was
     cast, whatever has become of ``scale`` since.
@@ -106,8 +87,7 @@ class Fp8Weights:
         )
         # Where a capture that holds a cast finds them.
         self._tables = self._table.tables()
-        _watch_optimizers()
-        _prepared.add(self)
+        stepped_weights().watch(self)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from fp8_references import E4M3, E5M2, FP8_DTYPES, reference_cast
 from fp8_tensors import EMPTY_SHAPES, LARGE_SHAPES, SET_FLAGS, SMALL_SHAPES, X_DTYPES, assert_same_bits, numbers
 from tensor_lists import Fences, all_same_bits, capture, capture_alone, copies, no_sync, same_bits
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import te_graph as tg
 
@@ -374,52 +371,3 @@ def test_an_update_with_other_shapes_or_dtypes_is_refused_and_changes_nothing(ca
     prepared.amax.zero_()
     prepared.cast_()
     assert_cast(prepared, sources, torch.zeros(2))
-
-
-# Optimizers, of which fused ones do not tell autograd what they write.
-
-
-def stepped(parameter: nn.Parameter, **kwargs: object) -> None:
-    parameter.grad = torch.ones_like(parameter)
-    torch.optim.AdamW([parameter], **kwargs).step()
-
-
-@pytest.mark.parametrize("kind", ["fused", "foreach"])
-def test_a_step_of_an_optimizer_makes_its_weights_stale_and_no_others(kind, device):
-    mine, other, bystander = (nn.Parameter(torch.randn(16, 16, device=device)) for _ in range(3))
-    prepared, unconcerned = tg.Fp8Weights([mine, other]), tg.Fp8Weights([bystander])
-    for weights in (prepared, unconcerned):
-        weights.cast_()
-    stepped(other, **{kind: True})
-    assert prepared.is_stale and not unconcerned.is_stale
-    with pytest.raises(RuntimeError, match="weight 1 changed"):
-        prepared.check()
-
-
-def test_weights_without_a_gradient_do_not_become_stale(device):
-    parameters = [nn.Parameter(torch.randn(16, 16, device=device)) for _ in range(2)]
-    prepared = tg.Fp8Weights(parameters[:1])
-    prepared.cast_()
-    parameters[1].grad = torch.ones_like(parameters[1])
-    torch.optim.AdamW(parameters, fused=True).step()
-    assert not prepared.is_stale
-
-
-def test_prepared_weights_may_be_collected_while_an_optimizer_calls_its_hooks(device):
-    parameter = nn.Parameter(torch.randn(16, 16, device=device))
-    collects = register_optimizer_step_post_hook(lambda *_: gc.collect())
-    gc.disable()
-    try:
-        circle = [tg.Fp8Weights([parameter])]
-        circle.append(circle)
-        gone = weakref.ref(circle[0])
-        del circle
-        prepared = tg.Fp8Weights([parameter])
-        prepared.cast_()
-        assert gone() is not None
-        stepped(parameter)
-        assert gone() is None
-    finally:
-        gc.enable()
-        collects.remove()
-    assert prepared.is_stale
