@@ -113,7 +113,10 @@ def make_graphed_callables(
             callable is, holds or calls a module that does more than its forward: DistributedDataParallel (graph
             ``ddp.module`` or its layers and keep the wrapper), FSDP, DataParallel, modules with DTensors.
         RuntimeError: a callable cannot be captured. Everything is then as it was before.
-        CaptureError: the recorder met an operation that a CUDA graph cannot hold; names the user's line.
+        CaptureError: a RuntimeError: a callable does what a graph cannot hold, such as reading a tensor on the host;
+            names the callable, the operation and the user's line, or torch's where none of the user's is inside.
+
+        What a callable raises itself, in a warm-up or capture, passes with a note that names the callable.
 
         Unless the options say otherwise, calls raise ValueError when their arguments are not as at capture, and
         RuntimeError when something that the graph takes for granted has changed (an address, a flag, a setting),

@@ -18,6 +18,7 @@ from te_graph.capture_checks import check_attributes, check_forms, check_results
 from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import check_hooks, find_homes
 from te_graph.dispatch import is_dense, storage_key
+from te_graph.explanations import WarmUpWatch
 from te_graph.externals import TensorWatch, leaves_below
 from te_graph.gradients import Destination, Gradients, gradients_of, main_grad_of
 from te_graph.group import Group
@@ -30,6 +31,7 @@ from te_graph.results import ResultPlan, inner_outputs, views_kept
 from te_graph.rollback import Bindings, ContainerState, global_containers, variables
 from te_graph.side_effects import HostRandom, SideEffects
 from te_graph.signature import ResultSpec, Signature, containers_kept
+from te_graph.sites import run_region
 
 
 @dataclass
@@ -104,7 +106,7 @@ class CallableCapture:
     def _take(self, samples: list[Tensor]) -> None:
         """Warm up with ``samples`` [...]."""
         self.samples = samples
-        self.watch, self._first_watch = TensorWatch(owned=samples), TensorWatch(owned=samples)
+        self.watch, self._first_watch = WarmUpWatch(self.group.device, samples), TensorWatch(owned=samples)
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -355,7 +357,7 @@ class CallableCapture:
         values = values_of(self.root, kwargs.pop(ARGUMENT, ()))
         hooked = taken_away(self._computable)
         with containers_kept(self.label, args, kwargs), own_casts(), values, hooked as self.computed:
-            return function(*args, **kwargs)
+            return run_region(function, args, kwargs)
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
         """Run the backward once with zero gradients and note who gets one."""

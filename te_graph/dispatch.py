@@ -1,10 +1,9 @@
-"""What a dispatch mode asks about one dispatcher call: its tensors, what it writes, whose line it is."""
+"""What a dispatch mode asks about one dispatcher call: its tensors, what it writes, whose file it came from."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+TORCH = os.path.dirname(torch.__file__) + os.sep
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-_ENGINE_ENTRY = "_engine_run_backward"
 _OVERWRITING = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 _RUNNING_STATS = ("running_mean", "running_var")
 
@@ -143,24 +141,9 @@ def belongs_to_torch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> 
     return {id(tensor) for argument, value in given if argument.name == "dropout_state" for tensor in tensors_in(value)}
 
 
-def user_site() -> str:
-    """``file:line in function`` of the innermost frame outside torch, this package and the standard library.
-
-    A call made by the autograd engine itself has no such frame between itself and the engine: it is
-    ``backward (<node name>)``, or ``backward`` where the engine does not tell the node.
-    """
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != _ENGINE_ENTRY:
-        if is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    node = torch._C._current_autograd_node()
-    return "backward" if node is None else f"backward ({node.name()})"
-
-
 def is_user_file(filename: str) -> bool:
     """False for the files of torch, this package and the standard library."""
-    if filename.startswith((_TORCH, _PACKAGE, "<frozen")):
+    if filename.startswith((TORCH, PACKAGE, "<frozen")):
         return False
     return not filename.startswith(_STDLIB) or "-packages" + os.sep in filename
 

@@ -21,9 +21,9 @@ from te_graph.dispatch import (
     is_operator,
     storage_key,
     tensors_in,
-    user_site,
     written_tensors,
 )
+from te_graph.sites import user_site
 
 
 @dataclass(eq=False)

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from te_graph.sites import run_region
+
 Frame = tuple[Callable[..., Any], tuple, dict[str, Any]]
 _MODULE_CODES = frozenset(part.__code__ for part in vars(nn.Module).values() if inspect.isgeneratorfunction(part))
 
@@ -41,7 +43,7 @@ def call(frame: Frame) -> Any:
         args = tuple(_again(arg) for arg in args)
     if kwargs and Drained in map(type, kwargs.values()):
         kwargs = {key: _again(arg) for key, arg in kwargs.items()}
-    return function(*args, **kwargs)
+    return run_region(function, args, kwargs)
 
 
 def _again(arg: Any) -> Any:

@@ -22,7 +22,6 @@ from te_graph.dispatch import (
     map_tensors,
     storage_key,
     tensors_in,
-    user_site,
     written_tensors,
 )
 from te_graph.host_access import HostAccessWatch
@@ -34,6 +33,7 @@ from te_graph.refusals import (
     reason_to_refuse,
     reason_to_refuse_tensors,
 )
+from te_graph.sites import user_site
 
 __all__ = ["CaptureError", "FrozenTensor", "OpRecord", "RecordedCall", "Recorder", "is_recording"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -13,26 +14,29 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from te_graph import optimizer_steps
-from te_graph.dispatch import base_name, bypass_modes, is_dense, is_operator, leaves, tensors_in, user_site
+from te_graph.dispatch import base_name, bypass_modes, is_dense, is_operator, leaves, tensors_in
+from te_graph.sites import user_site
 
-_READS_VALUE = "it reads a tensor's value on the host, and a replay would go on with the value of the capture"
+READS_VALUE = "it reads a tensor's value on the host, and a replay would go on with the value of the capture"
 _SHAPE_FOLLOWS_DATA = "the shape of its result depends on data, and a graph's shapes are fixed"
 _MOVES_STORAGE = "it gives a tensor another storage, and a graph's addresses are fixed"
 LEAVES_DEVICE = "it copies between host and device, and a graph holds the work of one device"
+BUILDS_ON_HOST = "it copies Python data to the device, and a graph holds the work of the device alone: make it before"
 _SETS_GENERATOR = (
     "the state of the default random generator was set inside the region (torch.manual_seed, torch.set_rng_state, "
     "activation checkpointing with dropout: put the checkpoint around what is graphed); a replay draws on from the "
     "generator's present state"
 )
 
-_MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+COPIES = frozenset({"copy_", "_to_copy"})
+MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _INDEX_READS = frozenset({"index", "_unsafe_index"})
 _INDEX_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
 _FUNCTIONS = {
-    torch.Tensor.tolist: _READS_VALUE,
-    torch.Tensor.numpy: _READS_VALUE,
-    torch.Tensor.__array__: _READS_VALUE,
-    torch.Tensor.__repr__: _READS_VALUE,
+    torch.Tensor.tolist: READS_VALUE,
+    torch.Tensor.numpy: READS_VALUE,
+    torch.Tensor.__array__: READS_VALUE,
+    torch.Tensor.__repr__: READS_VALUE,
     torch.Tensor.cpu: LEAVES_DEVICE,
     torch.Tensor.cuda: LEAVES_DEVICE,
     torch.Tensor.data.__set__: _MOVES_STORAGE,
@@ -45,6 +49,19 @@ class CaptureError(RuntimeError):
     """A region does something that a graph cannot hold; the message names the operation and the user's line."""
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """What no graph can hold: an operation, why not, whose line it is, and what to say besides."""
+
+    operation: str
+    reason: str
+    site: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.operation} cannot be captured: {self.reason}; at {self.site}{self.advice}"
+
+
 class Refusals:
     """The refusals of one capture. ``first`` keeps the first message, for a region that swallows the exception."""
 
@@ -53,7 +70,7 @@ class Refusals:
 
     def error(self, operation: str, reason: str) -> CaptureError:
         """Make, and remember, the exception that refuses ``operation`` at the user's present line."""
-        message = f"{operation} cannot be captured: {reason}; at {user_site()}{optimizer_steps.advice()}"
+        message = str(Refusal(operation, reason, user_site(), optimizer_steps.advice()))
         self.first = self.first or message
         return CaptureError(message)
 
@@ -75,14 +92,19 @@ class HostAccessMode(TorchFunctionMode):
 
 def refuse_host_access(refusals: Refusals, func: Any, args: tuple, kwargs: dict) -> None:
     """Raise CaptureError where ``func``, a function of ``torch.Tensor``, takes a tensor of the region to the host."""
+    if (found := host_access(func, args, kwargs)) is not None:
+        raise refusals.error(*found)
+
+
+def host_access(func: Any, args: tuple, kwargs: dict) -> tuple[str, str] | None:
+    """What messages call ``func``, and why no graph can hold it; None if it takes no tensor to the host."""
     func = inspect.unwrap(func)  # of torch: host_access.py and exports.py put functions around some
     if func in _FUNCTIONS and not (func is _TO_CUDA and args[0].is_cuda):
-        name = _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}")
-        raise refusals.error(name, _FUNCTIONS[func])
-    if func is _TO:
-        device = _device_in(*args[1:], **kwargs)
-        if device is not None and device.type != args[0].device.type:
-            raise refusals.error(f"Tensor.to({str(device)!r})", LEAVES_DEVICE)
+        return _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}"), _FUNCTIONS[func]
+    device = _device_in(*args[1:], **kwargs) if func is _TO else None
+    if device is not None and device.type != args[0].device.type:
+        return f"Tensor.to({str(device)!r})", LEAVES_DEVICE
+    return None
 
 
 def _device_in(*args: Any, copy: bool = False, **kwargs: Any) -> torch.device | None:
@@ -141,20 +163,21 @@ class GeneratorWatch:
 
 def reason_to_refuse(func: Any, args: tuple, kwargs: dict) -> str | None:
     """Why the recorder cannot hold this dispatcher call, judged by its arguments; None when it can."""
-    return reason_for_no_graph(func, args, kwargs, torch.default_generator) or reason_to_refuse_tensors((args, kwargs))
+    return reason_for_no_graph(func, args, kwargs, torch.device("cpu")) or reason_to_refuse_tensors((args, kwargs))
 
 
-def reason_for_no_graph(func: Any, args: tuple, kwargs: dict, generator: torch.Generator) -> str | None:
-    """Why no graph can hold this dispatcher call, on whatever device, whose default generator is ``generator``."""
+def reason_for_no_graph(func: Any, args: tuple, kwargs: dict, device: torch.device) -> str | None:
+    """Why no graph of ``device`` can hold this dispatcher call; None when it can."""
     if not is_operator(func):
         return "it is a higher-order operator, whose branches and loops a graph does not follow"
-    if base_name(func) in _MOVING:
+    if base_name(func) in MOVING:
         return _MOVES_STORAGE
     if torch.Tag.data_dependent_output in func.tags:
-        return _READS_VALUE + " (.item(), bool(), int(), float(), a comparison of whole tensors)"
+        return READS_VALUE + " (.item(), bool(), int(), float(), a comparison of whole tensors)"
     if _shape_follows_data(func, args, kwargs):
         return _SHAPE_FOLLOWS_DATA
     generators = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     # Each call brings a Python object of its own around the generator.
     if any(given._cdata != generator._cdata for given in generators):
         return "it draws from a generator of its own; only the default generator goes on from replay to replay"
@@ -193,6 +216,8 @@ def _mask_write_needs_positions(
     accumulate: bool = False,
     unsafe: bool = False,
 ) -> bool:
-    """True for ``x[mask] = values`` unless it is one value under one mask, which is a ``masked_fill_``."""
+    """True for ``x[mask] = values`` unless it is one value under one mask, which is a ``masked_fill_``, as long as the
+    value is on the CPU, where Python's numbers are."""
     given = [index for index in indices if index is not None]
-    return bool(_masks(indices)) and (len(given) > 1 or values.numel() != 1 or accumulate)
+    is_number = values.numel() == 1 and values.device.type == "cpu"
+    return bool(_masks(indices)) and (len(given) > 1 or not is_number or accumulate)

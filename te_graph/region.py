@@ -12,15 +12,21 @@ from torch import Tensor
 from te_graph.dispatch import base_name, has_subclass, is_dense, is_operator, storage_key, tensors_in
 from te_graph.externals import TensorWatch
 from te_graph.host_access import GET_GRAD, MethodWatch
-from te_graph.refusals import LEAVES_DEVICE, CaptureError, HostAccessMode, Refusals, reason_for_no_graph
+from te_graph.refusals import (
+    BUILDS_ON_HOST,
+    COPIES,
+    LEAVES_DEVICE,
+    CaptureError,
+    HostAccessMode,
+    Refusals,
+    reason_for_no_graph,
+)
 
 _READS_HOST_TENSOR = (
     "it uses a CPU tensor from outside, and a replay would go on with its value of the capture, or not run the "
     "operation at all: make it a tensor on the device"
 )
 _DRAWS_ON_HOST = "it draws random numbers on the CPU, and a replay would go on with those of the capture"
-_BUILDS_ON_HOST = "it copies Python data to the device, and a graph holds the work of the device alone: make it before"
-_COPIES = frozenset({"copy_", "_to_copy"})
 _BUILDERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 
 
@@ -69,7 +75,7 @@ class RegionWatch(TensorWatch):
 
     def _reason_to_refuse(self, func: Any, args: tuple, kwargs: dict) -> str | None:
         if not is_operator(func):
-            return self._reason_for_no_graph(func, args, kwargs)
+            return reason_for_no_graph(func, args, kwargs, self._device)
         if base_name(func) == "lift_fresh":
             return None  # built from Python data this very moment; DeviceAccessMode tells where that copies
         tensors = list(tensors_in((args, kwargs)))
@@ -85,15 +91,10 @@ class RegionWatch(TensorWatch):
             if target not in (None, "cpu"):
                 return LEAVES_DEVICE
             return _DRAWS_ON_HOST if torch.Tag.nondeterministic_seeded in func.tags else None
-        mixes = on_host and (base_name(func) in _COPIES or any(tensor.dim() > 0 for tensor in on_host))
+        mixes = on_host and (base_name(func) in COPIES or any(tensor.dim() > 0 for tensor in on_host))
         if mixes or target not in (None, self._device.type):
             return LEAVES_DEVICE
-        return self._reason_for_no_graph(func, args, kwargs)
-
-    def _reason_for_no_graph(self, func: Any, args: tuple, kwargs: dict) -> str | None:
-        is_cuda = self._device.type == "cuda"
-        generator = torch.cuda.default_generators[self._device.index] if is_cuda else torch.default_generator
-        return reason_for_no_graph(func, args, kwargs, generator)
+        return reason_for_no_graph(func, args, kwargs, self._device)
 
     def _is_constant(self, tensor: Tensor) -> bool:
         return is_dense(tensor) and storage_key(tensor) in self.produced_storages
@@ -115,7 +116,7 @@ class DeviceAccessMode(HostAccessMode):
     def __torch_function__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _BUILDERS and _leaves_host(func, args, kwargs):
-            raise self._refusals.error(f"torch.{func.__name__}", _BUILDS_ON_HOST)
+            raise self._refusals.error(f"torch.{func.__name__}", BUILDS_ON_HOST)
         if all(isinstance(arg, Tensor) and arg.device.type == "cpu" for arg in args[:1]) and args:
             return func(*args, **kwargs)  # of constants: see RegionWatch
         return super().__torch_function__(func, types, args, kwargs)

@@ -19,6 +19,7 @@ from te_graph.capturing import capturing, collecting_checks, one_at_a_time
 from te_graph.checks import check_circumstances
 from te_graph.code_watch import CodeWatch
 from te_graph.dispatch import function_modes, storage_key
+from te_graph.explanations import explained
 from te_graph.explorer import Explorer
 from te_graph.facts import Fact, is_opaque
 from te_graph.frame import Frame, call
@@ -220,10 +221,8 @@ def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, s
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()
     attempt = _Attempt(label, frame, explorer, device)
-    try:
+    with explained(label, "the capture", noted={}):
         graph, checks, entry = _capture(attempt, first, backend, pool)
-    except torch.AcceleratorError as error:
-        raise CaptureError(f"{label}: {str(error).splitlines()[0]}") from error
     entry.graph, entry.checks, entry.pool = graph, checks, pool
     entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)
     entry.seconds = time.perf_counter() - start

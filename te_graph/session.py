@@ -24,6 +24,7 @@ from te_graph.capturing import capturing, one_at_a_time
 from te_graph.changed_arguments import ChangedArguments
 from te_graph.checks import sample_of
 from te_graph.entry import Entry
+from te_graph.explanations import explained
 from te_graph.exports import move_exported_results
 from te_graph.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.group import Group
@@ -75,7 +76,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
             captures.append(capture)
             transaction.callback(capture.undo)
             on_failure.callback(capture.undo_failure)
-            with backend.watch_generator(capture.label):
+            with explained(capture.label, "the warm-up"), backend.watch_generator(capture.label):
                 capture.warm_up()
             progress.update()
         for capture in captures:
@@ -177,11 +178,13 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
     try:
         for capture in captures:
             for number in slots:
-                capture.capture_forward(pools[capture.first_of_chain][number])
+                with explained(capture.label, "the capture", capture.watch.noted):
+                    capture.capture_forward(pools[capture.first_of_chain][number])
                 progress.update()
         for capture in reversed(captures):
             for number in slots:
-                capture.capture_backward(number, group.backward_pool, successors.get(capture))
+                with explained(capture.label, "the capture", capture.watch.noted):
+                    capture.capture_backward(number, group.backward_pool, successors.get(capture))
                 progress.update()
     finally:
         for capture in captures:
