@@ -25,7 +25,9 @@ from te_graph.refusals import (
     READS_VALUE,
     CaptureError,
     Refusal,
+    first_line,
     host_access,
+    is_about_captures,
     reason_for_no_graph,
     reason_to_refuse,
 )
@@ -33,7 +35,6 @@ from te_graph.sites import BACKWARD, site_of, user_site
 
 _log = logging.getLogger("te_graph")
 _EARLIER = "due to a previous error"
-_OF_CAPTURES = (RuntimeError, torch.AcceleratorError)  # if they say so; subclasses are told by others
 
 
 class WarmUpWatch(TensorWatch):
@@ -110,7 +111,7 @@ def _reason_to_note(func: Any, args: tuple, kwargs: dict, device: torch.device) 
     if name in COPIES:
         return LEAVES_DEVICE if _waits(func, args, kwargs, tensors) else None
     # What moves a tensor, and what works on the host, is done once, and no business of CUDA's.
-    if name in MOVING or all(tensor.device.type == "cpu" for tensor in tensors):
+    if name in MOVING or (tensors and all(tensor.device.type == "cpu" for tensor in tensors)):
         return None
     return reason_for_no_graph(func, args, kwargs, device)
 
@@ -140,16 +141,20 @@ def explained(label: str, what: str, noted: Mapping[str, Refusal] | None = None)
     try:
         yield
     except CaptureError as error:
-        if not str(error).startswith(label):
+        if not _names(error, label):
             error.args = (f"{label}: {error}",)
         raise
     except Exception as error:
         site = site_of(error)
-        if noted is not None and type(error) in _OF_CAPTURES and "captur" in str(error):
-            raise CaptureError(f"{label}: {_explanation(error, site, noted)}") from error
-        if label not in str(error):
+        if not _names(error, label):
+            if noted is not None and is_about_captures(error):
+                raise CaptureError(f"{label}: {_explanation(error, site, noted)}") from error
             add_note(error, f"raised in {what} of {label}" + (f", at {site}" if site else ""))
         raise
+
+
+def _names(error: Exception, label: str) -> bool:
+    return str(error).startswith(f"{label}: ")
 
 
 def _explanation(error: Exception, site: str | None, noted: Mapping[str, Refusal]) -> str:
@@ -161,7 +166,7 @@ def _explanation(error: Exception, site: str | None, noted: Mapping[str, Refusal
         refusal = noted.get(site)
     if refusal is not None:
         return str(refusal)
-    said = str(error).partition("\n")[0]
+    said = first_line(error)
     return said if site is None else f"{said}; at {site}"
 
 
@@ -169,6 +174,6 @@ def add_note(error: BaseException, note: str) -> None:
     """``error.add_note``; before Python 3.11, which has none, the log tells it."""
     add = getattr(error, "add_note", None)
     if add is None:
-        _log.error("%s: %s", type(error).__name__, note)
+        _log.warning("%s: %s", type(error).__name__, note)
     else:
         add(note)

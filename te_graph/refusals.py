@@ -75,6 +75,16 @@ class Refusals:
         return CaptureError(message)
 
 
+def is_about_captures(error: Exception) -> bool:
+    """True for what CUDA, or torch, says of something that a capture does not allow, in whichever words."""
+    return type(error) in (RuntimeError, torch.AcceleratorError) and "captur" in str(error)
+
+
+def first_line(error: Exception) -> str:
+    """Of several, the rest being advice on how to debug CUDA."""
+    return str(error).partition("\n")[0]
+
+
 class HostAccessMode(TorchFunctionMode):
     """Function mode that refuses host reads and moves which do not reach the dispatcher on a CPU tensor.
 

@@ -19,6 +19,8 @@ from te_graph.refusals import (
     CaptureError,
     HostAccessMode,
     Refusals,
+    first_line,
+    is_about_captures,
     reason_for_no_graph,
 )
 
@@ -34,7 +36,7 @@ class RegionWatch(TensorWatch):
     """A ``TensorWatch`` that notes the devices and, for a capture on a GPU, refuses work of the host.
 
     CPU tensors that the region makes from constants are constants of the capture and may be used; what else happens on
-    the CPU, or between CPU and GPU, a replay would leave out.
+    the CPU, or between CPU and GPU, a replay would leave out. What CUDA refuses besides is told with the operation.
 
     Args:
         device: of a capture on a GPU; None: nothing is refused here.
@@ -67,7 +69,12 @@ class RegionWatch(TensorWatch):
             return NotImplemented
         if self._device is not None and (reason := self._reason_to_refuse(func, args, kwargs)) is not None:
             raise self.refusals.error(str(func), reason)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except RuntimeError as error:
+            if self._device is None or not is_about_captures(error):
+                raise
+            raise self.refusals.error(str(func), first_line(error)) from error
         self.devices.update(tensor.device for tensor in tensors_in((args, kwargs, result)))
         self.runs_backward |= torch._C._current_graph_task_id() != -1
         self.multiplies |= is_operator(func) and any(part in base_name(func) for part in ("mm", "mv", "dot", "linear"))

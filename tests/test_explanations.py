@@ -25,6 +25,7 @@ from te_graph.backends import RecorderBackend
 from te_graph.explanations import WarmUpWatch, explained
 from te_graph.recorder import Recorder, is_recording
 from te_graph.refusals import reason_for_no_graph
+from te_graph.region import RegionWatch
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -232,6 +233,17 @@ def test_graphed_functions_are_named(device, case):
     assert message.endswith(f"; at {__file__}:{function.__code__.co_firstlineno + line} in {region.__name__}")
 
 
+def test_a_graphed_function_names_the_operation_of_whatever_cuda_refuses():
+    """On a GPU it is watched in the capture itself."""
+    watch, stand_in = RegionWatch(torch.device("meta")), CudaStandIn()
+    with pytest.raises(CaptureError) as caught, stand_in, watch:
+        stand_in.is_lost = True
+        torch.ones(3, device="meta")
+    assert str(caught.value).startswith(f"aten.ones.default cannot be captured: {INVALIDATED}; at {__file__}:")
+    with pytest.raises(RuntimeError, match="reduction dim"), watch:
+        torch.mm(torch.ones(2, 3, device="meta"), torch.ones(2, 3, device="meta"))
+
+
 # What is allowed where it stands.
 
 
@@ -276,6 +288,7 @@ LIKELY: dict[str, tuple[Callable[[Tensor], Any], str | None]] = {
     "write from the host": (lambda x: x.copy_(torch.ones(3)), "aten.copy_.default"),
     "Python data": (lambda x: torch.ops.aten.lift_fresh(x), "aten.lift_fresh.default"),
     "value under a mask": (lambda x: x.index_put_((x > 0,), x.sum()), "aten.index_put_.default"),
+    "generator": (lambda x: torch.rand(3, generator=torch.Generator(), device="cpu"), "aten.rand.generator"),
     "copy that does not wait": (lambda x: x.to("cpu", non_blocking=True), None),
     "number under a mask": (lambda x: x.index_put_((x > 0,), torch.tensor(1.0)), None),
     "constants of the host": (lambda x: torch.ones(3)[torch.ones(3) > 0].sum().item(), None),
@@ -302,7 +315,7 @@ def test_what_is_noted_for_a_gpu_is_what_waits_there(case):
 
 def notes_of(error: BaseException, caplog: pytest.LogCaptureFixture) -> list[str]:
     """Before Python 3.11 they are in the log."""
-    in_log = [record.message.partition(": ")[2] for record in caplog.records if record.levelno == logging.ERROR]
+    in_log = [record.message.partition(": ")[2] for record in caplog.records if record.levelno == logging.WARNING]
     return getattr(error, "__notes__", in_log)
 
 
@@ -357,6 +370,13 @@ def test_errors_that_name_the_callable_already_get_no_note(caplog):
     with pytest.raises(RuntimeError) as caught, explained("layer", "the warm-up"):
         fail(RuntimeError("layer: too large"))
     assert notes_of(caught.value, caplog) == []
+
+
+@pytest.mark.parametrize("label", ["a", "layer"])
+def test_a_label_is_told_from_the_words_of_an_error(label):
+    with pytest.raises(CaptureError) as caught, explained(label, "the capture", {}):
+        fail(CaptureError("aten.item.default cannot be captured, see layer"))
+    assert str(caught.value) == f"{label}: aten.item.default cannot be captured, see layer"
 
 
 def test_where_exceptions_take_no_notes_the_log_tells(caplog):
