@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +35,39 @@ from te_graph.refusals import (
 from te_graph.sites import BACKWARD, site_of, user_site
 
 _log = logging.getLogger("te_graph")
+_MOST_NAMED = 4
 _EARLIER = "due to a previous error"
+
+
+@dataclass
+class Notes:
+    """What may explain that a capture fails, by the line.
+
+    Attributes:
+        refusals: the first of each line that no graph can hold.
+        operators: names of all that the line calls, in order.
+    """
+
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    operators: dict[str, dict[str, None]] = field(default_factory=dict)
+
+    def add(self, operation: str, reason: str | None) -> None:
+        """Enter a call at the present line."""
+        site = user_site()
+        self.operators.setdefault(site, {})[operation] = None
+        if reason is not None:
+            self.refusals.setdefault(site, Refusal(operation, reason, site))
+
+    def refusal(self, error: Exception, site: str | None) -> Refusal | None:
+        """What explains ``error``, which was raised at ``site``; None where that has to speak for itself."""
+        if site is None or _EARLIER in str(error):  # what the callable did not pass on
+            return next(iter(self.refusals.values()), None)
+        if site == BACKWARD:
+            return next((one for one in self.refusals.values() if one.site.startswith(BACKWARD)), None)
+        names = list(self.operators.get(site, ()))
+        if site in self.refusals or type(error) is not torch.AcceleratorError or not 0 < len(names) <= _MOST_NAMED:
+            return self.refusals.get(site)
+        return Refusal(names[0] if len(names) == 1 else f"one of {', '.join(names)}", first_line(error), site)
 
 
 class WarmUpWatch(TensorWatch):
@@ -45,14 +78,14 @@ class WarmUpWatch(TensorWatch):
         owned: as for ``TensorWatch``.
 
     Attributes:
-        noted: by the line, the first refusal of each.
+        notes: what explains that the capture fails.
     """
 
     def __init__(self, device: torch.device, owned: Sequence[Tensor] = ()) -> None:
         super().__init__(owned=owned)
-        self.noted: dict[str, Refusal] = {}
+        self.notes = Notes()
         self._device = device
-        self._methods = _Methods(device, self.noted)
+        self._methods = _Methods(device, self.notes)
 
     def __enter__(self) -> WarmUpWatch:
         self._methods.__enter__()
@@ -66,18 +99,16 @@ class WarmUpWatch(TensorWatch):
         kwargs = kwargs or {}
         if not has_subclass(types):
             with bypass_modes():
-                reason = _reason_to_note(func, args, kwargs, self._device)
-            if reason is not None:
-                _note(self.noted, str(func), reason)
+                self.notes.add(str(func), _reason_to_note(func, args, kwargs, self._device))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Methods(MethodWatch):
     """Notes methods that take a tensor to the host."""
 
-    def __init__(self, device: torch.device, noted: dict[str, Refusal]) -> None:
+    def __init__(self, device: torch.device, notes: Notes) -> None:
         self._device = device
-        self._noted = noted
+        self._notes = notes
 
     def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
         found = host_access(func, args, kwargs)
@@ -86,12 +117,7 @@ class _Methods(MethodWatch):
         # Of copies on a GPU the operator tells more; on the CPU there is none.
         is_of_device = args[0].device == self._device and found[1] in (READS_VALUE, LEAVES_DEVICE)
         if self._device.type == "cpu" or (is_of_device and not _is_asynchronous(args, kwargs)):
-            _note(self._noted, *found)
-
-
-def _note(noted: dict[str, Refusal], operation: str, reason: str) -> None:
-    site = user_site()
-    noted.setdefault(site, Refusal(operation, reason, site))
+            self._notes.add(*found)
 
 
 def _is_asynchronous(args: tuple, kwargs: dict) -> bool:
@@ -129,11 +155,11 @@ def _waits(func: torch._ops.OpOverload, args: tuple, kwargs: dict, tensors: list
 
 
 @contextlib.contextmanager
-def explained(label: str, what: str, noted: Mapping[str, Refusal] | None = None) -> Iterator[None]:
+def explained(label: str, what: str, notes: Notes | None = None) -> Iterator[None]:
     """Around ``what``, "the warm-up" or "the capture" of the callable ``label``: exceptions from it name both.
 
     Args:
-        noted: around a capture: of its ``WarmUpWatch``.
+        notes: around a capture: of its ``WarmUpWatch``.
 
     Raises:
         CaptureError: for what CUDA, or torch, says of captures; names the operation and the line.
@@ -147,27 +173,15 @@ def explained(label: str, what: str, noted: Mapping[str, Refusal] | None = None)
     except Exception as error:
         site = site_of(error)
         if not _names(error, label):
-            if noted is not None and is_about_captures(error):
-                raise CaptureError(f"{label}: {_explanation(error, site, noted)}") from error
+            if notes is not None and is_about_captures(error):
+                said = first_line(error) if site is None else f"{first_line(error)}; at {site}"
+                raise CaptureError(f"{label}: {notes.refusal(error, site) or said}") from error
             add_note(error, f"raised in {what} of {label}" + (f", at {site}" if site else ""))
         raise
 
 
 def _names(error: Exception, label: str) -> bool:
     return str(error).startswith(f"{label}: ")
-
-
-def _explanation(error: Exception, site: str | None, noted: Mapping[str, Refusal]) -> str:
-    if site is None or _EARLIER in str(error):  # what the callable did not pass on
-        refusal = next(iter(noted.values()), None)
-    elif site == BACKWARD:
-        refusal = next((one for one in noted.values() if one.site.startswith(BACKWARD)), None)
-    else:
-        refusal = noted.get(site)
-    if refusal is not None:
-        return str(refusal)
-    said = first_line(error)
-    return said if site is None else f"{said}; at {site}"
 
 
 def add_note(error: BaseException, note: str) -> None:

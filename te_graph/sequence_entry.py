@@ -19,7 +19,7 @@ from te_graph.capturing import capturing, collecting_checks, one_at_a_time
 from te_graph.checks import check_circumstances
 from te_graph.code_watch import CodeWatch
 from te_graph.dispatch import function_modes, storage_key
-from te_graph.explanations import explained
+from te_graph.explanations import Notes, explained
 from te_graph.explorer import Explorer
 from te_graph.facts import Fact, is_opaque
 from te_graph.frame import Frame, call
@@ -221,7 +221,7 @@ def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, s
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()
     attempt = _Attempt(label, frame, explorer, device)
-    with explained(label, "the capture", noted={}):
+    with explained(label, "the capture", Notes()):
         graph, checks, entry = _capture(attempt, first, backend, pool)
     entry.graph, entry.checks, entry.pool = graph, checks, pool
     entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)

@@ -178,12 +178,12 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
     try:
         for capture in captures:
             for number in slots:
-                with explained(capture.label, "the capture", capture.watch.noted):
+                with explained(capture.label, "the capture", capture.watch.notes):
                     capture.capture_forward(pools[capture.first_of_chain][number])
                 progress.update()
         for capture in reversed(captures):
             for number in slots:
-                with explained(capture.label, "the capture", capture.watch.noted):
+                with explained(capture.label, "the capture", capture.watch.notes):
                     capture.capture_backward(number, group.backward_pool, successors.get(capture))
                 progress.update()
     finally:
