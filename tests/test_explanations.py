@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -243,6 +244,13 @@ def test_a_function_without_lines_is_named_as_such(device):
     message = refusal_of(lambda: make_graphed_callables(torch.nonzero, (torch.ones(3, device=device),)))
     assert message.startswith("nonzero: aten.nonzero.default cannot be captured: ")
     assert message.endswith("; at the callable itself")
+
+
+def test_a_result_that_nobody_can_name_is_not_laid_to_the_line_that_captures(device):
+    kept = torch.ones(5, device=device)
+    hidden = weakref.ref(kept)
+    with pytest.raises(RuntimeError, match=r"the result uses a tensor of shape \[5\].*; at the callable itself$"):
+        make_graphed_callables(lambda x: (x * 2, hidden()), (leaf(device),))
 
 
 @pytest.mark.parametrize("case", [case for case in REGIONS if case != "in the backward"])
