@@ -7,9 +7,9 @@ a capture on the CPU that fails as CUDA does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -247,8 +247,8 @@ def test_a_function_without_lines_is_named_as_such(device):
 
 
 def test_a_result_that_nobody_can_name_is_not_laid_to_the_line_that_captures(device):
-    kept = torch.ones(5, device=device)
-    hidden = weakref.ref(kept)
+    hidden = functools.cache(lambda: torch.ones(5, device=device))
+    hidden()
     with pytest.raises(RuntimeError, match=r"the result uses a tensor of shape \[5\].*; at the callable itself$"):
         make_graphed_callables(lambda x: (x * 2, hidden()), (leaf(device),))
 
