@@ -2,7 +2,8 @@
 
 All of them read x wherever it lies and write ordinary memory. A GPU's sums are taken in fp32 in the order of the ranks
 and rounded once, so all ranks find the same bits, at any size. Gradients are those of a loss that is the sum of all
-ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention.
+ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention. In forward mode a tangent is sent
+by a call of its own, so x has one on all ranks or on none.
 
 Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
 was given up, with the rank, the operation and its number.
@@ -35,7 +36,7 @@ def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
     Args:
         x: [...], fp32, fp16 or bf16, of the same shape and dtype on all ranks.
         group: of ranks; x is on its device.
-        reduction: "sum"; for fp32 also "max", which passes NaN on and has no gradient.
+        reduction: "sum"; for fp32 also "max", which passes NaN on and has no derivative.
 
     Returns:
         [...], new and contiguous, of x's dtype.

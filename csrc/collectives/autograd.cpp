@@ -6,6 +6,8 @@
 #include <functional>
 #include <initializer_list>
 
+#include "common/no_derivative.h"
+
 namespace te_graph::collectives {
 namespace {
 
@@ -85,9 +87,23 @@ struct AllGather : torch::autograd::Function<AllGather> {
 };
 
 bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
+bool needs_derivative(const at::Tensor& x) { return needs_gradient(x) || has_tangent(x); }
+
+// An op that is linear, of x with a tangent: the op of both. All ranks must have one, as all must call the op.
+template <typename Function>
+at::Tensor with_tangent(const at::Tensor& x, const Function& op) {
+    const at::Tensor tangent = x._fw_grad(0);
+    if (!tangent.defined()) return op(x);
+    const at::Tensor result = op(x._fw_primal(0));
+    result._set_fw_grad(op(tangent), 0, false);
+    return result;
+}
 
 void check_no_gradient(const char* op, std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors) {
     for (const at::Tensor& tensor : tensors) {
+        TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(tensor), op,
+                                    ": has no forward-mode derivative, and a tensor with a tangent was given; call the "
+                                    "form that returns a new tensor");
         TORCH_CHECK_NOT_IMPLEMENTED(!needs_gradient(tensor), op,
                                     ": has no gradient, and a tensor that needs one was given; call the form that "
                                     "returns a new tensor, or call it under torch.no_grad()");
@@ -97,28 +113,30 @@ void check_no_gradient(const char* op, std::initializer_list<std::reference_wrap
 }  // namespace
 
 at::Tensor all_reduce_autograd(const at::Tensor& x, std::string group, std::string reduction) {
-    if (needs_gradient(x)) {
-        check_differentiable("all_reduce", reduction);
-        return AllReduce::apply(x, group);
-    }
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call_all_reduce(x, group, reduction);
+    if (needs_derivative(x)) check_differentiable("all_reduce", reduction);
+    return with_tangent(x, [&](const at::Tensor& x) {
+        if (needs_gradient(x)) return AllReduce::apply(x, group);
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return call_all_reduce(x, group, reduction);
+    });
 }
 
 at::Tensor reduce_scatter_autograd(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group,
                                    std::string reduction) {
-    if (needs_gradient(x)) {
-        check_differentiable("reduce_scatter", reduction);
-        return ReduceScatter::apply(x, dim, world_size, group);
-    }
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call_reduce_scatter(x, dim, world_size, group, reduction);
+    if (needs_derivative(x)) check_differentiable("reduce_scatter", reduction);
+    return with_tangent(x, [&](const at::Tensor& x) {
+        if (needs_gradient(x)) return ReduceScatter::apply(x, dim, world_size, group);
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return call_reduce_scatter(x, dim, world_size, group, reduction);
+    });
 }
 
 at::Tensor all_gather_autograd(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group) {
-    if (needs_gradient(x)) return AllGather::apply(x, dim, world_size, group);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call_all_gather(x, dim, world_size, group);
+    return with_tangent(x, [&](const at::Tensor& x) {
+        if (needs_gradient(x)) return AllGather::apply(x, dim, world_size, group);
+        const at::AutoDispatchBelowADInplaceOrView below;
+        return call_all_gather(x, dim, world_size, group);
+    });
 }
 
 void all_reduce_inplace_autograd(const at::Tensor& x, std::string group, std::string reduction) {

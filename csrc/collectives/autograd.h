@@ -4,7 +4,8 @@
 //     reduce_scatter   all_gather
 //     all_gather       reduce_scatter
 //
-// Forms that write into a given tensor have none, and refuse tensors that need one.
+// Tangents of forward-mode differentiation go the way of their primals, by a call of their own: each rank's x has one, or
+// none has. Forms that write into a given tensor have neither, and refuse tensors that need one.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
 // Registration of the casts.
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/run_on.h"
 #include "fp8/arguments.h"
@@ -319,7 +319,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
 // No formulas: a cast has no gradient that one could mean.
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
     for (const char* name : {kCast, kCastOut, kTranspose, kDbias, kTransposeOut, kDequantize, kDequantizeOut}) {
-        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+        m.impl(name, no_derivative());
     }
 }
 

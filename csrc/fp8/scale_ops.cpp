@@ -1,8 +1,8 @@
 // Registration of the ops that compute scales.
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/run_on.h"
 #include "fp8/arguments.h"
@@ -170,7 +170,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
     for (const char* name :
          {"amax_and_scale_update_inplace", "amax_and_scale_update_inplace.Scalar", kCurrent, kScale}) {
-        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+        m.impl(name, no_derivative());
     }
 }
 

@@ -1,9 +1,9 @@
 // Registration of the ops on the state of a step.
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "common/check.h"
+#include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/run_on.h"
 #include "graph/step_state.h"
@@ -55,7 +55,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
-    for (const char* name : {kSet, kAdvance}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    for (const char* name : {kSet, kAdvance}) m.impl(name, no_derivative());
 }
 
 }  // namespace te_graph::graph

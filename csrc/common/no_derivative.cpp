@@ -1,0 +1,61 @@
+#include "common/no_derivative.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <string>
+
+namespace te_graph {
+namespace {
+
+using torch::autograd::collect_next_edges;
+using torch::autograd::NotImplemented;
+
+template <typename Function>  // (index of the value, tensor)
+void for_each_tensor(c10::ArrayRef<c10::IValue> values, const Function& function) {
+    for (size_t i = 0; i < values.size(); ++i) {
+        if (values[i].isTensor()) {
+            function(i, values[i].toTensor());
+        } else if (values[i].isTensorList()) {
+            for (const c10::IValue& item : values[i].toListRef()) function(i, item.toTensor());
+        }
+    }
+}
+
+void call_without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const c10::FunctionSchema& schema = op.schema();
+    const auto name = [&] { return schema.name().substr(schema.name().find("::") + 2); };
+    const bool is_recorded = at::GradMode::is_enabled();
+    std::vector<const at::Tensor*> followed;
+    for_each_tensor(torch::jit::last(*stack, schema.arguments().size()), [&](size_t i, const at::Tensor& tensor) {
+        const c10::Argument& argument = schema.arguments()[i];
+        TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(tensor), name(), ": has no forward-mode derivative, and ",
+                                    argument.name(), " has a tangent; give it the primal");
+        if (!is_recorded || !tensor.requires_grad()) return;
+        const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+        TORCH_CHECK_NOT_IMPLEMENTED(!is_written, name(), ": has no gradient, and ", argument.name(),
+                                    ", which it writes, requires one; call it under torch.no_grad() or give it "
+                                    "tensor.detach()");
+        followed.push_back(&tensor);
+    });
+    std::shared_ptr<NotImplemented> node;
+    if (!followed.empty()) {
+        node = std::shared_ptr<NotImplemented>(new NotImplemented(schema.name()), torch::autograd::deleteNode);
+        node->set_next_edges(collect_next_edges(followed));
+    }
+    {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    }
+    if (!node) return;
+    for_each_tensor(torch::jit::last(*stack, schema.returns().size()), [&](size_t, const at::Tensor& result) {
+        if (torch::autograd::isDifferentiableType(result.scalar_type())) torch::autograd::set_history(result, node);
+    });
+}
+
+}  // namespace
+
+torch::CppFunction no_derivative() { return torch::CppFunction::makeFromBoxedFunction<&call_without_derivative>(); }
+
+}  // namespace te_graph
