@@ -7,7 +7,8 @@
 #include "graph/bindings.h"
 #include "multi_tensor/bindings.h"
 
-// Mutated arguments are marked (a!); ops that mutate return ().
+// Mutated arguments are marked (a!); ops that mutate return (). What autograd follows is not mutated
+// (common/no_derivative.h).
 TORCH_LIBRARY(te_graph, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
     const auto def = [&](const char* schema) { m.def(schema, tags); };
@@ -15,7 +16,7 @@ TORCH_LIBRARY(te_graph, m) {
     // Norms of lists: any shapes, fp32, fp64, fp16 and bf16 mixed. Results are fp32, fp64 if the list has fp64
     // tensors. p: 0 (number of elements that are not zero), positive or inf. partial: [72] int64
     // (csrc/multi_tensor/exact_sum.h), exact: those of several lists are added (p = inf: joined by max), on one device
-    // or by all_reduce.
+    // or by all_reduce. Of an empty list: 0, on the CPU; shapes without data are in te_graph/fakes.py.
     def("multi_tensor_norm(Tensor[] tensors, float p=2.0) -> Tensor");
     def("multi_tensor_norm_partial(Tensor[] tensors, float p=2.0) -> Tensor");
     def("multi_tensor_norm_finish(Tensor partial, float p=2.0, ScalarType dtype=float) -> Tensor");

@@ -4,9 +4,10 @@ from te_graph._build import build_info, load_extension
 
 load_extension()
 
-from te_graph import effects  # noqa: E402 (needs the extension)
+from te_graph import effects, fakes  # noqa: E402 (needs the extension)
 
 effects.register()
+fakes.register()
 
 from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
 from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402

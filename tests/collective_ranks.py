@@ -1,8 +1,9 @@
-"""What tests of collectives share: worlds of ranks, groups, and the reference of sums."""
+"""What tests of collectives share: worlds of ranks, groups, the reference of sums, and a call of each operator."""
 
 from typing import Any
 
 import pytest
+import torch
 from ranks import Rank
 from torch import Tensor
 
@@ -17,6 +18,7 @@ WORLDS = [
     pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu),
     FOUR_GPUS,
 ]
+ops = torch.ops.te_graph
 TIMEOUT = 20.0  # seconds: less than a test may take, so that a rank that waits ends with te_graph's own error
 
 
@@ -33,3 +35,20 @@ def reference_reduce(everybody: Tensor) -> Tensor:  # [world, ...] -> [...]
     for x in everybody[1:]:
         total = total + x.float()
     return total.to(everybody.dtype)
+
+
+def calls(x: Tensor, group: str, world: int) -> list[tuple[Any, tuple]]:
+    """Each operator with arguments for it. x: [2 * world, 3, 2 * world]."""
+    part, whole = x[:2].contiguous(), torch.cat([x] * world, 1)
+    return [
+        (ops.all_reduce.default, (x, group)),
+        (ops.all_reduce.default, (x.detach(), group, "max")),
+        (ops.reduce_scatter.default, (x, 0, world, group)),
+        (ops.reduce_scatter.default, (x, -1, world, group)),
+        (ops.all_gather.default, (x, 1, world, group)),
+        (ops.all_gather.default, (x, -3, world, group)),
+        (ops.all_reduce_.default, (x.detach().clone(), group)),
+        (ops.all_reduce_out.default, (x.detach().clone(), x.detach(), group)),
+        (ops.reduce_scatter_out.default, (part.detach().clone(), x.detach(), 0, world, group)),
+        (ops.all_gather_out.default, (whole.detach().clone(), x.detach(), 1, world, group)),
+    ]

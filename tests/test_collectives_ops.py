@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_ranks import open_group, reference_reduce
+from collective_ranks import calls, open_group, reference_reduce
 from ranks import WORLDS, Rank, ranks_of
 from tensor_lists import same_bits
 from torch import Tensor
@@ -27,23 +27,6 @@ OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test
 def draw(rank: Rank, *shape: int) -> Tensor:
     """[world, *shape]: what each rank has."""
     return torch.randn(rank.world, *shape, device=rank.device)
-
-
-def calls(x: Tensor, group: str, world: int) -> list[tuple[Any, tuple]]:
-    """Each operator with arguments for it. x: [2 * world, 3, 2 * world]."""
-    part, whole = x[:2].contiguous(), torch.cat([x] * world, 1)
-    return [
-        (ops.all_reduce.default, (x, group)),
-        (ops.all_reduce.default, (x.detach(), group, "max")),
-        (ops.reduce_scatter.default, (x, 0, world, group)),
-        (ops.reduce_scatter.default, (x, -1, world, group)),
-        (ops.all_gather.default, (x, 1, world, group)),
-        (ops.all_gather.default, (x, -3, world, group)),
-        (ops.all_reduce_.default, (x.detach().clone(), group)),
-        (ops.all_reduce_out.default, (x.detach().clone(), x.detach(), group)),
-        (ops.reduce_scatter_out.default, (part.detach().clone(), x.detach(), 0, world, group)),
-        (ops.all_gather_out.default, (whole.detach().clone(), x.detach(), 1, world, group)),
-    ]
 
 
 def scenario_opcheck(rank: Rank, requires_grad: bool) -> None:

@@ -1,19 +1,14 @@
-"""Every op of torch.ops.te_graph: its schema and tags, opcheck, fake kernels, and torch.compile around the list ops."""
+"""The multi-tensor ops as operators of torch: schemas and tags, fake kernels, and torch.compile around them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from tensor_lists import CHUNK, all_same_bits, copies, random_list, same_bits
+from multi_tensor_samples import MIXED, SIZES, lists
+from tensor_lists import all_same_bits, copies, random_list, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from te_graph import MultiTensorPlan
-
 ops = torch.ops.te_graph
-MIXED = (torch.float32, torch.bfloat16, torch.float16)
-SIZES = (3, 0, CHUNK + 1, 20)
-
 LIST_OPS = (
     "multi_tensor_norm(Tensor[] tensors, float p=2.) -> Tensor",
     "multi_tensor_norms(Tensor[] tensors, float p=2.) -> Tensor",
@@ -60,80 +55,6 @@ def test_exactly_the_ops_listed_here_are_registered_with_these_schemas():
 
 def test_all_ops_are_ready_for_torch_compile():
     assert [set(overload.tags) for overload in overloads()] == [{torch.Tag.pt2_compliant_tag}] * len(overloads())
-
-
-def lists(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Destinations in fp32 and sources of all dtypes that may be added into them."""
-    return random_list(SIZES, [torch.float32], device), random_list(SIZES, MIXED, device)
-
-
-Arguments = tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]
-
-
-def list_op_samples(device: str) -> dict[str, Arguments]:
-    destinations, sources = lists(device)
-    scale, flag = torch.tensor(0.5, device=device), torch.zeros(1, device=device)
-    state = ops.multi_tensor_norm_partial(sources)
-    extras = {"store": True, "zero_source": True, "scale": scale, "sum_squares": state.clone(), "found_inf": flag}
-    return {
-        "norm": (ops.multi_tensor_norm.default, (sources,), {}),
-        "norm of fp64": (ops.multi_tensor_norm.default, (random_list(SIZES, [torch.float64], device), 1.0), {}),
-        "norms": (ops.multi_tensor_norms.default, (sources, 3.0), {}),
-        "partial": (ops.multi_tensor_norm_partial.default, (sources, 0.0), {}),
-        "finish": (ops.multi_tensor_norm_finish.default, (state, 2.0, torch.float64), {}),
-        "clip": (ops.multi_tensor_clip_.default, (sources, scale * 4, 1.0), {}),
-        "clip with a flag": (ops.multi_tensor_clip_.default, (sources, scale * 4, 1.0), {"found_inf": flag}),
-        "clip norm": (ops.multi_tensor_clip_norm_.default, (sources, 1.0), {}),
-        "clip norm with all": (ops.multi_tensor_clip_norm_.default, (sources, 1.0, 3.0), {"found_inf": flag}),
-        "scale": (ops.multi_tensor_scale_.default, (sources, scale), {"found_inf": flag}),
-        "scale by a number": (ops.multi_tensor_scale_.Scalar, (sources, 0.5), {}),
-        "zero": (ops.multi_tensor_zero_.default, (sources,), {}),
-        "copy": (ops.multi_tensor_copy_.default, (destinations, sources), {"scale": scale, "found_inf": flag}),
-        "accumulate": (ops.multi_tensor_accumulate_.default, (destinations, sources), {}),
-        "accumulate with all": (
-            ops.multi_tensor_accumulate_.default,
-            (destinations, sources),
-            {**extras, "noop": torch.zeros((), device=device)},
-        ),
-    }
-
-
-def table_op_samples(plan: MultiTensorPlan, device: str) -> dict[str, Arguments]:
-    table = plan._plan.table, plan._plan.chunks
-    scale, flag = torch.tensor(0.5, device=device), torch.zeros(1, device=device)
-    return {
-        "norm": (ops.multi_tensor_norm_table.default, (*table, plan._plan.state), {}),
-        "clip": (ops.multi_tensor_clip_table_.default, (*table, scale * 4, 1.0), {"found_inf": flag}),
-        "scale": (ops.multi_tensor_scale_table_.default, (*table, scale), {"found_inf": flag}),
-        "zero": (ops.multi_tensor_zero_table_.default, table, {}),
-        "accumulate": (ops.multi_tensor_accumulate_table_.default, table, {}),
-        "accumulate with all": (
-            ops.multi_tensor_accumulate_table_.default,
-            table,
-            {"store": False, "zero_source": True, "scale": scale, "found_inf": flag},
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", list_op_samples("cpu"))
-def test_opcheck_of_the_list_ops(name, device):
-    overload, args, kwargs = list_op_samples(device)[name]
-    results = torch.library.opcheck(overload, args, kwargs)
-    assert set(results.values()) == {"SUCCESS"}
-
-
-TABLE_NAMES = ["norm", "clip", "scale", "zero", "accumulate", "accumulate with all"]
-
-
-@pytest.mark.parametrize("name", TABLE_NAMES)
-def test_opcheck_of_the_table_ops(name, device):
-    destinations, sources = lists(device)
-    plan = MultiTensorPlan(destinations, sources)
-    samples = table_op_samples(plan, device)
-    assert list(samples) == TABLE_NAMES
-    overload, args, kwargs = samples[name]
-    results = torch.library.opcheck(overload, args, kwargs)
-    assert set(results.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("dtypes", [MIXED, [torch.float64, torch.float32]], ids=str)

@@ -49,10 +49,14 @@ void check_apart(const char* op, at::TensorList out, at::TensorList out_t) {
 
 }  // namespace
 
+void check_not_empty(const char* op, at::TensorList weights) {
+    TORCH_CHECK_VALUE(!weights.empty(), op, ": expected at least one weight, got an empty list");
+}
+
 std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
                            const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
                            const at::Tensor& counts) {
-    TORCH_CHECK_VALUE(!weights.empty(), op, ": expected at least one weight, got an empty list");
+    check_not_empty(op, weights);
     check_count(op, "out", weights.size(), out.size());
     if (!out_t.empty()) check_count(op, "out_t", weights.size(), out_t.size());
     const auto n = static_cast<int64_t>(weights.size());

@@ -11,6 +11,8 @@
 
 namespace te_graph::fp8 {
 
+void check_not_empty(const char* op, at::TensorList weights);
+
 // One row for each weight; checks everything. weights, out: [M_i, N_i]; out_t: [N_i, M_i] each, or none at all; scale,
 // scale_inv, amax: [n] of any stride; counts: [n, kCounts] or undefined. All contiguous but the vectors.
 std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,

@@ -1,7 +1,7 @@
 // Registration of the casts of many weights.
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/run_on.h"
 #include "fp8/arguments.h"
@@ -75,7 +75,7 @@ void cast_weights_table(const at::Tensor& table,  // [n, 10] int64
 void cast_weights_meta(at::TensorList out, at::TensorList out_t, at::TensorList weights, const at::Tensor& scale,
                        const at::Tensor& scale_inv, const at::Tensor& amax, const std::optional<at::Tensor>& counts,
                        const std::optional<at::Tensor>& noop) {
-    if (weights.empty()) return;
+    check_not_empty(kList, weights);
     const at::Device device = weights[0].device();
     for (const at::Tensor& tensor : out) check_device(kList, "out", tensor, device);
     for (const at::Tensor& tensor : out_t) check_device(kList, "out_t", tensor, device);
@@ -101,7 +101,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
-    for (const char* name : {kList, kTable}) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+    for (const char* name : {kList, kTable}) m.impl(name, no_derivative());
 }
 
 }  // namespace te_graph::fp8

@@ -172,23 +172,9 @@ void accumulate(at::TensorList destination, at::TensorList source, bool store, b
 }
 
 // Shapes and dtypes alone, for torch.compile and fake tensors.
-at::Tensor norm_meta(at::TensorList tensors, double p) {
-    check_p(kNorm, p);
-    bool has_double = false;
-    for (const at::Tensor& tensor : tensors) has_double |= tensor.scalar_type() == at::kDouble;
-    return at::empty({}, tensors[0].options().dtype(norm_dtype(has_double)));
-}
-at::Tensor norm_partial_meta(at::TensorList tensors, double) {
-    return at::empty({kStateWords}, tensors[0].options().dtype(at::kLong));
-}
+// te_graph/fakes.py has those whose result has no tensor to take its device from where the list is empty.
 at::Tensor norm_finish_meta(const at::Tensor& partial, double, at::ScalarType dtype) {
     return at::empty({}, partial.options().dtype(dtype));
-}
-at::Tensor clip_norm_meta(at::TensorList tensors, double, double p, const std::optional<at::Tensor>&) {
-    return norm_meta(tensors, p);
-}
-at::Tensor norms_meta(at::TensorList tensors, double p) {
-    return at::empty({static_cast<int64_t>(tensors.size())}, norm_meta(tensors, p).options());
 }
 
 void implement(torch::Library& m) {
@@ -211,11 +197,7 @@ void implement(torch::Library& m) {
 TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) { implement(m); }
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
-    m.impl("multi_tensor_norm", norm_meta);
-    m.impl("multi_tensor_norm_partial", norm_partial_meta);
     m.impl("multi_tensor_norm_finish", norm_finish_meta);
-    m.impl("multi_tensor_norms", norms_meta);
-    m.impl("multi_tensor_clip_norm_", clip_norm_meta);
     m.impl("multi_tensor_clip_",
            [](at::TensorList, const at::Tensor&, double, double, const std::optional<at::Tensor>&) {});
     m.impl("multi_tensor_scale_", [](at::TensorList, const at::Tensor&, const std::optional<at::Tensor>&) {});
