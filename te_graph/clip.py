@@ -97,10 +97,14 @@ def clip_grads_with_norm_(
 
 
 def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float, found_inf: Tensor | None) -> None:
-    """Scale all parts by ``min(1, max_norm / (norm + eps))``; ``norm`` of one element."""
+    """Scale all parts by ``min(1, max_norm / (norm + eps))``, ``norm`` of one element; checks all, then writes."""
     if is_dtensor(norm):
         norm = norm.full_tensor()
     dtype = torch.float64 if norm.dtype == torch.float64 else torch.float32
+    if len(parts) > 1:
+        _C.check_distinct("multi_tensor_clip_", [part.tensors for part in parts], [])
+        for part in parts:
+            part.tensors.check_clip(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
     for part in parts:
         part.tensors.clip_(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
 

@@ -2,8 +2,8 @@
 
 All of them read x wherever it lies and write ordinary memory. A GPU's sums are taken in fp32 in the order of the ranks
 and rounded once, so all ranks find the same bits, at any size. Gradients are those of a loss that is the sum of all
-ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention. In forward mode a tangent is sent
-by a call of its own, so x has one on all ranks or on none.
+ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention. In forward mode a tangent is
+sent by a call of its own, so x has one on all ranks or on none.
 
 Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
 was given up, with the rank, the operation and its number.

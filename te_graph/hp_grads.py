@@ -46,12 +46,19 @@ def clip_tensors_by_global_norm(
     Returns:
         The norm before clipping, [].
 
-    Raises, Stream and capture: as ``clip_grad_norm_``.
+    Raises:
+        As ``clip_grad_norm_``; NotImplementedError, where gradients are recorded, for a result that requires one: what
+        is written here has no gradient.
+
+    Stream and capture: as ``clip_grad_norm_``.
     """
     tensors = as_sequence(input_tensors)
     if global_norm is None:
         global_norm = get_global_norm_of_tensors(tensors, process_groups=process_groups)
-    clip_parts(parts_of(tensors, False), max_norm, global_norm, eps, None)
+    parts = parts_of(tensors, False)
+    for part in parts:
+        part.tensors.check_not_followed("clip_tensors_by_global_norm")
+    clip_parts(parts, max_norm, global_norm, eps, None)
     return global_norm
 
 
@@ -90,7 +97,10 @@ def update_hp_grads(
     params, hps = as_sequence(lp_params), as_sequence(hp_grads)
     if len(params) != len(hps):
         raise ValueError(f"update_hp_grads: expected as many hp_grads as lp_params, {len(params)}, got {len(hps)}")
-    for destinations, sources, unused in _pairs_by_device(params, hps):
+    pairs = _pairs_by_device(params, hps)
+    if len(pairs) > 1 or (store and any(len(unused) for _, _, unused in pairs)):
+        _check(pairs, store, sum_squares, found_inf, noop)
+    for destinations, sources, unused in pairs:
         if len(destinations):
             destinations.accumulate_(sources, store, True, sum_squares, found_inf, noop)
         if len(unused) and store:
@@ -101,10 +111,31 @@ def update_hp_grads(
                 unused.accumulate_(zeros, True, False, None, None, noop)
 
 
-def _pairs_by_device(
-    params: Sequence[Tensor], hps: Sequence[Tensor]
-) -> list[tuple[_C.TensorList, _C.TensorList, _C.TensorList]]:
-    """Of each device: destinations, the gradients that go there, and destinations whose parameter has no gradient."""
+# Of one device: destinations, the gradients that go there, and destinations whose parameter has no gradient.
+_Pairs = tuple[_C.TensorList, _C.TensorList, _C.TensorList]
+
+
+def _check(
+    pairs: Sequence[_Pairs],
+    store: bool,
+    sum_squares: Tensor | None,
+    found_inf: Tensor | None,
+    noop: Tensor | None,
+) -> None:
+    """Raise what the ops on one of these lists will raise, before any is written."""
+    written = [destinations for destinations, _, _ in pairs]
+    if store:
+        written += [unused for _, _, unused in pairs]
+    _C.check_distinct("multi_tensor_accumulate_", written, [sources for _, sources, _ in pairs])
+    for destinations, sources, unused in pairs:
+        if len(destinations):
+            destinations.check_accumulate(sources, store, True, sum_squares, found_inf, noop)
+        if len(unused) and store:
+            unused.check_zero()
+
+
+def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_Pairs]:
+    """The lists of each device."""
     pairs = _C.collect_pairs(params, hps)
     if pairs is not None:
         return [(pair.destinations, pair.sources, pair.unused) for pair in pairs]

@@ -28,8 +28,12 @@ class MultiTensorPlan:
         sources: for accumulate and copy: one for each tensor, laid out like it.
 
     Raises:
-        ValueError: an empty list, tensors on several devices, with gaps, or overlapping; sources that do not fit.
-        TypeError: dtypes other than the above.
+        ValueError: an empty list, tensors on several devices, with gaps, overlapping, or with the negative bit; sources
+            that do not fit or overlap tensors. From the methods: a number or flag that lies in one of the lists;
+            ``zero_source`` with sources that overlap.
+        TypeError: dtypes other than the above; tensors that wrap others, such as DTensors.
+        NotImplementedError, from methods that write: a tensor that was a result that requires a gradient when the plan
+            was made or updated, in grad mode, as nothing is recorded; or one with a tangent.
 
     Stream and capture: making a plan allocates on the device and waits for the copy of the table, so it comes before a
     capture. The ops neither allocate (norms: the result) nor wait. Plans and their ops belong on one stream at a time:
@@ -45,7 +49,8 @@ class MultiTensorPlan:
         return len(self._plan)
 
     def check(self) -> None:
-        """Raise RuntimeError if a tensor no longer exists, moved, or changed its size; it names the first one."""
+        """Raise RuntimeError if a tensor no longer exists, moved, or changed its size, strides or dtype; it names the
+        first one."""
         self._plan.check(False, False)
 
     def update(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:

@@ -192,6 +192,25 @@ def scenario_accumulated(rank: Rank) -> None:
     assert same_bits(norm, ops.multi_tensor_norm(expected)) and same_bits(tg.get_total_norm(high), norm)
 
 
+def scenario_faulty_part(rank: Rank, fault: str) -> None:
+    """Of a plain tensor and a DTensor, which are scaled one after the other, the second cannot be."""
+    mesh = init_device_mesh(kind(rank), (rank.world,))
+    plain, total = torch.ones(4, device=rank.device), torch.tensor(9.0, device=rank.device)
+    local = {
+        "integers": torch.ones(4, dtype=torch.int64, device=rank.device),
+        "met twice": plain,
+        "has the norm": torch.full((4,), 9.0, device=rank.device),
+        "overlapping elements": torch.ones(1, device=rank.device).expand(4),
+    }[fault]
+    tensors = [plain, DTensor.from_local(local, mesh, [Shard(0)])]
+    norm = local[2] if fault == "has the norm" else total
+    before = copies([plain, local])
+    words = r"expected tensors\[0\]|expected total_norm|expected tensors of dtype|twice"
+    with pytest.raises((TypeError, ValueError), match=f"^multi_tensor_clip_: .*({words})"):
+        tg.clip_tensors_by_global_norm(tensors, 1.0, global_norm=norm)
+    assert all_same_bits([plain, local], before)
+
+
 def scenario_dtensor_and_groups(rank: Rank) -> None:
     """A pipeline stage of its own on each rank, whose DTensors lie on a mesh of that rank alone."""
     mesh = init_device_mesh(kind(rank), (rank.world, 1), mesh_dim_names=("pipeline", "data"))["data"]
@@ -223,6 +242,11 @@ def scenario_fsdp2(rank: Rank) -> None:
             torch.testing.assert_close(mine.grad.full_tensor(), other.grad, rtol=1e-3, atol=1e-5)
         for optimizer in optimizers:
             optimizer.step()
+
+
+@pytest.mark.parametrize("fault", ["integers", "met twice", "has the norm", "overlapping elements"])
+def test_no_part_is_written_where_another_is_at_fault(ranks, seed, fault):
+    ranks.run(scenario_faulty_part, seed, fault)
 
 
 def test_each_rank_has_some_of_the_tensors(ranks, seed):

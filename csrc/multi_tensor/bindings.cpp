@@ -7,16 +7,23 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <memory>
 
+#include "common/no_derivative.h"
 #include "multi_tensor/exact_sum.h"
+#include "multi_tensor/operands.h"
+#include "multi_tensor/ops.h"
 #include "multi_tensor/plan.h"
 #include "multi_tensor/rescale.h"
+#include "multi_tensor/tensor_list.h"
 
 namespace py = pybind11;
 
 namespace te_graph::multi_tensor {
 namespace {
+
+constexpr const char* kPlan = "MultiTensorPlan";
 
 using Flag = std::optional<at::Tensor>;  // [] or [1] fp32
 
@@ -35,10 +42,16 @@ private:
     c10::TypedOperatorHandle<Result(Arguments...)> handle_;
 };
 
+// Subclasses and tensors of other kinds are for Python to take apart.
+bool is_plain(const at::Tensor& tensor) {
+    return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_complex();
+}
+
 // Tensors of one device.
 struct TensorList {
     std::vector<at::Tensor> tensors;
 
+    bool is_plain() const { return std::all_of(tensors.begin(), tensors.end(), multi_tensor::is_plain); }
     at::Device device() const { return tensors.front().device(); }
     bool has_double() const {
         for (const at::Tensor& tensor : tensors) {
@@ -60,6 +73,30 @@ struct TensorList {
             "te_graph::multi_tensor_clip_");
         op(tensors, total_norm, max_norm, eps, found_inf);
     }
+    // Raises if autograd follows a tensor that `op` would write: results that require a gradient, tangents.
+    void check_not_followed(const char* op) const {
+        const bool is_recorded = at::GradMode::is_enabled();
+        for (const at::Tensor& tensor : tensors) {
+            TORCH_CHECK_NOT_IMPLEMENTED(!is_followed(*tensor.unsafeGetTensorImpl(), is_recorded), op,
+                                        ": has no derivative, and autograd follows a tensor that it writes; call it ",
+                                        "under torch.no_grad() or give it tensor.detach()");
+        }
+    }
+
+    // Raise what the methods of these names would raise, and write nothing.
+    void check_clip(const at::Tensor& total_norm,  // [] or [1]
+                    double max_norm, double eps, const Flag& found_inf) const {
+        if (is_plain()) multi_tensor::check_clip(tensors, total_norm, max_norm, eps, found_inf);
+    }
+    void check_zero() const {
+        if (is_plain()) multi_tensor::check_zero(tensors);
+    }
+    void check_accumulate(const TensorList& sources, bool store, bool zero_source, const Flag& sum_squares,
+                          const Flag& found_inf, const Flag& noop) const {
+        if (!is_plain() || !sources.is_plain()) return;
+        multi_tensor::check_accumulate(tensors, sources.tensors, store, zero_source, sum_squares, found_inf, noop);
+    }
+
     void zero() const {
         static const Op<void, at::TensorList> op("te_graph::multi_tensor_zero_");
         op(tensors);
@@ -72,11 +109,6 @@ struct TensorList {
         op(tensors, sources.tensors, store, zero_source, std::nullopt, sum_squares, found_inf, noop);
     }
 };
-
-// Subclasses and tensors of other kinds are for Python to take apart.
-bool is_plain(const at::Tensor& tensor) {
-    return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_complex();
-}
 
 // A list or tuple of tensors, borrowed; `name` is what messages call it.
 class TensorSequence {
@@ -181,6 +213,19 @@ std::optional<at::Tensor> clip_plain_gradients(const py::sequence& parameters, d
     return op(tensors, max_norm, p, found_inf);
 }
 
+// Raises if `op` would change memory twice, or change what it reads, in several lists together.
+void check_distinct_lists(const char* op, const std::vector<const TensorList*>& written,
+                          const std::vector<const TensorList*>& read) {
+    const auto all = [](const std::vector<const TensorList*>& lists) {
+        std::vector<at::Tensor> tensors;
+        for (const TensorList* list : lists) {
+            if (list->is_plain()) tensors.insert(tensors.end(), list->tensors.begin(), list->tensors.end());
+        }
+        return tensors;
+    };
+    check_distinct(op, all(written), all(read));
+}
+
 // What update_hp_grads works on, of one device.
 struct GradientPairs {
     TensorList destinations, sources, unused;  // unused: destinations whose parameter has no gradient
@@ -225,7 +270,11 @@ void plan_accumulate(const Plan& plan, bool store, bool zero_source, const Flag&
     static const Op<void, const at::Tensor&, const at::Tensor&, std::optional<bool>, bool, const Flag&, const Flag&,
                     const Flag&, const Flag&>
         op("te_graph::multi_tensor_accumulate_table_");
-    plan.check(true, zero_source);
+    plan.check_write(zero_source, {kPlan,
+                                   {{"scale", scale, false},
+                                    {"sum_squares", sum_squares, true},
+                                    {"found_inf", found_inf, true},
+                                    {"noop", noop, false}}});
     op(plan.table(), plan.chunks(), store, zero_source, scale, sum_squares, found_inf, noop);
 }
 
@@ -234,13 +283,13 @@ void plan_scale(const Plan& plan,
                 const Flag& found_inf) {
     static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, const Flag&> op(
         "te_graph::multi_tensor_scale_table_");
-    plan.check(true, false);
+    plan.check_write(false, {kPlan, {{"scale", scale, false}, {"found_inf", found_inf, true}}});
     op(plan.table(), plan.chunks(), scale, found_inf);
 }
 
 void plan_zero(const Plan& plan) {
     static const Op<void, const at::Tensor&, const at::Tensor&> op("te_graph::multi_tensor_zero_table_");
-    plan.check(true, false);
+    plan.check_write(false, {kPlan, {}});
     op(plan.table(), plan.chunks());
 }
 
@@ -251,6 +300,7 @@ void bind(py::module_& m) {
     m.def("collect", &collect, py::arg("sequence"), py::arg("gradients"));
     m.def("clip_plain_gradients", &clip_plain_gradients, py::arg("parameters"), py::arg("max_norm"), py::arg("p"),
           py::arg("found_inf"));
+    m.def("check_distinct", &check_distinct_lists, py::arg("op"), py::arg("written"), py::arg("read"));
     m.def("collect_pairs", &collect_pairs, py::arg("parameters"), py::arg("hp_grads"));
 
     py::class_<GradientPairs>(m, "GradientPairs")
@@ -270,6 +320,12 @@ void bind(py::module_& m) {
         .def("zero_", &TensorList::zero, py::call_guard<py::gil_scoped_release>())
         .def("accumulate_", &TensorList::accumulate, py::arg("sources"), py::arg("store"), py::arg("zero_source"),
              py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"), py::call_guard<py::gil_scoped_release>())
+        .def("check_zero", &TensorList::check_zero)
+        .def("check_accumulate", &TensorList::check_accumulate, py::arg("sources"), py::arg("store"),
+             py::arg("zero_source"), py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"))
+        .def("check_clip", &TensorList::check_clip, py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"),
+             py::arg("found_inf"))
+        .def("check_not_followed", &TensorList::check_not_followed, py::arg("op"))
         .def("clip_", &TensorList::clip, py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"),
              py::arg("found_inf"), py::call_guard<py::gil_scoped_release>());
 
@@ -293,14 +349,14 @@ void bind(py::module_& m) {
         .def(
             "clip_",
             [](const Plan& plan, const at::Tensor& total_norm, double max_norm, double eps, const Flag& found_inf) {
-                plan.check(true, false);
+                plan.check_write(false, {kPlan, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}}});
                 plan_clip(plan, total_norm, max_norm, eps, found_inf);
             },
             py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"), py::arg("found_inf"))
         .def(
             "clip_norm_",
             [](const Plan& plan, double max_norm, double p, const Flag& found_inf) {
-                plan.check(true, false);
+                plan.check_write(false, {kPlan, {{"found_inf", found_inf, true}}});
                 at::Tensor total_norm = plan_norm(plan, p);
                 plan_clip(plan, total_norm, max_norm, kClipEps, found_inf);
                 return total_norm;

@@ -1,9 +1,12 @@
 // Registration of the multi-tensor ops over lists of tensors.
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include "multi_tensor/ops.h"
+
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "common/no_derivative.h"
+#include "multi_tensor/operands.h"
 #include "multi_tensor/run.h"
 #include "multi_tensor/tensor_list.h"
 
@@ -78,16 +81,44 @@ at::Tensor norms(at::TensorList tensors, double p) {
     return out;
 }
 
+// Everything is checked and nothing written.
+struct PreparedRescaling {
+    TensorEntries entries;
+    Rescaling rescaling;
+
+    void run() {
+        run_rescale(entries.device(), entries.work(), rescaling);
+        entries.finish();
+    }
+};
+struct PreparedAccumulation {
+    TensorEntries entries;
+    Accumulation accumulation;
+
+    void run() {
+        run_accumulate(entries.device(), entries.work(), accumulation);
+        entries.finish();
+    }
+};
+
+PreparedRescaling prepare_clip(at::TensorList tensors,
+                               const at::Tensor& total_norm,  // [] or [1]
+                               double max_norm, double eps,
+                               const std::optional<at::Tensor>& found_inf)  // [] or [1]
+{
+    TensorEntries entries(kClip, tensors, true);
+    const Rescaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device());
+    Operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}})
+        .check_beside(entries.entries(), false);
+    return {std::move(entries), clip};
+}
+
 void clip(at::TensorList tensors,
           const at::Tensor& total_norm,  // [] or [1]
           double max_norm, double eps,
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
-    if (tensors.empty()) return;
-    TensorEntries entries(kClip, tensors, true);
-    run_rescale(entries.device(), entries.work(),
-                clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device()));
-    entries.finish();
+    if (!tensors.empty()) prepare_clip(tensors, total_norm, max_norm, eps, found_inf).run();
 }
 
 at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
@@ -98,6 +129,7 @@ at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
     const at::Tensor out =
         at::empty({}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
     const Rescaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
+    Operands(kClipNorm, {{"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
     const at::Tensor state = new_state(entries.device());
     run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
     run_rescale(entries.device(), entries.work(), clip);
@@ -111,10 +143,10 @@ void scale_by(at::TensorList tensors,
 {
     if (tensors.empty()) return;
     TensorEntries entries(kScale, tensors, true);
-    run_rescale(entries.device(), entries.work(),
-                {.scale = scalar_of(kScale, "scale", scale, entries.device()),
-                 .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())});
-    entries.finish();
+    const Rescaling rescaling{.scale = scalar_of(kScale, "scale", scale, entries.device()),
+                              .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
+    Operands(kScale, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
+    PreparedRescaling{std::move(entries), rescaling}.run();
 }
 
 void scale_by_number(at::TensorList tensors, double scale,
@@ -122,9 +154,10 @@ void scale_by_number(at::TensorList tensors, double scale,
 {
     if (tensors.empty()) return;
     TensorEntries entries(kScale, tensors, true);
-    run_rescale(entries.device(), entries.work(),
-                {.scale = {.value = scale}, .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())});
-    entries.finish();
+    const Rescaling rescaling{.scale = {.value = scale},
+                              .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
+    Operands(kScale, {{"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
+    PreparedRescaling{std::move(entries), rescaling}.run();
 }
 
 void zero(at::TensorList tensors) {
@@ -144,8 +177,32 @@ void copy(at::TensorList destination, at::TensorList source,
         accumulation_of(kCopy, scale, false, std::nullopt, found_inf, std::nullopt, entries.device());
     accumulation.has_mode = true;
     accumulation.mode = Mode::kStore;
-    run_accumulate(entries.device(), entries.work(), accumulation);
-    entries.finish();
+    Operands(kCopy, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
+    PreparedAccumulation{std::move(entries), accumulation}.run();
+}
+
+PreparedAccumulation prepare_accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+                                        const std::optional<at::Tensor>& scale,        // [] or [1]
+                                        const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                                        const std::optional<at::Tensor>& found_inf,    // [] or [1]
+                                        const std::optional<at::Tensor>& noop)         // [] or [1]
+{
+    TensorEntries entries(kAccumulate, destination, source, zero_source);
+    for (size_t i = 0; i < entries.entries().size(); ++i) {
+        TORCH_CHECK_TYPE(is_supported(entries.entries()[i].source_dtype, entries.entries()[i].destination_dtype),
+                         kAccumulate, ": expected source[", i, "] of the destination's dtype, or float16 or bfloat16 ",
+                         "for float32, got ", source[i].scalar_type(), " for ", destination[i].scalar_type());
+    }
+    Accumulation accumulation =
+        accumulation_of(kAccumulate, scale, zero_source, sum_squares, found_inf, noop, entries.device());
+    accumulation.has_mode = true;
+    accumulation.mode = store ? Mode::kStore : Mode::kAdd;
+    Operands(kAccumulate, {{"scale", scale, false},
+                           {"sum_squares", sum_squares, true},
+                           {"found_inf", found_inf, true},
+                           {"noop", noop, false}})
+        .check_beside(entries.entries(), zero_source);
+    return {std::move(entries), accumulation};
 }
 
 void accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
@@ -157,18 +214,7 @@ void accumulate(at::TensorList destination, at::TensorList source, bool store, b
     TORCH_CHECK_VALUE(!destination.empty() || source.empty(), kAccumulate, ": expected no sources, got ",
                       source.size());
     if (destination.empty()) return;
-    TensorEntries entries(kAccumulate, destination, source, zero_source);
-    for (size_t i = 0; i < entries.entries().size(); ++i) {
-        TORCH_CHECK_TYPE(is_supported(entries.entries()[i].source_dtype, entries.entries()[i].destination_dtype),
-                         kAccumulate, ": expected source[", i, "] of the destination's dtype, or float16 or bfloat16 ",
-                         "for float32, got ", source[i].scalar_type(), " for ", destination[i].scalar_type());
-    }
-    Accumulation accumulation =
-        accumulation_of(kAccumulate, scale, zero_source, sum_squares, found_inf, noop, entries.device());
-    accumulation.has_mode = true;
-    accumulation.mode = store ? Mode::kStore : Mode::kAdd;
-    run_accumulate(entries.device(), entries.work(), accumulation);
-    entries.finish();
+    prepare_accumulate(destination, source, store, zero_source, scale, sum_squares, found_inf, noop).run();
 }
 
 // Shapes and dtypes alone, for torch.compile and fake tensors.
@@ -193,6 +239,19 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
+void check_clip(at::TensorList tensors, const at::Tensor& total_norm, double max_norm, double eps,
+                const std::optional<at::Tensor>& found_inf) {
+    prepare_clip(tensors, total_norm, max_norm, eps, found_inf);
+}
+
+void check_accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+                      const std::optional<at::Tensor>& sum_squares, const std::optional<at::Tensor>& found_inf,
+                      const std::optional<at::Tensor>& noop) {
+    prepare_accumulate(destination, source, store, zero_source, std::nullopt, sum_squares, found_inf, noop);
+}
+
+void check_zero(at::TensorList tensors) { const TensorEntries entries(kZero, tensors, true); }
+
 // One implementation for all devices, which is what empty lists, having none, and unfit tensors come to as well.
 TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) { implement(m); }
 
@@ -210,13 +269,12 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
               const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {});
 }
 
-// No formulas: a result through which somebody wants a gradient says so, and a leaf that requires one is not written.
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
     for (const char* name :
          {"multi_tensor_norm", "multi_tensor_norm_partial", "multi_tensor_norm_finish", "multi_tensor_norms",
           "multi_tensor_clip_", "multi_tensor_clip_norm_", "multi_tensor_scale_", "multi_tensor_scale_.Scalar",
           "multi_tensor_zero_", "multi_tensor_copy_", "multi_tensor_accumulate_"}) {
-        m.impl(name, torch::autograd::autogradNotImplementedFallback());
+        m.impl(name, no_derivative());
     }
 }
 

@@ -1,10 +1,14 @@
 #include "multi_tensor/plan.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "common/no_derivative.h"
 #include "common/to_device.h"
 #include "multi_tensor/run.h"
 #include "multi_tensor/tensor_list.h"
@@ -14,41 +18,63 @@ namespace {
 
 constexpr const char* kPlan = "MultiTensorPlan";
 
-// Exact duplicates are refused with the lists; here, too, views that begin elsewhere in one another.
-void check_overlap(const std::vector<Entry>& entries, at::TensorList tensors) {
-    std::vector<size_t> order(entries.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-    std::sort(order.begin(), order.end(),
-              [&](size_t a, size_t b) { return entries[a].destination < entries[b].destination; });
-    size_t last = entries.size();
-    for (const size_t i : order) {
-        if (entries[i].numel == 0) continue;
-        TORCH_CHECK_VALUE(
-            last == entries.size() || static_cast<const char*>(entries[last].destination) + tensors[last].nbytes() <=
-                                          static_cast<const char*>(entries[i].destination),
-            kPlan, ": tensors ", last, " and ", i, " overlap");
-        last = i;
+// Of tensors that lead to others, or stand for what is not there yet: their own memory is not what they mean.
+constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                         c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
+
+void check_own_memory(const char* list, const Plan::Tensors& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        TORCH_CHECK_TYPE(!tensors[i].key_set().has_any(kWrappers), kPlan, ": expected ", list, "[", i,
+                         "] with memory of its own, got a tensor that wraps another, such as a DTensor; give what is "
+                         "inside");
     }
+}
+
+Extents extents_of(const Plan::Tensors& tensors, const std::vector<Entry>& entries, bool of_sources) {
+    std::vector<const void*> begins;
+    std::vector<size_t> sizes;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        begins.push_back(of_sources ? entries[i].source : entries[i].destination);
+        sizes.push_back(tensors[i].nbytes());
+    }
+    return {begins, sizes};
+}
+
+bool are_followed(const Plan::Tensors& tensors) {
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [](const at::Tensor& tensor) { return is_followed(*tensor.unsafeGetTensorImpl(), true); });
+}
+
+// Tells strides from others, sizes being the same: 0 for those of contiguous tensors.
+uint32_t strides_of(const c10::TensorImpl& tensor) {
+    if (tensor.is_contiguous()) return 0;
+    uint64_t hash = 1;
+    for (const int64_t stride : tensor.strides()) hash = (hash ^ static_cast<uint64_t>(stride)) * 0x9E3779B97F4A7C15u;
+    return static_cast<uint32_t>(hash >> 32) | 1;
 }
 
 }  // namespace
 
-std::vector<Entry> Plan::entries_of(const Tensors& tensors, const Tensors& sources) {
+Plan::Layout Plan::layout_of(const Tensors& tensors, const Tensors& sources) {
     TORCH_CHECK_VALUE(!tensors.empty(), kPlan, ": expected at least one tensor, got an empty list");
-    const auto check_direct = [](const TensorEntries& entries) {
-        TORCH_CHECK_VALUE(entries.is_direct(), kPlan,
-                          ": expected tensors without gaps in memory, and sources laid out like their destinations");
-    };
-    if (sources.empty()) {
-        TensorEntries entries(kPlan, tensors, true);
-        check_direct(entries);
-        check_overlap(entries.entries(), tensors);
-        return entries.entries();
+    check_own_memory("tensors", tensors);
+    check_own_memory("sources", sources);
+    // Tensors made in inference mode may be read anywhere; what writes them outside of it raises by itself.
+    const c10::InferenceMode allows_all;
+    const TensorEntries entries =
+        sources.empty() ? TensorEntries(kPlan, tensors, true) : TensorEntries(kPlan, tensors, sources, true);
+    TORCH_CHECK_VALUE(entries.is_direct(), kPlan,
+                      ": expected tensors without gaps in memory, and sources laid out like their destinations");
+    Layout layout{entries.entries(), extents_of(tensors, entries.entries(), false),
+                  extents_of(sources, entries.entries(), true), are_followed(tensors) || are_followed(sources)};
+    // Exact duplicates are refused with the lists; here, too, views that begin elsewhere in one another.
+    if (const auto& pair = layout.written.overlap()) {
+        TORCH_CHECK_VALUE(false, kPlan, ": tensors ", pair->first, " and ", pair->second, " overlap");
     }
-    TensorEntries entries(kPlan, tensors, sources, true);
-    check_direct(entries);
-    check_overlap(entries.entries(), tensors);
-    return entries.entries();
+    if (const auto pair = layout.written.shared_with(layout.read)) {
+        TORCH_CHECK_VALUE(false, kPlan, ": tensor ", pair->first, " and source ", pair->second, " overlap");
+    }
+    return layout;
 }
 
 std::vector<Plan::Place> Plan::places_of(const Tensors& tensors) {
@@ -58,22 +84,23 @@ std::vector<Plan::Place> Plan::places_of(const Tensors& tensors) {
         const auto storage = tensor.storage().getWeakStorageImpl();
         const c10::StorageImpl* const memory = tensor.storage().unsafeGetStorageImpl();
         places.push_back({decltype(Place::tensor)(tensor.getIntrusivePtr()), storage, memory, memory->data(),
-                          tensor.storage_offset(), tensor.numel()});
+                          tensor.storage_offset(), tensor.numel(), strides_of(*tensor.unsafeGetTensorImpl()),
+                          tensor.dtype()});
     }
     return places;
 }
 
 Plan::Plan(const Tensors& tensors, const Tensors& sources)
-    : entries_(entries_of(tensors, sources)), tensors_(places_of(tensors)), sources_(places_of(sources)) {
+    : layout_(layout_of(tensors, sources)), tensors_(places_of(tensors)), sources_(places_of(sources)) {
     const at::Device device = tensors[0].device();
     std::vector<int64_t> numels;
-    for (const Entry& entry : entries_) {
+    for (const Entry& entry : layout_.entries) {
         numels.push_back(entry.numel);
         if (entry.destination_dtype == DType::kFloat64) norm_dtype_ = at::kDouble;
         may_accumulate_ &= is_supported(entry.source_dtype, entry.destination_dtype);
     }
     std::vector<Chunk> chunks = make_chunks(numels);
-    table_ = to_device(entries_, sizeof(Entry) / sizeof(int64_t), at::kLong, device);
+    table_ = to_device(layout_.entries, sizeof(Entry) / sizeof(int64_t), at::kLong, device);
     chunks_ = to_device(chunks, 2, at::kInt, device);
     state_ = at::zeros({kStateWords}, at::TensorOptions().dtype(at::kLong).device(device));
 }
@@ -81,25 +108,60 @@ Plan::Plan(const Tensors& tensors, const Tensors& sources)
 bool Plan::Place::is_in_place() const {
     const c10::TensorImpl* const now = tensor._unsafe_get_target();
     return now->unsafe_storage().unsafeGetStorageImpl() == memory && memory->data() == data &&
-           now->storage_offset() == offset && now->numel() == numel && now->is_non_overlapping_and_dense();
+           now->storage_offset() == offset && now->numel() == numel && now->dtype() == dtype &&
+           !now->key_set().has_any(kDeferred) &&
+           (strides == 0 ? now->is_contiguous() : now->is_non_overlapping_and_dense() && strides_of(*now) == strides);
 }
 
-void Plan::check(const std::vector<Place>& places, const char* list, bool is_written) {
+void Plan::check(const std::vector<Place>& places, const char* list) {
     for (size_t i = 0; i < places.size(); ++i) {
         const Place& place = places[i];
         TORCH_CHECK(place.is_alive(), kPlan, ": ", list, "[", i,
                     "] no longer exists; call update() with the tensors that took its place");
         TORCH_CHECK(place.is_in_place(), kPlan, ": ", list, "[", i,
-                    "] moved to other memory or changed its size; call update() with the tensors as they are now");
+                    "] moved to other memory or changed its size, strides or dtype; call update() with the tensors "
+                    "as they are now");
     }
-    if (!is_written) return;
-    // Apart from the looks above, which would wait for each of these. The counter lives as long as the object's memory.
+}
+
+void Plan::bump_versions(const std::vector<Place>& places) {
+    // Apart from the looks, which would wait for each of these. The counter lives as long as the object's memory.
     for (const Place& place : places) place.tensor._unsafe_get_target()->bump_version();
 }
 
+void Plan::look(bool writes_sources) const {
+    check(tensors_, "tensors");
+    check(sources_, "sources");
+    if (!writes_sources || !layout_.read.overlap()) return;
+    const auto [first, second] = *layout_.read.overlap();
+    TORCH_CHECK_VALUE(false, kPlan, ": sources ", first, " and ", second, " overlap, and would be zeroed twice");
+}
+
 void Plan::check(bool writes_tensors, bool writes_sources) const {
-    check(tensors_, "tensors", writes_tensors);
-    check(sources_, "sources", writes_sources);
+    look(writes_sources);
+    if (writes_tensors) bump_versions(tensors_);
+    if (writes_sources) bump_versions(sources_);
+}
+
+void Plan::check_not_followed(const char* list, const std::vector<Place>& places, bool is_recorded) {
+    for (size_t i = 0; i < places.size(); ++i) {
+        TORCH_CHECK_NOT_IMPLEMENTED(!is_followed(*places[i].tensor._unsafe_get_target(), is_recorded), kPlan,
+                                    ": has no derivative, and ", list, "[", i,
+                                    "], which it writes, is followed by autograd; call it under torch.no_grad() or "
+                                    "give it tensor.detach()");
+    }
+}
+
+void Plan::check_write(bool writes_sources, const Operands& operands) const {
+    look(writes_sources);
+    operands.check_beside(layout_.written, layout_.read, writes_sources);
+    if (layout_.is_followed) {
+        const bool is_recorded = at::GradMode::is_enabled();
+        check_not_followed("tensors", tensors_, is_recorded);
+        if (writes_sources) check_not_followed("sources", sources_, is_recorded);
+    }
+    bump_versions(tensors_);
+    if (writes_sources) bump_versions(sources_);
 }
 
 Plan::Tensors Plan::tensors(bool with_tensors, bool with_sources) const {
@@ -119,12 +181,12 @@ void Plan::update(const Tensors& tensors, const Tensors& sources) {
     TORCH_CHECK_VALUE(tensors.size() == tensors_.size() && sources.size() == sources_.size(), kPlan,
                       ": expected as many tensors as before, ", tensors_.size(), " and ", sources_.size(),
                       " sources, got ", tensors.size(), " and ", sources.size(), "; make a new plan");
-    const std::vector<Entry> entries = entries_of(tensors, sources);
+    Layout layout = layout_of(tensors, sources);
     TORCH_CHECK_VALUE(tensors[0].device() == table_.device(), kPlan, ": expected tensors on ", table_.device(),
                       ", got ", tensors[0].device());
     std::vector<EntryUpdate> updates;
-    for (size_t i = 0; i < entries.size(); ++i) {
-        const Entry &now = entries[i], &before = entries_[i];
+    for (size_t i = 0; i < layout.entries.size(); ++i) {
+        const Entry &now = layout.entries[i], &before = layout_.entries[i];
         TORCH_CHECK_VALUE(now.numel == before.numel && now.source_dtype == before.source_dtype &&
                               now.destination_dtype == before.destination_dtype,
                           kPlan, ": expected tensors[", i, "] of ", before.numel,
@@ -138,7 +200,7 @@ void Plan::update(const Tensors& tensors, const Tensors& sources) {
     run_on(
         table_.device(), [&] { update_entries_cpu(table, updates.data(), count); },
         TE_GRAPH_LAUNCH(launch_update_entries(table, updates.data(), count, stream)));
-    entries_ = entries;
+    layout_ = std::move(layout);
     tensors_ = places_of(tensors);
     sources_ = places_of(sources);
 }

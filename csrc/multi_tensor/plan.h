@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "multi_tensor/extents.h"
+#include "multi_tensor/operands.h"
 #include "multi_tensor/table.h"
 
 namespace te_graph::multi_tensor {
@@ -28,8 +30,13 @@ public:
     bool may_accumulate() const { return may_accumulate_; }
     size_t size() const { return tensors_.size(); }
 
-    // Raises if a tensor died, moved or changed its size. Tells autograd that those which are written are.
+    // Raises if a tensor died, moved or changed its size, strides or dtype. Tells autograd that those which are written
+    // are.
     void check(bool writes_tensors, bool writes_sources) const;
+
+    // The same before an op that writes the tensors. Raises, too, if autograd follows what is written, and if one of
+    // the operands lies in it.
+    void check_write(bool writes_sources, const Operands& operands) const;
 
     // Those tensors, and sources, that are asked for and still exist.
     Tensors tensors(bool with_tensors, bool with_sources) const;
@@ -47,15 +54,26 @@ private:
         const c10::StorageImpl* memory;  // what `storage` refers to
         const void* data;                // where it begins
         int64_t offset, numel;
+        uint32_t strides;  // 0: contiguous
+        caffe2::TypeMeta dtype;
 
         bool is_alive() const { return tensor.use_count() > 0; }
         bool is_in_place() const;
     };
-    static void check(const std::vector<Place>& places, const char* list, bool is_written);
+    // The lists as the table has them, and where they lie.
+    struct Layout {
+        std::vector<Entry> entries;
+        Extents written, read;
+        bool is_followed;  // by autograd, a tensor or source: then each op that writes looks whether it may
+    };
+    void look(bool writes_sources) const;
+    static void check(const std::vector<Place>& places, const char* list);
+    static void check_not_followed(const char* list, const std::vector<Place>& places, bool is_recorded);
+    static void bump_versions(const std::vector<Place>& places);
     static std::vector<Place> places_of(const Tensors& tensors);
-    static std::vector<Entry> entries_of(const Tensors& tensors, const Tensors& sources);
+    static Layout layout_of(const Tensors& tensors, const Tensors& sources);
 
-    std::vector<Entry> entries_;
+    Layout layout_;
     std::vector<Place> tensors_;
     std::vector<Place> sources_;
     at::Tensor table_, chunks_, state_;

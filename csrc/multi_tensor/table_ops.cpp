@@ -1,6 +1,7 @@
 // Registration of the multi-tensor ops over tables in device memory.
 #include <torch/library.h>
 
+#include "multi_tensor/operands.h"
 #include "multi_tensor/run.h"
 
 namespace te_graph::multi_tensor {
@@ -50,6 +51,7 @@ void clip_table(const at::Tensor& table,       // [entries, 4] int64
                 const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     constexpr const char* kOp = "multi_tensor_clip_table_";
+    const Operands operands(kOp, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
     run_rescale(table.device(), work_of(kOp, table, chunks),
                 clip_of(kOp, total_norm, max_norm, eps, found_inf, table.device()));
 }
@@ -60,6 +62,7 @@ void scale_table(const at::Tensor& table,                     // [entries, 4] in
                  const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     constexpr const char* kOp = "multi_tensor_scale_table_";
+    const Operands operands(kOp, {{"scale", scale, false}, {"found_inf", found_inf, true}});
     run_rescale(table.device(), work_of(kOp, table, chunks),
                 {.scale = scalar_of(kOp, "scale", scale, table.device()),
                  .found_inf = flag_of(kOp, "found_inf", found_inf, table.device())});
@@ -80,6 +83,10 @@ void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
                       const std::optional<at::Tensor>& noop)         // [] or [1]
 {
     constexpr const char* kOp = "multi_tensor_accumulate_table_";
+    const Operands operands(kOp, {{"scale", scale, false},
+                                  {"sum_squares", sum_squares, true},
+                                  {"found_inf", found_inf, true},
+                                  {"noop", noop, false}});
     const Work work = work_of(kOp, table, chunks);
     Accumulation accumulation = accumulation_of(kOp, scale, zero_source, sum_squares, found_inf, noop, table.device());
     accumulation.has_mode = store.has_value();

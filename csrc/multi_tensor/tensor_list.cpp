@@ -2,6 +2,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -27,6 +28,32 @@ bool may_overlap(const at::Tensor& tensor) {
 }
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
+
+// Which tensors an op takes as they are: those on its device and, of what is written outside of inference mode, those
+// that were not made in it, since they have no version that could tell of the write.
+class Fitness {
+public:
+    Fitness(const char* op, at::Device device, bool is_written)
+        : op_(op), device_(device), allows_inference_(!is_written || c10::InferenceMode::is_enabled()) {}
+
+    // Raises if list[i] is none. What nearly all are like is seen in few loads.
+    void check(const char* list, size_t i, const at::Tensor& tensor) const {
+        const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+        const c10::DispatchKeySet keys = impl->key_set();
+        const bool is_ordinary = impl->layout() == at::kStrided && impl->device() == device_ &&
+                                 impl->is_non_overlapping_and_dense() && !keys.has_any(kDeferred) &&
+                                 (allows_inference_ || keys.has(c10::DispatchKey::ADInplaceOrView));
+        if (is_ordinary) return;
+        check_element(op_, list, i, tensor, device_);
+        TORCH_CHECK(allows_inference_ || !tensor.is_inference(), op_, ": expected ", list, "[", i,
+                    "] made outside of inference mode, got an inference tensor; clone() it, or write it in that mode");
+    }
+
+private:
+    const char* op_;
+    at::Device device_;
+    bool allows_inference_;
+};
 
 // A set of addresses.
 class Addresses {
@@ -76,6 +103,9 @@ void check_element(const char* op, const char* argument, size_t i, const at::Ten
                      tensor.layout());
     TORCH_CHECK_VALUE(tensor.device() == device, op, ": expected ", argument, "[", i, "] on ", device, ", got ",
                       tensor.device());
+    TORCH_CHECK_VALUE(!tensor.key_set().has_any(kDeferred), op, ": expected ", argument, "[", i,
+                      "] whose memory has its values, got one that is still to be negated or conjugated; use "
+                      "resolve_neg()");
     TORCH_CHECK_VALUE(!may_overlap(tensor), op, ": expected ", argument, "[", i,
                       "] without overlapping elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
@@ -95,13 +125,8 @@ void check_distinct(const char* op, at::TensorList written, at::TensorList read)
 TensorEntries::TensorEntries(const char* op, at::TensorList tensors, bool is_written)
     : device_(tensors.empty() ? at::Device(at::kCPU) : tensors[0].device()) {
     if (is_written) written_[0] = tensors;
-    for (size_t i = 0; i < tensors.size(); ++i) {
-        const c10::TensorImpl* const impl = tensors[i].unsafeGetTensorImpl();
-        // What nearly all are like, in few loads; else the sentence that says what is wrong.
-        const bool is_ordinary =
-            impl->layout() == at::kStrided && impl->device() == device_ && impl->is_non_overlapping_and_dense();
-        if (!is_ordinary) check_element(op, "tensors", i, tensors[i], device_);
-    }
+    const Fitness fitness(op, device_, is_written);
+    for (size_t i = 0; i < tensors.size(); ++i) fitness.check("tensors", i, tensors[i]);
     if (is_written) check_distinct(op, tensors, {});
     entries_.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) {
@@ -122,9 +147,10 @@ TensorEntries::TensorEntries(const char* op, at::TensorList destinations, at::Te
     : device_(destinations[0].device()) {
     TORCH_CHECK_VALUE(destinations.size() == sources.size(), op, ": expected as many sources as destinations, ",
                       destinations.size(), ", got ", sources.size());
+    const Fitness destination_fitness(op, device_, true), source_fitness(op, device_, sources_are_written);
     for (size_t i = 0; i < destinations.size(); ++i) {
-        check_element(op, "destination", i, destinations[i], device_);
-        check_element(op, "source", i, sources[i], device_);
+        destination_fitness.check("destination", i, destinations[i]);
+        source_fitness.check("source", i, sources[i]);
     }
     written_[0] = destinations;
     check_distinct(op, destinations, sources);

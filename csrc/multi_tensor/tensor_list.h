@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 
 #include <optional>
 #include <vector>
@@ -10,10 +11,14 @@
 
 namespace te_graph::multi_tensor {
 
+// Of tensors whose values are not what lies in their memory.
+constexpr c10::DispatchKeySet kDeferred({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
+                                         c10::DispatchKey::ZeroTensor});
+
 // The kernels' name of `dtype`; a TypeError for dtypes that they do not know.
 DType dtype_of(const char* op, const char* argument, at::ScalarType dtype);
 
-// Raises unless list[i] (any shape) is a dense floating-point tensor on `device` without overlapping elements.
+// Raises unless list[i] (any shape) is a strided tensor on `device` whose elements lie in its memory, one in each place.
 void check_element(const char* op, const char* argument, size_t i, const at::Tensor& tensor, at::Device device);
 
 // Raises if two tensors that are written, or a written and a read one, begin at the same address.

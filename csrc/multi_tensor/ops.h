@@ -1,0 +1,22 @@
+// What ops over lists of tensors raise, without doing anything: for work on several lists, of which none is to be
+// written where another one is at fault.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+namespace te_graph::multi_tensor {
+
+// tensors, destination, source: [...] each, not none. As the ops of these names.
+void check_clip(at::TensorList tensors,
+                const at::Tensor& total_norm,  // [] or [1]
+                double max_norm, double eps,
+                const std::optional<at::Tensor>& found_inf);  // [] or [1]
+void check_accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+                      const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                      const std::optional<at::Tensor>& found_inf,    // [] or [1]
+                      const std::optional<at::Tensor>& noop);        // [] or [1]
+void check_zero(at::TensorList tensors);
+
+}  // namespace te_graph::multi_tensor

@@ -1,0 +1,202 @@
+"""What autograd follows and multi-tensor ops write: refused by name, where torch's own ops would record a gradient."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from fp8_references import E4M3
+from tensor_lists import same_bits
+from torch import Tensor
+
+import te_graph as tg
+
+ops = torch.ops.te_graph
+
+
+def one(device: str) -> Tensor:
+    return torch.tensor(2.0, device=device)
+
+
+# Each op with one of its written arguments, [4] each.
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "multi_tensor_scale_, tensors": lambda t: ops.multi_tensor_scale_([t], one(t.device)),
+    "multi_tensor_scale_, tensors, number": lambda t: ops.multi_tensor_scale_([t], 2.0),
+    "multi_tensor_clip_, tensors": lambda t: ops.multi_tensor_clip_([t], one(t.device), 1.0),
+    "multi_tensor_clip_norm_, tensors": lambda t: ops.multi_tensor_clip_norm_([t], 1.0),
+    "multi_tensor_zero_, tensors": lambda t: ops.multi_tensor_zero_([t]),
+    "multi_tensor_copy_, destination": lambda t: ops.multi_tensor_copy_([t], [torch.ones(4, device=t.device)]),
+    "multi_tensor_accumulate_, destination": lambda t: ops.multi_tensor_accumulate_(
+        [t], [torch.ones(4, device=t.device)]
+    ),
+    "multi_tensor_accumulate_, source": lambda t: ops.multi_tensor_accumulate_(
+        [torch.ones(4, device=t.device)], [t], zero_source=True
+    ),
+    "fp8_dequantize_out, out": lambda t: ops.fp8_dequantize_out(
+        t, torch.ones(4, device=t.device).to(E4M3), one(t.device)
+    ),
+    "fp8_cast, amax": lambda t: ops.fp8_cast(torch.ones(4, device=t.device), one(t.device), E4M3, amax=t[:1]),
+}
+
+
+def copy_by_plan(tensor: Tensor, source: Tensor) -> None:
+    tg.MultiTensorPlan([tensor], [source]).copy_()
+
+
+def add_by_plan(tensor: Tensor, source: Tensor) -> None:
+    tg.MultiTensorPlan([tensor], [source]).accumulate_(zero_source=True)
+
+
+# Functions and plans: what they write as the ops do, except that leaves may be written as in an optimizer.
+FUNCTIONS: dict[str, Callable[[Tensor], object]] = {
+    "clip_tensors_by_global_norm": lambda t: tg.clip_tensors_by_global_norm([t], 0.1),
+    "MultiTensorPlan, scale": lambda t: tg.MultiTensorPlan([t]).scale_(one(t.device)),
+    "MultiTensorPlan, clip": lambda t: tg.MultiTensorPlan([t]).clip_(one(t.device), 1.0),
+    "MultiTensorPlan, clip norm": lambda t: tg.MultiTensorPlan([t]).clip_norm_(1.0),
+    "MultiTensorPlan, zero": lambda t: tg.MultiTensorPlan([t]).zero_(),
+    "MultiTensorPlan, copy": lambda t: copy_by_plan(t, torch.ones(4, device=t.device)),
+    "MultiTensorPlan, sources": lambda t: add_by_plan(torch.ones(4, device=t.device), t),
+}
+RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "result": lambda leaf: leaf * 2,
+    "view of a result": lambda leaf: torch.cat([leaf * 2, leaf])[:4],
+    "view of a leaf": lambda leaf: leaf.view(2, 2).view(4),
+}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+@pytest.mark.parametrize("name", [*WRITES, *FUNCTIONS])
+def test_results_that_require_a_gradient_are_refused_where_gradients_are_recorded(name, kind, device):
+    write = (WRITES | FUNCTIONS)[name]
+    leaf = torch.ones(4, device=device, requires_grad=True)
+    result = RESULTS[kind](leaf)
+    before, version = result.detach().clone(), result._version
+    with pytest.raises(NotImplementedError, match=f"^{name.partition(',')[0]}: has no (gradient|derivative)"):
+        write(result)
+    assert same_bits(result.detach(), before) and result._version == version
+    result.sum().backward()
+    assert leaf.grad.unique().item() in (1, 2)
+
+
+@pytest.mark.parametrize("name", [*WRITES, *FUNCTIONS])
+def test_the_same_results_are_written_under_no_grad_and_when_detached(name, device):
+    write = (WRITES | FUNCTIONS)[name]
+    leaf = torch.ones(4, device=device, requires_grad=True)
+    expected = torch.full((4,), 2.0, device=device)
+    write(expected)
+    with torch.no_grad():
+        result = leaf * 2
+        write(result)
+    detached = (leaf * 2).detach()
+    write(detached)
+    assert same_bits(result, expected) and same_bits(detached, expected)
+    followed = leaf * 2
+    with torch.no_grad():
+        write(followed)
+    assert same_bits(followed.detach(), expected) and followed._version > 0
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_ops_refuse_a_leaf_as_those_of_torch_do(name, device):
+    leaf = torch.ones(4, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError):
+        leaf.mul_(2)
+    with pytest.raises(NotImplementedError, match=f"^{name.partition(',')[0]}: has no gradient"):
+        WRITES[name](leaf)
+    assert leaf.sum().item() == 4
+    with torch.no_grad():
+        WRITES[name](leaf)
+    assert leaf._version > 0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_and_plans_write_leaves_as_an_optimizer_does(name, device):
+    leaf, plain = torch.ones(4, device=device, requires_grad=True), torch.ones(4, device=device)
+    FUNCTIONS[name](leaf)
+    FUNCTIONS[name](plain)
+    assert same_bits(leaf.detach(), plain) and leaf._version > 0
+
+
+def test_documented_limit_a_plan_looks_for_results_when_it_is_made_or_updated(device):
+    leaf, tensor = torch.ones(4, device=device, requires_grad=True), torch.ones(4, device=device)
+    plan = tg.MultiTensorPlan([tensor])
+    tensor.mul_(leaf)
+    plan.scale_(one(device))  # as under no_grad
+    assert tensor.sum().item() == 8
+    for again in (tg.MultiTensorPlan([tensor]), plan):
+        plan.update([tensor])
+        with pytest.raises(NotImplementedError, match=r"tensors\[0\], which it writes, is followed by autograd"):
+            again.scale_(one(device))
+        with torch.no_grad():
+            again.scale_(one(device))
+    assert tensor.sum().item() == 32
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_clipping_gradients_that_have_a_graph_is_what_torch_does(create_graph, device):
+    made = []
+    for clip in (tg.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        parameter = torch.nn.Parameter(torch.arange(1.0, 5.0, device=device))
+        (parameter.grad,) = torch.autograd.grad((parameter**3).sum(), parameter, create_graph=create_graph)
+        clip([parameter], 1.0)
+        gradient = parameter.grad.detach()
+        made.append((gradient, torch.autograd.grad(parameter.grad.sum(), parameter)[0] if create_graph else gradient))
+    torch.testing.assert_close(*made)
+
+
+@pytest.mark.parametrize("name", [*WRITES, *FUNCTIONS])
+def test_tangents_are_refused(name, device):
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(4, device=device), torch.ones(4, device=device))
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode(), pytest.raises(NotImplementedError, match=f"^{name.partition(',')[0]}: has no .*derivative"):
+                (WRITES | FUNCTIONS)[name](dual)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="multi_tensor_norm: has no forward-mode"):
+        ops.multi_tensor_norm([forward_ad.make_dual(torch.ones(4), torch.ones(4))])
+
+
+def test_a_compiled_function_that_writes_a_result_is_refused(device):
+    def double(x: Tensor) -> Tensor:
+        y = x * 2
+        ops.multi_tensor_scale_([y], 2.0)
+        return y
+
+    compiled = torch.compile(double, backend="aot_eager")
+    x = torch.ones(4, device=device)
+    assert same_bits(compiled(x), double(x))
+    with pytest.raises((NotImplementedError, RuntimeError), match="multi_tensor_scale_: has no gradient"):
+        compiled(x.clone().requires_grad_())
+    torch._dynamo.reset()
+
+
+def test_what_is_read_may_require_a_gradient(device):
+    leaf, copy = torch.ones(4, device=device, requires_grad=True), torch.zeros(4, device=device)
+    ops.multi_tensor_copy_([copy], [leaf])
+    assert same_bits(copy, leaf.detach()) and not copy.requires_grad
+    with pytest.raises(RuntimeError, match="derivative for te_graph::multi_tensor_norm is not implemented"):
+        ops.multi_tensor_norm([leaf]).backward()
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_inference_tensors_are_written_in_inference_mode_alone(name, device):
+    with torch.inference_mode():
+        made = torch.ones(4, device=device)
+    if name.startswith("multi_tensor"):
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            WRITES[name](made)
+        assert made.sum().item() == 4
+    with torch.inference_mode():
+        WRITES[name](made)
+
+
+def test_a_plan_of_inference_tensors_reads_them_anywhere_and_writes_them_in_that_mode(device):
+    with torch.inference_mode():
+        made = torch.ones(4, device=device)
+    plan = tg.MultiTensorPlan([made])
+    assert plan.norm().item() == 2
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        plan.scale_(one(device))
+    assert made.sum().item() == 4
+    with torch.inference_mode():
+        plan.scale_(one(device))
+    assert made.sum().item() == 8
