@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
 
 from te_graph import _C
 from te_graph.capturing import is_capturing, try_to_be_alone
@@ -234,9 +233,15 @@ def _must_be_plain() -> bool:
     """True inside other captures, and where a mode or a compiler wants to see the operations."""
     if is_capturing() or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
         return True
-    if (modes := function_modes()) and not all(isinstance(mode, DeviceContext) for mode in modes):
+    if not all(map(_sets_default_device, function_modes())):
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _sets_default_device(mode: Any) -> bool:
+    """True for what ``torch.set_default_device`` and ``with torch.device(...)`` enter, which guards compare."""
+    loaded = sys.modules.get("torch.utils._device")
+    return loaded is not None and isinstance(mode, loaded.DeviceContext)
 
 
 def graphed(

@@ -245,7 +245,7 @@ def test_a_weak_set_that_gets_another_member_is_seen(device):
         module = Held(weakref.WeakSet(owners[:1]), len, owners)
         return module, module
 
-    assert_seen(build, lambda module: module.held.add(module.owner[1]), "length of held changed", device)
+    assert_seen(build, lambda module: module.held.add(module.owner[1]), "held changed", device)
 
 
 @pytest.mark.parametrize("case", CASES)
