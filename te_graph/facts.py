@@ -53,6 +53,10 @@ class Inlined:
     """A callable that stands for ``__wrapped__``: captures see through it."""
 
 
+class Private:
+    """An object of te_graph's own that user code leads to, as a hook: captures compare which one it is, and no more."""
+
+
 @dataclass(eq=False)
 class Fact(Place):
     """A place whose contents matter to a call.

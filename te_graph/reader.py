@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.dispatch import has_subclass, is_own_file, is_user_file
-from te_graph.facts import NAMESPACES, VIEWS, WRAPPERS, Fact, Inlined, is_opaque, slots_of
+from te_graph.facts import NAMESPACES, VIEWS, WRAPPERS, Fact, Inlined, Private, is_opaque, slots_of
 from te_graph.homes import HOOK_DICTS, contents, name_of
 from te_graph.names import (
     GETTERS,
@@ -75,6 +75,8 @@ class Reader:
             yield from _table_contents(fact)
         elif isinstance(obj, Inlined):
             yield fact.attributes().item("__wrapped__", name)
+        elif isinstance(obj, Private):
+            return
         elif isinstance(obj, types.FunctionType):
             if fact.depth < _MAX_DEPTH:
                 yield from self._function_contents(fact)

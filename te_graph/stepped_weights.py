@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph.dispatch import is_dense, storage_key
+from te_graph.facts import Private
 
 
 class HasWeights(Protocol):
@@ -22,7 +23,7 @@ class HasWeights(Protocol):
     def weights(self) -> list[Tensor]: ...
 
 
-class SteppedWeights:
+class SteppedWeights(Private):
     """Moves on the version counters of watched weights whose storages optimizers step.
 
     Which parameters have gradients is noted before the step, since a hook may drop them, and again after it, since one

@@ -13,7 +13,7 @@ from sequences import called, counts
 from torch import Tensor, nn
 from twins import assert_bitwise_equal, mlp, sample
 
-from te_graph import graphed
+from te_graph import Fp8Weights, graphed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -357,3 +357,22 @@ def test_a_global_of_an_attributes_name_is_no_part_of_the_signature(device: str)
     LR = 0.2
     assert update() == LR
     assert counts(update) == (1, 4, 1, 2)
+
+
+def test_hooks_of_te_graphs_own_concern_no_capture(device: str) -> None:
+    """Prepared FP8 weights are told of each step by a hook of all optimizers, which keeps notes."""
+    parameter = nn.Parameter(torch.randn(16, 16, device=device))
+    weights = Fp8Weights([parameter])
+    optimizer, others = torch.optim.SGD([parameter], 0.1), []
+    step = graphed(optimizer.step)
+    parameter.grad = torch.ones_like(parameter)
+    for _ in range(6):
+        other = nn.Parameter(torch.zeros(1, device=device))
+        other.grad = torch.ones_like(other)
+        others.append(torch.optim.SGD([other], 0.1))
+        others[-1].step()
+        before = parameter._version
+        step()
+        assert parameter._version > before
+    assert counts(step) == (1, 5, 0, 1)
+    assert weights.weights
