@@ -6,7 +6,9 @@ import sys
 
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
+
+_FUSED_ON_CPU_ALONE = (Adagrad,)
 
 
 def advice() -> str:
@@ -29,7 +31,10 @@ def advice_on_change(change: str) -> str:
 def _advice_for(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
     is_on_cpu = all(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"])
-    for option in ("fused",) if is_on_cpu else ("capturable", "fused"):
+    options = ("fused",) if is_on_cpu else ("capturable", "fused")
+    if not is_on_cpu and isinstance(optimizer, _FUSED_ON_CPU_ALONE):
+        options = ("capturable",)
+    for option in options:
         if any(not group.get(option, True) for group in optimizer.param_groups):
             return f"{name}({option}=True) can be captured"
     if is_on_cpu and any(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups):
