@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,23 +31,7 @@ from te_graph.rollback import Bindings, ContainerState, global_containers, varia
 from te_graph.side_effects import HostRandom, SideEffects
 from te_graph.signature import ResultSpec, Signature, containers_kept
 from te_graph.sites import run_region
-
-
-@dataclass
-class Slot:
-    """A graph pair and the memory that belongs to it. Tensors are [...] of the callable's shapes."""
-
-    inputs: list[Tensor]
-    forward: Any = None
-    backward: Any = None
-    outputs: list[Tensor] = field(default_factory=list)
-    live_outputs: list[Tensor] = field(default_factory=list)  # with their autograd graph, until all is captured
-    grad_outputs: list[_C.Staging] = field(default_factory=list)
-    grad_inputs: list[Tensor | None] = field(default_factory=list)
-    use_grads: list[list[Tensor]] = field(default_factory=list)  # of inputs that are used several times
-    parameter_grads: list[Tensor] = field(default_factory=list)
-    table: Any = None
-    clones: int = 0  # of gradients that lie in memory which is not the backward's own
+from te_graph.slot import Slot
 
 
 class CallableCapture:
@@ -267,9 +250,11 @@ class CallableCapture:
         """
         slot, lent, held = self.slots[number], {}, []
         if successor is not None:
-            held = successor.slots[number].grad_inputs  # until this capture is done, their memory is not free
+            following = successor.slots[number]
+            # Until this capture is done, their memory is not free.
+            held, following.passed_on = [*following.grad_inputs, *following.passed_on], []
             successor.settle(number)
-            gradients = successor.slots[number].grad_inputs
+            gradients = following.grad_inputs
             outputs = {i: self.plan.output_that_is(result) for i, result in successor.links.items()}
             lent = {output: gradients[i] for i, output in outputs.items() if gradients[i] is not None}
         outputs = [slot.live_outputs[i] for i in self.output_numbers]
@@ -279,6 +264,8 @@ class CallableCapture:
             self._capture_backward(slot, pool, outputs, [staging.tensor for staging in slot.grad_outputs])
         if self.predecessor is None:
             self.settle(number)
+        elif slot.lent_storages & {storage_key(grad) for grad in slot.grad_inputs if grad is not None}:
+            slot.passed_on = held
         del held
 
     def settle(self, number: int) -> None:
@@ -332,8 +319,7 @@ class CallableCapture:
         """``grad`` [...] of an input, to be handed out: a clone where it lies in memory that is written by others, or
         before what is handed out is protected. The backward's own memory is not; neither is the successor's input
         gradient, which is protected like ours."""
-        lent = {storage_key(staging.tensor) for staging in slot.grad_outputs if staging.is_lent}
-        if storage_key(grad) in births.produced_storages or storage_key(grad) in lent:
+        if storage_key(grad) in births.produced_storages or storage_key(grad) in slot.lent_storages:
             return grad
         slot.clones += 1
         return grad.clone()

@@ -5,6 +5,7 @@ The reference is eager execution of copies of the same layers on the same inputs
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 from chain_layers import Layer, Nets, Shift, batch, forward_and_backward, layers_on, parameters_of
 from chains import assert_same, assert_same_steps, chain, eager_calls
-from torch import Tensor
+from torch import Tensor, nn
 from twins import assert_bitwise_equal, leaf_copy
+
+import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -115,3 +118,42 @@ def test_hooks_of_parameters_run_from_the_last_layer_to_the_first_as_in_eager_ex
         forward_and_backward(nets, batch(device))
         orders.append(order)
     assert orders[1] == orders[0] == [4, 3, 2, 1, 0]
+
+
+class ReadsTwice(nn.Module):
+    """Its backward reads the gradient again after it has made others of that size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin() + x.cos() * 3
+
+
+class Bias(nn.Module):
+    """Passes the gradient of its result on as that of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias
+
+
+@pytest.mark.parametrize("called", [4, 3, 1])
+@pytest.mark.parametrize("passing", [1, 2])
+def test_a_layer_that_passes_its_gradient_on_lends_memory_that_no_later_capture_gets(device, passing, called):
+    """Its gradient lies in that of the layers behind it, and the layer before it reads it there."""
+    layers = [ReadsTwice(), *[Bias().to(device) for _ in range(passing)], ReadsTwice()]
+    twins = copy.deepcopy(layers)
+    tg.make_graphed_callables(tuple(layers), (torch.randn(8, 16, device=device, requires_grad=True),), chain=True)
+    for _ in range(3):
+        inputs = [torch.randn(8, 16, device=device).requires_grad_() for _ in range(2)]
+        inputs[1].data.copy_(inputs[0])
+        for nets, x in zip((layers, twins), inputs, strict=True):
+            y = x
+            for net in nets[:called]:
+                y = net(y)
+            (y * y).sum().backward()
+        assert_bitwise_equal(inputs[0].grad, inputs[1].grad)
+        assert_bitwise_equal(
+            *([net.bias.grad for net in nets[1:called] if isinstance(net, Bias)] for nets in (layers, twins))
+        )
