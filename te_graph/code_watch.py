@@ -24,7 +24,8 @@ _MOST_INSTANCES = 16  # of one piece of code: functions made anew for each call 
 class CodeWatch:
     """Context that notes the code of every function that starts on this thread, or in a backward on any thread.
 
-    What an import runs, or the making of a type for an annotation, is left out: it runs once.
+    What an import runs, or the making of a type for an annotation, is left out: it runs once. So is what the
+    garbage collector runs, its callbacks and finalizers, which may be at any time.
 
     Attributes:
         codes: it, by identity: equal code may be there twice, with other globals.
@@ -34,13 +35,31 @@ class CodeWatch:
         self.codes: dict[int, types.CodeType] = {}
         self._thread = threading.get_ident()
         self._stop: Callable[[], None] = lambda: None
+        self._callbacks_of_collector = {_code_of(callback) for callback in gc.callbacks}
+        self._collects_on: int | None = None  # thread
 
     def __enter__(self) -> CodeWatch:
+        gc.callbacks.append(self._on_collection)
         self._stop = self._monitored() if hasattr(sys, "monitoring") else self._profiled()
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._stop()
+        gc.callbacks.remove(self._on_collection)
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        self._collects_on = threading.get_ident() if phase == "start" else None
+
+    def _is_aside(self, frame: types.FrameType | None) -> bool:
+        """True below what runs once, or at any time."""
+        if self._collects_on == threading.get_ident():
+            return True
+        while frame is not None and frame.f_code is not _CALL:
+            code = frame.f_code
+            if code.co_filename.startswith(_ASIDE) or code in self._callbacks_of_collector:
+                return True
+            frame = frame.f_back
+        return False
 
     def _monitored(self) -> Callable[[], None]:
         monitoring = sys.monitoring
@@ -50,7 +69,7 @@ class CodeWatch:
 
         def note(code: types.CodeType, offset: int) -> None:
             is_here = threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
-            if is_here and id(code) not in self.codes and not _is_aside(sys._getframe(1)):
+            if is_here and id(code) not in self.codes and not self._is_aside(sys._getframe(1)):
                 self.codes[id(code)] = code
 
         def stop() -> None:
@@ -68,7 +87,7 @@ class CodeWatch:
         outer = sys.getprofile()
 
         def note(frame: types.FrameType, event: str, given: Any) -> None:
-            if event == "call" and id(frame.f_code) not in self.codes and not _is_aside(frame):
+            if event == "call" and id(frame.f_code) not in self.codes and not self._is_aside(frame):
                 self.codes[id(frame.f_code)] = frame.f_code
             if outer is not None:
                 outer(frame, event, given)
@@ -77,12 +96,9 @@ class CodeWatch:
         return lambda: sys.setprofile(outer)
 
 
-def _is_aside(frame: types.FrameType | None) -> bool:
-    while frame is not None and frame.f_code is not _CALL:
-        if frame.f_code.co_filename.startswith(_ASIDE):
-            return True
-        frame = frame.f_back
-    return False
+def _code_of(callback: Any) -> types.CodeType | None:
+    function = callback if hasattr(callback, "__code__") else type(callback).__call__
+    return getattr(function, "__code__", None)
 
 
 def is_generated(code: types.CodeType) -> bool:

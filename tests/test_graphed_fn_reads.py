@@ -5,6 +5,7 @@ A case is text: what is there, the number that the function reads, and a change 
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
 
@@ -334,6 +335,35 @@ def test_what_cannot_be_compared_runs_eagerly(module: types.ModuleType, setup: s
     _run(module, change)
     assert_bitwise_equal(sequence(x).clone(), function(x))
     assert counts(sequence) == (0, 0, 0, 4)
+
+
+def test_what_the_garbage_collector_runs_is_no_part_of_the_function() -> None:
+    """Its callbacks and finalizers run at any time, and change what they read."""
+    times, x = [0.0], torch.ones(2)
+
+    class Garbage:
+        def __del__(self) -> None:
+            times.append(times.pop() + 1)
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        times.append(times.pop() + 1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return x * 2
+
+    replaying = graphed(function)
+    gc.callbacks.append(on_collection)
+    try:
+        for _ in range(5):
+            garbage = Garbage()
+            garbage.own = garbage
+            del garbage
+            assert_bitwise_equal(replaying(x), x * 2)
+    finally:
+        gc.callbacks.remove(on_collection)
+    assert times[0] > 2
+    assert counts(replaying)[:2] == (1, 4)
 
 
 def test_modes_of_functions_are_honoured() -> None:
