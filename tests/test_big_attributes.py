@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,9 @@ def test_a_million_constants_cost_a_capture_no_second(content):
     module = Big(CONTENTS[content](_MANY))
     assert seconds_to_capture(module) < 1.0
     before = replays(module)
-    started = time.process_time()
-    for _ in range(20):
-        module(batch())
-    assert time.process_time() - started < 0.1
-    assert replays(module) == before + 20
+    # The least of three: the garbage collector, too, looks at a million objects.
+    assert min(timeit.repeat(lambda: module(batch()), timer=time.process_time, number=20, repeat=3)) < 0.1
+    assert replays(module) == before + 60
 
 
 @pytest.mark.parametrize("content", ["dict", "list", "tuple"])

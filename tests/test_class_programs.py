@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
 from class_programs import check
+from seeds import first_seed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
-_SECONDS = 8
+_PROGRAMS, _MOST_SECONDS = 80, 25
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_random_programs_go_on_like_eager() -> None:
-    first, started, count = int.from_bytes(os.urandom(4), "little"), time.monotonic(), 0
-    while time.monotonic() - started < _SECONDS:
+    first, started, count = first_seed("classes"), time.monotonic(), 0
+    while count < _PROGRAMS and time.monotonic() - started < _MOST_SECONDS:
         check(first + count)
         count += 1
     print(f"{count} programs, seeds from {first}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from compiled_programs import scenario
 from ranks import ranks_of
+from seeds import first_seed
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
@@ -47,9 +47,7 @@ def calls_of(function, *inputs: Tensor) -> list[list[str]]:
 
 def test_random_programs_that_ranks_compile_differently(two_ranks) -> None:
     """Without inductor, which takes a minute to start where cores are few: ``python compiled_programs.py`` has it."""
-    first = int.from_bytes(os.urandom(3), "little")
-    print("seeds from", first)
-    two_ranks.run(scenario, 0, first, 6, "aot_eager")
+    two_ranks.run(scenario, 0, first_seed("compiled programs"), 6, "aot_eager")
 
 
 def test_what_is_not_used_runs_where_it_stands(group) -> None:

@@ -1,7 +1,6 @@
 """Random programs of graphed and eager pieces leave what eager execution leaves, or are refused by name.
 
-New seeds are drawn and printed; TE_GRAPH_PROGRAM_SEED=<first seed> repeats a run, ``python -m tests.programs`` runs
-thousands.
+The first seed is printed and changes with the code (seeds.py); ``python -m tests.programs`` runs thousands.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import contextlib
 import gc
 import io
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,11 +24,12 @@ from programs.program import Group, Piece, Program, Step
 from programs.regressions import MAY_BE_REFUSED, REGRESSIONS, regression
 from programs.run import Outcome, run
 from programs.shrink import shrink
+from seeds import first_seed
 
 import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
-_SECONDS = 6.0
+_PROGRAMS, _MOST_SECONDS = 60, 25.0
 
 
 @pytest.fixture(params=["0", "1"], ids=["plain", "poison"])
@@ -47,13 +46,13 @@ def garbage_is_frozen_for_the_test_only() -> Iterator[None]:
 
 
 def test_random_programs_leave_what_eager_execution_leaves(device: str, poison: str) -> None:
-    first = int(os.environ.get("TE_GRAPH_PROGRAM_SEED", int.from_bytes(os.urandom(4), "little")))
-    print(f"TE_GRAPH_PROGRAM_SEED={first}")
-    tally = campaign(itertools.count(first), device, _SECONDS, shrinks_per_kind=1, most_failures=1)
+    first = first_seed(f"programs, poison {poison}")
+    seeds = range(first, first + _PROGRAMS)
+    tally = campaign(seeds, device, _MOST_SECONDS, shrinks_per_kind=1, most_failures=1)
     print(tally)
     sources = "\n\n".join(failure.source() for failure in tally.failures.values())
     assert not tally.failures, f"TE_GRAPH_PROGRAM_SEED={first}\n{tally}\n\n{sources}"
-    assert tally.ran >= 40
+    assert tally.ran >= _PROGRAMS / 3
     assert tally.replayed >= 0.6 * tally.ran, tally
     assert tally.verdicts["same"] >= 0.6 * tally.ran, tally
 
