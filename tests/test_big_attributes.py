@@ -53,8 +53,8 @@ def test_a_million_constants_cost_a_capture_no_second(content):
     module = Big(CONTENTS[content](_MANY))
     assert seconds_to_capture(module) < 1.0
     before = replays(module)
-    # The least of three: the garbage collector, too, looks at a million objects.
-    assert min(timeit.repeat(lambda: module(batch()), timer=time.process_time, number=20, repeat=3)) < 0.1
+    # A tuple is compared element by element, 5 ns each. The least of three: the garbage collector looks at them, too.
+    assert min(timeit.repeat(lambda: module(batch()), timer=time.process_time, number=20, repeat=3)) < 0.4
     assert replays(module) == before + 60
 
 
