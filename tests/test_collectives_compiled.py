@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from compiled_programs import scenario
+from compiled_programs import COLUMNS, ROWS, Program, Step, function_of, scenario
 from ranks import ranks_of
 from seeds import first_seed
 from torch import Tensor
@@ -67,6 +67,18 @@ def test_what_is_not_used_runs_where_it_stands(group) -> None:
     torch._dynamo.reset()
     x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
     assert calls_of(function, x, w) == [forward, ["all_reduce", "all_reduce"]]
+
+
+def test_the_order_holds_where_inductor_by_itself_changes_it(group) -> None:
+    """It puts the last one of these, whose numbers are there from the start, before the third one."""
+    kinds = ("apart", False), ("scattered", False), ("chained", True), ("chained", True), ("scattered", False)
+    steps = (Step(kind, 1 + 10.0**n, (is_used,), (False,)) for n, (kind, is_used) in enumerate(kinds))
+    function = function_of(Program(True, tuple(steps), (ROWS,), (True,)), 0, group)
+    inputs = (torch.randn(rows, COLUMNS, requires_grad=True) for rows in (ROWS, ROWS, COLUMNS))
+    assert calls_of(function, *inputs) == [
+        ["all_reduce", "reduce_scatter", "all_reduce", "all_reduce", "reduce_scatter"],
+        ["all_reduce", "all_reduce"],
+    ]
 
 
 def test_ops_that_write_are_traced_as_the_functional_one_and_a_copy(group) -> None:
