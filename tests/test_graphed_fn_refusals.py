@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import re
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sequences import called, counts
@@ -305,3 +307,16 @@ def test_a_refusal_that_the_function_swallows_is_raised(device: str) -> None:
             return x * 0
 
     assert_refused(read, "_local_scalar_dense", torch.ones(2, device=device))
+
+
+def test_random_numbers_of_python_and_numpy_are_refused_and_not_drawn() -> None:
+    for module in (random, np.random):
+        sequence, x = graphed(lambda t, module=module: t * module.random()), torch.ones(2)
+        module.seed(3)
+        sequence(x)
+        expected = module.random()
+        module.seed(3)
+        module.random()
+        with pytest.raises(CaptureError, match=r"draws random numbers from Python's random or numpy\.random"):
+            sequence(x)
+        assert module.random() == expected

@@ -29,7 +29,7 @@ from sequences import called, counts
 from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
-from te_graph import CaptureError, explorer, graphed
+from te_graph import explorer, graphed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -338,19 +338,6 @@ def test_parameters_of_a_module_may_be_given_as_torch_gives_them(device: str) ->
     endless = graphed(lambda x, numbers: x * next(numbers))
     numbers, x = itertools.count(1), torch.ones(2, device=device)
     assert [endless(x, numbers)[0].item() for _ in range(5)] == [1.0, 2.0, 3.0, 4.0, 5.0]
-
-
-def test_random_numbers_of_python_and_numpy_are_refused_and_not_drawn() -> None:
-    for module in (random, np.random):
-        sequence, x = graphed(lambda t, module=module: t * module.random()), torch.ones(2)
-        module.seed(3)
-        sequence(x)
-        expected = module.random()
-        module.seed(3)
-        module.random()
-        with pytest.raises(CaptureError, match=r"draws random numbers from Python's random or numpy\.random"):
-            sequence(x)
-        assert module.random() == expected
 
 
 def test_large_containers_of_numbers_cost_microseconds() -> None:
