@@ -9,6 +9,7 @@ from te_graph import effects, fakes  # noqa: E402 (needs the extension)
 effects.register()
 fakes.register()
 
+from te_graph import pipeline  # noqa: E402 (needs the extension)
 from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
 from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402
 from te_graph.collectives import (  # noqa: E402
@@ -83,6 +84,7 @@ __all__ = [
     "make_graphed_callables",
     "new_sum_squares",
     "norm_of_sum_squares",
+    "pipeline",
     "reduce_scatter",
     "reduce_scatter_out",
     "replay_graph",
