@@ -107,6 +107,10 @@ def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float,
             part.tensors.check_clip(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
     for part in parts:
         part.tensors.clip_(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
+    if not parts and found_inf is not None:
+        torch.ops.te_graph.multi_tensor_clip_(
+            [], moved(norm.detach(), found_inf.device, dtype), max_norm, eps=eps, found_inf=found_inf
+        )
 
 
 def _checked(max_norm: float) -> float:

@@ -6,7 +6,8 @@ ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's con
 sent by a call of its own, so x has one on all ranks or on none.
 
 Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
-was given up, with the rank, the operation and its number.
+was given up, with the rank, the operation and its number; so it is where ranks call different operations, or along
+different dims, or of different numbers of elements.
 
 Stream and capture: on the current stream; the functional forms allocate their result, all allocate copies of tensors
 that are not contiguous; no host sync. A replay overwrites the results.
@@ -61,7 +62,7 @@ def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "
     Args:
         x: [..., world_size * n, ...], fp32, fp16 or bf16, of the same shape and dtype on all ranks.
         group: of ranks; x is on its device.
-        dim: that is divided. Other dimensions than the first one cost a copy.
+        dim: that is divided, the same on all ranks. Other dimensions than the first one cost a copy.
         reduction: as of `all_reduce`.
 
     Returns:
@@ -81,7 +82,7 @@ def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:
     Args:
         x: [..., n, ...], any dtype, of the same shape and dtype on all ranks.
         group: of ranks; x is on its device.
-        dim: along which they are joined. Other dimensions than the first one cost a copy.
+        dim: along which they are joined, the same on all ranks. Other dimensions than the first one cost a copy.
 
     Returns:
         [..., world_size * n, ...], new and contiguous, of x's dtype.

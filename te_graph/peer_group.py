@@ -63,7 +63,8 @@ class PeerGroup:
 
     Stream and capture: construction synchronizes and must not be captured. Ops allocate their result and nothing else,
     and do not synchronize. All operations of a group run one after the other: across streams they are ordered where one
-    capture, or no capture, has them both; replays on two streams at once are an error that ops report.
+    capture, or no capture, has them both. Replays are for the caller to order, alike on all ranks; two that overlap
+    on one GPU are an error that ops report, unless their launches' numbers are equal modulo 141.
     """
 
     def __init__(
@@ -115,7 +116,15 @@ class PeerGroup:
 
     @property
     def found_inf(self) -> Tensor:
-        """[1] fp32 on the device: 0, or 1 once the group was given up. For optimizers that are captured.
+        """[] fp32 on the device: 0, or 1 once the group was given up. For optimizers that are captured.
+
+        It stays 1, so nothing but the group writes it: torch, and ops that would, raise a RuntimeError. A clip gets a
+        flag of its own, which is zeroed in each step, and the optimizer both::
+
+            flag.zero_()
+            te_graph.clip_grad_norm_(parameters, 1.0, found_inf=flag)
+            optimizer.found_inf = torch.maximum(flag, group.found_inf)
+            optimizer.step()
 
         Raises:
             RuntimeError: `uses_peers` is False.
@@ -151,7 +160,8 @@ class PeerGroup:
             allocator = None
             if self._slab is not None:
                 allocator = _C.make_pool_allocator(self.name, self._slab.memory(), self._inbox_bytes)
-            self._pool = torch.cuda.MemPool(allocator)
+            with torch.cuda.device(self.device):
+                self._pool = torch.cuda.MemPool(allocator)
         return self._pool
 
     def check(self) -> None:

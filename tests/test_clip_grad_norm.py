@@ -176,6 +176,50 @@ def test_clipping_by_a_norm_that_is_not_finite_sets_found_inf_as_well(device):
     assert found_inf.item() == 1 and all_same_bits(gradients_of(parameters), gradients)
 
 
+@pytest.mark.parametrize("norm", [2.0, INF, NAN])
+def test_clipping_nothing_by_a_norm_that_is_not_finite_sets_found_inf(norm, device):
+    nothing = [torch.ones(0, device=device)]
+    for shape in ((), (1,)):
+        found_inf, total_norm = torch.zeros(shape, device=device), torch.tensor(norm, device=device)
+        tg.clip_grads_with_norm_([nn.Parameter(torch.ones(3, device=device))], 1.0, total_norm, found_inf=found_inf)
+        assert found_inf.item() == float(not math.isfinite(norm))
+        found_inf.zero_()
+        ops.multi_tensor_clip_([], total_norm, 1.0, found_inf=found_inf)
+        assert found_inf.item() == float(not math.isfinite(norm))
+        found_inf.zero_()
+        tg.MultiTensorPlan(nothing).clip_(total_norm, 1.0, found_inf=found_inf)
+        assert found_inf.item() == float(not math.isfinite(norm))
+
+
+def test_flags_made_in_inference_mode_are_read_only_outside_of_it(device):
+    """As for torch's own functions. The flag of a PeerGroup is made so."""
+    with torch.inference_mode():
+        flag = torch.zeros((), device=device)
+    tensor, one = torch.ones(3, device=device), torch.ones((), device=device)
+    sources = [torch.ones(3, device=device)]
+    plan = tg.MultiTensorPlan([tensor], sources)
+    sums = tg.new_sum_squares(device)
+    for call in (
+        lambda: tg.clip_grad_norm_(parameters_of([tensor]), 1.0, found_inf=flag),
+        lambda: tg.clip_grads_with_norm_(parameters_of([tensor]), 1.0, one, found_inf=flag),
+        lambda: tg.clip_grads_with_norm_([], 1.0, one, found_inf=flag),
+        lambda: ops.multi_tensor_scale_([tensor], one, found_inf=flag),
+        lambda: ops.multi_tensor_scale_([tensor], 2.0, found_inf=flag),
+        lambda: ops.multi_tensor_copy_([tensor], [tensor + 1], found_inf=flag),
+        lambda: ops.multi_tensor_accumulate_([tensor], [tensor + 1], found_inf=flag),
+        lambda: plan.clip_(one, 1.0, found_inf=flag),
+        lambda: plan.clip_norm_(1.0, found_inf=flag),
+        lambda: plan.scale_(one, found_inf=flag),
+        lambda: plan.copy_(found_inf=flag),
+        lambda: plan.accumulate_(found_inf=flag),
+    ):
+        with pytest.raises(RuntimeError, match="expected found_inf made outside of inference mode"):
+            call()
+    assert flag.item() == 0 and all_same_bits([tensor], [torch.ones(3, device=device)])
+    plan.accumulate_(noop=flag, sum_squares=sums)  # it may be read
+    assert tensor.tolist() == [2, 2, 2]
+
+
 def test_found_inf_makes_a_fused_optimizer_skip_the_step_and_nothing_else(device):
     """The overflow skip of mixed precision without a host sync: parameters, moments and step number stay."""
     parameters = [nn.Parameter(torch.randn(size, device=device)) for size in (5, 100, CHUNK)]

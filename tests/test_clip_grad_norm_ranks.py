@@ -244,6 +244,17 @@ def scenario_fsdp2(rank: Rank) -> None:
             optimizer.step()
 
 
+def scenario_flags_without_gradients(rank: Rank) -> None:
+    """The first rank alone has a gradient, which is not finite in half of the cases."""
+    for value in (1.0, INF, NAN):
+        gradients = [torch.full((5,), value, device=rank.device)] if rank.rank == 0 else []
+        parameters = parameters_of(gradients) or [nn.Parameter(torch.zeros(3, device=rank.device))]
+        found_inf = torch.zeros((), device=rank.device)
+        with no_sync(kind(rank)):
+            tg.clip_grad_norm_(parameters, 1.0, process_groups=[dist.group.WORLD], found_inf=found_inf)
+        assert found_inf.item() == float(not math.isfinite(value))
+
+
 @pytest.mark.parametrize("fault", ["integers", "met twice", "has the norm", "overlapping elements"])
 def test_no_part_is_written_where_another_is_at_fault(ranks, seed, fault):
     ranks.run(scenario_faulty_part, seed, fault)
@@ -267,6 +278,10 @@ def test_groups_are_reduced_one_after_the_other(ranks, seed):
 
 def test_a_rank_without_gradients_takes_part(ranks, seed):
     ranks.run(scenario_a_rank_without_gradients, seed)
+
+
+def test_flags_of_ranks_without_gradients_are_set_as_well(ranks, seed):
+    ranks.run(scenario_flags_without_gradients, seed)
 
 
 def test_all_ranks_learn_of_a_gradient_that_is_not_finite(ranks, seed):

@@ -69,6 +69,7 @@ def odd_tensors(rank: Rank, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
         ("no elements", base[:, :0]),
         ("one element", base[:, 3, 5:6]),
         ("a scalar", base[:, 7, 11]),
+        ("one element of a large stride", base[:, 3, 5:6].as_strided((rank.world, 1), (base.stride(0), 2), 148)),
         ("bytes that 16 does not divide", base[:, 0, :45]),
         ("a storage offset of one element", base.flatten(1)[:, 1:1030]),
         ("transposed", base.transpose(1, 2)),

@@ -16,12 +16,15 @@ struct Operation {
     Reduction reduction;
     at::Tensor input;  // all_reduce: [n]; reduce_scatter: [world, n]; all_gather: [n]
     at::Tensor out;    // all_reduce: [n], maybe `input`; reduce_scatter: [n]; all_gather: [world, n]
+    Extents extents;
 
-    Signature signature() const { return {op, reduction, static_cast<uint8_t>(input.scalar_type()), input.numel()}; }
+    Signature signature() const { return {{op, reduction, static_cast<uint8_t>(input.scalar_type())}, extents}; }
 };
 
-// "all_reduce (sum) of 1024 BFloat16"
+// "all_reduce (sum) of 1024 BFloat16", "all_gather of 24 Float along dim 1 of size 4 (2 before, 3 behind)"
 std::string describe(const Signature& signature);
+// "all_reduce (sum) of BFloat16"
+std::string describe(const OperationKind& kind);
 
 // Somebody who moves data between ranks.
 class Transport {

@@ -2,6 +2,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include "collectives/autograd.h"
@@ -56,6 +57,7 @@ std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const
 
 // What is written has a place for each element.
 void check_written(const char* op, const char* argument, const at::Tensor& tensor) {
+    check_writable(op, argument, tensor);
     TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": expected ", argument,
                       " without overlapping elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
 }
@@ -93,7 +95,7 @@ at::Tensor input_beside(const at::Tensor& x, const at::Tensor& out, bool may_be_
 // x, out: [...] contiguous.
 void run_all_reduce(const char* op, const Group& group, Reduction reduction, const at::Tensor& x,
                     const at::Tensor& out) {
-    group.run({op, Op::kAllReduce, reduction, input_beside(x, out, true), out});
+    group.run({op, Op::kAllReduce, reduction, input_beside(x, out, true), out, {x.numel()}});
 }
 
 at::Tensor all_reduce(const at::Tensor& x,  // [...]
@@ -124,6 +126,12 @@ void all_reduce_out(const at::Tensor& out,  // [...]
     note_write(out);
 }
 
+// Of an operation along a dim of x.
+Extents extents_of(const at::Tensor& x, int64_t dim) {
+    const at::IntArrayRef sizes = x.sizes();
+    return {x.numel(), dim, c10::multiply_integers(sizes.slice(0, dim)), c10::multiply_integers(sizes.slice(dim + 1))};
+}
+
 // The part of each rank of what is `dim` in x; then also of what is dim of the output.
 std::vector<int64_t> scattered_shape(const char* op, const at::Tensor& x, int64_t dim, int64_t world) {
     TORCH_CHECK_VALUE(x.size(dim) % world == 0, op, ": expected x of a size in dim ", dim, " that ", world,
@@ -143,7 +151,7 @@ void run_reduce_scatter(const char* op, const Group& group, Reduction reduction,
     // Ranks' parts one behind the other.
     const at::Tensor rows = x.unflatten(dim, {group.world(), x.size(dim) / group.world()}).movedim(dim, 0);
     write_to(out, [&](const at::Tensor& place) {
-        group.run({op, Op::kReduceScatter, reduction, input_beside(rows, place, false), place});
+        group.run({op, Op::kReduceScatter, reduction, input_beside(rows, place, false), place, extents_of(x, dim)});
     });
 }
 
@@ -172,7 +180,7 @@ void run_all_gather(const char* op, const Group& group, const at::Tensor& x, int
     // out as [world, ...]: the rows are contiguous where dim is the first one of more than one element.
     const at::Tensor rows = out.unflatten(dim, {group.world(), x.size(dim)}).movedim(dim, 0);
     write_to(rows, [&](const at::Tensor& place) {
-        group.run({op, Op::kAllGather, Reduction::kSum, input_beside(x, place, false), place});
+        group.run({op, Op::kAllGather, Reduction::kSum, input_beside(x, place, false), place, extents_of(x, dim)});
     });
 }
 

@@ -4,13 +4,17 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
+#include <optional>
 #include <sstream>
+#include <thread>
 
 #include "collectives/element_of.h"
 #include "collectives/notice.h"
@@ -20,11 +24,22 @@
 namespace te_graph::collectives {
 namespace {
 
-std::string message_of(const std::string& group, int rank, double timeout, const Record& record) {
+// What a peer is at: that it is another operation, and what else is known.
+std::string describe_other(const Record& record, const std::optional<Extents>& extents) {
+    const OperationKind own = kind_of(record.expected), other = kind_of(record.seen);
+    if (extents) return describe(Signature{other, *extents});
+    if (other != own) return describe(other);
+    return describe(other) + (own.op == Op::kAllReduce ? " of another size" : " of another size or dim");
+}
+
+// other: the extents of a peer's operation, where that is another one and they are known.
+std::string message_of(const std::string& group, int rank, double timeout, const Record& record,
+                       const std::optional<Extents>& other) {
     std::ostringstream text;
     text << "group " << group << " was given up on rank " << rank;
     if (record.expected != 0) {
-        text << " in operation " << sequence_of(record.expected) << ", " << describe(unpack(record.expected));
+        text << " in operation " << sequence_of(record.expected) << ", "
+             << describe(Signature{kind_of(record.expected), record.extents});
     }
     text << ": ";
     switch (record.failure) {
@@ -32,7 +47,7 @@ std::string message_of(const std::string& group, int rank, double timeout, const
             text << "nothing came from rank " << record.peer << " within " << timeout << " s";
             break;
         case Failure::kMismatch:
-            text << "rank " << record.peer << " is at " << describe(unpack(record.seen)) << " in the same place";
+            text << "rank " << record.peer << " is at " << describe_other(record, other) << " in the same place";
             break;
         case Failure::kTwoKernels:
             text << "two operations of the group ran on one GPU at the same time; order their streams, or replay "
@@ -53,8 +68,11 @@ struct PeerTransport::State {
     State(std::string name, PeerMemory slab, PeerOptions wishes)
         : group(std::move(name)), memory(std::move(slab)), options(wishes) {
         const c10::cuda::CUDAGuard guard(memory.slab.device());
-        control =
-            at::zeros({static_cast<int64_t>(sizeof(Control) / sizeof(float))}, memory.slab.options().dtype(at::kFloat));
+        {
+            const c10::InferenceMode read_only;  // outside of it: users see a part
+            control = at::empty({static_cast<int64_t>(sizeof(Control) / sizeof(float))},
+                                memory.slab.options().dtype(at::kFloat));
+        }
         record_memory =
             at::empty({static_cast<int64_t>(sizeof(Record))}, at::TensorOptions(at::kByte).pinned_memory(true));
         record = new (record_memory.data_ptr()) Record{};
@@ -81,11 +99,15 @@ struct PeerTransport::State {
         start.traps = options.traps;
         start.timeout_ns = nanoseconds(options.timeout);
         start.record = record;
-        C10_CUDA_CHECK(cudaMemcpy(peers.control, &start, sizeof(start), cudaMemcpyHostToDevice));
+        const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+        C10_CUDA_CHECK(cudaMemcpyAsync(peers.control, &start, sizeof(start), cudaMemcpyHostToDevice, stream));
         C10_CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
         C10_CUDA_CHECK(cudaDeviceSynchronize());
     }
-    ~State() { C10_CUDA_CHECK_WARN(cudaStreamDestroy(side)); }
+    ~State() {
+        watchdog.reset();  // whose thread may use the stream
+        C10_CUDA_CHECK_WARN(cudaStreamDestroy(side));
+    }
 
     static uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
 
@@ -94,6 +116,38 @@ struct PeerTransport::State {
         const c10::cuda::CUDAGuard guard(memory.slab.device());
         C10_CUDA_CHECK(cudaMemcpyAsync(place, value, bytes, cudaMemcpyHostToDevice, side));
         C10_CUDA_CHECK(cudaStreamSynchronize(side));
+    }
+
+    // What a peer has said that its operation, which a flag is of, extends to. It says so when it gives up as well, so
+    // that may be a moment later.
+    std::optional<Extents> extents_told_by(int peer, uint64_t flag) const {
+        using Clock = std::chrono::steady_clock;
+        const auto* const place = &peers.mailbox(peers.rank)->extents[peer];
+        const Clock::time_point end = Clock::now() + std::chrono::milliseconds(100);
+        // Whoever asks may be in a capture. A context that has ended answers nothing, and messages are due all the same.
+        try {
+            const c10::cuda::CUDAGuard guard(memory.slab.device());
+            const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+            do {
+                Extents told{};
+                C10_CUDA_CHECK(cudaMemcpyAsync(&told, place, sizeof(told), cudaMemcpyDeviceToHost, side));
+                C10_CUDA_CHECK(cudaStreamSynchronize(side));
+                if (fits(told, flag)) return told;
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            } while (Clock::now() < end);
+        } catch (const c10::Error&) {
+        }
+        return {};
+    }
+
+    // Why the group was given up, which it was. The same to all who ask.
+    const std::string& message() {
+        std::call_once(has_message, [&] {
+            std::optional<Extents> other;
+            if (record->failure == Failure::kMismatch) other = extents_told_by(record->peer, record->seen);
+            text = message_of(group, peers.rank, options.timeout, *record, other);
+        });
+        return text;
     }
 
     // In its memory pool, tensors have a place that peers know.
@@ -113,6 +167,7 @@ struct PeerTransport::State {
         const int64_t pieces = split.steps == Steps::kReduceSend ? world : 1;
         const int64_t most = split.count * unit * pieces;
         const int64_t whole = operation.op == Op::kAllReduce ? bytes : bytes / world;
+        peers.extents = operation.extents;
         for (int64_t begin = 0; begin < whole; begin += most) {
             const int64_t size = std::min(most, whole - begin);
             Job job{};
@@ -158,14 +213,15 @@ struct PeerTransport::State {
     uint64_t launches = 0;
     StreamChain chain;
     std::mutex mutex;
+    std::once_flag has_message;
+    std::string text;  // of the message
     std::unique_ptr<Watchdog> watchdog;
 };
 
 PeerTransport::PeerTransport(std::string group, PeerMemory memory, PeerOptions options)
     : state_(std::make_unique<State>(std::move(group), std::move(memory), options)) {
-    state_->watchdog = std::make_unique<Watchdog>(state_->record, options.watchdog, [state = state_.get()] {
-        return message_of(state->group, state->peers.rank, state->options.timeout, *state->record);
-    });
+    state_->watchdog = std::make_unique<Watchdog>(state_->record, options.watchdog,
+                                                  [state = state_.get()] { return state->message(); });
 }
 PeerTransport::~PeerTransport() = default;
 
@@ -181,8 +237,7 @@ void PeerTransport::check(const char* op) {
     if (static_cast<volatile Record*>(state_->record)->is_set == 0) return;
     is_some_group_given_up.store(true, std::memory_order_relaxed);
     state_->watchdog->acknowledge();
-    TORCH_CHECK(false, op, ": ",
-                message_of(state_->group, state_->peers.rank, state_->options.timeout, *state_->record));
+    TORCH_CHECK(false, op, ": ", state_->message());
 }
 
 void PeerTransport::abort() {
@@ -209,7 +264,7 @@ void PeerTransport::set_timeout(double seconds) {
 }
 
 at::Tensor PeerTransport::found_inf() const {
-    return state_->control.narrow(0, offsetof(Control, failed) / sizeof(float), 1);
+    return state_->control.select(0, offsetof(Control, failed) / sizeof(float));
 }
 
 void PeerTransport::set_tuning(const Tuning& tuning) {

@@ -30,6 +30,7 @@ struct Record {
     int32_t reserved;
     uint64_t expected;  // flag
     uint64_t seen;      // flag
+    Extents extents;    // of what is expected
 };
 
 // Memory of a rank that its own kernels alone use.
@@ -47,9 +48,13 @@ struct Control {
 // for data and for flags of tiles, see lines.h. Multiples of a line.
 struct alignas(128) Mailbox {
     uint64_t abort;  // 0, or 1 + the rank that gave up
+    // By sender: of the operation in which it gave up, for messages. 0 before.
+    alignas(128) Extents extents[kMaxRanks];
 };
+static_assert(sizeof(Mailbox) % 128 == 0);
 
-// Each 64 bytes of a kernel's arguments are waited for, so what the smallest operations need comes first.
+// Each 64 bytes of a kernel's arguments are waited for, so what the smallest operations need comes first: a Job, these
+// addresses, and at the end what is read by who gives up.
 struct Peers {
     Control* control;
     int32_t rank;
@@ -61,6 +66,7 @@ struct Peers {
     // Of each rank, as this GPU addresses it.
     char* inbox[kMaxRanks];
     char* pool[kMaxRanks];  // where a tensor at offset o of rank p's pool is: pool[p] + o
+    Extents extents;        // of the operation that is launched
 
     TE_GRAPH_ANYWHERE Mailbox* mailbox(int p) const { return reinterpret_cast<Mailbox*>(inbox[p]); }
     // A half for even and one for odd sequence numbers each.

@@ -31,6 +31,8 @@ public:
     }
 
     void run(const Operation& operation) override {
+        // Threads take turns: ranks compare operations by number, and gloo ends the process if two mix.
+        const std::lock_guard turn(turn_);
         check(operation.name);
         ++sequence_;
         try {
@@ -71,15 +73,22 @@ private:
         is_some_group_given_up.store(true, std::memory_order_relaxed);
     }
 
-    // On CPUs ranks compare what they are about to do; on GPUs that would need a host sync.
+    // On CPUs ranks compare what they are about to do, the extents themselves beside the flag; on GPUs that would need
+    // a host sync.
     void compare_signatures(const Signature& signature) {
-        const auto flag = static_cast<int64_t>(flag_of(sequence_, pack(signature)));
-        const at::Tensor mine = at::empty({1}, at::kLong).fill_(flag), all = at::empty({world_}, at::kLong);
-        gather(bytes_of(mine), bytes_of(all));
+        struct Compared {
+            uint64_t flag;
+            Extents extents;
+        };
+        constexpr auto kBytes = static_cast<int64_t>(sizeof(Compared));
+        const at::Tensor mine = at::empty({kBytes}, at::kByte), all = at::empty({world_ * kBytes}, at::kByte);
+        const auto& own = *new (mine.data_ptr()) Compared{flag_of(sequence_, pack(signature)), signature.extents};
+        gather(mine, all);
         for (int p = 0; p < world_; ++p) {
-            const auto seen = static_cast<uint64_t>(all.const_data_ptr<int64_t>()[p]);
-            TORCH_CHECK(seen == static_cast<uint64_t>(flag), "expected the same of all ranks, and rank ", p,
-                        " is at operation ", sequence_of(seen), ", ", describe(unpack(seen)));
+            const auto& seen = static_cast<const Compared*>(all.const_data_ptr())[p];
+            TORCH_CHECK(seen.flag == own.flag && seen.extents == own.extents,
+                        "expected the same of all ranks, and rank ", p, " is at operation ", sequence_of(seen.flag),
+                        ", ", describe({kind_of(seen.flag), seen.extents}));
         }
     }
 
@@ -113,8 +122,10 @@ private:
         out.view({-1}).copy_(all.narrow(0, 0, numel));
     }
 
-    // Process groups know few dtypes, all of them bytes.
-    static at::Tensor bytes_of(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
+    // Process groups know few dtypes, all of them bytes. A contiguous tensor of one element may have any stride.
+    static at::Tensor bytes_of(const at::Tensor& tensor) {
+        return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
+    }
 
     // mine: [n]; all: [world * n].
     void gather(at::Tensor mine, at::Tensor all) {
@@ -148,7 +159,8 @@ private:
     at::Device device_;
     std::chrono::milliseconds timeout_{};
     uint64_t sequence_ = 0;
-    std::mutex mutex_;
+    std::mutex turn_;   // of the operation that runs
+    std::mutex mutex_;  // of trouble_
     std::string trouble_;
 };
 

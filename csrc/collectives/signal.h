@@ -40,36 +40,73 @@ enum class Reduction : uint8_t { kSum, kMax };
 // The flag of an operation: its sequence number and its signature, so that whoever waits sees that a peer is at another
 // operation, and at which one.
 //
-//     63 ...... 37   36 35   34          33 ... 28   27 ..................... 0
-//     sequence       op      reduction   dtype       numel, modulo 2^28 - 57
+//     63 ...... 37   36 35   34          33 ... 28   27 ........................... 0
+//     sequence       op      reduction   dtype       hash of the extents, below 2^28 - 57
 //
-// The modulus is prime, so numbers of elements that differ by a power of two differ here.
+// A flag tells the kind of an operation. Of its extents it tells only whether they are others.
 constexpr int kSequenceBits = 27;
 constexpr int kSignatureBits = 64 - kSequenceBits;
-constexpr uint64_t kNumelModulus = (1ull << 28) - 57;
 
-struct Signature {
+struct OperationKind {
     Op op;
     Reduction reduction;
     uint8_t dtype;  // any number below 64 that ranks agree on: c10::ScalarType
-    int64_t numel;  // of the whole operation, whatever part of it a launch does
+
+    constexpr bool operator==(const OperationKind&) const = default;
+};
+
+// Of a rank's whole input, whatever part of it a launch does. An all-reduce takes elements for those of one dimension.
+struct Extents {
+    int64_t numel;
+    int64_t dim = 0;     // from 0 on: that is divided, or joined
+    int64_t before = 1;  // the product of the sizes before dim
+    int64_t behind = 1;
+
+    TE_GRAPH_ANYWHERE constexpr int64_t size() const { return numel / (before * behind); }
+    constexpr bool operator==(const Extents&) const = default;
+};
+
+// What ranks compare.
+struct Signature {
+    OperationKind kind;
+    Extents extents;
 
     constexpr bool operator==(const Signature&) const = default;
 };
 
-TE_GRAPH_ANYWHERE constexpr uint64_t pack(const Signature& signature) {
-    return static_cast<uint64_t>(signature.op) << 35 | static_cast<uint64_t>(signature.reduction) << 34 |
-           static_cast<uint64_t>(signature.dtype & 63) << 28 | static_cast<uint64_t>(signature.numel) % kNumelModulus;
+// The modulus is prime, so where one part alone differs by less than it, or by a power of two, the hash differs. The
+// factor is about 2^28 over the golden ratio: no quotient of small sizes, so that those of two parts do not make up for
+// each other.
+constexpr uint64_t kHashModulus = (1ull << 28) - 57, kHashFactor = 0x9E3779B;
+TE_GRAPH_ANYWHERE constexpr uint64_t add_to_hash(uint64_t hash, int64_t part) {
+    return (hash * kHashFactor + static_cast<uint64_t>(part) % kHashModulus) % kHashModulus;
 }
-TE_GRAPH_ANYWHERE constexpr Signature unpack(uint64_t flag) {
-    return {static_cast<Op>(flag >> 35 & 3), static_cast<Reduction>(flag >> 34 & 1),
-            static_cast<uint8_t>(flag >> 28 & 63), static_cast<int64_t>(flag & ((1ull << 28) - 1))};
+TE_GRAPH_ANYWHERE constexpr uint64_t hash_of(const Extents& extents) {
+    uint64_t hash = add_to_hash(0, extents.dim);
+    hash = add_to_hash(hash, extents.before);
+    hash = add_to_hash(hash, extents.behind);
+    return add_to_hash(hash, extents.numel);
+}
+
+TE_GRAPH_ANYWHERE constexpr uint64_t pack(const Signature& signature) {
+    const OperationKind& kind = signature.kind;
+    return static_cast<uint64_t>(kind.op) << 35 | static_cast<uint64_t>(kind.reduction) << 34 |
+           static_cast<uint64_t>(kind.dtype & 63) << 28 | hash_of(signature.extents);
 }
 TE_GRAPH_ANYWHERE constexpr uint64_t flag_of(uint64_t sequence, uint64_t signature) {
     return sequence << kSignatureBits | signature;
 }
 TE_GRAPH_ANYWHERE constexpr uint64_t sequence_of(uint64_t flag) { return flag >> kSignatureBits; }
-// Of the same operation of the sequence, but another one by kind or size. 0 is memory that nobody has written yet.
+TE_GRAPH_ANYWHERE constexpr OperationKind kind_of(uint64_t flag) {
+    return {static_cast<Op>(flag >> 35 & 3), static_cast<Reduction>(flag >> 34 & 1),
+            static_cast<uint8_t>(flag >> 28 & 63)};
+}
+// Whether they can be the extents of the operation that a flag is of. Those of memory that nobody has written cannot.
+TE_GRAPH_ANYWHERE constexpr bool fits(const Extents& extents, uint64_t flag) {
+    return extents.numel > 0 && extents.before > 0 && extents.behind > 0 &&
+           flag_of(sequence_of(flag), pack({kind_of(flag), extents})) == flag;
+}
+// Of the same operation of the sequence, but another one by kind or extents. 0 is memory that nobody has written yet.
 TE_GRAPH_ANYWHERE constexpr bool is_other_operation(uint64_t expected, uint64_t seen) {
     return seen != 0 && expected != seen && sequence_of(expected) == sequence_of(seen);
 }

@@ -26,7 +26,16 @@ __device__ inline uint64_t add_relaxed(uint64_t* place, uint64_t value) {
     return before;
 }
 
-// Gives the group up: the first thread that comes writes the record, and all peers are told.
+// In pieces: who reads them elsewhere sees by the flag whether all have come.
+__device__ inline void store_relaxed(Extents* place, const Extents& extents) {
+    constexpr int kWords = sizeof(Extents) / sizeof(uint64_t);
+    for (int i = 0; i < kWords; ++i) {
+        store_relaxed(reinterpret_cast<uint64_t*>(place) + i, reinterpret_cast<const uint64_t*>(&extents)[i]);
+    }
+}
+
+// Gives the group up: the first thread that comes writes the record, and all peers are told, whatever the failure:
+// another rank may be the one to see that operations differ.
 __device__ inline __noinline__ void give_up(const Peers& peers, Failure failure, int peer, uint64_t expected,
                                             uint64_t seen) {
     if (atomicExch(&peers.control->is_claimed, 1) != 0) return;
@@ -36,8 +45,12 @@ __device__ inline __noinline__ void give_up(const Peers& peers, Failure failure,
     record.peer = peer;
     record.expected = expected;
     record.seen = seen;
+    store_relaxed(&peers.control->record->extents, peers.extents);
     __threadfence_system();
     record.is_set = 1;
+    // Two loops, and none unrolled: registers that this takes are lacking in kernels that never come here.
+#pragma unroll 1
+    for (int p = 0; p < peers.world; ++p) store_relaxed(&peers.mailbox(p)->extents[peers.rank], peers.extents);
     for (int p = 0; p < peers.world; ++p) store_relaxed(&peers.mailbox(p)->abort, 1 + peers.rank);
     if (peers.control->traps) {
         __threadfence_system();

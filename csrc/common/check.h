@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <initializer_list>
@@ -41,6 +42,15 @@ inline void check_devices(const char* op, at::Device expected,
 inline void check_one(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
     TORCH_CHECK_VALUE(tensor.numel() == 1, op, ": expected ", argument, " of one element, got shape ", tensor.sizes());
     check_device(op, argument, tensor, device);
+}
+
+// Of what an op writes: not an inference tensor, outside of inference mode, as in torch. It has no version that could
+// tell of the write; and the flag of a group is one, so that only the group writes it.
+inline void check_writable(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": expected ", argument,
+                " made outside of inference mode, got an inference tensor; clone() it, or write it in that mode. "
+                "PeerGroup.found_inf is one: give the op a flag of its own, and the optimizer "
+                "torch.maximum(flag, group.found_inf)");
 }
 
 // A contiguous table of rows: [rows, columns].

@@ -12,6 +12,7 @@
 #include <initializer_list>
 #include <optional>
 
+#include "common/check.h"
 #include "multi_tensor/extents.h"
 #include "multi_tensor/table.h"
 
@@ -32,10 +33,12 @@ public:
         bool is_written;
     };
 
-    // Raises if one that is written shares memory with another.
+    // Raises if one that is written shares memory with another, or is not to be written.
     Operands(const char* op, std::initializer_list<Operand> operands) : op_(op) {
         for (const Operand& operand : operands) {
-            if (operand.tensor != nullptr) add(operand);
+            if (operand.tensor == nullptr) continue;
+            if (operand.is_written) check_writable(op, operand.name, *operand.tensor);
+            add(operand);
         }
     }
 

@@ -118,7 +118,11 @@ void clip(at::TensorList tensors,
           double max_norm, double eps,
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
-    if (!tensors.empty()) prepare_clip(tensors, total_norm, max_norm, eps, found_inf).run();
+    if (!tensors.empty()) return prepare_clip(tensors, total_norm, max_norm, eps, found_inf).run();
+    // A rank without gradients tells of the norm of all ranks as well.
+    const Operands operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
+    const Rescaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, total_norm.device());
+    if (found_inf) run_rescale(total_norm.device(), {}, clip);
 }
 
 at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,

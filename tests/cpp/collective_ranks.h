@@ -83,11 +83,12 @@ public:
         control_.read(0, &control, sizeof(control));
         return control;
     }
-    uint64_t abort() const {
-        uint64_t abort;
-        inbox_.read(offsetof(Mailbox, abort), &abort, sizeof(abort));
-        return abort;
+    Mailbox mailbox() const {
+        Mailbox mailbox;
+        inbox_.read(0, &mailbox, sizeof(mailbox));
+        return mailbox;
     }
+    uint64_t abort() const { return mailbox().abort; }
     void set_timeout(uint64_t ns) const { control_.write(offsetof(Control, timeout_ns), &ns, sizeof(ns)); }
 
 private:
@@ -167,6 +168,8 @@ struct Case {
     Way way = Way::kLines;
     int in_pool = 0;          // bit r: rank r's output lies where its peers can write it
     bool is_special = false;  // zeros, NaN, infinities and subnormals among the inputs
+    // That ranks compare; what moves is the same.
+    int64_t dim = 0, before = 1, behind = 1;
 
     int64_t element_bytes() const { return element == Element::kFloat32 ? 4 : element == Element::kBytes ? 1 : 2; }
 };
@@ -179,7 +182,9 @@ inline std::ostream& operator<<(std::ostream& out, const Case& now) {
     out << kKindNames[static_cast<int>(now.kind)] << (now.reduction == Reduction::kMax ? " (max) of " : " of ")
         << now.numel << ' ' << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset
         << ", out at " << now.out_offset << (now.is_in_place ? ", in place" : "")
-        << (now.is_special ? ", special values" : "") << kWayNames[static_cast<int>(now.way)];
+        << (now.is_special ? ", special values" : "");
+    if (now.dim > 0) out << ", along dim " << now.dim << " behind " << now.before << ", before " << now.behind;
+    out << kWayNames[static_cast<int>(now.way)];
     return now.way == Way::kTiles ? out << now.in_pool : out;
 }
 
@@ -278,11 +283,11 @@ public:
     }
 
     Signature signature() const {
-        const bool is_of_pieces = case_.kind == Kind::kReduceScatter || case_.kind == Kind::kAllGather;
-        return {case_.kind == Kind::kReduceScatter ? Op::kReduceScatter
-                : case_.kind == Kind::kAllGather   ? Op::kAllGather
-                                                   : Op::kAllReduce,
-                case_.reduction, static_cast<uint8_t>(case_.element), case_.numel * (is_of_pieces ? world_ : 1)};
+        const Op op = case_.kind == Kind::kReduceScatter ? Op::kReduceScatter
+                      : case_.kind == Kind::kAllGather   ? Op::kAllGather
+                                                         : Op::kAllReduce;
+        return {{op, case_.reduction, static_cast<uint8_t>(case_.element)},
+                {input_bytes_ / case_.element_bytes(), case_.dim, case_.before, case_.behind}};
     }
     // Where tensors of all ranks' pools are.
     char* pool() const { return device_->at(0); }

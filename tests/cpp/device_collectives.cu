@@ -45,6 +45,7 @@ int random_launch(std::mt19937_64& generator) { return kLaunchIds[generator() % 
 void launch(const Ranks& ranks, int rank, const Memory& memory, int blocks, int launch, cudaStream_t stream) {
     Peers peers = ranks.peers(rank);
     std::fill(std::begin(peers.pool), std::end(peers.pool), memory.pool());
+    peers.extents = memory.signature().extents;
     const Job job = memory.job(rank, blocks, launch);
     check(launcher_of(memory.kind_of_case().way)(peers, job, stream));
 }
@@ -212,6 +213,14 @@ void expect_given_up(const Ranks& ranks, int rank) {
     EXPECT_LE(ranks[rank].abort(), static_cast<uint64_t>(ranks.world())) << "rank " << rank;
 }
 
+// The operation of rank p was `expected`, and all ranks can say so.
+void expect_told(const Ranks& ranks, int p, const Signature& expected) {
+    EXPECT_TRUE(ranks[p].record().extents == expected.extents) << "rank " << p;
+    for (int rank = 0; rank < ranks.world(); ++rank) {
+        EXPECT_TRUE(ranks[rank].mailbox().extents[p] == expected.extents) << "of rank " << p << " at rank " << rank;
+    }
+}
+
 TEST(CollectivesFailureDevice, ARankThatDoesNotComeEndsTheOthersAndEverythingAfterwards) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
@@ -237,7 +246,8 @@ TEST(CollectivesFailureDevice, ARankThatDoesNotComeEndsTheOthersAndEverythingAft
                 EXPECT_TRUE(is_given_up(memory, rank));
                 const Record& record = ranks[rank].record();
                 EXPECT_EQ(sequence_of(record.expected), 3u);
-                EXPECT_TRUE(unpack(record.expected) == memory.signature()) << memory.kind_of_case();
+                EXPECT_EQ(record.expected, flag_of(3, pack(memory.signature()))) << memory.kind_of_case();
+                expect_told(ranks, rank, memory.signature());
                 if (record.failure == Failure::kTimeout) {
                     ++timeouts;
                     EXPECT_EQ(record.peer, absent);
@@ -279,6 +289,7 @@ void expect_mismatch(int world, const Case& common, const Case& other, std::mt19
     for (int rank = 0; rank < world; ++rank) {
         expect_given_up(ranks, rank);
         EXPECT_TRUE(is_given_up(rank == odd ? odd_memory : memory, rank));
+        expect_told(ranks, rank, (rank == odd ? odd_memory : memory).signature());
         const Record& record = ranks[rank].record();
         if (record.failure != Failure::kMismatch) {
             EXPECT_EQ(record.failure, Failure::kToldByPeer) << common << " and " << other;
@@ -291,6 +302,25 @@ void expect_mismatch(int world, const Case& common, const Case& other, std::mt19
         if (rank != odd) EXPECT_EQ(record.peer, odd) << common << " and " << other << ", world " << world;
     }
     EXPECT_GT(mismatches, 0) << common << " and " << other;
+}
+
+TEST(CollectivesFailureDevice, AnotherDimOrShapeOfAsManyElementsIsSeenAndEndsAll) {
+    auto generator = seeded_generator();
+    for (const int world : kWorlds) {
+        for (const Kind kind : {Kind::kReduceScatter, Kind::kAllGather}) {
+            for (Case now : cases_of(kind, 5040)) {
+                now.behind = 12;
+                Case other = now;
+                other.behind = 6;
+                expect_mismatch(world, now, other, generator);
+                other = now;
+                other.dim = 1;
+                expect_mismatch(world, now, other, generator);
+                std::swap(other.before, other.behind);
+                expect_mismatch(world, now, other, generator);
+            }
+        }
+    }
 }
 
 TEST(CollectivesFailureDevice, AnotherNumberOfElementsDtypeOrOperationIsSeenAndEndsAll) {

@@ -1,12 +1,11 @@
-// The words that collectives agree by (signal.h), with kernels as random interleavings of their blocks' arrivals and
-// departures, and what goes which way through which memory (tuning.h).
+// The state of a rank and the numbers of sequences (signal.h), with kernels as random interleavings of their blocks'
+// arrivals and departures, and what goes which way through which memory (tuning.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
-#include <limits>
 #include <ostream>
 #include <utility>
 #include <vector>
@@ -19,79 +18,6 @@ namespace te_graph::collectives {
 namespace {
 
 constexpr uint64_t kSequences = 1ull << kSequenceBits;
-
-Signature random_signature(std::mt19937_64& generator) {
-    return {static_cast<Op>(generator() % 3), static_cast<Reduction>(generator() % 2),
-            static_cast<uint8_t>(generator() % 64), static_cast<int64_t>(generator() % kNumelModulus)};
-}
-
-TEST(Flag, ComesApartIntoWhatItWasMadeOf) {
-    auto generator = seeded_generator();
-    for (int i = 0; i < 100000; ++i) {
-        const Signature signature = random_signature(generator);
-        const uint64_t sequence = generator() % kSequences;
-        const uint64_t flag = flag_of(sequence, pack(signature));
-        ASSERT_EQ(sequence_of(flag), sequence);
-        ASSERT_TRUE(unpack(flag) == signature) << signature.numel;
-        ASSERT_LT(pack(signature), 1ull << kSignatureBits);
-    }
-}
-
-TEST(Flag, DiffersWhereAnyPartDiffers) {
-    auto generator = seeded_generator();
-    for (int i = 0; i < 100000; ++i) {
-        const Signature signature = random_signature(generator);
-        Signature other = signature;
-        switch (generator() % 4) {
-            case 0:
-                other.op = static_cast<Op>((static_cast<int>(other.op) + 1 + generator() % 2) % 3);
-                break;
-            case 1:
-                other.reduction = other.reduction == Reduction::kSum ? Reduction::kMax : Reduction::kSum;
-                break;
-            case 2:
-                other.dtype = (other.dtype + 1 + generator() % 63) % 64;
-                break;
-            case 3:
-                other.numel = static_cast<int64_t>((other.numel + 1 + generator() % (kNumelModulus - 1)) %
-                                                   static_cast<uint64_t>(kNumelModulus));
-        }
-        ASSERT_NE(pack(signature), pack(other));
-    }
-}
-
-TEST(Flag, DiffersWhereNumbersOfElementsDifferByAPowerOfTwo) {
-    auto generator = seeded_generator();
-    for (int i = 0; i < 1000; ++i) {
-        Signature signature = random_signature(generator);
-        signature.numel = static_cast<int64_t>(1 + generator() % (1ull << (1 + generator() % 40)));
-        for (int power = 0; power < 62; ++power) {
-            Signature sum = signature, product = signature;
-            sum.numel += int64_t{1} << power;
-            ASSERT_NE(pack(signature), pack(sum)) << signature.numel << " and 2^" << power << " more";
-            if (power == 0 || signature.numel > std::numeric_limits<int64_t>::max() >> power) continue;
-            product.numel <<= power;
-            // A multiple of the modulus is one whatever it is multiplied by.
-            if (signature.numel % static_cast<int64_t>(kNumelModulus) == 0) continue;
-            ASSERT_NE(pack(signature), pack(product)) << signature.numel << " times 2^" << power;
-        }
-    }
-}
-
-TEST(Flag, AnotherOperationIsOneOfTheSameSequenceNumber) {
-    auto generator = seeded_generator();
-    for (int i = 0; i < 10000; ++i) {
-        const uint64_t signature = pack(random_signature(generator));
-        const uint64_t other = signature ^ 1ull << generator() % kSignatureBits;
-        const uint64_t sequence = generator() % kSequences, earlier = (sequence + kSequences - 2) % kSequences;
-        const uint64_t flag = flag_of(sequence, signature);
-        ASSERT_FALSE(is_other_operation(flag, flag));
-        ASSERT_TRUE(is_other_operation(flag, flag_of(sequence, other)));
-        ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, signature)));
-        ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, other)));
-        ASSERT_FALSE(is_other_operation(flag_of(0, signature), 0));
-    }
-}
 
 int random_launch(std::mt19937_64& generator) { return kLaunchIds[generator() % kLaunchIds.size()]; }
 
