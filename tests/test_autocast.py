@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -198,6 +199,49 @@ def test_a_sequence_under_autocast(device):
         for _ in range(4):
             assert_bitwise_equal(sequence(x).clone(), predict(x))
     assert sequence.stats()["replays"] == 3
+
+
+class Gated(nn.Module):
+    """Uses its argument twice, so that the gradients of two casts are summed, or that of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 8] -> [n, 8]
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["around the call", "in the forward"])
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_an_argument_that_is_cast_several_times(device, caplog, is_leaf, is_inside):
+    """Eager execution casts a leaf once, and what was computed at each use. Samples are mostly leaves, calls not."""
+    model = Gated().to(device)
+    autocast = functools.partial(torch.autocast, device, torch.bfloat16)
+    if is_inside:
+        model.forward = autocast()(model.forward)
+    twin = eager_twin(model)
+    around = contextlib.nullcontext if is_inside else autocast
+    with around():
+        make_graphed_callables(model, (torch.randn(64, 8, device=device, requires_grad=True),))
+    for _ in range(3):
+        leaf, grads = torch.randn(64, 8, device=device, requires_grad=True), []
+        for one in (model, twin):
+            x = leaf if is_leaf else leaf * 1
+            with around():
+                result = one(x)
+            grads.append([result.detach(), *torch.autograd.grad(result.float().square().sum(), [x])])
+        assert_bitwise_equal(*grads)
+    assert model.te_graph.info()["forward_replays"] == (0 if is_leaf else 3)
+    assert ("a leaf as args[0], which autocast casts once" in caplog.text) is is_leaf
+
+
+def test_a_leaf_that_is_cast_once_is_replayed(device):
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        make_graphed_callables(model, (torch.randn(4, 8, device=device, requires_grad=True),))
+        model(torch.randn(4, 8, device=device, requires_grad=True)).float().sum().backward()
+    assert model.te_graph.info()["forward_replays"] == 1
 
 
 def test_a_backward_under_autocast_replays_without_it_which_is_a_documented_limit(device):

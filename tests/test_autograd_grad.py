@@ -88,3 +88,14 @@ def test_a_weight_changed_for_a_result_without_gradient_is_an_error_which_is_a_d
             raised.append(("graphed" if module is model else "eager", "modified by an inplace operation" in str(error)))
     assert ("graphed", True) in raised
     assert (("eager", True) in raised) is (changed == "one")
+
+
+def test_a_batch_of_gradients_is_refused_by_name(device):
+    graphed = make_graphed_callables(lambda x: x * 2, (batch(device),))
+    x = batch(device)
+    y = graphed(x)
+    grads = torch.randn(2, 3, 4, device=device)
+    with pytest.raises(RuntimeError, match=r"does not support a batch of gradients .* one by one"):
+        torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    one_by_one = [torch.autograd.grad(y, x, grad, retain_graph=True)[0] for grad in grads]
+    assert_bitwise_equal(one_by_one, [grad * 2 for grad in grads])

@@ -5,6 +5,8 @@ The reference is eager execution of copies of the same layers on the same inputs
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from chain_layers import Layer, Nets, Shift, batch, in_turn, layers_on
 from chains import assert_same_steps, chain, counts, eager_calls
 from torch import Tensor
+
+from te_graph import make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -251,3 +255,32 @@ def test_what_is_done_between_two_layers_is_right(device, scenario, slots):
     assert_same_steps(layers, twins, lambda nets, x: in_turn(nets, x).square().sum().backward(), device)
     assert sum(counts(layers, "forward_replays")) > sum(eager_calls(layers))
     assert counts(layers, "in_flight") == [0, 0, 0]
+
+
+def test_a_forward_while_another_thread_runs_the_backward_of_the_layer_before(device: str) -> None:
+    """Both use the node of the result between them, and the one may wait for the GIL that the other has."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            for _ in range(300):
+                grad = grad + 0
+            return grad * 2
+
+    first, second, third = lambda x: x + 1, Slow.apply, lambda x: x * 3
+    sample = torch.randn(256, 256, device=device, requires_grad=True)
+    layers = make_graphed_callables((first, second, third), ((sample,),), chain=True)
+    x = torch.randn(256, 256, device=device, requires_grad=True)
+    y = layers[1](layers[0](x))
+    runs = threading.Thread(target=lambda: y.sum().backward(retain_graph=True), daemon=True)
+    runs.start()
+    time.sleep(0.02)
+    z = layers[2](y)
+    runs.join(timeout=60)
+    assert not runs.is_alive()
+    z.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2 + 6))

@@ -238,3 +238,19 @@ def test_the_last_references_free_a_chain_without_the_garbage_collector(device):
         assert_bitwise_equal(result.detach(), expected)
     finally:
         gc.enable()
+
+
+def test_batches_without_elements_in_flight_each_have_a_slot(device):
+    """They lie nowhere, so that their address tells no slot."""
+    layers = layers_on(device, Shift, Shift, Shift)
+    twins = chain(layers, batch(device)[:0].detach().requires_grad_(), max_in_flight=2)
+
+    def two_in_flight(nets: Nets, _: Tensor) -> list[Tensor]:
+        leaves = [batch(device)[:0].detach().requires_grad_() for _ in range(2)]
+        results = [in_turn(nets, x) for x in leaves]
+        for result in results:
+            result.sum().backward()
+        return [x.grad for x in leaves]
+
+    assert_same_steps(layers, twins, two_in_flight, device)
+    assert eager_calls(layers) == [0, 0, 0]

@@ -298,3 +298,18 @@ def test_callable_on_another_device_than_the_current_one() -> None:
             eager(copy_of_x).square().sum().backward()
             assert_bitwise_equal(x.grad, copy_of_x.grad)
     assert_bitwise_equal([p.grad for p in graphed.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_a_result_that_is_held_stays_where_it_is_while_another_slot_is_free(device):
+    """Another thread or stream may be reading it."""
+    graphed = tg.make_graphed_callables(lambda x: x * 2, (torch.randn(3, 4, device=device),), max_in_flight=2)
+    inputs = [torch.randn(3, 4, device=device) for _ in range(4)]
+    held = graphed(inputs[0])
+    address = held.data_ptr()
+    for x in inputs[1:]:
+        assert torch.equal(graphed(x), x * 2)
+    assert held.data_ptr() == address
+    other = graphed(inputs[1])
+    assert torch.equal(graphed(inputs[2]), inputs[2] * 2)
+    assert torch.equal(held, inputs[0] * 2)
+    assert torch.equal(other, inputs[1] * 2)

@@ -88,14 +88,19 @@ void GraphedCallable::check_backward(const Flight& flight) const {
 // Puts the gradients of the outputs where the graph reads them; returns which outputs got one. What is in place is let
 // go of at once, so that memory lent by the graph that made it is known to be free again.
 GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_list& grads) const {
-    const auto load = [](Staging& staging, at::Tensor& grad) {
+    const auto load = [&](size_t number, at::Tensor& grad) {
+        Staging& staging = *slot.grad_outputs[number];
         if (grad.defined()) {
+            if (lie_in_other_order(grad, staging.tensor)) {
+                const std::string what = "the gradient of output " + std::to_string(differentiable_[number]);
+                note_layout(reordered_grads_, number, what, grad, staging.tensor);
+            }
             copy_into(staging.tensor, grad);
             grad.reset();
             staging.is_zero = false;
         } else if (!staging.is_zero) {
             fill_with_no_gradient(staging.tensor);
-            staging.is_zero = !staging.is_lent;
+            staging.is_zero = !staging.is_lent && !staging.is_written;
         }
     };
     Bits got(grads.size());
@@ -108,18 +113,23 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
         } else if (staging.is_lent) {
             elsewhere.push_back(i);
         } else {
-            load(staging, grads[i]);
+            load(i, grads[i]);
         }
     }
     // Somebody may hold gradients that lie where these are to be written.
     if (!elsewhere.empty()) scope_->input_gradients().protect();
-    for (const size_t i : elsewhere) load(*slot.grad_outputs[i], grads[i]);
+    for (const size_t i : elsewhere) load(i, grads[i]);
     return got;
 }
 
 namespace {
 
 using ExecInfo = torch::autograd::GraphTask::ExecInfo;
+
+bool has_shared_inputs(const Flight& flight) {
+    return std::any_of(flight.input_edges.begin(), flight.input_edges.end(),
+                       [](const InputEdge& edge) { return edge.is_shared; });
+}
 
 // What the engine was asked for about the leaf; null: nothing.
 const ExecInfo* request_for(const std::unordered_map<torch::autograd::Node*, ExecInfo>& exec_info,
@@ -132,11 +142,13 @@ const ExecInfo* request_for(const std::unordered_map<torch::autograd::Node*, Exe
 }  // namespace
 
 // Decides what happens to each parameter's gradient, and tells the table.
-void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
+void GraphedCallable::plan_parameters(Flight& flight, const Bits& got) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     if (exec_info && exec_info->empty()) exec_info = nullptr;
     const bool got_all = std::find(got.begin(), got.end(), false) == got.end();
     Slot& slot = slot_of(flight);
+    flight.owes_gradients = false;
+    const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
     slot.repetition.happens = got_all && !exec_info && repeats_last(flight);
     if (slot.repetition.happens) return;
     slot.pending.resize(parameters_.size());
@@ -152,8 +164,10 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
         TORCH_CHECK(has_edge || !request || !request->captures_, name_,
                     ": torch.autograd.grad is asked for the gradient of ", guard_->tensor_name(spec.tensor),
                     ", which the backward accumulates itself: capture with it in autograd_params=");
+        const bool inputs_only = exec_info && !(request && request->needed_);
+        flight.owes_gradients |= inputs_only && is_kept && !has_edge && parameter.requires_grad();
         const auto action = plan_gradient({.reached = got_all || any_common(spec.depends_on, got),
-                                           .inputs_only = exec_info && !(request && request->needed_),
+                                           .inputs_only = inputs_only,
                                            .through_autograd = has_edge,
                                            .hooked_since = !has_edge && has_gradient_hooks(parameter),
                                            .frozen_since = !parameter.requires_grad(),
@@ -171,9 +185,9 @@ void GraphedCallable::plan_parameters(const Flight& flight, const Bits& got) {
             spec.flag->overwrite = false;
         }
     }
-    if (!slot.table->says([&](size_t i) { return entry_of(flight, i); })) {
+    if (!slot.table->says([&](size_t i) { return order_of(flight, i); })) {
         separate_overlapping(flight);
-        for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, entry_of(flight, i));
+        for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, order_of(flight, i));
         slot.table->upload();
     }
     note_for_repetition(flight);
@@ -191,11 +205,35 @@ void GraphedCallable::note_use_outside(size_t parameter) {
         "the start");
 }
 
+// Schedules that split the backward ask for the gradients of inputs, and later for those of weights through edges to
+// AccumulateGrad nodes, which parameters inside a graph do not have.
+void GraphedCallable::tell_of_lost_gradients() {
+    if (has_told_of_lost_gradients_) return;
+    has_told_of_lost_gradients_ = true;
+    TORCH_WARN(name_,
+               ": an earlier backward was for inputs alone, with retain_graph=True, and none followed for its "
+               "parameters, whose gradients are missing. A schedule that splits the backward (zero bubble) needs "
+               "te_graph.pipeline.prepare_stage(stage), which gives the PipelineStage a dw_builder");
+}
+
+// Tells, once for each tensor, that the graph reads what is `given` in another layout than eager execution would.
+void GraphedCallable::note_layout(std::vector<bool>& noted, size_t number, const std::string& what,
+                                  const at::Tensor& given, const at::Tensor& captured) const {
+    noted.resize(std::max(noted.size(), number + 1));
+    if (noted[number]) return;
+    noted[number] = true;
+    TORCH_WARN(name_, ": ", what, " has strides ", given.strides(), ", and the graph reads it with ",
+               captured.strides(),
+               ", as at capture: kernels that choose by memory layout may round otherwise than in eager execution. "
+               "Capture with samples that lie in memory as the arguments do, or call .contiguous() on arguments and "
+               "results");
+}
+
 // True when all gradients are to be added to the very tensors that the last backward of the slot added to. `.grad` may
 // have been replaced, or its memory: nothing tells but to look.
 bool GraphedCallable::repeats_last(const Flight& flight) const {
     const Repetition& last = slot_of(flight).repetition;
-    if (!last.is_possible || !flight.autograd_parameters.empty()) return false;
+    if (!last.is_possible || !flight.autograd_parameters.empty() || has_shared_inputs(flight)) return false;
     const FoundTensors& externals = *flight.externals;
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];
@@ -217,7 +255,7 @@ void GraphedCallable::note_for_repetition(const Flight& flight) {
     const auto adds = [](const Pending& pending) {
         return pending.action == GradientAction::kAddInPlace || pending.action == GradientAction::kAddMainGrad;
     };
-    repetition.is_possible = std::all_of(slot.pending.begin(), slot.pending.end(), adds);
+    repetition.is_possible = !has_shared_inputs(flight) && std::all_of(slot.pending.begin(), slot.pending.end(), adds);
     for (size_t i = 0; repetition.is_possible && i < parameters_.size(); ++i) {
         const at::Tensor& tensor = destination(flight, i);
         repetition.destinations.emplace_back(tensor.unsafeGetTensorImpl(), TensorFacts(tensor));
@@ -231,6 +269,18 @@ GradientTable::Order GraphedCallable::entry_of(const Flight& flight, size_t para
     const GradientAction action = slot_of(flight).pending[parameter].action;
     const bool stores = action == GradientAction::kStoreNew || action == GradientAction::kStoreMainGrad;
     return {stores ? Mode::kStore : Mode::kAdd, tensor.mutable_data_ptr()};
+}
+
+// What the table shall say in any of its entries. The uses of a shared input go to autograd one by one.
+GradientTable::Order GraphedCallable::order_of(const Flight& flight, size_t entry) const {
+    if (entry < parameters_.size()) return entry_of(flight, entry);
+    const Slot& slot = slot_of(flight);
+    const int input = slot.summed_inputs[entry - parameters_.size()];
+    const bool is_shared =
+        std::any_of(flight.input_edges.begin(), flight.input_edges.end(),
+                    [input](const InputEdge& edge) { return edge.is_shared && edge.input == input; });
+    if (input < 0 || is_shared) return {Mode::kSkip, nullptr};
+    return {Mode::kAdd, slot.grad_inputs.tensors()[input].mutable_data_ptr()};
 }
 
 // What the table writes for a parameter, or an undefined tensor.

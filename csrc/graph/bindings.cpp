@@ -61,7 +61,7 @@ std::shared_ptr<GradientTable> make_table(const std::vector<int64_t>& sizes, con
 void add_slot(GraphedCallable& callable, const py::object& forward, const py::object& backward, Tensors inputs,
               Tensors outputs, std::vector<std::shared_ptr<Staging>> grad_outputs,
               const std::vector<std::optional<at::Tensor>>& grad_inputs, std::vector<Tensors> use_grads,
-              Tensors parameter_grads, std::shared_ptr<GradientTable> table) {
+              Tensors parameter_grads, std::vector<int> summed_inputs, std::shared_ptr<GradientTable> table) {
     Tensors defined_grad_inputs;
     for (const auto& grad : grad_inputs) defined_grad_inputs.push_back(grad.value_or(at::Tensor()));
     callable.add_slot(std::unique_ptr<Slot>(new Slot{.forward = make_graph(forward),
@@ -72,6 +72,7 @@ void add_slot(GraphedCallable& callable, const py::object& forward, const py::ob
                                                      .grad_inputs = StaticTensors(std::move(defined_grad_inputs)),
                                                      .use_grads = std::move(use_grads),
                                                      .parameter_grads = std::move(parameter_grads),
+                                                     .summed_inputs = std::move(summed_inputs),
                                                      .table = std::move(table)}));
 }
 
@@ -236,16 +237,19 @@ void bind(py::module_& m) {
             py::arg("source"), py::arg("destination"));
 
     py::class_<InputSpec>(m, "InputSpec")
-        .def(py::init([](std::string name, std::vector<bool> depends_on, bool is_linked, bool is_saved) {
-                 return InputSpec{std::move(name), std::move(depends_on), is_linked, is_saved};
-             }),
-             py::arg("name"), py::arg("depends_on"), py::arg("is_linked"), py::arg("is_saved"));
+        .def(py::init(
+                 [](std::string name, std::vector<bool> depends_on, bool is_linked, bool is_saved, bool is_cast_anew) {
+                     return InputSpec{std::move(name), std::move(depends_on), is_linked, is_saved, is_cast_anew};
+                 }),
+             py::arg("name"), py::arg("depends_on"), py::arg("is_linked"), py::arg("is_saved"),
+             py::arg("is_cast_anew"));
 
     py::class_<Staging, std::shared_ptr<Staging>>(m, "Staging")
         .def(py::init([](at::Tensor tensor, bool is_lent) {
                  return Staging{std::move(tensor), is_lent};
              }),
              py::arg("tensor"), py::arg("is_lent"))
+        .def("note_write", &Staging::note_write)
         .def_readonly("tensor", &Staging::tensor)
         .def_readonly("is_lent", &Staging::is_lent);
 
@@ -307,7 +311,7 @@ void bind(py::module_& m) {
              py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
-             py::arg("table"))
+             py::arg("summed_inputs"), py::arg("table"))
         .def("forward", [](GraphedCallable& callable, const py::object& root,
                            const Tensors& inputs) { return callable.forward(root.ptr(), inputs); })
         .def("route_through_autograd", &GraphedCallable::route_through_autograd, py::arg("parameter"))

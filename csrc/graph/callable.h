@@ -51,6 +51,7 @@ struct InputSpec {
     std::vector<bool> depends_on;  // [differentiable outputs]; empty when it gets no gradient
     bool is_linked;                // its static memory is a result of the predecessor in a chain
     bool is_saved;                 // autograd saved it for backward
+    bool is_cast_anew;             // autocast casts it at each of several uses, and would cast a leaf once
 };
 
 // A gradient whose hooks are to be called, once the backward of the callable is over: they may run another one.
@@ -94,6 +95,9 @@ struct Slot {
     StaticTensors grad_inputs;                           // [inputs], undefined where there is none
     std::vector<std::vector<at::Tensor>> use_grads;      // [inputs][uses], empty where there are fewer than two
     std::vector<at::Tensor> parameter_grads;             // [parameters], memory owned by the graph
+    // Inputs with two uses, whose gradients the table adds up in that of one use; -1 where the graph itself has added
+    // them. Their entries follow the parameters'.
+    std::vector<int> summed_inputs;
     std::shared_ptr<GradientTable> table;
     std::shared_ptr<Handouts> lent_outputs{};  // by a chain's slots of this number
     std::vector<Pending> pending{};            // [parameters], of the last backward
@@ -156,6 +160,9 @@ public:
     // Lets the gradient of parameter number `parameter` go through autograd from the next forward on.
     void route_through_autograd(size_t parameter) { parameters_.at(parameter).through_autograd = true; }
 
+    // A forward's parameters will never get their gradients: the next forward says so.
+    void note_lost_gradients() { has_lost_gradients_ = true; }
+
     const std::string& name() const { return name_; }
     // For the garbage collector.
     const Guard& guard() const { return *guard_; }
@@ -187,11 +194,15 @@ private:
     void check_backward(const Flight& flight) const;
     Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const Flight& upper, const Bits& got_upper, const Slot& slot) const;
-    void plan_parameters(const Flight& flight, const Bits& got);
+    void plan_parameters(Flight& flight, const Bits& got);
     void note_use_outside(size_t parameter);
+    void tell_of_lost_gradients();
+    void note_layout(std::vector<bool>& noted, size_t number, const std::string& what, const at::Tensor& given,
+                     const at::Tensor& captured) const;
     bool repeats_last(const Flight& flight) const;
     void note_for_repetition(const Flight& flight);
     GradientTable::Order entry_of(const Flight& flight, size_t parameter) const;
+    GradientTable::Order order_of(const Flight& flight, size_t entry) const;
     const at::Tensor& destination(const Flight& flight, size_t parameter) const;
     const at::Tensor& main_grad_of(const Flight& flight, size_t parameter) const;
     void separate_overlapping(const Flight& flight) const;
@@ -219,6 +230,9 @@ private:
     std::vector<std::shared_ptr<Handouts>> lent_;  // [slots]
     std::vector<at::Tensor> buffers_;              // [parameters] whose memory .grad gets when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
+    mutable std::vector<bool> reordered_inputs_, reordered_grads_;  // of which a warning has told
+    std::atomic<bool> has_lost_gradients_{false};
+    bool has_told_of_lost_gradients_ = false;
     std::atomic<int64_t> forward_replays_{0};
     std::atomic<int64_t> backward_replays_{0};
 };

@@ -31,6 +31,21 @@ void copy_into(const at::Tensor& destination, const at::Tensor& source) {
     }
 }
 
-void fill_with_no_gradient(const at::Tensor& tensor) { tensor.zero_().neg_(); }
+bool lie_in_other_order(const at::Tensor& one, const at::Tensor& other) {
+    if (one.strides() == other.strides() || one.numel() == 0) return false;
+    const auto is_dense = [](const at::Tensor& tensor) {
+        return has_memory(tensor) && tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense();
+    };
+    if (!is_dense(one) || !is_dense(other)) return false;
+    for (int64_t dim = 0; dim < one.dim(); ++dim) {
+        if (one.size(dim) > 1 && one.stride(dim) != other.stride(dim)) return true;
+    }
+    return false;
+}
+
+void fill_with_no_gradient(const at::Tensor& tensor) {
+    tensor.zero_();
+    if (!c10::isFloat8Type(tensor.scalar_type())) tensor.neg_();  // nothing adds those, nor negates them
+}
 
 }  // namespace te_graph::graph

@@ -54,6 +54,7 @@ struct Flight {
     c10::SmallVector<LinkedInput, 1> linked_inputs;             // those that autograd saved
     c10::SmallVector<InputEdge, 2> input_edges;                 // inputs that have edges, in the order of the edges
     std::vector<int> autograd_parameters;                       // parameters that have an edge, in that order
+    bool owes_gradients = false;                                // its backward for inputs alone was not the last
 };
 
 }  // namespace te_graph::graph

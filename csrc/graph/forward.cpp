@@ -149,10 +149,18 @@ std::optional<Refusal> GraphedCallable::choose_slot(const std::vector<at::Tensor
     if (predecessor_) return choose_linked_slot(inputs, slot);
     bool is_any_free = false;
     const int count = static_cast<int>(slots_.size());
+    int held = -1;
     for (slot = 0; slot < count; ++slot) {
         if (!pool_->is_free(slot)) continue;
-        if (!lent_[slot]->are_held_elsewhere(position_)) return std::nullopt;
         is_any_free = true;
+        const Handouts::Holder holder = lent_[slot]->holder(position_);
+        // What is held would have to move, and somebody may be reading it: another stream, a thread that it was given.
+        if (holder == Handouts::Holder::kNobody) return std::nullopt;
+        if (holder == Handouts::Holder::kThisThread && held < 0) held = slot;
+    }
+    if (held >= 0) {
+        slot = held;
+        return std::nullopt;
     }
     if (is_any_free) return held_elsewhere();
     return Refusal{Refusal::Kind::kExhausted,
@@ -163,20 +171,22 @@ std::optional<Refusal> GraphedCallable::choose_slot(const std::vector<at::Tensor
 
 // Where the input lies tells the slot: results of the predecessor that are lent keep their place until overwritten.
 std::optional<Refusal> GraphedCallable::choose_linked_slot(const std::vector<at::Tensor>& inputs, int& slot) const {
+    bool is_any_found = false;  // of tensors without elements, which lie nowhere, each slot has one
     for (slot = 0; slot < static_cast<int>(slots_.size()); ++slot) {
-        if (finds_linked_inputs(*slots_[slot], inputs)) break;
+        if (!finds_linked_inputs(*slots_[slot], inputs)) continue;
+        is_any_found = true;
+        if (!pool_->is_free(slot)) continue;
+        const bool is_elsewhere = lent_[slot]->holder(position_) == Handouts::Holder::kOtherThread;
+        return is_elsewhere ? std::optional(held_elsewhere()) : std::nullopt;
     }
-    if (slot == static_cast<int>(slots_.size())) {
+    if (!is_any_found) {
         return Refusal{Refusal::Kind::kUnlinked,
                        name_ + ": its input is not the result of its predecessor in the chain, or no longer in place"};
     }
-    if (!pool_->is_free(slot)) {
-        return Refusal{Refusal::Kind::kExhausted,
-                       name_ +
-                           ": called a second time on one result of its predecessor in the chain, while the first call "
-                           "waits for its backward; run that backward first, or pass a clone, which runs eagerly"};
-    }
-    return lent_[slot]->are_held_elsewhere(position_) ? std::optional(held_elsewhere()) : std::nullopt;
+    return Refusal{Refusal::Kind::kExhausted,
+                   name_ +
+                       ": called a second time on one result of its predecessor in the chain, while the first call "
+                       "waits for its backward; run that backward first, or pass a clone, which runs eagerly"};
 }
 
 Refusal GraphedCallable::held_elsewhere() const {
@@ -224,6 +234,13 @@ std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<
     if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {
         return Refusal{Refusal::Kind::kArguments, name_ + ": " + difference};
     }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs_[i].is_cast_anew && inputs[i].is_leaf()) {
+            return Refusal{Refusal::Kind::kMode,
+                           name_ + ": called with a leaf as " + inputs_[i].name +
+                               ", which autocast casts once for all its uses, as nothing that was computed"};
+        }
+    }
     if (const std::string setting = settings_.difference(Settings::current(device_.type())); !setting.empty()) {
         return changed(setting);
     }
@@ -247,6 +264,7 @@ std::variant<std::vector<at::Tensor>, Refusal> GraphedCallable::forward(PyObject
     int number = 0;
     if (auto refusal = check(root, inputs, externals, number)) return *std::move(refusal);
 
+    if (has_lost_gradients_.exchange(false, std::memory_order_relaxed)) tell_of_lost_gradients();
     Slot& slot = *slots_[number];
     SlotLease lease = pool_->lease(number);
     scope_->enter();
@@ -254,7 +272,11 @@ std::variant<std::vector<at::Tensor>, Refusal> GraphedCallable::forward(PyObject
     {
         const at::NoGradGuard no_grad;
         for (size_t i = 0; i < inputs.size(); ++i) {
-            if (!inputs_[i].is_linked) copy_into(slot.inputs[i], inputs[i]);
+            if (inputs_[i].is_linked) continue;
+            if (lie_in_other_order(inputs[i], slot.inputs[i])) {
+                note_layout(reordered_inputs_, i, inputs_[i].name, inputs[i], slot.inputs[i]);
+            }
+            copy_into(slot.inputs[i], inputs[i]);
         }
     }
     slot.forward->replay();

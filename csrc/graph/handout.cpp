@@ -65,13 +65,16 @@ void Handouts::add(c10::intrusive_ptr<c10::StorageImpl> storage, int position) {
     lent_.push_back({position, this_thread(), std::move(storage)});
 }
 
-bool Handouts::are_held_elsewhere(int position) {
+Handouts::Holder Handouts::holder(int position) {
     const void* const thread = this_thread();
-    if (!thread) return false;
+    Holder found = Holder::kNobody;
     const std::lock_guard lock(mutex_);
-    return std::any_of(lent_.begin(), lent_.end(), [&](const Lent& lent) {
-        return lent.position >= position && lent.thread && lent.thread != thread && lent.is_held();
-    });
+    for (const Lent& lent : lent_) {
+        if (lent.position < position || !lent.is_held()) continue;
+        if (thread && lent.thread && lent.thread != thread) return Holder::kOtherThread;
+        found = Holder::kThisThread;
+    }
+    return found;
 }
 
 void Handouts::protect(int position) {

@@ -31,9 +31,9 @@ class Handouts {
 public:
     // All of `position` and later ones have been protected.
     void add(c10::intrusive_ptr<c10::StorageImpl> storage, int position = 0);
-    // True when other threads hold some of what protect() would move. A thread of autograd stands for the one that
-    // waits for its backward.
-    bool are_held_elsewhere(int position = 0);
+    // Who holds some of what protect() would move. A thread of autograd stands for the one that waits for its backward.
+    enum class Holder { kNobody, kThisThread, kOtherThread };
+    Holder holder(int position = 0);
     // To be called before the memory of `position` and later ones is overwritten, on the stream that will overwrite it.
     void protect(int position = 0);
 

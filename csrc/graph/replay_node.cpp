@@ -36,6 +36,11 @@ std::optional<size_t> observed_by(const torch::autograd::FunctionPreHook& hook) 
     return static_cast<const torch::autograd::PyFunctionTensorPreHook&>(hook).value_idx;
 }
 
+bool is_batched(const at::Tensor& grad) {
+    const at::DispatchKeySet batched({at::DispatchKey::Batched, at::DispatchKey::FuncTorchBatched});
+    return grad.defined() && grad.key_set().has_any(batched);
+}
+
 }  // namespace
 
 void ReplayNode::watch_observers(const std::vector<bool>& inner_outputs) {
@@ -75,6 +80,9 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
         TORCH_CHECK(!c10::GradMode::is_enabled(), "te_graph: ", label_,
                     " does not support double backward (create_graph=True): a captured backward has no derivative. "
                     "Run it eagerly for this.");
+        TORCH_CHECK(std::none_of(grads.begin(), grads.end(), is_batched), "te_graph: ", label_,
+                    " does not support a batch of gradients at once (is_grads_batched=True, vectorize=True): a "
+                    "captured backward has one shape. Pass them one by one.");
         find_shared_inputs();
         results = GraphedCallable::backward(flights_, std::move(grads));
     }
@@ -85,11 +93,25 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
 
 void ReplayNode::release_variables() {
     const std::lock_guard lock(mutex_);
+    for (const Flight& flight : flights_) {
+        if (flight.owes_gradients) flight.callable->note_lost_gradients();
+    }
     flights_.clear();
 }
 
+namespace {
+
+// Whether the tensor that `edge` was made for holds `maker`: not a leaf, and not one that has been changed in place.
+bool is_held_by_input(const InputEdge& edge, const NodePointer& maker) {
+    const auto input = edge.tensor.lock();
+    const auto* const meta = input ? static_cast<torch::autograd::AutogradMeta*>(input->autograd_meta()) : nullptr;
+    return meta && meta->grad_fn_ == maker;
+}
+
+}  // namespace
+
 // Who else holds the node that made an input may have used the input, too; more than that cannot be known. The input
-// itself holds it as long as it lives, unless it is a leaf.
+// itself holds it as long as it lives and is what it was.
 void ReplayNode::find_shared_inputs() {
     size_t next = 0;
     for (Flight& flight : flights_) {
@@ -99,8 +121,7 @@ void ReplayNode::find_shared_inputs() {
             if (edge.uses < 2 || !maker) continue;
             const auto is_ours = [&](const auto& other) { return other.function == maker; };
             const auto ours = std::count_if(next_edges().begin(), next_edges().end(), is_ours);
-            const bool is_held_by_input = !edge.is_leaf && !edge.tensor.expired();
-            edge.is_shared = maker.use_count() > ours + is_held_by_input;
+            edge.is_shared = maker.use_count() > ours + is_held_by_input(edge, maker);
         }
         next += flight.autograd_parameters.size();
     }
@@ -121,8 +142,9 @@ bool ReplayNode::can_absorb(const ReplayNode& below, size_t links) const {
 }
 
 void ReplayNode::absorb_predecessor() {
-    const std::lock_guard lock(mutex_);
-    if (flights_.size() != 1 || next_edges().empty()) return;
+    // A backward that runs it on another thread may wait for the GIL, which this thread has.
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock || flights_.size() != 1 || next_edges().empty()) return;
     // A node of a chain has its linked inputs first.
     auto* const below = dynamic_cast<ReplayNode*>(next_edges().front().function.get());
     if (!below) return;

@@ -10,9 +10,16 @@
 namespace te_graph::graph {
 
 struct Staging {
-    at::Tensor tensor;     // what the graph reads
-    bool is_lent;          // over memory that is handed out as an input gradient
-    bool is_zero = false;  // known to hold zeros; never of lent memory, which others write
+    at::Tensor tensor;        // what the graph reads
+    bool is_lent;             // over memory that is handed out as an input gradient
+    bool is_zero = false;     // known to hold zeros; never of lent memory, which others write
+    bool is_written = false;  // by a graph that changes in place what it is given
+
+    // A graph writes it, and has done so at its capture.
+    void note_write() {
+        is_written = true;
+        is_zero = false;
+    }
 
     // True when `grad` is what the graph will read.
     bool holds(const at::Tensor& grad) const {

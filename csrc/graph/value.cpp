@@ -115,7 +115,7 @@ private:
         bool is_name = false;  // of a field, between colons
         for (; *format; ++format) {
             if (*format == ':') is_name = !is_name;
-            if (!is_name && std::strchr("OPZz&", *format)) return true;
+            if (!is_name && std::strchr("OPXZz&", *format)) return true;
         }
         return false;
     }
@@ -225,6 +225,7 @@ bool Value::add(PyObject* object, int depth) {
     if (!nest) return false;
     holds_mutable_ |= nest->is_mutable_;
     is_mutable_ |= nest->is_mutable_;
+    holds_objects_ |= nest->holds_objects_;
     items_.push_back({nullptr, std::move(nest)});
     return true;
 }
@@ -233,7 +234,14 @@ std::unique_ptr<Value> Value::of_sequence(PyObject* object, int depth) {
     auto value = std::unique_ptr<Value>(new Value(Kind::kSequence, object));
     value->is_mutable_ = PyList_Check(object);
     if (!all_of_sequence(object, [&](PyObject* item) { return value->add(item, depth); })) return nullptr;
+    value->keep_if_frozen(object);
     return value;
+}
+
+// What holds nothing but constants, however deep, stays what it is and may be kept: found again, it need not be looked
+// into.
+void Value::keep_if_frozen(PyObject* object) {
+    if (!is_mutable_ && !holds_objects_) object_ = Py_NewRef(object);
 }
 
 std::unique_ptr<Value> Value::of_dict(PyObject* object, int depth) {
@@ -246,7 +254,9 @@ std::unique_ptr<Value> Value::of_dict(PyObject* object, int depth) {
 std::unique_ptr<Value> Value::of_set(PyObject* object) {
     auto value = std::unique_ptr<Value>(new Value(Kind::kSet, object));
     value->is_mutable_ = Py_IS_TYPE(object, &PySet_Type);
-    return all_of_set(object, [&](PyObject* member) { return value->add_member(member); }) ? std::move(value) : nullptr;
+    if (!all_of_set(object, [&](PyObject* member) { return value->add_member(member); })) return nullptr;
+    value->keep_if_frozen(object);
+    return value;
 }
 
 std::unique_ptr<Value> Value::of_keys(PyObject* dict) {
@@ -259,6 +269,7 @@ std::unique_ptr<Value> Value::of_keys(PyObject* dict) {
 // Constants by value, other objects by identity. A weak reference is owned: it keeps nothing else alive.
 bool Value::add_member(PyObject* object) {
     if (add(object, 0)) return true;
+    holds_objects_ = true;
     if (PyWeakref_CheckRef(object)) {
         items_.push_back({Py_NewRef(object), nullptr});
         return true;
@@ -294,6 +305,7 @@ bool Value::matches(const Item& item, PyObject* found) {
 
 bool Value::matches(PyObject* found) const {
     if (Py_TYPE(found) != type_) return false;
+    if (found == object_) return true;  // a weak reference is of another type than what it refers to
     size_t next = 0;
     const auto is_next = [&](PyObject* item) { return next < items_.size() && matches(items_[next++], item); };
     switch (kind_) {
@@ -318,7 +330,6 @@ bool Value::matches(PyObject* found) const {
         case Kind::kKeyed:
             break;
     }
-    if (object_ == found) return true;
     const auto key = py::reinterpret_steal<py::object>(PyObject_CallOneArg(key_, found));
     if (!key) PyErr_Clear();
     return key && matches(items_[0], key.ptr());

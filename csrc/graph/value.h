@@ -51,13 +51,15 @@ private:
     static std::unique_ptr<Value> of_keyed(PyObject* object, int depth);
     bool add(PyObject* object, int depth);
     bool add_member(PyObject* object);
+    void keep_if_frozen(PyObject* object);
     static bool matches(const Item& item, PyObject* found);
     static std::string difference(const Item& item, const std::string& name, PyObject* found);
 
     Kind kind_;
     bool is_mutable_ = false, holds_mutable_ = false;
+    bool holds_objects_ = false;  // objects that are no constants, weakly
     PyTypeObject* type_;          // owned
-    PyObject* object_ = nullptr;  // owned: the constant, a weak reference, or the object of a key if immutable
+    PyObject* object_ = nullptr;  // owned: the constant, a weak reference, or what never changes: it is like itself
     PyObject* key_ = nullptr;     // owned: the function
     std::vector<Item> items_;     // of dictionaries: key, value, key, value
     std::string bytes_;           // of a buffer: how it is laid out, and what it holds
