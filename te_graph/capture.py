@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import types
 from typing import Any
 
 import torch
@@ -12,16 +13,26 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
-from te_graph.autocast import own_casts
-from te_graph.capture_checks import check_attributes, check_forms, check_results, forms_of, refuse_grad
+from te_graph.autocast import cast_at_each_use, casts_of, own_casts
+from te_graph.capture_checks import (
+    check_attributes,
+    check_escapes,
+    check_forms,
+    check_host_work,
+    check_made,
+    check_results,
+    forms_of,
+    refuse_grad,
+)
 from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import check_hooks, find_homes
-from te_graph.dispatch import is_dense, storage_key
+from te_graph.code_watch import CodeWatch
+from te_graph.dispatch import storage_key
 from te_graph.explanations import WarmUpWatch
 from te_graph.externals import TensorWatch, leaves_below
 from te_graph.gradients import Destination, Gradients, gradients_of, main_grad_of
 from te_graph.group import Group
-from te_graph.homes import walk
+from te_graph.homes import HOOK_DICTS, walk
 from te_graph.host_access import GradWatch
 from te_graph.layout import copy_with_gaps, static_copy
 from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
@@ -32,6 +43,7 @@ from te_graph.side_effects import HostRandom, SideEffects
 from te_graph.signature import ResultSpec, Signature, containers_kept
 from te_graph.sites import run_region
 from te_graph.slot import Slot
+from te_graph.uses import Uses
 
 
 class CallableCapture:
@@ -85,6 +97,8 @@ class CallableCapture:
         self._bindings = Bindings(variables(self._places))
         below = [place.obj for place in places if isinstance(place.obj, nn.Module) and place.obj is not root]
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
+        # Hooks are there to look, or freeze what they compute: what else they do is not repeated.
+        self._hooks = [hook for module in below for key in HOOK_DICTS for hook in vars(module).get(key, {}).values()]
 
     def _take(self, samples: list[Tensor]) -> None:
         """Warm up with ``samples`` [...]."""
@@ -153,9 +167,10 @@ class CallableCapture:
         self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
         self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in outputs]
         self.inner_outputs = inner_outputs([outputs[i] for i in self.output_numbers])
+        check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
         self._check_use()
-        self._check_escapes()
-        self._check_host_work()
+        check_escapes(self.label, self.root, self.watch)
+        check_host_work(self.label, self._reader.obstacle, *self._host_work)
         try:
             self.homes = find_homes(
                 self._reader,
@@ -185,10 +200,15 @@ class CallableCapture:
             if is_last:
                 places = self._reader.places()
                 effects, generators = SideEffects(places), HostRandom(places)
+            code = CodeWatch(aside=self._hooks)
             with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
                 refusing = functools.partial(refuse_grad, self.label, self._places, watch)
-                with nothing if watch is nothing else GradWatch(refusing):
-                    tensors = self._call(inputs)
+                with nothing if watch is nothing else GradWatch(refusing), code:
+                    given = self.changed.given(inputs)
+                    tensors = self._call(inputs, given)
+                    if watch is self._first_watch:
+                        self._find_casts(inputs, casts_of(given, tensors))
+                    del given
                 self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
                 if is_last and self._copies:
                     hidden = self.result.numbers_of_last(len(self._copies))
@@ -197,9 +217,26 @@ class CallableCapture:
                 outputs = self.plan.outputs_of(tensors) if is_last else tensors
             with watch:
                 self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+            if not is_last:
+                self._reader.note(code)
+        # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
+        self._host_work = effects.first(self._reader.places()), generators.drawn_from()
+        self._reader.note(code)
         self._places = self._reader.places()
-        self._host_work = effects.first(self._places), generators.drawn_from()
         return tensors
+
+    def _find_casts(self, inputs: list[Tensor], casts: list[int]) -> None:
+        """Find which of ``inputs`` [...], which are cast so often, autocast would cast less often as leaves."""
+        self.is_cast_anew = [False] * len(inputs)
+        if max(casts, default=0) > 1:
+            given = self.changed.given(inputs)
+            fewer = casts_of(given, self._call(inputs, given, as_leaves=True))
+            self.is_cast_anew = [count > other for count, other in zip(casts, fewer, strict=True)]
+
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """What has to live as long as the guard."""
+        return self._reader.elsewhere
 
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
@@ -228,7 +265,7 @@ class CallableCapture:
         self.slots.append(slot)
         before = [_version_of(tensor) for tensor in self.homes.tensors]
         with self.backend.capture(pool) as slot.forward:
-            slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs))
+            slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
         self.versions_bumped = [_version_of(t) != old for t, old in zip(self.homes.tensors, before, strict=True)]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
@@ -277,33 +314,40 @@ class CallableCapture:
     def _capture_backward(self, slot: Slot, pool: Any, outputs: list[Tensor], grad_outputs: list[Tensor]) -> None:
         parameters, accumulate = self.gradients.parameters, self.group.options.accumulate_grads
         destinations = self.destinations()
+        uses = Uses(outputs, slot.inputs, self.gradients.inputs)
+        added = [slot.inputs[number] for number in uses.in_table]
         slot.table = _C.GradientTable(
-            sizes=[p.numel() * one.is_in_table for p, one in zip(parameters, destinations, strict=True)],
-            source_dtypes=[one.source_dtype for one in destinations],
-            destination_dtypes=[one.dtype for one in destinations],
+            sizes=[
+                *(p.numel() * one.is_in_table for p, one in zip(parameters, destinations, strict=True)),
+                *(tensor.numel() for tensor in added),
+            ],
+            source_dtypes=[*(one.source_dtype for one in destinations), *(tensor.dtype for tensor in added)],
+            destination_dtypes=[*(one.dtype for one in destinations), *(tensor.dtype for tensor in added)],
             device=self.group.device,
         )
         births = TensorWatch(restorable=False)
-        uses = [_C.split_uses(outputs, slot.inputs[number]) for number in self.gradients.inputs]
-        leaves = [each or [slot.inputs[number]] for number, each in zip(self.gradients.inputs, uses, strict=True)]
         with self.backend.capture(pool) as slot.backward:
             with births:
-                grads = gradients_of(self.label, outputs, [*parameters, *itertools.chain(*leaves)], grad_outputs)
-                of_uses = _grouped(grads[len(parameters) :], leaves)
-                input_grads = [functools.reduce(torch.add, each) for each in of_uses]
+                grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs)
+                input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)
             input_grads = [self._owned(slot, grad, births) for grad in input_grads]
             parameter_grads = [
                 _C.lay_out(grad, parameter, main_grad_of(parameter) if one.is_in_table else None)
                 for grad, parameter, one in zip(grads, parameters, destinations, strict=False)
             ]
-            if accumulate and parameters:
+            if (accumulate and parameters) or added:
                 torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
         slot.parameter_grads = self.backend.results(parameter_grads, slot.backward)
-        slot.table.bind(slot.parameter_grads)
-        for number, grad, each in zip(self.gradients.inputs, input_grads, of_uses, strict=True):
+        slot.table.bind([*slot.parameter_grads, *uses.sources])
+        slot.summed_inputs = uses.summed
+        for number, grad in zip(self.gradients.inputs, input_grads, strict=True):
             slot.grad_inputs[number] = grad
-            if len(each) > 1:
-                slot.use_grads[number] = self.backend.results(each, slot.backward)
+        for number, each in uses.apart.items():
+            slot.use_grads[number] = self.backend.results(each, slot.backward)
+        for staging in slot.grad_outputs:
+            external = births.externals.get(storage_key(staging.tensor))
+            if external is not None and external.written:
+                staging.note_write()
 
     def destinations(self) -> list[Destination]:
         """Where the gradients of the parameters go, one each."""
@@ -324,12 +368,15 @@ class CallableCapture:
         slot.clones += 1
         return grad.clone()
 
-    def _call(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Run the callable on ``inputs`` [...]; return the tensors of its result."""
-        given = self.changed.given(inputs)
+    def _call(self, inputs: list[Tensor], given: list[Tensor], as_leaves: bool = False) -> list[Tensor]:
+        """Run the callable on ``given`` [...], which stand for ``inputs`` [...]; return the tensors of its result.
+
+        Autocast treats them as what other operations computed, unless ``as_leaves``.
+        """
         before = forms_of(given)
         args, kwargs = self.signature.unflatten(given)
-        result = self._run(*args, **kwargs)
+        with cast_at_each_use([] if as_leaves else given):
+            result = self._run(*args, **kwargs)
         check_forms(self.label, self.signature.distinct_names, before, given)
         changed = self.changed.results(inputs, given)
         self._copies = [given[number] for number in self.changed.numbers]
@@ -395,37 +442,7 @@ class CallableCapture:
                     "allow_unused_input=True if that is meant"
                 )
 
-    def _check_host_work(self) -> None:
-        """Refuse what Python did in the last iteration and a replay would not do again."""
-        effect, generator = self._host_work
-        if generator is not None:
-            raise RuntimeError(
-                f"{self.label}: it draws from {generator}, and a replay would go on with the numbers of the capture: "
-                "draw with torch, on the device (torch.rand)"
-            )
-        if effect is not None:
-            raise RuntimeError(
-                f"{self.label}: the forward changes {effect}, and a replay would not: count in a buffer that is "
-                "written in place, change it outside, or list the attribute in ignore_attributes= to freeze it"
-            )
-
-    def _check_escapes(self) -> None:
-        """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
-        for place in walk(self.root):
-            is_tensor = isinstance(place.obj, Tensor) and is_dense(place.obj)
-            if is_tensor and storage_key(place.obj) in self.watch.produced_storages:
-                raise RuntimeError(
-                    f"{self.label}: the callable leaves a tensor that it computed in {place.name}; a replay would not "
-                    "run that assignment: return the tensor, or write a buffer in place"
-                )
-
 
 def _version_of(tensor: Tensor) -> int | None:
     """The version of ``tensor`` [...]; None where it was made in inference mode and counts none."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _grouped(grads: list[Tensor | None], leaves: list[list[Tensor]]) -> list[list[Tensor]]:
-    """``grads`` [...] in groups as ``leaves`` are, without those that are None."""
-    remaining = iter(grads)
-    return [[grad for _, grad in zip(group, remaining, strict=False) if grad is not None] for group in leaves]

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from te_graph.dispatch import is_dense, storage_key
 from te_graph.externals import TensorWatch
-from te_graph.homes import Place
+from te_graph.homes import Place, walk
 from te_graph.reading import Reader
+from te_graph.results import ResultPlan
 from te_graph.signature import subclass_of
 
 
@@ -27,12 +28,14 @@ def check_attributes(label: str, names: list[str], samples: list[Tensor], reader
 
 
 def forms_of(tensors: list[Tensor]) -> list[dict[str, Any]]:
-    """What methods such as ``unsqueeze_`` and ``requires_grad_`` change of ``tensors`` [...] themselves."""
+    """What methods such as ``unsqueeze_`` and ``requires_grad_``, and assignments to attributes, change of ``tensors``
+    [...] themselves."""
     return [
         {
             "shape": tensor.shape,
             "strides": tensor.stride(),
             "requires_grad": tensor.requires_grad and tensor.grad_fn is None,  # what is written in place may get it
+            "attributes": {name: id(value) for name, value in vars(tensor).items()},
         }
         for tensor in tensors
     ]
@@ -61,6 +64,55 @@ def check_results(label: str, results: list[Tensor]) -> None:
                 f"{label}: result {number} is a view, made under torch.no_grad(), of a tensor that requires a "
                 "gradient, and can have no gradient itself: return it detached"
             )
+
+
+def check_made(
+    label: str, results: list[Tensor], plan: ResultPlan, changed: list[Tensor], ignored: tuple[str, ...]
+) -> None:
+    """Raise RuntimeError if one of ``results`` [...] that are made at each call, as ``plan`` says, has what those of a
+    replay would not have. Attributes called ``ignored`` need not be there. ``changed``: the arguments [...] among them.
+    """
+    for number, tensor in enumerate(results):
+        if not plan.is_made(number) or any(tensor is argument for argument in changed):
+            continue
+        if name := next((name for name in vars(tensor) if name not in ignored), None):
+            raise RuntimeError(
+                f"{label}: result {number} has an attribute {name!r}, which the result of a replay would not have: "
+                "return its value beside the tensor, or list it in ignore_attributes= to leave it out"
+            )
+        if tensor.is_leaf and tensor.requires_grad:
+            raise RuntimeError(
+                f"{label}: result {number} is a leaf that the callable makes (requires_grad_(), nn.Parameter), which "
+                "the result of a replay would not be: return it detached, and let the caller make it one"
+            )
+
+
+def check_escapes(label: str, root: Any, watch: TensorWatch) -> None:
+    """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
+    for place in walk(root):
+        is_tensor = isinstance(place.obj, Tensor) and is_dense(place.obj)
+        if is_tensor and storage_key(place.obj) in watch.produced_storages:
+            raise RuntimeError(
+                f"{label}: the callable leaves a tensor that it computed in {place.name}; a replay would not run that "
+                "assignment: return the tensor, or write a buffer in place"
+            )
+
+
+def check_host_work(label: str, obstacle: str | None, effect: str | None, generator: str | None) -> None:
+    """Refuse what Python did in the last warm-up and a replay would not do again: the ``effect`` that it had, the
+    ``generator`` that it drew from. ``obstacle``: why its code cannot be compared at calls."""
+    if obstacle:
+        raise RuntimeError(f"{label}: {obstacle}")
+    if generator is not None:
+        raise RuntimeError(
+            f"{label}: it draws from {generator}, and a replay would go on with the numbers of the capture: draw with "
+            "torch, on the device (torch.rand)"
+        )
+    if effect is not None:
+        raise RuntimeError(
+            f"{label}: the forward changes {effect}, and a replay would not: count in a buffer that is written in "
+            "place, change it outside, or list the attribute in ignore_attributes= to freeze it"
+        )
 
 
 def refuse_grad(label: str, places: Iterable[Place], watch: TensorWatch, tensor: Tensor) -> None:

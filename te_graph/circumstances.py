@@ -12,18 +12,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.dispatch import has_subclass, is_dense, storage_key
+from te_graph.dispatch import has_subclass, is_dense, is_own_file, storage_key
 from te_graph.externals import External
 from te_graph.graphed_class import plain_class
 from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
-from te_graph.library_objects import contents_of, is_array, is_iterator
-from te_graph.plain_values import MOST_KEYS, is_bulk, is_value
+from te_graph.library_objects import is_array, is_iterator
+from te_graph.plain_values import MOST_MEMBERS, is_bulk, is_value
 from te_graph.pure_hooks import ComputedInGraph, is_pure_hook
-from te_graph.reading import Reader, is_opaque
+from te_graph.reading import Reader
+from te_graph.users_classes import bases_of, is_opaque
 from te_graph.values import value_of
 
 _Kind = _C.StepKind
-_MOST_COMPARED = 64  # members of a list or set of values, which are compared at each call
 _GUARDED_ELSEWHERE = (nn.Module, weakref.ref, ComputedInGraph)
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
@@ -84,12 +84,9 @@ class Homes:
         else:
             self.guard.expect_value(self._step_to(place), value)
 
-    def expect_contents(self, place: Place, contents: _C.Value | None) -> None:
-        """Let the guard compare what the object at ``place`` holds; None: that it is this very object."""
-        if contents is None:
-            self.guard.expect_identity(self._step_to(place), place.obj)
-        else:
-            self.guard.expect_value(self._step_to(place.child(place.obj, place.name, _Kind.CONTENTS)), contents)
+    def expect_contents(self, place: Place, contents: _C.Value) -> None:
+        """Let the guard compare what the object at ``place`` holds."""
+        self.guard.expect_value(self._step_to(place.child(place.obj, place.name, _Kind.CONTENTS)), contents)
 
     def expect_type(self, place: Place) -> None:
         """Let the guard compare the type of what stands at ``place``."""
@@ -298,7 +295,7 @@ def _guard_place(place: Place, homes: Homes) -> None:
     elif isinstance(obj, list | tuple | dict | set):
         _guard_container(place, homes)
     elif is_array(obj):
-        homes.expect_contents(place, contents_of(obj))
+        _guard_array(place, homes)
     elif isinstance(obj, deque):
         homes.enter(place.child(obj, f"length of {place.name}", _Kind.LENGTH, index=len(obj)))
     elif is_iterator(obj):
@@ -310,18 +307,35 @@ def _guard_place(place: Place, homes: Homes) -> None:
         homes.enter(place)
 
 
+def _guard_array(place: Place, homes: Homes) -> None:
+    value = value_of(place.obj)
+    if value is None:
+        raise RuntimeError(
+            f"{place.name} is a {type(place.obj).__name__} that is too large to be compared at each call, or holds "
+            "objects: make it a tensor, or list the attribute in ignore_attributes= to freeze it"
+        )
+    homes.expect_contents(place, value)
+
+
 def _is_library(place: Place) -> bool:
-    """True for functions, classes and libraries that code refers to by global names."""
-    return place.parent.key == "__globals__" and (isinstance(place.obj, _CODE) or is_opaque(type(place.obj)))
+    """True for functions, classes and libraries that code refers to by global names and that the user did not write."""
+    obj = place.obj
+    if place.parent.key != "__globals__":
+        return False
+    if isinstance(obj, types.FunctionType):
+        return not is_own_file(obj.__code__.co_filename)
+    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_opaque(type(obj))
 
 
 def _guard_absence(place: Place, homes: Homes, reader: Reader) -> None:
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
-    if is_value(place.obj) or isinstance(place.obj, (*_CODE, Tensor)):
-        return
     members = place.attributes()
+    if isinstance(place.obj, (*_CODE, Tensor)) or (is_value(place.obj) and members is None):
+        return
     for name in reader.absent(place) if members is not None else ():
         homes.enter(members.child(members.obj, name_of(name, place.name), _Kind.ABSENT, name))
+    for name in reader.empty_slots(place):
+        homes.enter(place.child(place.obj, name_of(name, place.name), _Kind.NO_ATTRIBUTE, name))
 
 
 def _guard_code(places: list[Place], modules: list[Place], homes: Homes, reader: Reader) -> None:
@@ -344,16 +358,16 @@ def _guard_container(place: Place, homes: Homes) -> None:
     """Its members stand at places of their own; here it is about how many there are, and about values in bulk."""
     obj, name = place.obj, place.name
     if isinstance(obj, set):
-        if len(obj) <= _MOST_COMPARED and (contents := value_of(obj)) is not None:
+        if len(obj) <= MOST_MEMBERS and (contents := value_of(obj)) is not None:
             homes.expect_contents(place, contents)
         else:
             homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif is_bulk(obj) and len(obj) <= (MOST_KEYS if isinstance(obj, dict) else _MOST_COMPARED):
+    elif is_bulk(obj) and len(obj) <= MOST_MEMBERS:
         homes.expect_value(place.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):
         # One that holds tensors may be a cache, which grows whenever other code runs.
-        is_few = len(obj) <= MOST_KEYS and all(map(is_value, obj))
+        is_few = len(obj) <= MOST_MEMBERS and all(map(is_value, obj))
         kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)
         homes.enter(place.child(obj, f"keys of {name}", kind, key, index=len(obj)))

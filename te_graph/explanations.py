@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph import optimizer_steps
+from te_graph.advice import advice
 from te_graph.dispatch import argument_values, base_name, bypass_modes, has_subclass, is_operator, tensors_in
 from te_graph.externals import TensorWatch
 from te_graph.host_access import MethodWatch
@@ -57,7 +57,7 @@ class Notes:
         site = user_site()
         self.operators.setdefault(site, {})[operation] = None
         if reason is not None and site not in self.refusals:
-            self.refusals[site] = Refusal(operation, reason, site, optimizer_steps.advice())
+            self.refusals[site] = Refusal(operation, reason, site, advice())
 
     def refusal(self, error: Exception, site: str | None) -> Refusal | None:
         """What explains ``error``, which was raised at ``site``; None where that has to speak for itself."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.code_watch import functions_of, is_generated
+from te_graph.code_watch import CodeWatch, functions_of, is_generated, too_many
 from te_graph.dispatch import is_user_file
 from te_graph.facts import Fact, is_plumbing
 from te_graph.frame import Frame
@@ -42,17 +42,19 @@ class Explorer:
         self._names = Names()
         self._ran: dict[int, types.CodeType] = {}
         self._running: list[types.CodeType] = []  # the user's, of that
-        self._seen_to_run: list[weakref.ref[types.FunctionType]] = []
+        self._seen_to_run: dict[types.FunctionType, None] = {}  # kept: guards would miss what is gone
+        self._at_places: list[weakref.ref[types.FunctionType]] = []
         self.is_at_a_loss = False
 
-    def note(self, codes: dict[int, types.CodeType]) -> None:
+    def note(self, watch: CodeWatch) -> None:
         """Remember what a call was seen to run, by identity."""
-        new = {key: code for key, code in codes.items() if key not in self._ran}
+        at_places = _live(self._at_places)
+        functions = functions_of(watch, at_places)
+        self._seen_to_run.update(dict.fromkeys(functions))
+        new = {key: code for key, code in watch.codes.items() if key not in self._ran}
         self._ran.update(new)
         self._names = replace(self._names, ran=frozenset(self._ran))
-        functions = functions_of(new.values())
-        self._seen_to_run += map(weakref.ref, functions)
-        known = {id(function.__code__) for function in functions}
+        known = {id(function.__code__) for function in [*at_places, *functions]}
         codes = [code for code in new.values() if is_user_file(code.co_filename)]
         self._running += [code for code in codes if id(code) in known or not is_generated(code)]
 
@@ -85,17 +87,23 @@ class Explorer:
             more = more.with_getters(obj for obj in known if isinstance(obj, GETTERS))
             more_elsewhere = [*elsewhere, *self._not_among(functions)]
             if more == names and len(more_elsewhere) == len(elsewhere):
+                self._at_places = [*map(weakref.ref, functions)]
                 break
             names, elsewhere = more, more_elsewhere
+        if reason := too_many(elsewhere):
+            facts.append(facts[0].never(reason))
         if not everything:  # which meets code, too, that the function does not run
             self._names = names
         return facts
 
     def _not_among(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
         """Functions that were seen to run and are reached in ways that are not followed."""
-        known = {id(function.__code__) for function in functions}
-        live = [function for weak in self._seen_to_run if (function := weak()) is not None]
-        return [function for function in live if id(function.__code__) not in known]
+        known = set(map(id, functions))
+        return [function for function in self._seen_to_run if id(function) not in known]
+
+
+def _live(functions: list[weakref.ref[types.FunctionType]]) -> list[types.FunctionType]:
+    return [function for weak in functions if (function := weak()) is not None]
 
 
 def _strings_of(obj: Any) -> Iterator[str]:

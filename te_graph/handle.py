@@ -153,6 +153,8 @@ class Handle:
         if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt):
             if kind == _Kind.ARGUMENTS:
                 raise ValueError(f'{refusal.message}; on_mismatch="eager" or "capture" lets such calls run')
+            if kind == _Kind.EXHAUSTED:
+                raise RuntimeError(f'{refusal.message}; on_exhausted="eager" lets such calls run')
             raise RuntimeError(refusal.message)
         return [], self._fall_back(refusal.message)
 

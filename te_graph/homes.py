@@ -85,22 +85,26 @@ def plain_call_guard() -> _C.Guard:
     return guard
 
 
-def walk(root: Any, inside: Callable[[Place], Iterable[Place]] | None = None) -> Iterator[Place]:
+def walk(
+    root: Any, inside: Callable[[Place], Iterable[Place]] | None = None, reach: int = _MAX_DISTANCE
+) -> Iterator[Place]:
     """Everything that ``root`` refers to, near things first, under each of its names; looked into once.
 
-    ``inside`` tells what a place leads to; None: everything that can lead to a tensor.
+    ``inside`` tells what a place leads to; None: everything that can lead to a tensor. What is more than ``reach``
+    steps away is not looked into.
     """
     inside = inside or _everything_inside
     seen: dict[int, Place] = {}
     queue = deque([Place(root, "")])
     while queue and len(seen) < MAX_OBJECTS:
         place = queue.popleft()
-        is_leaf = isinstance(place.obj, Tensor) or is_value(place.obj)
-        if not is_leaf:
-            place.again = seen.get(id(place.obj))
-            seen.setdefault(id(place.obj), place)
+        # Values of classes of the user's, enumerations among them, may have attributes.
+        is_leaf = is_value(place.obj) and not hasattr(place.obj, "__dict__")
+        first = place if is_leaf else seen.setdefault(id(place.obj), place)
+        if first is not place and not isinstance(place.obj, Tensor):  # those count under each of their names
+            place.again = first
         yield place
-        if is_leaf or place.again is not None or place.distance > _MAX_DISTANCE:
+        if is_leaf or first is not place or place.distance > reach:
             continue
         inner = list(itertools.islice(inside(place), MAX_OBJECTS))
         queue.extendleft(reversed([child for child in inner if child.distance == place.distance]))

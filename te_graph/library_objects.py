@@ -6,7 +6,6 @@ import array
 import collections
 import contextvars
 import ctypes
-import functools
 import gc
 import io
 import threading
@@ -19,10 +18,9 @@ from te_graph import _C
 from te_graph.facts import VIEWS
 from te_graph.homes import Place
 from te_graph.plain_values import holds_values
-from te_graph.values import bytes_of, np, value_of
+from te_graph.values import bytes_of, np
 
 _Kind = _C.StepKind
-_MOST_COMPARED = 2**14  # bytes, or members of a deque, which are compared at each call
 _ARRAYS = (bytearray, memoryview, array.array, *(() if np is None else (np.ndarray,)))
 _CTYPES = ctypes._SimpleCData.__base__
 _INNER = {
@@ -43,25 +41,9 @@ def is_array(obj: Any) -> bool:
     return isinstance(obj, (*_ARRAYS, _CTYPES))
 
 
-def contents_of(obj: Any) -> _C.Value | None:
-    """A snapshot of the array ``obj``; None where it is too large to be compared at each call."""
-    if isinstance(obj, collections.deque):
-        return value_of(obj) if len(obj) <= _MOST_COMPARED else None
-    if len(bytes_of(obj)) > _MOST_COMPARED:
-        return None
-    if isinstance(obj, _CTYPES):
-        _register(type(obj))
-    return value_of(obj)
-
-
-@functools.cache
-def _register(kind: type) -> None:
-    _C.register_value_type(kind, bytes_of, is_mutable=True)
-
-
 def remembered(obj: Any) -> Any:
-    """What tells whether the array ``obj`` changes."""
-    return tuple(obj) if isinstance(obj, collections.deque) else bytes_of(obj)
+    """What tells whether the array ``obj`` changes; of one that is too large to be compared, nothing."""
+    return _C.value_of(obj) and (tuple(obj) if isinstance(obj, collections.deque) else bytes_of(obj))
 
 
 def is_iterator(obj: Any) -> bool:

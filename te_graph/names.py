@@ -20,11 +20,11 @@ from te_graph.dispatch import is_user_file
 
 _UNNAMED = frozenset({"__dict__", "vars", "dir", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-_DOES_WITHOUT = _BY_NAME | {"AttributeError", "Exception", "BaseException", "suppress"}
+_SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 _NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})
 GETTERS = (operator.attrgetter, operator.methodcaller)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
+PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Names:
         codes = [*running, *(code for name, code in methods if self._may_run(name, code, names))]
         while codes:
             for code in codes:
-                names.update(_strings_in(code))
+                names.update(strings_in(code))
                 optional.update(_optional_in(code))
                 asked.update(_optional_in(code) - set(code.co_names))
             done.update(codes)
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, names)]
-        if _PATTERN in names:
-            names.update(name for kind in kinds for name in getattr(kind, _PATTERN, ()))
+        if PATTERN in names:
+            names.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
         return replace(self, said=frozenset(names), optional=frozenset(optional), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
@@ -84,8 +84,7 @@ class Names:
 
     def with_getters(self, getters: Iterable[Any]) -> Names:
         """These, and the names in objects of ``operator`` that read attributes or call methods."""
-        found = {part for getter in getters for name in _strings_below(getter) for part in name.split(".")}
-        return replace(self, said=self.said | found)
+        return replace(self, said=self.said.union(*map(names_of_getter, getters)))
 
     def _may_run(self, name: str, code: types.CodeType, names: set[str]) -> bool:
         is_called = is_implicit(name) or (name in names and not is_for_making(name))
@@ -94,6 +93,11 @@ class Names:
     def has_run(self, member: Any) -> bool:
         """Whether ``member``, of a class, was seen to run."""
         return any(id(code) in self.ran for code in codes_of(member))
+
+
+def names_of_getter(getter: Any) -> set[str]:
+    """The names that an object of ``operator`` reads or calls."""
+    return {part for name in _strings_below(getter) for part in name.split(".")}
 
 
 def _strings_below(obj: Any) -> Iterator[str]:
@@ -170,30 +174,36 @@ def codes_of(member: Any) -> Iterator[types.CodeType]:
 
 def strings_of(member: Any) -> frozenset[str]:
     """Names and strings in the code of what a class has."""
-    return frozenset().union(*(_strings_in(code) for code in codes_of(member)))
+    return frozenset().union(*(strings_in(code) for code in codes_of(member)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _strings_in(code: types.CodeType) -> frozenset[str]:
+def strings_in(code: types.CodeType) -> frozenset[str]:
+    """Names and strings in ``code``, and in the functions written inside it."""
     strings = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, str):
             strings.add(constant)
         elif isinstance(constant, types.CodeType):
-            strings |= _strings_in(constant)
+            strings |= strings_in(constant)
         elif isinstance(constant, tuple | frozenset):
             strings.update(part for part in constant if isinstance(part, str))
     if any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code)):
-        strings.add(_PATTERN)
+        strings.add(PATTERN)
     return frozenset(strings)
 
 
 @functools.lru_cache(maxsize=4096)
 def _optional_in(code: types.CodeType) -> frozenset[str]:
-    strings = _strings_in(code)
-    if strings.isdisjoint(_DOES_WITHOUT | {_PATTERN}) and not _catches_everything(code):
+    strings = strings_in(code)
+    if strings.isdisjoint(_BY_NAME) and not may_do_without(code):
         return frozenset()
     return frozenset(string for string in strings if string.isidentifier() and not is_implicit(string))
+
+
+def may_do_without(code: types.CodeType) -> bool:
+    """Whether it may go on after an attribute was not there."""
+    return not strings_in(code).isdisjoint(_SWALLOWS | {PATTERN}) or _catches_everything(code)
 
 
 def _catches_everything(code: types.CodeType) -> bool:

@@ -110,6 +110,8 @@ def flatten(nest: Any, kept: Container[int] = ()) -> tuple[list[Any], Shape]:
 
 def unflatten(leaves: list[Any], shape: Shape) -> Any:
     """The nest of ``shape`` with ``leaves``; all containers are new."""
+    if shape.is_leaf and len(leaves) == 1:
+        return leaves[0]
     following = iter(leaves)
     nest = _unflatten(following, shape)
     if next(following, following) is not following:

@@ -247,7 +247,8 @@ class Reader:
                     yield (below if key in found else fact).child(member, f"{fact.name}.{key}", _Kind.TYPE_ITEM, key)
                     found.add(key)
         if classes:
-            expected = self._expected(type(kind)) if user_classes(type(kind)) else self._expected(kind)
+            above = type(kind)
+            expected = self._expected(above) | self._hidden(above) if user_classes(above) else self._expected(kind)
             for key in sorted(expected):
                 if not any(key in vars(base) for base in kind.__mro__):
                     yield fact.child(None, f"{fact.name}.{key}", _Kind.TYPE_ABSENT, key)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
 import functools
 import inspect
 import itertools
-import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -16,11 +14,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.code_watch import CodeWatch, functions_of, too_many
 from te_graph.dispatch import is_own_file, is_user_file
+from te_graph.facts import NAMESPACES, slots_of
 from te_graph.graphed_class import plain_class
 from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, name_of, submodules, walk
 from te_graph.library_objects import inside
-from te_graph.plain_values import is_bulk, is_value
+from te_graph.names import GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
+from te_graph.plain_values import holds_values, is_bulk, is_value
+from te_graph.users_classes import bases_of, is_opaque, methods_of_user, written_by_user
 
 _Kind = _C.StepKind
 _LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
@@ -55,7 +57,7 @@ _NOT_RUN = frozenset(
         "__post_init__",
     ]
 )
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_REACH = 16  # steps from the callable
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
@@ -79,13 +81,15 @@ _OWN = "te_graph"
 # By the names of their classes. A graph of torch.fx makes its code anew when it is copied, and has its source as an
 # attribute; what torch.compile made runs its original in captures (wrappers.py).
 _EXCHANGED = {"GraphModule": ("forward", "__call__"), "OptimizedModule": ("__call__",)}
+_CODE_OF_FX = "<eval_with_key>"
 _SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
 
 class Reader:
     """Walks from a callable along what its code can name, and learns on the way which names that are.
 
-    The code is that of the functions met, and of those methods of classes met that it names itself; of a module whose
+    The code is that of the functions met, of those methods of classes met that it names itself, and what was seen to
+    run, whoever called it; of a module whose
     class torch wrote, or derives from such a one, also all that torch's methods name. Where code looks at attributes
     without naming them (``vars(self)``), it may read all of them. Not seen are names put together at run time.
 
@@ -100,6 +104,8 @@ class Reader:
         self._said = {"forward", "backward", "setup_context"}
         self._asked: set[str] = set()
         self._functions: dict[types.CodeType, None] = {}
+        self._elsewhere: list[types.FunctionType] = []  # that were seen to run, and no place leads to
+        self._at_places: list[types.FunctionType] = []
         self._classes: dict[type, dict[str, types.FunctionType]] = {}
         self._replayed: type | None = None  # class of the module whose forward is captured, if met there alone
         self._library: dict[type, dict[str, set[str]]] = {}
@@ -108,15 +114,36 @@ class Reader:
     def places(self) -> list[Place]:
         """All places that the code can get to."""
         while True:
-            known = len(self._functions), len(self._classes)
+            known = len(self._functions), len(self._classes), len(self._said)
             found = []
-            for place in walk(self._root, self._inside):
+            for place in walk(self._root, self._inside, _REACH):
                 found.append(place)
                 if place.again is None:
                     self._learn(place.obj)
             self._learn_methods()
-            if known == (len(self._functions), len(self._classes)):
+            if PATTERN in self._said:
+                self._said.update(*(getattr(kind, PATTERN, ()) for kind in self._classes))
+            if known == (len(self._functions), len(self._classes), len(self._said)):
+                self._at_places = [place.obj for place in found if isinstance(place.obj, types.FunctionType)]
                 return found
+
+    def note(self, watch: CodeWatch) -> None:
+        """Remember what the callable was seen to run."""
+        missed = functions_of(watch, [*self._at_places, *self._elsewhere])
+        self._elsewhere += [one for one in missed if not one.__code__.co_filename.startswith(_CODE_OF_FX)]
+        for _, code in watch.users_codes():
+            self._learn_code(code)
+
+    @property
+    def elsewhere(self) -> list[types.FunctionType]:
+        """Functions that were seen to run and that no place leads to. One that nobody holds any more cannot run, and
+        would be missed: who compares them keeps them."""
+        return self._elsewhere
+
+    @property
+    def obstacle(self) -> str:
+        """Why a guard cannot compare all that was seen to run; empty if it can."""
+        return too_many(self._elsewhere)
 
     def absent(self, place: Place) -> Iterator[str]:
         """Attributes that the object at ``place`` has not of its own, and that would change what the code does."""
@@ -124,14 +151,19 @@ class Reader:
         members = vars(obj)
         kind = type(obj)
         own = {name for name in self._methods_of(kind) if name in self._said}
-        own.update(name for base in _bases_of(kind) for name in self._class_values(base))
-        own.update(name for base in _bases_of(kind) for name in self._class_objects(base))
-        asked = {name for name in self._asked if not hasattr(kind, name)} if self._is_asked(obj) else set()
+        own.update(name for base in bases_of(kind) for name in self._class_values(base))
+        own.update(name for base in bases_of(kind) for name in self._class_objects(base))
+        asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
         tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
         for name in sorted((own | asked) - {"forward"}):
             is_there = name in members or any(name in table for table in tables)
             if not (is_there or name.startswith("__") or self._is_ignored(place.name, name)):
                 yield name
+
+    def empty_slots(self, place: Place) -> Iterator[str]:
+        """Of the slots of the object at ``place`` those in which there is nothing, and which the code may read."""
+        names = (name for name in slots_of(type(place.obj)) if self._reads(place, name))
+        yield from (name for name in names if not hasattr(place.obj, name))
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
@@ -157,28 +189,32 @@ class Reader:
             is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
             if (is_method or name in names) and is_shown and not self._is_ignored(kind.__name__, name):
                 yield name, found[name]
-        asked = self._asked - found.keys() if self._is_asked(obj) else ()
+        asked = self._asked_of(obj) - found.keys()
+        if isinstance(obj, type):  # what the class of the class has, until it is hidden
+            asked |= {name for base in bases_of(type(obj)) for name in vars(base).keys() & self._said} - found.keys()
         yield from ((name, NotImplemented) for name in sorted(asked) if not self._is_ignored(kind.__name__, name))
 
     def has_code(self, kind: type) -> bool:
-        """True for classes that the user wrote, and whose methods the code may run."""
-        return bool(self._methods_of(kind))
+        """True for classes that the user wrote, and whose methods the code may run, or those of their class."""
+        return bool(self._methods_of(kind) or bases_of(type(kind)))
 
     def functions(self, places: Iterable[Place]) -> Iterator[types.FunctionType]:
         """Those that the user wrote, among ``places``."""
         for place in places:
-            if place.again is None and (function := _written_by_user(place.obj)) is not None:
+            if place.again is None and (function := written_by_user(place.obj)) is not None:
                 yield function
 
     def _learn(self, obj: Any) -> None:
         if isinstance(obj, types.FunctionType):
             self._learn_code(obj.__code__)
             return
+        if isinstance(obj, GETTERS):
+            self._said |= names_of_getter(obj)
         kind = obj if isinstance(obj, type) else type(obj)
         is_another = kind is self._replayed and type(obj) is kind and obj is not self._root
         if (kind in self._classes and not is_another) or is_opaque(kind):
             return
-        self._classes[kind] = _functions_of(kind)
+        self._classes[kind] = methods_of_user(kind)
         if is_another:
             self._replayed = None
         elif isinstance(self._root, nn.Module) and isinstance(self._root, kind):
@@ -189,10 +225,14 @@ class Reader:
         if code in self._functions or not is_user_file(code.co_filename):
             return
         self._functions[code] = None
-        names = set(_strings_in(code))
+        names = set(strings_in(code))
+        if code.co_name in _NOT_RUN:  # it was seen to run; of the objects that it makes or shows it may look at all
+            names -= _LOOKS_AT_ALL
         self._said |= names
         if names & _ASKS_FOR_NAMES:
             self._asked |= {text for text in _constants_in(code) if text.isidentifier() and len(text) < 64}
+        if may_do_without(code):
+            self._asked |= {name for name in names if name.isidentifier() and not name.startswith("__")}
 
     def _learn_methods(self) -> None:
         """The code of methods that are named, until no more are."""
@@ -213,13 +253,20 @@ class Reader:
             return False
         if name in self._said or self._said & _LOOKS_AT_ALL:
             return True
+        if name == "_value_" and isinstance(place.obj, enum.Enum):
+            return True
         return name in self._library_names(type(place.obj))
 
     def _is_ignored(self, owner: str, name: str) -> bool:
         return name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
 
-    def _is_asked(self, obj: Any) -> bool:
-        return isinstance(obj, (nn.Module, *_NAMESPACES)) or bool(self._methods_of(type(obj)))
+    def _asked_of(self, obj: Any) -> set[str]:
+        """Attributes that the code may ask ``obj`` for while it has them not."""
+        kind = type(obj)
+        if any("__getattr__" in vars(base) for base in bases_of(kind)):
+            return self._said
+        is_asked = isinstance(obj, (nn.Module, *NAMESPACES)) or bases_of(kind) or self._methods_of(kind)
+        return self._asked if is_asked else set()
 
     def _library_names(self, kind: type) -> frozenset[str]:
         """What torch's methods of ``kind`` name: of a module all of them, else those that the code may call."""
@@ -228,7 +275,7 @@ class Reader:
             methods: dict[str, set[str]] = {}
             for name, member in [pair for base in bases for pair in vars(base).items()]:
                 if isinstance(member, types.FunctionType):  # one of a base may be called by that of a class above
-                    methods.setdefault(name, set()).update(_strings_in(inspect.unwrap(member).__code__))
+                    methods.setdefault(name, set()).update(strings_in(inspect.unwrap(member).__code__))
             self._library[kind] = methods
             self._library_of_modules[kind] = frozenset().union(*methods.values())
         methods = self._library[kind]
@@ -260,28 +307,39 @@ class Reader:
 
     def _inside(self, place: Place) -> Iterator[Place]:
         obj = place.obj
+        if place.parent is None:
+            yield from (place.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(place)
+        elif isinstance(obj, Tensor):
+            yield from self._inside_tensor(place)
         elif isinstance(obj, dict):
             if not is_bulk(obj):
                 yield from itertools.islice(_items(place), MAX_OBJECTS)
         elif isinstance(obj, list | tuple):
             if not is_bulk(obj):
                 yield from contents(place)
+        elif isinstance(obj, set | frozenset):
+            if not holds_values(obj):
+                yield from _members(place)
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
-            if (function := _written_by_user(obj)) is not None and function is not obj:
+            if isinstance(vars(obj).get("registry"), types.MappingProxyType):  # of functools.singledispatch
+                yield place.attributes().item("registry", f"functions of {obj.__name__}")
+            if (function := written_by_user(obj)) is not None and function is not obj:
                 yield place.child(function, place.name, _Kind.KNOWN)
             elif function is not None:
                 yield from (child for child in contents(place) if not self._is_ignored_variable(child))
                 yield from self._inside_object(place, obj.__name__)
         elif isinstance(obj, type):
-            if not (is_opaque(obj) or issubclass(obj, enum.Enum)):
+            if not is_opaque(obj):
                 yield from self._inside_class(place)
         elif isinstance(obj, types.ModuleType):
             if is_own_file(getattr(obj, "__file__", None) or "<frozen"):
                 yield from self._inside_object(place, place.name)
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(place)
+        elif isinstance(obj, functools.singledispatchmethod):
+            yield place.attributes().item("dispatcher", place.name)
         else:
             yield from inside(place)
             if not is_opaque(type(obj)):
@@ -300,17 +358,22 @@ class Reader:
                 yield members.item(key, name_of(key, place.name))
         yield from self._inside_methods(place)
 
+    def _inside_tensor(self, place: Place) -> Iterator[Place]:
+        """What was put on a parameter or another tensor, and the code names."""
+        members = place.attributes()
+        for key in list(members.obj) if members is not None else ():
+            if self._reads(place, key):
+                yield members.item(key, name_of(key, place.name))
+
     def _inside_object(self, place: Place, owner: str) -> Iterator[Place]:
         """Attributes, of the object itself and in slots."""
         members = place.attributes()
         for key in list(members.obj) if members is not None else ():
             if self._reads(place, key) and not key.startswith("__"):
                 yield members.item(key, f"{owner}.{key}")
-        for kind in () if isinstance(place.obj, types.FunctionType | types.ModuleType) else type(place.obj).__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for key in (slots,) if isinstance(slots, str) else slots:
-                if self._reads(place, key) and hasattr(place.obj, key):
-                    yield place.child(getattr(place.obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
+        for key in slots_of(type(place.obj)):
+            if self._reads(place, key) and hasattr(place.obj, key):
+                yield place.child(getattr(place.obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
 
     def _inside_class(self, place: Place) -> Iterator[Place]:
         """Constants that a class holds for all instances, and what its methods refer to."""
@@ -323,10 +386,12 @@ class Reader:
         for name, function in self._methods_of(place.obj).items():
             if name in self._said or _is_implicit(name):
                 yield place.child(function, name, _Kind.KNOWN, distance=0)
+        if (kind := type(place.obj)) in bases_of(kind):
+            yield place.child(kind, kind.__name__, _Kind.KNOWN)
 
     def _inside_methods(self, place: Place) -> Iterator[Place]:
         """The classes of an object, which lead to what their methods refer to."""
-        yield from (place.child(base, base.__name__, _Kind.KNOWN) for base in _bases_of(type(place.obj)))
+        yield from (place.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(place.obj)))
 
     def _is_ignored_variable(self, place: Place) -> bool:
         variable = place.name.rpartition(" variable ")[2]
@@ -342,72 +407,26 @@ def _items(place: Place) -> Iterator[Place]:
         else:
             item = place.child(value, f"{place.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)
             item.key_place = place.child(key, f"key of {place.name}", _Kind.KNOWN)
-            yield item
+            yield from (item.key_place, item)
 
 
-def is_opaque(kind: type) -> bool:
-    """True for classes of Python, torch and this package: the code of a user reads no more of them than it names."""
-    if issubclass(kind, nn.Module) or kind in _NAMESPACES:
-        return False
-    package = kind.__module__.partition(".")[0]
-    return package in sys.stdlib_module_names or package == "builtins" or kind.__module__.startswith("te_graph.")
+def _members(place: Place) -> Iterator[Place]:
+    """Of a set: objects that others may refer to weakly; the others are compared as the set is."""
+    for member in place.obj:
+        obj = member() if isinstance(member, weakref.ref) else member
+        if not is_value(obj) and type(obj).__weakrefoffset__:
+            yield place.child(obj, f"a member of {place.name}", _Kind.KNOWN)
 
 
 def _holds_more(obj: Any) -> bool:
     """True for containers, and for objects of a class that the user wrote; not for code."""
     if isinstance(obj, type | types.FunctionType | Tensor | nn.Module):
         return False
-    return isinstance(obj, dict | list | tuple) or bool(_bases_of(type(obj)))
-
-
-def _bases_of(kind: type) -> list[type]:
-    """``kind`` and the classes below it that the user wrote."""
-
-    def is_theirs(base: type) -> bool:
-        functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
-        return not is_opaque(base) and all(is_user_file(function.__code__.co_filename) for function in functions)
-
-    return [base for base in kind.__mro__ if is_theirs(base)]
-
-
-def _functions_of(kind: type) -> dict[str, types.FunctionType]:
-    """The methods that instances of ``kind`` have, by name, as far as the user wrote them."""
-    found: dict[str, types.FunctionType] = {}
-    for base in reversed(kind.__mro__):
-        for name, member in vars(base).items():
-            if isinstance(function := _written_by_user(_function_behind(member)), types.FunctionType):
-                found[name] = function
-    return found
-
-
-def _function_behind(member: Any) -> Any:
-    """The function of a method, class or static method, or property."""
-    if isinstance(member, staticmethod | classmethod):
-        return member.__func__
-    if isinstance(member, property):
-        return member.fget
-    return member.func if isinstance(member, functools.cached_property | functools.partialmethod) else member
-
-
-def _written_by_user(function: Any) -> types.FunctionType | None:
-    """The function itself, or what it wraps: decorators of torch and Python wrap what the user wrote."""
-    while isinstance(function, types.FunctionType | functools._lru_cache_wrapper):
-        if isinstance(function, types.FunctionType) and is_user_file(function.__code__.co_filename):
-            return function
-        function = getattr(function, "__wrapped__", None)
-    return None
+    return isinstance(obj, dict | list | tuple | functools.singledispatchmethod) or bool(bases_of(type(obj)))
 
 
 def _is_implicit(name: str) -> bool:
     return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN
-
-
-def _strings_in(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from _constants_in(code)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _strings_in(constant)
 
 
 def _constants_in(code: types.CodeType) -> Iterator[str]:

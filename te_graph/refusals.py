@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from te_graph import optimizer_steps
+from te_graph.advice import advice
 from te_graph.dispatch import base_name, bypass_modes, is_dense, is_operator, leaves, tensors_in
 from te_graph.sites import user_site
 
@@ -70,7 +70,7 @@ class Refusals:
 
     def error(self, operation: str, reason: str) -> CaptureError:
         """Make, and remember, the exception that refuses ``operation`` at the user's present line."""
-        message = str(Refusal(operation, reason, user_site(), optimizer_steps.advice()))
+        message = str(Refusal(operation, reason, user_site(), advice()))
         self.first = self.first or message
         return CaptureError(message)
 

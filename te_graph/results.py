@@ -132,6 +132,11 @@ class ResultPlan:
         result = self.results[number]
         return result.source == _Source.OUTPUT or (result.source == _Source.INPUT and result.number in links)
 
+    def is_made(self, number: int) -> bool:
+        """True when result ``number`` is a new tensor at each call, and no argument or tensor from outside."""
+        result = self.results[number]
+        return result.source == _Source.OUTPUT or (result.source == _Source.INPUT and result.view is not None)
+
     @property
     def clones(self) -> int:
         """Results that are copied inside the graph."""

@@ -80,11 +80,12 @@ class GraphedSequence(Inlined):
 
         While another thread runs the function itself, it may wait for this one; while it replays, this one waits.
         """
-        if self._thread == threading.get_ident() or self._runs_python:
+        thread = threading.get_ident()
+        if self._thread == thread or self._runs_python:
             return False
-        if not self._lock.acquire(timeout=_MOST_SECONDS):
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=_MOST_SECONDS):
             return False
-        self._thread = threading.get_ident()
+        self._thread = thread
         return True
 
     def _call(self, frame: Frame) -> Any:

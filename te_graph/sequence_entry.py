@@ -176,8 +176,11 @@ def _modes() -> tuple:
 
 
 def _change_of(modes: tuple) -> str:
+    found = _modes()
+    if found == modes:
+        return ""
     names = ("the grad mode", "the default dtype", "the default device")
-    for name, before, now in zip(names, modes, _modes(), strict=True):
+    for name, before, now in zip(names, modes, found, strict=True):
         if before != now:
             return f"{name} changed from {before} to {now}"
     return ""
@@ -192,7 +195,7 @@ def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, Sequen
     watch, reads, code = RegionWatch(), GradReads(), CodeWatch()
     with capturing(), reads, watch, code:
         result = call(frame)
-    explorer.note(code.codes)
+    explorer.note(code)
     used = {*watch.externals, *watch.produced_storages}
     facts = explorer.explore(frame)
     if explorer.is_at_a_loss:
@@ -292,7 +295,7 @@ class _Attempt:
             with code:
                 self._result = call(self._frame)
         finally:
-            self._explorer.note(code.codes)
+            self._explorer.note(code)
             after = random_state()
             set_random_state(before)
         if after != before:

@@ -221,6 +221,7 @@ def _assemble_all(
                 capture.signature.distinct_names,
                 capture.homes.tensors,
             ),
+            functions=capture.functions,
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
             states=[gradient_state(parameter) for parameter in parameters],
@@ -264,7 +265,9 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         )
     input_dependence = dict(zip(gradients.inputs, gradients.depends_on[len(parameters) :], strict=True))
     inputs = [
-        _C.InputSpec(name, input_dependence.get(i, []), i in capture.links, capture.is_saved_input(i))
+        _C.InputSpec(
+            name, input_dependence.get(i, []), i in capture.links, capture.is_saved_input(i), capture.is_cast_anew[i]
+        )
         for i, name in enumerate(capture.signature.distinct_names)
     ]
     # main_grads come after the tensors that the capture itself uses.
@@ -297,6 +300,7 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
             grad_inputs=slot.grad_inputs,
             use_grads=slot.use_grads,
             parameter_grads=slot.parameter_grads,
+            summed_inputs=slot.summed_inputs,
             table=slot.table,
         )
     return graphed

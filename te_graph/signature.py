@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -75,16 +76,20 @@ class _Nest:
 
     def numbers_of_last(self, count: int) -> list[int]:
         """Where the last ``count`` tensors of the nest are among the distinct ones."""
-        distinct = [number for number, first in enumerate(self.first) if first == number]
-        return [distinct.index(first) for first in self.first[len(self.first) - count :]]
+        return [number for _, number in self._numbers[len(self._numbers) - count :]]
 
     def unflatten(self, distinct: list[Tensor]) -> Any:
         """The nest with ``distinct`` tensors [...] in their places."""
-        by_number = dict(zip([n for n, first in enumerate(self.first) if n == first], distinct, strict=True))
         leaves = list(self.leaves)
-        for position, first in zip(self.tensors, self.first, strict=True):
-            leaves[position] = by_number[first]
+        for position, number in self._numbers:
+            leaves[position] = distinct[number]
         return unflatten(leaves, self.shape)
+
+    @functools.cached_property
+    def _numbers(self) -> list[tuple[int, int]]:
+        """Where each tensor of the nest stands among the leaves, and among the distinct ones."""
+        distinct = [number for number, first in enumerate(self.first) if first == number]
+        return [(position, distinct.index(first)) for position, first in zip(self.tensors, self.first, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ class Slot:
     grad_inputs: list[Tensor | None] = field(default_factory=list)
     use_grads: list[list[Tensor]] = field(default_factory=list)  # of inputs that are used several times
     parameter_grads: list[Tensor] = field(default_factory=list)
+    summed_inputs: list[int] = field(default_factory=list)  # of each entry of the table after the parameters'
     table: Any = None
     # What owns the memory of input gradients that were passed through, as long as captures must not get it.
     passed_on: list[Tensor | None] = field(default_factory=list)

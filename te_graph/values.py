@@ -32,7 +32,7 @@ def _times_key(values: Any) -> Any:
     """Of an array of dates or times, which alone does not show its memory."""
     if values.dtype.kind not in "mM":
         return None
-    return values.dtype.str, values.shape, values.strides, values.tobytes()
+    return values.dtype.str, values.view(np.int64)
 
 
 _IMMUTABLE = {
@@ -59,6 +59,8 @@ _MUTABLE = {
 
 def bytes_of(values: Any) -> bytes:
     """The memory of an array."""
+    if np is not None and isinstance(values, np.ndarray):
+        values = np.asarray(values)  # without what a derived class makes of it
     return values.tobytes() if hasattr(values, "tobytes") else bytes(values)
 
 

@@ -125,6 +125,12 @@ class Pair:
             tg.make_graphed_callables(self.module, (x,), on_mismatch=chance.choice(["raise", "eager", "capture"]))
         except RuntimeError:  # hooks
             assert (sorted(vars(self.module)), type(self.module)) == (before, kind)
+        except AttributeError as error:
+            try:
+                self.eager(x)
+            except AttributeError:  # what was done before is too much for torch
+                raise _TooMuchError from error
+            raise
 
     def reset(self, chance: random.Random) -> None:
         if self.is_graphed:

@@ -369,15 +369,15 @@ def test_after_reset_the_class_is_the_old_one_and_calls_are_eager(device, slow):
 def test_a_reset_by_what_the_callable_runs_lets_the_replay_end():
     """The recorder replays Python: an operator of the user's may do anything."""
     run_alone("""
-        import gc, torch, te_graph
+        import gc, queue, torch, te_graph
         from torch import nn
 
-        victims = []
+        victims = queue.SimpleQueue()  # no guard looks into it
 
         @torch.library.custom_op("te_graph_fast_call_test::same", mutates_args=())
         def same(x: torch.Tensor) -> torch.Tensor:
-            while victims:
-                victims.pop().te_graph.reset()
+            while not victims.empty():
+                victims.get().te_graph.reset()
                 gc.collect()
             return x.clone()
 
@@ -389,7 +389,7 @@ def test_a_reset_by_what_the_callable_runs_lets_the_replay_end():
 
         model = Net(7, 5)
         te_graph.make_graphed_callables(model, (torch.randn(3, 7, requires_grad=True),))
-        victims.append(model)
+        victims.put(model)
         x = torch.randn(3, 7, requires_grad=True)
         result = model(x)
         assert torch.equal(result, nn.functional.linear(x, model.weight, model.bias) * 2)

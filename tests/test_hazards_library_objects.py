@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calls import replays
 from mutations import assert_not_seen, assert_seen, batch
 from torch import Tensor, nn
 
@@ -298,16 +299,33 @@ def test_a_counter_in_an_object_of_the_library_is_refused(device, make, advance)
         make_graphed_callables(Held(make(), advance), (batch(device),))
 
 
-def test_large_arrays_are_not_compared_which_is_a_documented_limit(device):
+def test_what_an_array_of_up_to_a_mebibyte_holds_is_seen(device):
     def build() -> tuple[nn.Module, np.ndarray]:
-        held = np.full(5000, 2.0)
-        return Held(held, lambda held: float(held[0])), held
+        held = np.full(2**17, 2.0)
+        return Held(held, lambda held: float(held[-1])), held
 
-    graphed = make_graphed_callables(build()[0], (batch(device),))
-    x = batch(device)
-    expected = graphed(x).detach().clone()
-    graphed.held[0] = 3.0
-    assert torch.equal(graphed(x).detach(), expected)
+    assert_seen(build, lambda held: held.__setitem__(-1, 3.0), "held changed", device)
+
+
+TOO_LARGE: dict[str, Callable[[], Any]] = {
+    "array of NumPy": lambda: np.full(2**17 + 1, 2.0),
+    "dates": lambda: np.full(2**17 + 1, 2, "datetime64[s]"),
+    "array": lambda: array.array("d", [2.0]) * (2**17 + 1),
+    "bytes": lambda: bytearray(2**20 + 1),
+    "memory of C": lambda: (ctypes.c_double * (2**17 + 1))(),
+    "objects": lambda: np.array([2.0, []], dtype=object),
+}
+
+
+@pytest.mark.parametrize("held", TOO_LARGE)
+def test_an_array_that_cannot_be_compared_is_refused_by_name(held, device):
+    make = TOO_LARGE[held]
+    with pytest.raises(RuntimeError, match=r"held is a \S+ that is too large to be compared.*or holds objects"):
+        make_graphed_callables(Held(make(), lambda held: float(len(held))), (batch(device),))
+    frozen = Held(make(), lambda held: float(len(held)))
+    make_graphed_callables(frozen, (batch(device),), ignore_attributes=("held",))
+    frozen(batch(device))
+    assert replays(frozen) == 1
 
 
 def test_a_getter_of_a_scheduler_is_seen(device):

@@ -3,6 +3,8 @@
 The reference is eager execution of a copy of the same module, or of the same function, on the same inputs.
 """
 
+import warnings
+
 import pytest
 import torch
 from hazards import batch, mlp
@@ -98,8 +100,13 @@ def test_hazard_01_an_input_of_another_layout_is_copied_into_the_layout_of_the_s
     twin = eager_twin(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
-    for layout in (x.t().contiguous().t(), torch.cat([x, x], dim=1)[:, : x.shape[1]], x[:1].expand_as(x)):
-        torch.testing.assert_close(model(layout).detach(), twin(layout).detach())
+    permuted = x.t().contiguous().t()
+    with pytest.warns(UserWarning, match=r"Sequential: args\[0\] has strides .*Capture with samples that lie"):
+        torch.testing.assert_close(model(permuted).detach(), twin(permuted).detach())
+    with warnings.catch_warnings():  # told once, and not of what is not dense
+        warnings.simplefilter("error")
+        for layout in (permuted, torch.cat([x, x], dim=1)[:, : x.shape[1]], x[:1].expand_as(x)):
+            torch.testing.assert_close(model(layout).detach(), twin(layout).detach())
 
 
 def test_hazard_02_a_second_forward_before_the_backward_is_refused_and_the_first_backward_stays_right(device):
@@ -219,3 +226,37 @@ def test_changing_a_retained_result_that_another_one_is_computed_from_raises_a_d
     y.retain_grad()
     with pytest.raises(RuntimeError):
         y.mul_(2)
+
+
+class ChangesItsGradient(torch.autograd.Function):
+    """Two results; its backward changes in place what it is given for the second."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:  # [...]
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, first: Tensor, second: Tensor) -> Tensor:
+        return first * 2 + second.add_(1) * 3
+
+
+def test_a_backward_that_changes_the_gradient_of_an_unused_result_is_given_none_each_time(device):
+    """The next callable reads its own at the same address."""
+    changes, reads = make_graphed_callables(
+        (lambda x: ChangesItsGradient.apply(x), lambda x: (x * 2, x * 3)), ((batch(device),), (batch(device),))
+    )
+    for _ in range(3):
+        x, y, grad = batch(device), batch(device), batch(device).detach()
+        changes(x)[0].backward(grad)
+        reads(y)[0].backward(grad)
+        assert torch.equal(x.grad, grad * 2 + 3)
+        assert torch.equal(y.grad, grad * 2)
+
+
+def test_an_fp8_result_that_gets_no_gradient(device):
+    graphed = make_graphed_callables(lambda x: (x * 2, (x * 3).to(torch.float8_e4m3fn)), (batch(device),))
+    for _ in range(2):
+        x, grad = batch(device), batch(device).detach()
+        y, _ = graphed(x)
+        y.backward(grad)
+        assert torch.equal(x.grad, grad * 2)

@@ -193,3 +193,19 @@ def test_capture_or_replay_inside_a_capture_is_an_error() -> None:
         torch.ones(2)
     with pytest.raises(RuntimeError, match=r"replay\(\): expected no capture under way"), outer.capture():
         inner.replay()
+
+
+def test_checks_of_distributions_are_refused_with_the_option_that_leaves_them_out() -> None:
+    def sampled(x: Tensor, **options: bool) -> Tensor:  # [5]
+        noise = torch.distributions.Normal(x, 1.0, **options)
+        return torch.distributions.kl_divergence(noise, torch.distributions.Normal(0.0, 1.0, **options))
+
+    x = torch.randn(5)
+    with pytest.raises(CaptureError, match="pass validate_args=False to each distribution"), Recorder().capture():
+        sampled(x, validate_args=True)  # the default, until torch.compile changes it for the process
+    recorder = Recorder()
+    with recorder.capture():
+        result = sampled(x, validate_args=False)
+    x.copy_(torch.randn(5))
+    recorder.replay()
+    assert_same_bits([result], [sampled(x)])

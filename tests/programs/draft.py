@@ -214,7 +214,7 @@ class Draft:
     def _between(self, batch: Batch) -> None:
         """Eager operations on results."""
         rng, value = self.rng, self.rng.choice(batch.values)
-        if value[0] == "y" and value not in batch.shared and self.chance(0.4):
+        if value[0] in "yh" and value not in batch.shared and self.chance(0.4):
             edit = rng.choice(("{}.mul_(2)", "{}.add_(1)", "{}[0].zero_()", "{}.relu_()", "{}.detach().add_(1)"))
             self.add("edit a result in place", edit.format(value))
             return

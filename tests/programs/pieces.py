@@ -24,6 +24,15 @@ class Scale(nn.Module):
         return x * self.p
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.line(x).relu()
+
+
 class Pos(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -99,6 +99,7 @@ ZOO: dict[str, Kind] = {
     "Drop": _torch("nn.Dropout(0.5)", random=True),
     "Relu": _torch("nn.ReLU(inplace=True)", weight=1, aliases=True),
     "Sequence": _torch(f"nn.Sequential(nn.Linear(4, 4, {_F64}), nn.ReLU(inplace=True), nn.Dropout(0.0))", whole=True),
+    "Residual": _own(pieces.Residual, whole=True, weight=4),
     "Scale": _own(pieces.Scale, weight=4),
     "Pos": _own(pieces.Pos, weight=6),
     "Tied": _own(pieces.Tied),

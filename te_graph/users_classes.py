@@ -1,0 +1,61 @@
+"""Which classes and functions the user wrote, as far as captures of callables are concerned."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from typing import Any
+
+from torch import nn
+
+from te_graph.dispatch import is_user_file
+from te_graph.facts import NAMESPACES
+
+_STANDARD = frozenset({*sys.stdlib_module_names, "builtins"})
+
+
+def is_opaque(kind: type) -> bool:
+    """True for classes of Python, torch and this package: the code of a user reads no more of them than it names."""
+    if issubclass(kind, nn.Module) or kind in NAMESPACES:
+        return False
+    module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"  # metaclasses of Cython tell none
+    return module.partition(".")[0] in _STANDARD or module.startswith("te_graph.")
+
+
+def bases_of(kind: type) -> list[type]:
+    """``kind`` and the classes below it that the user wrote."""
+
+    def is_theirs(base: type) -> bool:
+        functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
+        return not is_opaque(base) and all(is_user_file(function.__code__.co_filename) for function in functions)
+
+    return [base for base in kind.__mro__ if is_theirs(base)]
+
+
+def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
+    """The methods that instances of ``kind`` have, by name, as far as the user wrote them."""
+    found: dict[str, types.FunctionType] = {}
+    for base in reversed(kind.__mro__):
+        for name, member in vars(base).items():
+            if isinstance(function := written_by_user(_function_behind(member)), types.FunctionType):
+                found[name] = function
+    return found
+
+
+def _function_behind(member: Any) -> Any:
+    """The function of a method, class or static method, or property."""
+    if isinstance(member, staticmethod | classmethod):
+        return member.__func__
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, functools.cached_property | functools.partialmethod) else member
+
+
+def written_by_user(function: Any) -> types.FunctionType | None:
+    """The function itself, or what it wraps: decorators of torch and Python wrap what the user wrote."""
+    while isinstance(function, types.FunctionType | functools._lru_cache_wrapper):
+        if isinstance(function, types.FunctionType) and is_user_file(function.__code__.co_filename):
+            return function
+        function = getattr(function, "__wrapped__", None)
+    return None
