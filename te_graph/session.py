@@ -58,6 +58,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
     """
     options, backend = group.options, group.backend
     steps = len(jobs) * (1 + 2 * options.max_in_flight)
+    move_exported_results()  # changes torch.Tensor, which guards may compare
     is_quiet = not (len(jobs) > 1 and sys.stderr.isatty()) if options.show_progress is None else False
     with contextlib.ExitStack() as transaction:
         progress = transaction.enter_context(
@@ -85,7 +86,6 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
             _capture_graphs(captures, group, progress)
             entries = _assemble_all(jobs, captures, group, is_chain, (time.perf_counter() - started) / len(captures))
         on_failure.pop_all()
-    move_exported_results()
     for entry in entries:
         facts = entry.statistics
         _log.info(

@@ -12,23 +12,30 @@ from torch import nn
 from te_graph.dispatch import is_user_file
 from te_graph.facts import NAMESPACES
 
-_STANDARD = frozenset({*sys.stdlib_module_names, "builtins"})
+_STANDARD = frozenset({*sys.stdlib_module_names, "builtins", "te_graph"})
 
 
 def is_opaque(kind: type) -> bool:
     """True for classes of Python, torch and this package: the code of a user reads no more of them than it names."""
     if issubclass(kind, nn.Module) or kind in NAMESPACES:
         return False
+    return _package_of(kind) in _STANDARD
+
+
+def _package_of(kind: type) -> str:
     module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"  # metaclasses of Cython tell none
-    return module.partition(".")[0] in _STANDARD or module.startswith("te_graph.")
+    return module.partition(".")[0]
 
 
 def bases_of(kind: type) -> list[type]:
     """``kind`` and the classes below it that the user wrote."""
 
     def is_theirs(base: type) -> bool:
+        if is_opaque(base):
+            return False
         functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
-        return not is_opaque(base) and all(is_user_file(function.__code__.co_filename) for function in functions)
+        files = [function.__code__.co_filename for function in functions]
+        return all(map(is_user_file, files)) if files else _package_of(base) != "torch"
 
     return [base for base in kind.__mro__ if is_theirs(base)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import replays
+from calls import replays, run_alone
 from mutations import assert_equal_runs, assert_not_seen, assert_seen, both, linear
 from torch import Tensor, nn
 
@@ -283,3 +283,28 @@ def test_what_objects_of_a_class_hold_is_seen(device, change, restore):
         restore()
     assert_equal_runs(graphed, twin, device)
     assert replays(graphed) == 3
+
+
+@pytest.mark.parametrize("base", ["Tensor", "Mine"])
+def test_the_first_capture_of_a_process_is_of_a_module_that_names_a_class_of_tensors(base: str) -> None:
+    """What te_graph then exchanges in torch.Tensor (exports.py) is no change to the module."""
+    program = f"""
+        import torch
+        import te_graph as tg
+        from torch import Tensor
+
+        class Mine(Tensor):
+            pass
+
+        class Net(torch.nn.Linear):
+            def forward(self, x):
+                x.numpy
+                return super().forward(x if isinstance(x, {base}) else x * 2)
+
+        x = torch.randn(2, 3, requires_grad=True)
+        net = tg.make_graphed_callables(Net(3, 3), (x,))
+        for _ in range(2):
+            net(x).sum().backward()
+        print(net.te_graph.info()["forward_replays"])
+    """
+    assert run_alone(program).split() == ["2"]

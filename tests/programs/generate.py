@@ -170,7 +170,7 @@ def _parameter(draft: Draft) -> None:
             f"{p}.register_hook(lambda g: g * 2)",
             f"{p}.register_hook(lambda g: see('{name} hook', g))",
             f"{p}.register_hook(lambda g: keep('{name} hook', g))",
-            f"{p}.register_post_accumulate_grad_hook(lambda p: see('post {name}', p.grad))",
+            f"{p}.register_post_accumulate_grad_hook(lambda p: see('post {name} hook', p.grad))",
             f"{p}.register_post_accumulate_grad_hook(lambda p: setattr(p, 'grad', None))",
         ]
     way = draft.rng.choice(ways)

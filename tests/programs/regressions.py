@@ -245,6 +245,22 @@ REGRESSIONS: dict[str, tuple[tuple[str, ...], dict[str, object], str]] = {
         see('x1.grad', x1.grad)
         """,
     ),
+    "hooks below a result that gets no gradient": (
+        ("TwoOfTwo", "Same"),
+        {},
+        """
+        o0.q.register_post_accumulate_grad_hook(lambda p: see('post hook', p.grad))
+        x1 = leaf(4, DEV) * 2
+        x1.register_hook(lambda g: see('x1 hook', g))
+        x2 = leaf(5, DEV)
+        o1.register_full_backward_hook(lambda module, gi, go: see('o1 backward hook', go[0]))
+        y3, y4 = m0(x1, x2)
+        y5 = o1(y4)
+        see('grad', torch.autograd.grad((y3 * y3).sum() + (y5 * y5).sum(), [x1, y3], retain_graph=True)[0])
+        (y5 * y5).sum().backward()
+        see('x2.grad', x2.grad)
+        """,
+    ),
     "two threads, each with a callable of one capture": (
         ("Same", "Table"),
         {"max_in_flight": 3},
