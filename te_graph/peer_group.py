@@ -1,6 +1,7 @@
 """Groups of ranks for collectives that capture, replay and tracing cannot break."""
 
 import atexit
+import functools
 import logging
 import os
 import socket
@@ -114,17 +115,20 @@ class PeerGroup:
         """Whether kernels write into peers' memory; else data goes through the process group."""
         return self._slab is not None
 
-    @property
+    @functools.cached_property  # so that a capture finds the tensor among the group's attributes
     def found_inf(self) -> Tensor:
         """[] fp32 on the device: 0, or 1 once the group was given up. For optimizers that are captured.
 
         It stays 1, so nothing but the group writes it: torch, and ops that would, raise a RuntimeError. A clip gets a
-        flag of its own, which is zeroed in each step, and the optimizer both::
+        flag of its own, which is zeroed in each step and tells the optimizer (``optimizer.found_inf = flag``, once) of
+        both::
 
             flag.zero_()
             te_graph.clip_grad_norm_(parameters, 1.0, found_inf=flag)
-            optimizer.found_inf = torch.maximum(flag, group.found_inf)
+            torch.maximum(flag, group.found_inf, out=flag)
             optimizer.step()
+
+        Where torch raises, it has written before: such an error is not to be passed over.
 
         Raises:
             RuntimeError: `uses_peers` is False.

@@ -30,6 +30,7 @@ ANY = (*SUMMED, torch.int8, torch.int64, torch.bool, torch.float64)
 # Bytes: around what one launch takes, one step and two, and parts of an operation that is larger than the slab.
 SIZES = (1, 2, 5, 16, 100, 1000, 4096, 16 << 10, 64 << 10, 100_000, 1 << 20, 3 << 20)
 LARGE = (8 << 20, 64 << 20)
+IN_POOL = tuple(size for size in SIZES if size <= 64 << 10)  # torch takes 2 MiB at once for such
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def run_sequence(rank: Rank, seed: int, length: int = 12, large: bool = False) -
     is_gpu = rank.device != "cpu"
     sizes = SIZES + (LARGE if large else ())
     streams = [torch.cuda.Stream() for _ in range(2)] if is_gpu else []
-    with open_group(rank, slab_bytes=1 << 20) as first, open_group(rank, slab_bytes=4 << 20) as second:
+    with open_group(rank, slab_bytes=1 << 20) as first, open_group(rank, slab_bytes=64 << 20) as second:
         groups, graphs = [first, second], []
         for number in range(length):
             way = rng.choice(("eager", "eager", "capture", "replay"))
@@ -176,12 +177,13 @@ def run_sequence(rank: Rank, seed: int, length: int = 12, large: bool = False) -
                     for part in parts:
                         part.check()
                 continue
-            count = rng.randrange(1, 4)
-            parts = [Collective(draw_step(rng, rank.world, sizes), rank, groups) for _ in range(count)]
+            has_pool = is_gpu and way == "capture" and rng.random() < 0.3
+            count, chosen_from = rng.randrange(1, 4), IN_POOL if has_pool else sizes
+            parts = [Collective(draw_step(rng, rank.world, chosen_from), rank, groups) for _ in range(count)]
             for part in parts:
                 part.fill(number)
             if way == "capture":
-                pool = rng.choice(groups).mem_pool().id if is_gpu and rng.random() < 0.3 else None
+                pool = second.mem_pool().id if has_pool else None
                 graphs.append((captured(rank, parts, pool), parts))
                 for part in parts:  # a recorder has run them
                     part.fill(number)

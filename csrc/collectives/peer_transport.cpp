@@ -72,6 +72,7 @@ struct PeerTransport::State {
             const c10::InferenceMode read_only;  // outside of it: users see a part
             control = at::empty({static_cast<int64_t>(sizeof(Control) / sizeof(float))},
                                 memory.slab.options().dtype(at::kFloat));
+            found_inf = control.select(0, offsetof(Control, failed) / sizeof(float));
         }
         record_memory =
             at::empty({static_cast<int64_t>(sizeof(Record))}, at::TensorOptions(at::kByte).pinned_memory(true));
@@ -205,6 +206,7 @@ struct PeerTransport::State {
     const PeerMemory memory;
     PeerOptions options;
     at::Tensor control, record_memory;
+    at::Tensor found_inf;  // [], a part of control
     Record* record;
     Peers peers{};
     SlotBytes slots{};
@@ -263,9 +265,7 @@ void PeerTransport::set_timeout(double seconds) {
     state_->write(&state_->peers.control->timeout_ns, &timeout_ns, sizeof(timeout_ns));
 }
 
-at::Tensor PeerTransport::found_inf() const {
-    return state_->control.select(0, offsetof(Control, failed) / sizeof(float));
-}
+at::Tensor PeerTransport::found_inf() const { return state_->found_inf; }
 
 void PeerTransport::set_tuning(const Tuning& tuning) {
     const std::lock_guard lock(state_->mutex);

@@ -49,8 +49,8 @@ inline void check_one(const char* op, const char* argument, const at::Tensor& te
 inline void check_writable(const char* op, const char* argument, const at::Tensor& tensor) {
     TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": expected ", argument,
                 " made outside of inference mode, got an inference tensor; clone() it, or write it in that mode. "
-                "PeerGroup.found_inf is one: give the op a flag of its own, and the optimizer "
-                "torch.maximum(flag, group.found_inf)");
+                "PeerGroup.found_inf is one: give the op a flag of its own, and tell that of both by "
+                "torch.maximum(flag, group.found_inf, out=flag)");
 }
 
 // A contiguous table of rows: [rows, columns].
