@@ -1,6 +1,7 @@
 # make train      train the example GPT with its layers replayed from graphs       ARGS="--compare" adds options
 # make test       ruff, clang-format, pytest and GoogleTests: everything that needs no GPU
 # make test-gpu   the tests that need a GPU
+# make sanitize   tests under sanitizers: of host code, and on a machine with GPUs of kernels       ARGS="-k chain"
 # make bench      all benchmarks, those of collectives on several GPUs                   ARGS="--quick --out DIR"
 # make build      install te_graph, editable, and compile what changed
 # make format     format the C++ code, mend what ruff can
@@ -25,14 +26,14 @@ BUILT := build/built-$(KEY)
 CXX_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 JOBS := $(or $(MAX_JOBS),$(shell nproc))
 
-# $(call gtest,LABEL): builds the GoogleTests, runs those with the label.
+# $(call gtest,LABEL,FOLDER,OPTIONS): builds the GoogleTests in build/FOLDER, runs those with the label.
 define gtest
-	cmake -G Ninja -S . -B build/gtest -DPython_EXECUTABLE=$(PY) -DTE_GRAPH_OBJECTS=$$(cat build/objects) $(CMAKE_ARGS)
-	cmake --build build/gtest --parallel $(JOBS)
-	ctest --test-dir build/gtest -L '^$(1)$$' --output-on-failure --no-tests=error
+	cmake -G Ninja -S . -B build/$(2) -DPython_EXECUTABLE=$(PY) -DTE_GRAPH_OBJECTS=$$(cat build/objects) $(3) $(CMAKE_ARGS)
+	cmake --build build/$(2) --parallel $(JOBS)
+	ctest --test-dir build/$(2) -L '^$(1)$$' --output-on-failure --no-tests=error
 endef
 
-.PHONY: help build train test test-gpu bench format clean tools lint-tools
+.PHONY: help build train test test-gpu sanitize bench format clean tools lint-tools
 help:
 	@sed -n 's/^# //p;/^$$/q' Makefile
 
@@ -55,11 +56,31 @@ test: $(BUILT) tools lint-tools
 	$(PY) -m ruff check .
 	clang-format --dry-run -Werror $(CXX_FILES)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m 'not gpu' $(ARGS)
-	$(call gtest,host)
+	$(call gtest,host,gtest)
 
 test-gpu: $(BUILT) tools
 	$(PY) -m pytest -m gpu $(ARGS)
-	$(call gtest,gpu)
+	$(call gtest,gpu,gtest)
+
+# Sanitizers of the compiler have to be in the process from its start, with the C++ library whose exceptions they
+# follow. Leaks are not looked for: Python and torch keep what they have until the end.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr,null,object-size -fno-sanitize-recover=all \
+	-fno-omit-frame-pointer
+UNDER_SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1
+TORTURE := $(foreach topic,stress programs chain ownership hazards outputs gradients graphed_fn exhausted input_uses \
+	collectives multi_tensor fp8 class_programs training_scripts,tests/test_$(topic)*.py)
+TSAN := build/sanitize-threads
+
+sanitize: $(BUILT) tools
+	TE_GRAPH_CUDA=0 CFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' $(PY) setup.py --quiet \
+		build_py --build-lib build/sanitize build_ext --build-lib build/sanitize --build-temp build/sanitize/objects
+	cd build/sanitize && $(UNDER_SANITIZERS) $(PY) -m pytest -n $(JOBS) -m 'not gpu' \
+		$(addprefix $(CURDIR)/,$(wildcard $(TORTURE))) $(ARGS)
+	$(call gtest,host,sanitize-gtest,-DTE_GRAPH_SANITIZE=ON)
+	TE_GRAPH_CUDA=0 cmake -G Ninja -S . -B $(TSAN) -DPython_EXECUTABLE=$(PY) -DCMAKE_CXX_FLAGS='-fsanitize=thread -g1'
+	cmake --build $(TSAN) --parallel $(JOBS) --target te_graph_host_tests && $(TSAN)/te_graph_host_tests --gtest_brief=1
+	if nvidia-smi -L >/dev/null 2>&1; then $(PY) tests/check_kernels.py; fi
 
 bench: $(BUILT)
 	$(PY) benchmarks/bench_graphed.py $(ARGS)

@@ -98,15 +98,17 @@ def make_extension():
 
 
 class BuildExtension(cpp_extension.BuildExtension):
-    """Builds in build/, so that pip compiles only what changed.
+    """Builds in build/, so that pip compiles only what changed, or where --build-temp says.
 
     Writes te_graph/_build_config.py, and to build/objects where GoogleTests find compiled kernels.
     """
 
     def finalize_options(self) -> None:
-        super().finalize_options()
         kind = f"cuda{CUDA_VERSION}" if CUDA_VERSION else "cpu"
-        self.build_temp = str(ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{kind}")
+        usual = str(ROOT / "build" / f"{sys.implementation.cache_tag}-torch{torch.__version__}-{kind}")
+        self.build_temp = self.build_temp or usual
+        self.is_usual = self.build_temp == usual
+        super().finalize_options()
 
     def run(self) -> None:
         compiler = first_line([*shlex.split(cpp_extension.get_cxx_compiler()), "--version"])
@@ -116,7 +118,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         print(f"  architectures  {ARCHS or 'none: CPU ops only'}")
         print(f"  compiler       {compiler}", flush=True)
         super().run()
-        (ROOT / "build" / "objects").write_text(self.build_temp if CUDA_VERSION else "")
+        if self.is_usual:
+            (ROOT / "build" / "objects").write_text(self.build_temp if CUDA_VERSION else "")
         config = {
             "TORCH_VERSION": str(torch.__version__),
             "CUDA_VERSION": CUDA_VERSION,

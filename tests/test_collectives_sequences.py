@@ -7,7 +7,7 @@ from ranks import ranks_of
 from seeds import first_seed
 
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
-COUNT = 6
+COUNT = 4
 
 
 def test_random_sequences_of_collectives_have_the_values_of_the_reference(ranks, seed):
