@@ -33,7 +33,7 @@ define gtest
 	ctest --test-dir build/$(2) -L '^$(1)$$' --output-on-failure --no-tests=error
 endef
 
-.PHONY: help build train test test-gpu sanitize bench format clean tools lint-tools
+.PHONY: help build train test test-gpu sanitize sanitize-kernels bench format clean tools lint-tools
 help:
 	@sed -n 's/^# //p;/^$$/q' Makefile
 
@@ -62,8 +62,7 @@ test-gpu: $(BUILT) tools
 	$(PY) -m pytest -m gpu $(ARGS)
 	$(call gtest,gpu,gtest)
 
-# Sanitizers of the compiler have to be in the process from its start, with the C++ library whose exceptions they
-# follow. Leaks are not looked for: Python and torch keep what they have until the end.
+# Why these flags, and what is put before the process: CMakeLists.txt.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr,null,object-size -fno-sanitize-recover=all \
 	-fno-omit-frame-pointer
 UNDER_SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
@@ -80,7 +79,17 @@ sanitize: $(BUILT) tools
 	$(call gtest,host,sanitize-gtest,-DTE_GRAPH_SANITIZE=ON)
 	TE_GRAPH_CUDA=0 cmake -G Ninja -S . -B $(TSAN) -DPython_EXECUTABLE=$(PY) -DCMAKE_CXX_FLAGS='-fsanitize=thread -g1'
 	cmake --build $(TSAN) --parallel $(JOBS) --target te_graph_host_tests && $(TSAN)/te_graph_host_tests --gtest_brief=1
-	if nvidia-smi -L >/dev/null 2>&1; then $(PY) tests/check_kernels.py; fi
+	if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) --no-print-directory sanitize-kernels; fi
+
+# Without tests of 2^31 elements and of all bit patterns or sizes: kernels take a hundred times as long here.
+KERNEL_TESTS := -*TwoToThe31*:*EveryBitPattern*:*EveryPairModeSize*:*AllSizes*:*AMebibyte*
+
+sanitize-kernels: $(BUILT) tools
+	$(call gtest,gpu,gtest,)
+	for check in memcheck racecheck synccheck initcheck; do \
+		compute-sanitizer --tool $$check --error-exitcode 1 build/gtest/te_graph_device_tests \
+			--gtest_brief=1 --gtest_filter='$(KERNEL_TESTS)' || exit 1; \
+	done
 
 bench: $(BUILT)
 	$(PY) benchmarks/bench_graphed.py $(ARGS)
