@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "collectives/bindings.h"
+#include "common/math_bits.h"
 #include "fp8/bindings.h"
 #include "graph/bindings.h"
 #include "multi_tensor/bindings.h"
@@ -11,7 +12,14 @@
 // (common/no_derivative.h).
 TORCH_LIBRARY(te_graph, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-    const auto def = [&](const char* schema) { m.def(schema, tags); };
+    const auto def = [&](const char* text) {
+        m.def(text, tags);
+        const c10::FunctionSchema schema = torch::schema(text);
+        if (!schema.is_mutable()) return;
+        for (const auto bit : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
+            m.impl(toString(schema.operator_name()).c_str(), torch::dispatch(bit, te_graph::with_math_bits()));
+        }
+    };
 
     // Norms of lists: any shapes, fp32, fp64, fp16 and bf16 mixed. Results are fp32, fp64 if the list has fp64
     // tensors. p: 0 (number of elements that are not zero), positive or inf. partial: [72] int64

@@ -175,7 +175,18 @@ def scenario_conjugates(rank: Rank) -> None:
         negative = everybody.imag
         assert negative.is_neg()
         assert same_bits(tg.all_gather(negative[rank.rank], group), negative.flatten().resolve_neg())
-        assert same_bits(tg.all_reduce(negative[rank.rank], group), reference_reduce(negative.resolve_neg()))
+        total = reference_reduce(negative.resolve_neg())
+        assert same_bits(tg.all_reduce(negative[rank.rank], group), total)
+        for _ in range(5):
+            x = torch.complex(draw(rank, 6), everybody.resolve_conj().imag.neg())[rank.rank].conj().imag
+            version = x._version
+            assert x.is_neg() and tg.all_reduce_(x, group) is x and x.is_neg() and x._version > version
+            assert same_bits(x.resolve_neg(), total)
+            tg.all_reduce_out(x, negative[rank.rank] * 2, group)
+            assert same_bits(x.resolve_neg(), reference_reduce(negative.resolve_neg() * 2))
+            whole = torch.zeros(rank.world * 6, dtype=torch.complex64, device=rank.device).conj()
+            tg.all_gather_out(whole, everybody[rank.rank], group)
+            assert whole.is_conj() and same_bits(whole.resolve_conj(), everybody.flatten().resolve_conj())
 
 
 def bad_calls(rank: Rank, group: tg.PeerGroup) -> list[tuple[Callable[[], Any], type[Exception], str]]:
