@@ -44,7 +44,7 @@ class PeerGroup:
 
     Args:
         process_group: of torch.distributed; the default one if None. All of its ranks construct the group, in the same
-            order among its groups.
+            order among its groups, and call operations in the same order among all of them where they go through it.
         slab_bytes: memory of each GPU that its peers write into: one half for what they send, through which larger
             operations go in parts, one for `mem_pool`.
         timeout: seconds that an operation waits for a peer.
@@ -213,7 +213,7 @@ class PeerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None:
+        if kind is not None and self in _open_groups:
             # The others may be waiting for this rank, which will not come.
             self.abort()
         self.close()

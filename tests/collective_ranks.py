@@ -1,5 +1,6 @@
-"""What tests of collectives share: worlds of ranks, groups, the reference of sums, and a call of each operator."""
+"""What tests of collectives share: worlds of ranks, groups, captures, the reference of sums, calls of operators."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +28,21 @@ def open_group(rank: Rank, **options: Any) -> tg.PeerGroup:
     group = tg.PeerGroup(**{"timeout": TIMEOUT, "slab_bytes": 64 << 20} | options)
     assert group.uses_peers == (rank.world > 1 and rank.device.startswith("cuda"))
     return group
+
+
+def capture(
+    rank: Rank, function: Callable[[], Any], pool: Any = None
+) -> tuple[tg.Recorder | torch.cuda.CUDAGraph, Any]:
+    """Capture what ``function`` does; the graph, and what it returned."""
+    if rank.device == "cpu":
+        graph = tg.Recorder(poison=True)
+        with graph.capture():
+            result = function()
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = function()
+    return graph, result
 
 
 def reference_reduce(everybody: Tensor) -> Tensor:  # [world, ...] -> [...]

@@ -31,7 +31,7 @@ from failed_groups import (
     is_last,
     short_lived,
 )
-from ranks import Rank, process_group, ranks_of
+from ranks import WORLDS, Rank, process_group, ranks_of
 from tensor_lists import same_bits
 from torch import Tensor
 
@@ -39,6 +39,7 @@ import te_graph as tg
 from te_graph import peer_group
 
 ranks = pytest.fixture(ranks_of, scope="module", params=SEVERAL)
+alone = pytest.fixture(ranks_of, scope="module", params=[w for w in WORLDS if w.values[0][1] == 1])
 gpu_ranks = pytest.fixture(ranks_of, scope="module", params=[w for w in SEVERAL if w.values[0][0] == "cuda"])
 
 
@@ -89,19 +90,25 @@ def scenario_abort(rank: Rank) -> None:
             assert_given_up(rank, group, f"was given up on rank {rank.rank}")
 
 
+def scenario_abort_alone(rank: Rank) -> None:
+    with open_group(rank) as group:
+        tg.all_reduce(torch.ones(10, device=rank.device), group)
+        group.abort()
+        assert_given_up(rank, group, "was given up on rank 0: abort")
+
+
 def scenario_graphed_callables(rank: Rank) -> None:
     """Replays do not go on with what a group left that was given up; once it is closed, they do."""
     x = torch.randn(2, 3, device=rank.device)
     layer = tg.make_graphed_callables(torch.nn.Linear(3, 3, device=rank.device), (x,))
     expected = layer(x).detach().clone()
     with open_group(rank) as group:
-        if rank.world > 1:
-            group.abort()
-            with pytest.raises(RuntimeError, match=rf"group {group.name} was given up"):
-                group.check()
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match=rf"Linear.*group {group.name} was given up"):
-                    layer(x)
+        group.abort()
+        with pytest.raises(RuntimeError, match=rf"group {group.name} was given up"):
+            group.check()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"Linear.*group {group.name} was given up"):
+                layer(x)
     assert torch.equal(layer(x), expected)
 
 
@@ -326,8 +333,16 @@ def test_a_group_that_was_aborted_is_given_up_on_all_ranks(ranks, seed):
     ranks.run(scenario_abort, seed)
 
 
+def test_a_group_of_one_rank_can_be_aborted(alone, seed):
+    alone.run(scenario_abort_alone, seed)
+
+
 def test_graphed_callables_raise_while_a_group_is_given_up(ranks, seed):
     ranks.run(scenario_graphed_callables, seed)
+
+
+def test_graphed_callables_raise_while_a_group_of_one_rank_is_given_up(alone, seed):
+    alone.run(scenario_graphed_callables, seed)
 
 
 def test_abort_ends_kernels_that_wait(gpu_ranks, seed):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from collective_ranks import FOUR_GPUS, open_group, reference_reduce
+from collective_ranks import FOUR_GPUS, capture, open_group, reference_reduce
 from ranks import WORLDS, Rank, ranks_of
 from tensor_lists import all_same_bits, same_bits
 from torch import Tensor, nn
@@ -35,21 +35,6 @@ WIDTH = 256  # columns of fp32: 1024 rows are as large as the slab
 
 def is_cpu(rank: Rank) -> bool:
     return rank.device == "cpu"
-
-
-def capture(
-    rank: Rank, function: Callable[[], Any], pool: Any = None
-) -> tuple[tg.Recorder | torch.cuda.CUDAGraph, Any]:
-    """Capture what ``function`` does; the graph, and what it returned."""
-    if is_cpu(rank):
-        graph = tg.Recorder(poison=True)
-        with graph.capture():
-            result = function()
-    else:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            result = function()
-    return graph, result
 
 
 def draw(rank: Rank, *shape: int) -> Tensor:

@@ -190,6 +190,9 @@ def scenario_names(rank: Rank) -> None:
     # Closed by an error, too.
     with contextlib.suppress(ZeroDivisionError), open_group(rank, name="by error"):
         raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), open_group(rank, name="by error") as group:
+        group.close()
+        raise ZeroDivisionError
     with open_group(rank, name="by error") as group:
         assert_works(rank, group)
 

@@ -4,12 +4,14 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_ranks import WORLDS, open_group
 from ranks import Rank, ranks_of
 
 import te_graph as tg
 
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+gloo_ranks = pytest.fixture(ranks_of, scope="module", params=[w for w in WORLDS if w.id in ("gloo-2", "gloo-3")])
 THREADS, TIMES, NUMEL = 3, 40, 20_000
 
 
@@ -37,5 +39,39 @@ def scenario_threads(rank: Rank) -> None:
     assert found == [True] * (THREADS * TIMES)
 
 
+def scenario_two_groups(rank: Rank) -> None:
+    """Each thread has a group of its own over one process group, which cannot tell whose turn it is: an error names
+    the other group, and what comes before is right."""
+    errors: list[str] = []
+    found: list[bool] = []
+
+    def work(group: tg.PeerGroup, factor: float) -> None:
+        own = torch.full((16,), factor * (rank.rank + 1))
+        total = factor * (rank.world * (rank.world + 1) // 2)
+        try:
+            for _ in range(TIMES):
+                found.append(bool((tg.all_reduce(own, group) == total).all()))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    own = dist.new_group()
+    with open_group(rank, process_group=own) as first, open_group(rank, process_group=own) as second:
+        # In another order on each rank, so that they meet at least once.
+        pair = [(first, 1.0), (second, 100.0)]
+        threads = [threading.Thread(target=work, args=one) for one in (pair if rank.rank == 0 else reversed(pair))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        dist.barrier()
+    assert all(found)
+    assert all("of another group of this process group" in error for error in errors), errors
+    dist.destroy_process_group(own)
+
+
 def test_threads_take_turns(ranks, seed):
     ranks.run(scenario_threads, seed)
+
+
+def test_threads_of_two_groups_over_one_process_group_never_mix_them(gloo_ranks, seed):
+    gloo_ranks.run(scenario_two_groups, seed)

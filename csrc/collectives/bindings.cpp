@@ -2,6 +2,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include "collectives/alone.h"
 #include "collectives/group.h"
 #include "collectives/peer_transport.h"
 #include "collectives/pool.h"
@@ -32,7 +33,7 @@ public:
     void check(const char* op) const { group().check(op); }
     template <typename Function>
     void with_transport(const Function& function) const {
-        if (Transport* const transport = group().transport()) function(*transport);
+        function(group().transport());
     }
 
 private:
@@ -40,7 +41,8 @@ private:
 };
 
 std::unique_ptr<Handle> make_alone(std::string name, at::Device device) {
-    return std::make_unique<Handle>(std::move(name), 0, 1, device, nullptr);
+    auto transport = make_transport_alone(name);
+    return std::make_unique<Handle>(std::move(name), 0, 1, device, std::move(transport));
 }
 
 std::unique_ptr<Handle> make_on_process_group(std::string name, const std::string& process_group, int rank, int world,
@@ -51,7 +53,7 @@ std::unique_ptr<Handle> make_on_process_group(std::string name, const std::strin
 
 #ifdef TE_GRAPH_CUDA
 PeerTransport& peers_of(const Handle& handle) {
-    auto* const transport = dynamic_cast<PeerTransport*>(handle.group().transport());
+    auto* const transport = dynamic_cast<PeerTransport*>(&handle.group().transport());
     TORCH_CHECK(transport != nullptr, "PeerGroup: expected a group of GPUs that are peers, got one without");
     return *transport;
 }

@@ -24,12 +24,6 @@ Registry& registry() {
 
 }  // namespace
 
-void Group::run(const Operation& operation) const {
-    if (operation.input.numel() == 0) return;
-    if (transport_) return transport_->run(operation);
-    if (!operation.out.is_same(operation.input)) operation.out.view({-1}).copy_(operation.input.view({-1}));
-}
-
 void add_group(std::shared_ptr<const Group> group) {
     const std::lock_guard lock(registry().mutex);
     const std::string name = group->name();

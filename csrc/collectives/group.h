@@ -10,7 +10,6 @@ namespace te_graph::collectives {
 
 class Group {
 public:
-    // transport: null where there is one rank.
     Group(std::string name, int rank, int world, at::Device device, std::shared_ptr<Transport> transport)
         : name_(std::move(name)), rank_(rank), world_(world), device_(device), transport_(std::move(transport)) {}
 
@@ -18,13 +17,10 @@ public:
     int rank() const { return rank_; }
     int world() const { return world_; }
     at::Device device() const { return device_; }
-    Transport* transport() const { return transport_.get(); }
+    Transport& transport() const { return *transport_; }
 
-    // Tensors as Operation wants them; nothing moves where there is nothing.
-    void run(const Operation& operation) const;
-    void check(const char* op) const {
-        if (transport_) transport_->check(op);
-    }
+    void run(const Operation& operation) const { transport_->run(operation); }
+    void check(const char* op) const { transport_->check(op); }
 
 private:
     std::string name_;

@@ -9,7 +9,7 @@
 
 namespace te_graph::collectives {
 
-// All tensors are contiguous, of one dtype, on the group's device, and have elements.
+// All tensors are contiguous, of one dtype and on the group's device.
 struct Operation {
     const char* name;  // of the op, for messages
     Op op;
@@ -30,7 +30,7 @@ std::string describe(const OperationKind& kind);
 class Transport {
 public:
     virtual ~Transport() = default;
-    // On the current stream. Errors that are known before anything runs are thrown.
+    // On the current stream. Errors that are known before anything runs are thrown. Tensors may have no elements.
     virtual void run(const Operation& operation) = 0;
     // Throws if the group was given up; `op` is whoever asks.
     virtual void check(const char* op) = 0;

@@ -126,8 +126,9 @@ void all_reduce_out(const at::Tensor& out,  // [...]
     note_write(out);
 }
 
-// Of an operation along a dim of x.
+// Of an operation along a dim of x. Those without elements are all alike.
 Extents extents_of(const at::Tensor& x, int64_t dim) {
+    if (x.numel() == 0) return {0};
     const at::IntArrayRef sizes = x.sizes();
     return {x.numel(), dim, c10::multiply_integers(sizes.slice(0, dim)), c10::multiply_integers(sizes.slice(dim + 1))};
 }

@@ -229,6 +229,7 @@ PeerTransport::~PeerTransport() = default;
 
 void PeerTransport::run(const Operation& operation) {
     check(operation.name);
+    if (operation.input.numel() == 0) return;
     const std::lock_guard lock(state_->mutex);
     const c10::cuda::CUDAGuard guard(state_->memory.slab.device());
     const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();

@@ -4,12 +4,13 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <chrono>
+#include <map>
 #include <mutex>
 #include <vector>
 
 #include "collectives/element_of.h"
-#include "collectives/notice.h"
 #include "collectives/reduce_rows.h"
+#include "collectives/trouble.h"
 #include "common/run_on.h"
 
 namespace te_graph::collectives {
@@ -17,6 +18,26 @@ namespace {
 
 // Up to here everybody gets everything and sums all: one step instead of two.
 constexpr int64_t kOneStepBytes = 64 << 10;
+
+// Threads take turns, also those of several groups over one process group: ranks compare operations by number, and gloo
+// ends the process if two mix.
+std::shared_ptr<std::mutex> turn_of(const c10d::ProcessGroup& process_group) {
+    static std::mutex mutex;
+    static auto* const turns = new std::map<const c10d::ProcessGroup*, std::weak_ptr<std::mutex>>;
+    const std::lock_guard lock(mutex);
+    std::erase_if(*turns, [](const auto& turn) { return turn.second.expired(); });
+    std::weak_ptr<std::mutex>& known = (*turns)[&process_group];
+    std::shared_ptr<std::mutex> turn = known.lock();
+    if (!turn) known = turn = std::make_shared<std::mutex>();
+    return turn;
+}
+
+// FNV-1a: the same on all ranks, whatever their standard library.
+uint64_t hash_of(const std::string& name) {
+    uint64_t hash = 0xCBF29CE484222325;
+    for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3;
+    return hash;
+}
 
 class ProcessGroupTransport : public Transport {
 public:
@@ -26,18 +47,18 @@ public:
           process_group_(c10d::resolve_process_group(process_group)),
           rank_(rank),
           world_(world),
-          device_(device) {
+          device_(device),
+          turn_(turn_of(*process_group_)) {
         set_timeout(timeout);
     }
 
     void run(const Operation& operation) override {
-        // Threads take turns: ranks compare operations by number, and gloo ends the process if two mix.
-        const std::lock_guard turn(turn_);
+        const std::lock_guard turn(*turn_);
         check(operation.name);
         ++sequence_;
         try {
             if (device_.is_cpu()) compare_signatures(operation.signature());
-            dispatch(operation);
+            if (operation.input.numel() != 0) dispatch(operation);
         } catch (const c10::Error& error) {
             give_up(operation, error.what_without_backtrace());
         } catch (const std::exception& error) {
@@ -45,14 +66,8 @@ public:
         }
     }
 
-    void check(const char* op) override {
-        const std::lock_guard lock(mutex_);
-        TORCH_CHECK(trouble_.empty(), op, ": ", trouble_);
-    }
-
-    void abort() override {
-        note_trouble("group " + group_ + " was given up on rank " + std::to_string(rank_) + ": abort() was called");
-    }
+    void check(const char* op) override { trouble_.check(op); }
+    void abort() override { trouble_.note_abort(group_, rank_); }
 
     void set_timeout(double seconds) override {
         timeout_ = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
@@ -60,35 +75,31 @@ public:
 
 private:
     [[noreturn]] void give_up(const Operation& operation, const std::string& why) {
-        note_trouble("group " + group_ + " was given up on rank " + std::to_string(rank_) + " in operation " +
-                     std::to_string(sequence_) + ", " + describe(operation.signature()) + ": " + why);
+        trouble_.note("group " + group_ + " was given up on rank " + std::to_string(rank_) + " in operation " +
+                      std::to_string(sequence_) + ", " + describe(operation.signature()) + ": " + why);
         check(operation.name);
         std::abort();  // not reached: check() throws
     }
 
-    // The first one stays.
-    void note_trouble(const std::string& trouble) {
-        const std::lock_guard lock(mutex_);
-        if (trouble_.empty()) trouble_ = trouble;
-        is_some_group_given_up.store(true, std::memory_order_relaxed);
-    }
-
-    // On CPUs ranks compare what they are about to do, the extents themselves beside the flag; on GPUs that would need
-    // a host sync.
+    // On CPUs ranks compare what they are about to do, the extents themselves beside the flag, and for which group: a
+    // process group serves several. On GPUs that would need a host sync.
     void compare_signatures(const Signature& signature) {
         struct Compared {
-            uint64_t flag;
+            uint64_t flag, group;
             Extents extents;
         };
         constexpr auto kBytes = static_cast<int64_t>(sizeof(Compared));
         const at::Tensor mine = at::empty({kBytes}, at::kByte), all = at::empty({world_ * kBytes}, at::kByte);
-        const auto& own = *new (mine.data_ptr()) Compared{flag_of(sequence_, pack(signature)), signature.extents};
+        const auto& own =
+            *new (mine.data_ptr()) Compared{flag_of(sequence_, pack(signature)), hash_of(group_), signature.extents};
         gather(mine, all);
         for (int p = 0; p < world_; ++p) {
             const auto& seen = static_cast<const Compared*>(all.const_data_ptr())[p];
-            TORCH_CHECK(seen.flag == own.flag && seen.extents == own.extents,
+            const bool is_of_group = seen.group == own.group;
+            TORCH_CHECK(is_of_group && seen.flag == own.flag && seen.extents == own.extents,
                         "expected the same of all ranks, and rank ", p, " is at operation ", sequence_of(seen.flag),
-                        ", ", describe({kind_of(seen.flag), seen.extents}));
+                        ", ", describe({kind_of(seen.flag), seen.extents}),
+                        is_of_group ? "" : " of another group of this process group");
         }
     }
 
@@ -159,9 +170,8 @@ private:
     at::Device device_;
     std::chrono::milliseconds timeout_{};
     uint64_t sequence_ = 0;
-    std::mutex turn_;   // of the operation that runs
-    std::mutex mutex_;  // of trouble_
-    std::string trouble_;
+    const std::shared_ptr<std::mutex> turn_;  // of the operation that runs
+    Trouble trouble_;
 };
 
 }  // namespace

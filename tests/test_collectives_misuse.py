@@ -1,0 +1,154 @@
+"""Misuse of groups beside failures and mismatches: what happens is told in the table of docs/design.md.
+
+What a failure looks like is told in failed_groups.py. Where misuse is not seen, the numbers that come of it are those
+of the operations that met.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_ranks import capture, open_group, reference_reduce
+from failed_groups import SEVERAL, TIMEOUT, assert_given_up, draw, error_of, finish, is_cpu, is_last, short_lived
+from ranks import Rank, ranks_of
+from tensor_lists import same_bits
+
+import te_graph as tg
+
+ranks = pytest.fixture(ranks_of, scope="module", params=SEVERAL)
+
+
+@contextlib.contextmanager
+def own_process_group(rank: Rank) -> Iterator[dist.ProcessGroup | None]:
+    """On CPUs one that nobody else uses, for gloo gives connections up that were late."""
+    own = dist.new_group() if is_cpu(rank) else None
+    yield own
+    dist.barrier()
+    if own is not None:
+        dist.destroy_process_group(own)
+
+
+def scenario_raises(rank: Rank) -> None:
+    """The last rank leaves the group by an error of its own, while the others wait for it."""
+    x = torch.ones(100, device=rank.device)
+    with own_process_group(rank) as own:
+        if is_last(rank):
+            with pytest.raises(ZeroDivisionError), open_group(rank, process_group=own, timeout=TIMEOUT) as group:
+                tg.all_reduce(x, group)
+                raise ZeroDivisionError
+            return
+        with open_group(rank, process_group=own, timeout=TIMEOUT) as group:
+            tg.all_reduce(x, group)
+            error = error_of(rank, group, lambda: tg.all_reduce(x, group))
+            assert f"on rank {rank.rank} in operation 2, all_reduce (sum) of 100 Float" in error
+            assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+
+
+def scenario_closed_on_one_rank(rank: Rank) -> None:
+    x = torch.ones(100, device=rank.device)
+    with own_process_group(rank) as own:
+        group = open_group(rank, process_group=own, timeout=TIMEOUT)
+        tg.all_reduce(x, group)
+        if not is_last(rank):
+            error = error_of(rank, group, lambda: tg.all_reduce(x, group))
+            assert f"on rank {rank.rank} in operation 2, all_reduce (sum) of 100 Float" in error
+        group.close()
+
+
+def scenario_nothing(rank: Rank) -> None:
+    """The last rank has no elements: on a GPU it does not take part, so the others wait in vain."""
+    with short_lived(rank) as group:
+        x = torch.ones(0 if is_last(rank) else 100, device=rank.device)
+        if is_cpu(rank) or not is_last(rank):
+            error = error_of(rank, group, lambda: tg.all_reduce(x, group))
+            assert f"on rank {rank.rank} in operation 1, all_reduce (sum) of {x.numel()} Float: " in error
+            assert ("and rank " if is_cpu(rank) else f"nothing came from rank {rank.world - 1}") in error
+        else:
+            assert tg.all_reduce(x, group).numel() == 0
+        dist.barrier()
+        if not is_cpu(rank) and is_last(rank):
+            error_of(rank, group, lambda: tg.all_reduce(torch.ones(100, device=rank.device), group))
+        assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+
+
+def scenario_two_groups(rank: Rank) -> None:
+    """Rank 0 takes two groups over one process group in another order than the others."""
+    x = torch.ones(100, device=rank.device)
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(own_process_group(rank))
+        pair = [stack.enter_context(open_group(rank, process_group=own, timeout=TIMEOUT)) for _ in range(2)]
+        for group in pair if rank.rank == 0 else reversed(pair):
+            error = error_of(rank, group, lambda group=group: tg.all_reduce(x, group))
+            assert f"group {group.name} was given up on rank {rank.rank} in operation 1" in error
+            assert ("of another group of this process group" in error) == is_cpu(rank)
+        dist.barrier()
+
+
+def scenario_replays_of_unlike_operations(rank: Rank) -> None:
+    """Graphs that rank 0 replays in another order than the others."""
+    with short_lived(rank) as group:
+        numbers = [draw(rank, numel)[rank.rank] for numel in (100, 200)]
+        graphs = [capture(rank, lambda x=x: tg.all_reduce(x, group))[0] for x in numbers]
+        finish(rank)
+        first = graphs[0 if rank.rank == 0 else 1]
+        assert f"was given up on rank {rank.rank} in operation " in error_of(rank, group, first.replay)
+        assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+
+
+def scenario_replays_of_alike_operations(rank: Rank) -> None:
+    """Not seen: graphs that are replayed together are added."""
+    with short_lived(rank) as group:
+        numbers = [draw(rank, 100) for _ in range(2)]
+        captured = [capture(rank, lambda x=x: tg.all_reduce(x[rank.rank], group)) for x in numbers]
+        finish(rank)
+        orders = [(0, 1) if one == 0 else (1, 0) for one in range(rank.world)]
+        for which in orders[rank.rank]:
+            captured[which][0].replay()
+        finish(rank)
+        group.check()
+        for turn, which in enumerate(orders[rank.rank]):
+            met = torch.stack([numbers[orders[one][turn]][one] for one in range(rank.world)])
+            assert same_bits(captured[which][1], reference_reduce(met))
+
+
+def scenario_reopened(rank: Rank) -> None:
+    """After a failure another group works, on gloo over a process group whose connections are new."""
+    for turn in range(3):
+        with short_lived(rank) as group:
+            everybody = draw(rank, 100)
+            assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
+            if rank.rank == turn % rank.world:
+                group.abort()
+            dist.barrier()
+            error_of(rank, group, lambda group=group: tg.all_reduce(torch.ones(1, device=rank.device), group))
+            dist.barrier()
+
+
+def test_a_rank_that_leaves_by_an_error_is_an_error_on_the_others(ranks, seed):
+    ranks.run(scenario_raises, seed)
+
+
+def test_a_group_that_one_rank_has_closed_is_an_error_on_the_others(ranks, seed):
+    ranks.run(scenario_closed_on_one_rank, seed)
+
+
+def test_a_rank_without_elements_is_an_error(ranks, seed):
+    ranks.run(scenario_nothing, seed)
+
+
+def test_groups_that_ranks_take_in_another_order_are_an_error(ranks, seed):
+    ranks.run(scenario_two_groups, seed)
+
+
+def test_replays_in_another_order_are_an_error_where_their_operations_differ(ranks, seed):
+    ranks.run(scenario_replays_of_unlike_operations, seed)
+
+
+def test_replays_in_another_order_are_added_where_their_operations_are_alike(ranks, seed):
+    ranks.run(scenario_replays_of_alike_operations, seed)
+
+
+def test_after_a_failure_another_group_works(ranks, seed):
+    ranks.run(scenario_reopened, seed)
