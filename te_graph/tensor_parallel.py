@@ -100,7 +100,9 @@ def _move(x: Tensor, group: tuple[str, int, int], way: str) -> Tensor:
         raise ValueError(
             f"tensor_parallel: expected a size in dim {dim} that {world} ranks can share, got {x.size(dim)}"
         )
-    return x.chunk(world, dim)[rank].contiguous()
+    part = x.chunk(world, dim)[rank]
+    # Dynamo (torch 2.11) gives a function whose result is `contiguous()` of a contiguous view no gradient: zeros.
+    return part if part.is_contiguous() else part.contiguous()
 
 
 class _Region(torch.autograd.Function):
