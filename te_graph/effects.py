@@ -2,22 +2,25 @@
 
 Ranks meet by order alone. A compiler that takes the functional ops for pure functions swaps two of them, on one rank
 and not on the other, or leaves one out whose result that rank does not use; the others then add what was meant for
-another sum. As ordered effects all ops of a program run once each, in its order, forward and backward. Those that write
-into their arguments are traced as the functional op and a copy.
+another sum. As ordered effects all ops of a program run once each, in its order, forward and backward; checkpoints keep
+their results. Those that write into their arguments are traced as the functional op and a copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 # Cached code must have been compiled by the same rules. To be raised where these change.
-_RULES = "te_graph.effects-1"
+_RULES = "te_graph.effects-2"
 
 
 def register() -> None:
@@ -60,9 +63,24 @@ def _in_order(functional: OpOverload, trace: Callable[..., Tensor]) -> Callable[
         inductor = sys.modules.get("torch._inductor.lowering")
         if inductor is not None and functional not in inductor.lowerings:
             inductor.register_lowering(functional, type_promotion_kind=None)(_lowering(functional, inductor))
-        return trace(mode, functional, *args, **kwargs)
+        with _saved():
+            return trace(mode, functional, *args, **kwargs)
 
     return traced
+
+
+@contextlib.contextmanager
+def _saved() -> Iterator[None]:
+    """What is traced here is kept for the backward, which would else call it again: in a checkpoint, or to save memory.
+
+    Where it would stand among the collectives of the backward is not told by any order. torch does the same to its own.
+    """
+    before = traceback.current_meta
+    traceback.current_meta = {**before, "recompute": CheckpointPolicy.MUST_SAVE}
+    try:
+        yield
+    finally:
+        traceback.current_meta = before
 
 
 def _lowering(functional: OpOverload, inductor: Any) -> Callable[..., Any]:

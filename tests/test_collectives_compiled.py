@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,10 @@ from ranks import ranks_of
 from seeds import first_seed
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 import te_graph as tg
-from te_graph import effects
+from te_graph import effects, tensor_parallel
 
 two_ranks = pytest.fixture(ranks_of, scope="module", params=[pytest.param(("cpu", 2), id="gloo-2")])
 
@@ -95,6 +96,55 @@ def test_ops_that_write_are_traced_as_the_functional_one_and_a_copy(group) -> No
     x = torch.randn(4, 4)
     assert calls_of(function, x) == [["all_reduce", "all_reduce", "reduce_scatter", "all_gather"]]
     assert torch.equal(torch.compile(function)(x), function(x))
+
+
+def test_checkpoints_keep_the_results_of_collectives(group) -> None:
+    """Called again in the backward, they would stand among its own in no order that all ranks have."""
+
+    def part(x: Tensor, w: Tensor) -> Tensor:
+        return tg.all_reduce((tg.all_reduce((x @ w).tanh(), group).sin() @ w), group).cos()
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        return checkpoint(part, tg.all_reduce(x, group) * 2, w, use_reentrant=False)
+
+    x, w = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    assert calls_of(function, x, w) == [["all_reduce"] * 3] * 2
+    assert_derivatives_of_eager(function, x, w)
+
+
+REGIONS = {
+    "copy_to_tp": tensor_parallel.copy_to_tp,
+    "reduce_from_tp": tensor_parallel.reduce_from_tp,
+    "scatter_to_tp": tensor_parallel.scatter_to_tp,
+    "gather_from_tp": tensor_parallel.gather_from_tp,
+    "all_gather_last_dim_from_tp": tensor_parallel.all_gather_last_dim_from_tp,
+    "scatter_to_sp": tensor_parallel.scatter_to_sp,
+    "gather_from_sp": tensor_parallel.gather_from_sp,
+    "reduce_scatter_to_sp": tensor_parallel.reduce_scatter_to_sp,
+}
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_regions_have_the_derivative_of_eager_execution(group, name) -> None:
+    region, x = REGIONS[name], torch.randn(4, 6, requires_grad=True)
+    assert_derivatives_of_eager(lambda x: region(x, group).sin(), x)
+    assert_derivatives_of_eager(lambda x: region(x.sin(), group) * region(x * 2, group), x)
+
+
+def assert_derivatives_of_eager(function: Callable[..., Tensor], *leaves: Tensor) -> None:
+    expected = torch.autograd.grad(function(*leaves).square().sum(), leaves)
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(function, backend="aot_eager")(*leaves).square().sum(), leaves)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
+
+
+def test_outputs_of_another_shape_are_refused_as_without_a_compiler(group) -> None:
+    """They are traced as a copy, which would take them."""
+    x = torch.randn(4, 4)
+    for write in (tg.all_reduce_out, tg.reduce_scatter_out, tg.all_gather_out):
+        for call in (write, torch.compile(lambda *args, write=write: write(*args), backend="aot_eager")):
+            with pytest.raises((ValueError, RuntimeError), match=r"expected out of shape \[4, 4\], got \[2, 4, 4\]"):
+                call(torch.empty(2, 4, 4), x, group)
 
 
 def test_code_that_was_cached_without_the_rules_does_not_come_back(group, tmp_path, monkeypatch) -> None:

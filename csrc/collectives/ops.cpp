@@ -208,23 +208,35 @@ void all_gather_out(const at::Tensor& out,  // [..., world * n, ...]
 at::Tensor all_reduce_meta(const at::Tensor& x, std::string, std::string) {
     return at::empty_symint(x.sym_sizes(), x.options());
 }
-at::Tensor reduce_scatter_meta(const at::Tensor& x, int64_t dim, int64_t world_size, std::string, std::string) {
-    dim = dim_of(kReduceScatterOp, x, dim);
+std::vector<c10::SymInt> scattered_shape_meta(const char* op, const at::Tensor& x, int64_t dim, int64_t world) {
+    dim = dim_of(op, x, dim);
     std::vector<c10::SymInt> shape = x.sym_sizes().vec();
-    TORCH_CHECK_VALUE((shape[dim] % world_size).sym_eq(0).expect_true(__FILE__, __LINE__), kReduceScatterOp,
-                      ": expected x of a size in dim ", dim, " that ", world_size, " ranks can share, got ",
-                      shape[dim]);
-    shape[dim] = shape[dim] / world_size;
-    return at::empty_symint(shape, x.options());
+    TORCH_CHECK_VALUE((shape[dim] % world).sym_eq(0).expect_true(__FILE__, __LINE__), op,
+                      ": expected x of a size in dim ", dim, " that ", world, " ranks can share, got ", shape[dim]);
+    shape[dim] = shape[dim] / world;
+    return shape;
+}
+std::vector<c10::SymInt> gathered_shape_meta(const char* op, const at::Tensor& x, int64_t dim, int64_t world) {
+    std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+    shape[dim_of(op, x, dim)] *= world;
+    return shape;
+}
+at::Tensor reduce_scatter_meta(const at::Tensor& x, int64_t dim, int64_t world_size, std::string, std::string) {
+    return at::empty_symint(scattered_shape_meta(kReduceScatterOp, x, dim, world_size), x.options());
 }
 at::Tensor all_gather_meta(const at::Tensor& x, int64_t dim, int64_t world_size, std::string) {
-    std::vector<c10::SymInt> shape = x.sym_sizes().vec();
-    shape[dim_of(kAllGatherOp, x, dim)] *= world_size;
-    return at::empty_symint(shape, x.options());
+    return at::empty_symint(gathered_shape_meta(kAllGatherOp, x, dim, world_size), x.options());
 }
-void check_out_meta(const char* op, const at::Tensor& out, const at::Tensor& x) {
+// Traced as a copy, which would take other shapes as well.
+void check_out_meta(const char* op, const at::Tensor& out, const at::Tensor& x, c10::SymIntArrayRef shape) {
     check_dtype(op, "out", out, x.scalar_type());
     check_device(op, "out", out, x.device());
+    const c10::SymIntArrayRef found = out.sym_sizes();
+    bool is_of_shape = found.size() == shape.size();
+    for (size_t d = 0; is_of_shape && d < shape.size(); ++d) {
+        is_of_shape = found[d].sym_eq(shape[d]).expect_true(__FILE__, __LINE__);
+    }
+    TORCH_CHECK_VALUE(is_of_shape, op, ": expected out of shape ", shape, ", got ", found);
 }
 
 }  // namespace
@@ -243,14 +255,16 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl(kAllReduceOp, all_reduce_meta);
     m.impl(kAllReduceInplace, [](const at::Tensor&, std::string, std::string) {});
     m.impl(kAllReduceOut, [](const at::Tensor& out, const at::Tensor& x, std::string, std::string) {
-        check_out_meta(kAllReduceOut, out, x);
+        check_out_meta(kAllReduceOut, out, x, x.sym_sizes());
     });
     m.impl(kReduceScatterOp, reduce_scatter_meta);
-    m.impl(kReduceScatterOut, [](const at::Tensor& out, const at::Tensor& x, int64_t, int64_t, std::string,
-                                 std::string) { check_out_meta(kReduceScatterOut, out, x); });
+    m.impl(kReduceScatterOut,
+           [](const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size, std::string, std::string) {
+               check_out_meta(kReduceScatterOut, out, x, scattered_shape_meta(kReduceScatterOut, x, dim, world_size));
+           });
     m.impl(kAllGatherOp, all_gather_meta);
-    m.impl(kAllGatherOut, [](const at::Tensor& out, const at::Tensor& x, int64_t, int64_t, std::string) {
-        check_out_meta(kAllGatherOut, out, x);
+    m.impl(kAllGatherOut, [](const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size, std::string) {
+        check_out_meta(kAllGatherOut, out, x, gathered_shape_meta(kAllGatherOut, x, dim, world_size));
     });
 }
 
