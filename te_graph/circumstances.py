@@ -44,6 +44,7 @@ class Homes:
     places: list[Place] = field(default_factory=list)
     _steps: dict[tuple, int] = field(default_factory=dict)
     _classes: dict[tuple, int] = field(default_factory=dict)
+    _below: set[tuple[int, str]] = field(default_factory=set)
 
     def index_of(self, tensor: Tensor) -> int:
         """Number of ``tensor`` [...], by identity; -1 when it has no home."""
@@ -111,11 +112,24 @@ class Homes:
             self.guard.expect_same(step, first)
             return
         for key, member in members:
-            at = self.guard.add_step(_Kind.MEMBER, step, key, 0, None, f"{key} of class {kind.__name__}")
-            if is_value(member):
-                self.guard.expect_value(at, value_of(member))
-            elif not isinstance(member, dict | list | set | Tensor):
-                self.guard.expect_identity(at, member)
+            self._expect_member(step, kind, key, member)
+
+    def expect_members_below(self, members: Iterable[tuple[type, str, Any]]) -> None:
+        """Let the guard find ``members``, as (class, name, member), in classes below those of objects."""
+        for kind, key, member in members:
+            base = Place(kind, kind.__name__, kind=_Kind.KNOWN)
+            self._step_to(base)
+            step = self._step_to(base.child(kind, f"class {kind.__name__}", _Kind.CLASS))
+            if (step, key) not in self._below:
+                self._below.add((step, key))
+                self._expect_member(step, kind, key, member)
+
+    def _expect_member(self, step: int, kind: type, key: str, member: Any) -> None:
+        at = self.guard.add_step(_Kind.MEMBER, step, key, 0, None, f"{key} of class {kind.__name__}")
+        if is_value(member):
+            self.guard.expect_value(at, value_of(member))
+        elif not isinstance(member, dict | list | set | Tensor):
+            self.guard.expect_identity(at, member)
 
     def expect_code(self, function: types.FunctionType) -> None:
         """Let the guard see that ``function`` gets other code."""
@@ -350,6 +364,7 @@ def _guard_code(places: list[Place], modules: list[Place], homes: Homes, reader:
             homes.expect_class(place.child(obj, place.name, _Kind.KNOWN), place.name, reader.members(obj))
         elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.has_code(type(obj)):
             homes.expect_class(place, place.name or "self", reader.members(obj))
+    homes.expect_members_below(reader.members_below())
     for function in reader.functions(places):
         homes.expect_code(function)
 

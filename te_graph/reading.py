@@ -22,7 +22,7 @@ from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, name_of, su
 from te_graph.library_objects import inside
 from te_graph.names import GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
 from te_graph.plain_values import holds_values, is_bulk, is_value
-from te_graph.users_classes import bases_of, is_opaque, methods_of_user, written_by_user
+from te_graph.users_classes import bases_of, is_opaque, members_below, methods_of_user, written_by_user
 
 _Kind = _C.StepKind
 _LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
@@ -81,6 +81,7 @@ _OWN = "te_graph"
 # By the names of their classes. A graph of torch.fx makes its code anew when it is copied, and has its source as an
 # attribute; what torch.compile made runs its original in captures (wrappers.py).
 _EXCHANGED = {"GraphModule": ("forward", "__call__"), "OptimizedModule": ("__call__",)}
+_AROUND = ("__call__", "_call_impl")  # of the callable itself: they run around each replay
 _CODE_OF_FX = "<eval_with_key>"
 _SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
@@ -104,6 +105,7 @@ class Reader:
         self._said = {"forward", "backward", "setup_context"}
         self._asked: set[str] = set()
         self._functions: dict[types.CodeType, None] = {}
+        self._ran: dict[int, types.CodeType] = {}  # by identity
         self._elsewhere: list[types.FunctionType] = []  # that were seen to run, and no place leads to
         self._at_places: list[types.FunctionType] = []
         self._classes: dict[type, dict[str, types.FunctionType]] = {}
@@ -129,6 +131,7 @@ class Reader:
 
     def note(self, watch: CodeWatch) -> None:
         """Remember what the callable was seen to run."""
+        self._ran.update(watch.codes)
         missed = functions_of(watch, [*self._at_places, *self._elsewhere])
         self._elsewhere += [one for one in missed if not one.__code__.co_filename.startswith(_CODE_OF_FX)]
         for _, code in watch.users_codes():
@@ -179,7 +182,7 @@ class Reader:
         kind = plain_class(obj if isinstance(obj, type) else type(obj))
         is_module = issubclass(kind, nn.Module)
         names = self._said | (self._library_names(kind) | {"_call_impl"} if is_module else frozenset())
-        around = {"__call__", "_call_impl"} if is_module and obj is self._root else set()
+        around = set(_AROUND) if is_module and obj is self._root else set()
         around |= {name for base in kind.__mro__ for name in _EXCHANGED.get(base.__name__, ())}
         found: dict[str, Any] = {}
         for base in reversed(kind.__mro__):
@@ -193,6 +196,13 @@ class Reader:
         if isinstance(obj, type):  # what the class of the class has, until it is hidden
             asked |= {name for base in bases_of(type(obj)) for name in vars(base).keys() & self._said} - found.keys()
         yield from ((name, NotImplemented) for name in sorted(asked) if not self._is_ignored(kind.__name__, name))
+
+    def members_below(self) -> Iterator[tuple[type, str, Any]]:
+        """What the code gets to by ``super()``, as (class, name, member)."""
+        replayed = plain_class(type(self._root)) if isinstance(self._root, nn.Module) else None
+        for kind in map(plain_class, self._classes):
+            below = members_below(kind, self._ran)
+            yield from (each for each in below if kind is not replayed or each[1] not in _AROUND)
 
     def has_code(self, kind: type) -> bool:
         """True for classes that the user wrote, and whose methods the code may run, or those of their class."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections.abc import Container, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from te_graph.dispatch import is_user_file
 from te_graph.facts import NAMESPACES
+from te_graph.names import codes_of
 
 _STANDARD = frozenset({*sys.stdlib_module_names, "builtins", "te_graph"})
 
@@ -48,6 +50,25 @@ def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
             if isinstance(function := written_by_user(_function_behind(member)), types.FunctionType):
                 found[name] = function
     return found
+
+
+def members_below(kind: type, ran: Container[int]) -> Iterator[tuple[type, str, Any]]:
+    """What code gets to by ``super()``, as (class, name, member): where a function of a class below ``kind`` ran whose
+    name a class above it has as well, what each class below has under this name; NotImplemented where it has nothing.
+
+    Args:
+        ran: identities of the code that was seen to run.
+    """
+    below = [base for base in kind.__mro__[1:] if base not in (nn.Module, *Tensor.__mro__)]
+    above = set(vars(kind))
+    names: dict[str, None] = {}
+    for base in below:
+        hidden = [(name, member) for name, member in vars(base).items() if name in above]
+        names.update((name, None) for name, member in hidden if any(id(code) in ran for code in codes_of(member)))
+        above |= vars(base).keys()
+    for base in reversed(below):  # so that the one which has it is named first
+        for name in names:
+            yield base, name, next((vars(one)[name] for one in base.__mro__ if name in vars(one)), NotImplemented)
 
 
 def _function_behind(member: Any) -> Any:

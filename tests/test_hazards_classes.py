@@ -160,6 +160,77 @@ def test_a_member_of_a_class_that_no_code_names_may_change(device):
     assert replays(graphed) == 3
 
 
+class Below(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return super().forward(x) * 2
+
+    def helper(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return x + 1
+
+    def calls(self) -> int:
+        return 1
+
+    @property
+    def gain(self) -> float:
+        return 2.0
+
+    @classmethod
+    def shift(cls) -> float:
+        return 3.0
+
+
+class Between(Below):
+    """Has nothing of its own, and may get it."""
+
+
+class Above(Between):
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return self.helper(super().forward(x)) * self.gain + self.shift()
+
+    def helper(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return super().helper(x) * 3
+
+    def calls(self) -> int:
+        return 2
+
+    @property
+    def gain(self) -> float:
+        return super().gain + 1
+
+    @classmethod
+    def shift(cls) -> float:
+        return super().shift() + 1
+
+
+BELOW: dict[str, tuple[type, str, Any]] = {
+    "forward": (Below, "forward", lambda self, x: x + 7),
+    "forward of torch": (nn.Linear, "forward", lambda self, x: x + 7),
+    "method": (Below, "helper", lambda self, x: x + 7),
+    "method of a class between": (Between, "helper", lambda self, x: x + 7),
+    "property": (Below, "gain", property(lambda self: 7.0)),
+    "class method": (Below, "shift", classmethod(lambda cls: 7.0)),
+}
+
+
+@pytest.mark.parametrize("is_inner", [False, True])
+@pytest.mark.parametrize("case", BELOW)
+def test_a_member_that_code_gets_to_by_super_is_seen(device, case, is_inner):
+    def make() -> tuple[nn.Module, nn.Module]:
+        above = Above(4, 4, device=device)
+        return (nn.Sequential(above) if is_inner else above), above
+
+    kind, name, value = BELOW[case]
+    graphed, _, twin, _ = both(make, device, on_mismatch="eager")
+    with member_set(Below, "calls", lambda self: 7):  # which nobody calls
+        assert_equal_runs(graphed, twin, device)
+    with member_set(kind, name, value):
+        assert_equal_runs(graphed, twin, device)
+        (reason,) = graphed.te_graph.info()["eager_calls"]
+        assert f"{name} of class {kind.__name__} was replaced" in reason
+    assert_equal_runs(graphed, twin, device)
+    assert replays(graphed) == 2
+
+
 def test_a_function_of_autograd_that_is_replaced_is_seen(device):
     class Twice(torch.autograd.Function):
         @staticmethod
