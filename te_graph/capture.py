@@ -200,7 +200,7 @@ class CallableCapture:
             if is_last:
                 places = self._reader.places()
                 effects, generators = SideEffects(places), HostRandom(places)
-            code = CodeWatch(aside=self._hooks)
+            code = CodeWatch(aside=self._hooks, listens=self._reader.asks_for_names)
             with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
                 refusing = functools.partial(refuse_grad, self.label, self._places, watch)
                 with nothing if watch is nothing else GradWatch(refusing), code:

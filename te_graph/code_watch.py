@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import inspect
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 
 from te_graph.dispatch import is_own_file, is_user_file
+from te_graph.exchange import NameWatch
 from te_graph.names import is_users_module
 from te_graph.sites import run_region
 
 _CALL = run_region.__code__  # below it runs what is watched
 _ASIDE = ("<frozen importlib", typing.__file__)
 _MOST_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
+_LONGEST_NAME = 64
 _MOST_STARTS = 64  # of one piece of code that are told from each other
 
 
@@ -34,15 +37,18 @@ class CodeWatch:
 
     Args:
         aside: callables that are left out as well, with all that they call.
+        listens: whether ``names`` are wanted.
 
     Attributes:
+        names: of attributes that the user's code asks for by ``getattr`` and the like.
         codes: it, by identity: equal code may be there twice, with other globals.
         variables: of such code of the user's as has variables of the function around it: what these held when it
             started, for each of its starts. They tell which of several functions it was.
         scopes: the globals that each of ``codes`` ran with first.
     """
 
-    def __init__(self, aside: Iterable[Any] = ()) -> None:
+    def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
+        self.names: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.variables: dict[int, list[tuple]] = {}
         self.scopes: dict[int, dict[str, Any]] = {}
@@ -51,8 +57,10 @@ class CodeWatch:
         self._aside = {_code_of(callback) for callback in (*gc.callbacks, *aside)}
         self._collects_on: int | None = None  # thread
         self._is_profiling = False
+        self._name_watch = NameWatch(self._note_name) if listens else contextlib.nullcontext()
 
     def __enter__(self) -> CodeWatch:
+        self._name_watch.__enter__()
         gc.callbacks.append(self._on_collection)
         self._stop = self._monitored() if hasattr(sys, "monitoring") else self._profiled()
         return self
@@ -60,6 +68,7 @@ class CodeWatch:
     def __exit__(self, *failure: object) -> None:
         self._stop()
         gc.callbacks.remove(self._on_collection)
+        self._name_watch.__exit__(*failure)
 
     def users_codes(self) -> Iterator[tuple[int, types.CodeType]]:
         """What the user wrote of ``codes``, or had made from text outside of installed packages."""
@@ -82,6 +91,14 @@ class CodeWatch:
                 return True
             frame = frame.f_back
         return False
+
+    def _is_ours(self) -> bool:
+        """Whether what happens on this thread belongs to what is watched."""
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+    def _note_name(self, name: str) -> None:
+        if len(name) < _LONGEST_NAME and name.isidentifier() and self._is_ours():
+            self.names.add(name)
 
     def _note(self, frame: types.FrameType) -> None:
         """Of a function that starts."""
@@ -106,7 +123,7 @@ class CodeWatch:
             return self._profiled()
 
         def note(code: types.CodeType, offset: int) -> None:
-            if threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1:
+            if self._is_ours():
                 self._note(sys._getframe(1))
 
         def stop() -> None:

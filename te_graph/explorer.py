@@ -46,14 +46,19 @@ class Explorer:
         self._at_places: list[weakref.ref[types.FunctionType]] = []
         self.is_at_a_loss = False
 
+    @property
+    def asks_for_names(self) -> bool:
+        """Whether code has strings for names of attributes, which it may put together at run time."""
+        return self._names.asks_for_names
+
     def note(self, watch: CodeWatch) -> None:
-        """Remember what a call was seen to run, by identity."""
+        """Remember what a call was seen to run, by identity, and to ask for by name."""
         at_places = _live(self._at_places)
         functions = functions_of(watch, at_places)
         self._seen_to_run.update(dict.fromkeys(functions))
         new = {key: code for key, code in watch.codes.items() if key not in self._ran}
         self._ran.update(new)
-        self._names = replace(self._names, ran=frozenset(self._ran))
+        self._names = replace(self._names, ran=frozenset(self._ran)).with_strings(watch.names)
         known = {id(function.__code__) for function in [*at_places, *functions]}
         codes = [code for code in new.values() if is_user_file(code.co_filename)]
         self._running += [code for code in codes if id(code) in known or not is_generated(code)]

@@ -7,6 +7,7 @@ import functools
 import itertools
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -169,6 +170,27 @@ def contents(place: Place) -> Iterator[Place]:
             method = type(obj).__call__
             if isinstance(method, types.FunctionType):
                 yield kind.child(method, name, _Kind.ATTRIBUTE, "__call__")
+
+
+def items_in(place: Place) -> Iterator[Place]:
+    """What a dictionary holds, under keys that are compared by value or found by themselves."""
+    for number, (key, value) in enumerate(list(place.obj.items())):
+        if is_value(key):
+            yield place.child(value, f"{place.name}[{key!r}]", _Kind.ITEM, key)
+        elif isinstance(key, weakref.ref):
+            yield place.child(value, f"{place.name}[{number}]", _Kind.ITEM, key)
+        else:
+            item = place.child(value, f"{place.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)
+            item.key_place = place.child(key, f"key of {place.name}", _Kind.KNOWN)
+            yield from (item.key_place, item)
+
+
+def members_in(place: Place) -> Iterator[Place]:
+    """Of a set: objects that others may refer to weakly; the others are compared as the set is."""
+    for member in place.obj:
+        obj = member() if isinstance(member, weakref.ref) else member
+        if not is_value(obj) and type(obj).__weakrefoffset__:
+            yield place.child(obj, f"a member of {place.name}", _Kind.KNOWN)
 
 
 def _function_contents(place: Place) -> Iterator[Place]:

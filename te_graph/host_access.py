@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_graph.exchange import Exchange
 from te_graph.refusals import Refusals, refuse_host_access
 
 _METHODS = ("tolist", "numpy", "__array__", "__repr__", "cpu", "cuda", "to")
@@ -37,39 +38,32 @@ def _seen(func: Callable) -> Callable:
     return seen
 
 
-class _Methods:
-    """The methods of ``torch.Tensor``, shared by all threads: exchanged by the first watch, put back by the last."""
+class _Methods(Exchange):
+    """The methods of ``torch.Tensor``."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
+        super().__init__()
         self._own: dict[str, Any] = {}
 
-    def exchange(self) -> None:
+    def _exchange(self) -> None:
         # It makes tables of the methods when it is first imported, which torch does for the first dispatch mode.
         import torch._dynamo
 
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                own = vars(torch.Tensor)
-                self._own = {name: own[name] for name in (*_METHODS, *_PROPERTIES) if name in own}
-                for name in _METHODS:
-                    setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name)))
-                for name in _PROPERTIES:
-                    member = getattr(torch.Tensor, name)
-                    parts = _seen(member.__get__), _seen(member.__set__), _seen(member.__delete__)
-                    setattr(torch.Tensor, name, property(*parts))
+        own = vars(torch.Tensor)
+        self._own = {name: own[name] for name in (*_METHODS, *_PROPERTIES) if name in own}
+        for name in _METHODS:
+            setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name)))
+        for name in _PROPERTIES:
+            member = getattr(torch.Tensor, name)
+            parts = _seen(member.__get__), _seen(member.__set__), _seen(member.__delete__)
+            setattr(torch.Tensor, name, property(*parts))
 
-    def put_back(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                for name in (*_METHODS, *_PROPERTIES):
-                    if name in self._own:
-                        setattr(torch.Tensor, name, self._own[name])
-                    else:
-                        delattr(torch.Tensor, name)
+    def _put_back(self) -> None:
+        for name in (*_METHODS, *_PROPERTIES):
+            if name in self._own:
+                setattr(torch.Tensor, name, self._own[name])
+            else:
+                delattr(torch.Tensor, name)
 
 
 _methods = _Methods()
@@ -83,11 +77,11 @@ class MethodWatch:
 
     def __enter__(self) -> Any:
         _of_thread.watches = [*getattr(_of_thread, "watches", ()), self]
-        _methods.exchange()
+        _methods.begin(self)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        _methods.put_back()
+        _methods.end(self)
         _of_thread.watches = _of_thread.watches[:-1]
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from te_graph.dispatch import is_user_file
 
 _UNNAMED = frozenset({"__dict__", "vars", "dir", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
-_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 _NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})
 GETTERS = (operator.attrgetter, operator.methodcaller)
@@ -36,8 +36,7 @@ class Names:
         optional: those that code may look for without relying on them (``getattr`` with a default).
         asked: of those, the ones that code asks for as a string or in a pattern.
         ran: identities of the code that was seen to run, by which methods count that Python calls by itself.
-        is_enough: no code looks at attributes without naming them. ``getattr`` with a name that is put together at run
-            time is not seen.
+        is_enough: no code looks at attributes without naming them.
     """
 
     said: frozenset[str] = frozenset()
@@ -48,6 +47,11 @@ class Names:
     @property
     def is_enough(self) -> bool:
         return not self.said & _UNNAMED
+
+    @property
+    def asks_for_names(self) -> bool:
+        """Code has strings for names of attributes, which it may put together at run time."""
+        return not self.said.isdisjoint(BY_NAME)
 
     def may_read(self, obj: Any, attribute: str) -> bool:
         """Whether the code may read ``attribute`` of ``obj``."""
@@ -77,7 +81,7 @@ class Names:
 
     def with_strings(self, strings: Iterable[str]) -> Names:
         """These, and ``strings``, which code may pass to ``getattr``, if any code does."""
-        if self.said.isdisjoint(_BY_NAME):
+        if not self.asks_for_names:
             return self
         found = {string for string in strings if string.isidentifier()}
         return replace(self, said=self.said | found, optional=self.optional | found, asked=self.asked | found)
@@ -196,7 +200,7 @@ def strings_in(code: types.CodeType) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def _optional_in(code: types.CodeType) -> frozenset[str]:
     strings = strings_in(code)
-    if strings.isdisjoint(_BY_NAME) and not may_do_without(code):
+    if strings.isdisjoint(BY_NAME) and not may_do_without(code):
         return frozenset()
     return frozenset(string for string in strings if string.isidentifier() and not is_implicit(string))
 

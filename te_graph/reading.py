@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import types
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,9 +17,9 @@ from te_graph.code_watch import CodeWatch, functions_of, too_many
 from te_graph.dispatch import is_own_file, is_user_file
 from te_graph.facts import NAMESPACES, slots_of
 from te_graph.graphed_class import plain_class
-from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, name_of, submodules, walk
+from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, items_in, members_in, name_of, submodules, walk
 from te_graph.library_objects import inside
-from te_graph.names import GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
+from te_graph.names import BY_NAME, GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
 from te_graph.plain_values import holds_values, is_bulk, is_value
 from te_graph.users_classes import bases_of, is_opaque, members_below, methods_of_user, written_by_user
 
@@ -92,7 +91,8 @@ class Reader:
     The code is that of the functions met, of those methods of classes met that it names itself, and what was seen to
     run, whoever called it; of a module whose
     class torch wrote, or derives from such a one, also all that torch's methods name. Where code looks at attributes
-    without naming them (``vars(self)``), it may read all of them. Not seen are names put together at run time.
+    without naming them (``vars(self)``), it may read all of them. Names that are put together at run time are those
+    that it was seen to ask for.
 
     Args:
         root: the callable.
@@ -132,10 +132,17 @@ class Reader:
     def note(self, watch: CodeWatch) -> None:
         """Remember what the callable was seen to run."""
         self._ran.update(watch.codes)
+        self._said |= watch.names
+        self._asked |= watch.names
         missed = functions_of(watch, [*self._at_places, *self._elsewhere])
         self._elsewhere += [one for one in missed if not one.__code__.co_filename.startswith(_CODE_OF_FX)]
         for _, code in watch.users_codes():
             self._learn_code(code)
+
+    @property
+    def asks_for_names(self) -> bool:
+        """Whether code has strings for names of attributes, which it may put together at run time."""
+        return not self._said.isdisjoint(BY_NAME)
 
     @property
     def elsewhere(self) -> list[types.FunctionType]:
@@ -325,13 +332,13 @@ class Reader:
             yield from self._inside_tensor(place)
         elif isinstance(obj, dict):
             if not is_bulk(obj):
-                yield from itertools.islice(_items(place), MAX_OBJECTS)
+                yield from itertools.islice(items_in(place), MAX_OBJECTS)
         elif isinstance(obj, list | tuple):
             if not is_bulk(obj):
                 yield from contents(place)
         elif isinstance(obj, set | frozenset):
             if not holds_values(obj):
-                yield from _members(place)
+                yield from members_in(place)
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
             if isinstance(vars(obj).get("registry"), types.MappingProxyType):  # of functools.singledispatch
                 yield place.attributes().item("registry", f"functions of {obj.__name__}")
@@ -406,26 +413,6 @@ class Reader:
     def _is_ignored_variable(self, place: Place) -> bool:
         variable = place.name.rpartition(" variable ")[2]
         return variable in self._ignored
-
-
-def _items(place: Place) -> Iterator[Place]:
-    for number, (key, value) in enumerate(list(place.obj.items())):
-        if is_value(key):
-            yield place.child(value, f"{place.name}[{key!r}]", _Kind.ITEM, key)
-        elif isinstance(key, weakref.ref):
-            yield place.child(value, f"{place.name}[{number}]", _Kind.ITEM, key)
-        else:
-            item = place.child(value, f"{place.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)
-            item.key_place = place.child(key, f"key of {place.name}", _Kind.KNOWN)
-            yield from (item.key_place, item)
-
-
-def _members(place: Place) -> Iterator[Place]:
-    """Of a set: objects that others may refer to weakly; the others are compared as the set is."""
-    for member in place.obj:
-        obj = member() if isinstance(member, weakref.ref) else member
-        if not is_value(obj) and type(obj).__weakrefoffset__:
-            yield place.child(obj, f"a member of {place.name}", _Kind.KNOWN)
 
 
 def _holds_more(obj: Any) -> bool:

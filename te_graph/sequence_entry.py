@@ -192,7 +192,7 @@ def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, Sequen
     if explorer.is_at_a_loss:
         return call(frame), None
     before = Surroundings(facts, used=set(), is_strict=False).guard
-    watch, reads, code = RegionWatch(), GradReads(), CodeWatch()
+    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=explorer.asks_for_names)
     with capturing(), reads, watch, code:
         result = call(frame)
     explorer.note(code)
@@ -290,7 +290,7 @@ class _Attempt:
             yield
 
     def run(self) -> None:
-        before, code = random_state(), CodeWatch()
+        before, code = random_state(), CodeWatch(listens=self._explorer.asks_for_names)
         try:
             with code:
                 self._result = call(self._frame)

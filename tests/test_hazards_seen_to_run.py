@@ -5,6 +5,7 @@ The reference is the same program built again and run eagerly, changed in the sa
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import enum
@@ -23,7 +24,7 @@ from mutations import assert_not_seen, assert_seen, batch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from te_graph import make_graphed_callables
+from te_graph import graphed, make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -219,12 +220,47 @@ def chosen_closure() -> Made:
     return lambda x: near(x) + choose()(x), configs[1]
 
 
+def name_put_together() -> Made:
+    config, part = Config(), "cale"
+    return lambda x: x * getattr(config, f"s{part}"), config
+
+
+def names_one_after_the_other() -> Made:
+    config = Config()
+    outer = SimpleNamespace(inner=config)
+    return lambda x: x * functools.reduce(getattr, f"inner.{'elacs'[::-1]}".split("."), outer), config
+
+
+def name_put_together_by_a_descriptor() -> Made:
+    class Stored:
+        def __set_name__(self, kind: type, name: str) -> None:
+            self.place = "s" + name[::-1]
+
+        def __get__(self, owner: Any, kind: type) -> float:
+            return getattr(owner, self.place, 2.0)
+
+    class Own:
+        elac = Stored()
+
+    own = Own()
+    return lambda x: x * own.elac, own
+
+
+def asked_whether_it_is_there() -> Made:
+    class Plain:
+        pass
+
+    plain, part = Plain(), "cale"
+    return lambda x: x * 3 if hasattr(plain, f"s{part}") else x, plain
+
+
 WHERE = {
     made.__name__: made
     for made in (
         *(constructor, comparison, every_attribute, mangled_slot, empty_slot, member_of_a_set, member_of_a_weak_set),
         *(key_of_a_dict, pattern, pattern_without_match, not_there_yet, getter, value_of_an_enumeration),
-        *(attribute_of_a_number, class_of_a_class, far_away, chosen_closure),
+        *(attribute_of_a_number, class_of_a_class, far_away, chosen_closure, name_put_together),
+        *(names_one_after_the_other, name_put_together_by_a_descriptor, asked_whether_it_is_there),
     )
 }
 
@@ -232,6 +268,41 @@ WHERE = {
 @pytest.mark.parametrize("where", WHERE)
 def test_a_change_is_seen(where: str, device: str) -> None:
     assert_seen(WHERE[where], lambda owner: setattr(owner, "scale", 3.0), "", device)
+
+
+@pytest.mark.parametrize("where", [name_put_together, names_one_after_the_other, asked_whether_it_is_there])
+def test_a_change_is_seen_by_a_graphed_function(where: Callable[[], Made], device: str) -> None:
+    call, owner = where()
+    function, x = graphed(lambda x: call(x)), torch.ones(3, device=device)
+    for scale in (2.0, 3.0):
+        for _ in range(4):
+            assert torch.equal(function(x), call(x))
+        owner.scale = scale + 1
+    assert torch.equal(function(x), call(x))
+    assert function.stats()["replays"] > 2
+
+
+def test_a_forward_that_changes_an_attribute_with_a_name_put_together_is_refused(device: str) -> None:
+    config, part = Config(), "cale"
+
+    def call(x: Tensor) -> Tensor:
+        setattr(config, f"s{part}", config.scale + 1)
+        return x * 2
+
+    with pytest.raises(RuntimeError, match=r"the forward changes .*scale"):
+        make_graphed_callables(call, (batch(device),))
+
+
+def test_a_capture_leaves_the_functions_of_python_as_they_were(device: str) -> None:
+    before = dict(vars(builtins))
+
+    def call(x: Tensor) -> Tensor:
+        assert getattr(x, "de" + "vice") == x.device
+        return x.unsqueeze_(0)
+
+    with pytest.raises(RuntimeError, match="shape"):
+        make_graphed_callables(call, (batch(device),))
+    assert all(before[name] is now for name, now in vars(builtins).items())
 
 
 def test_an_attribute_that_hides_what_getattr_made_up_is_seen(device: str) -> None:
@@ -305,9 +376,9 @@ def test_functions_that_are_more_than_can_be_compared_are_refused_by_name(device
     with pytest.raises(RuntimeError, match="100 functions scaled are more than can be compared"):
         make_graphed_callables(lambda x: choose()(x), (batch(device),))
     held = list(kept)
-    graphed = make_graphed_callables(lambda x: held[99](x), (batch(device),))
-    graphed(batch(device))
-    assert replays(graphed) == 1
+    replaying = make_graphed_callables(lambda x: held[99](x), (batch(device),))
+    replaying(batch(device))
+    assert replays(replaying) == 1
 
 
 def test_a_capture_leaves_the_variables_of_closures_alone(device: str) -> None:
@@ -329,7 +400,7 @@ def test_a_capture_leaves_the_variables_of_closures_alone(device: str) -> None:
     call, config = build()
     with torch.no_grad():
         call(batch(device))
-    graphed = make_graphed_callables(call, (batch(device),), ignore_attributes=("gone",))
-    graphed(batch(device))
-    assert replays(graphed) == 1
+    replaying = make_graphed_callables(call, (batch(device),), ignore_attributes=("gone",))
+    replaying(batch(device))
+    assert replays(replaying) == 1
     assert config.scale == 2.0
