@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
 from te_graph.autocast import cast_at_each_use, casts_of, own_casts
@@ -35,6 +34,7 @@ from te_graph.group import Group
 from te_graph.homes import HOOK_DICTS, walk
 from te_graph.host_access import GradWatch
 from te_graph.layout import copy_with_gaps, static_copy
+from te_graph.module_calls import ModuleCalls
 from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.reading import Reader
 from te_graph.results import ResultPlan, inner_outputs, views_kept
@@ -154,12 +154,10 @@ class CallableCapture:
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
         generators = HostRandom(self._places)
-        called: set[int] = set()
-        on_call = register_module_forward_pre_hook(lambda module, _: called.add(id(self._met(module))))
         try:
-            tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
+            with ModuleCalls(self._refuse_hooks) as calls:
+                tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
         finally:
-            on_call.remove()
             isolation.restore()
             generators.restore()
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -177,18 +175,17 @@ class CallableCapture:
                 self._places,
                 self.watch.externals,
                 self.gradients.parameters,
-                called,
+                calls.called,
                 self.group.options.hooks == "captured",
             )
         except (RuntimeError, TypeError) as error:
             raise type(error)(f"{self.label}: {error}") from None
 
-    def _met(self, module: nn.Module) -> nn.Module:
-        """``module``, which is about to be called, and before its hooks are: they are not for samples."""
+    def _refuse_hooks(self, module: nn.Module) -> None:
+        """Of a ``module`` that is about to be called, and before they are: they are not for samples."""
         if self.group.options.hooks == "refuse" and module is not self.root:
             place = next((place for place in self._places if place.obj is module), None)
             check_hooks(module, f"{self.label}: {(place and place.name) or type(module).__name__}")
-        return module
 
     def _iterate(self, iterations: int) -> list[Tensor]:
         """The iterations of the warm-up; returns the results of the last one, [...] each."""

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from te_graph.dispatch import is_user_file
+from te_graph.facts import Private
 
 
-class Exchange:
+class Exchange(Private):
     """What all threads share: exchanged by the first user, put back by the last.
 
     Attributes:
@@ -30,7 +31,8 @@ class Exchange:
 
     def end(self, user: Any) -> None:
         with self._lock:
-            self.users = tuple(one for one in self.users if one is not user)
+            last = next(number for number in reversed(range(len(self.users))) if self.users[number] is user)
+            self.users = (*self.users[:last], *self.users[last + 1 :])
             if not self.users:
                 self._put_back()
 

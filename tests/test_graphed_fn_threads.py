@@ -77,6 +77,31 @@ def test_threads_that_capture_at_once() -> None:
     on_threads(3, work)
 
 
+def test_a_call_looks_into_nothing_of_a_capture_on_another_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """The capture has a hook on all modules for a time, and what the hook leads to is large, and changing."""
+    twice = graphed(lambda t: t * 2)
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:  # [4] -> [4]
+            on_threads(1, lambda _: assert_bitwise_equal(twice(torch.ones(4)), torch.full((4,), 2.0)))
+            return super().forward(x)
+
+    make_graphed_callables(Net(4, 4), (torch.ones(4, requires_grad=True),))
+    assert not [record.message for record in caplog.records if "places" in record.message]
+
+
+def test_a_capture_takes_no_notice_of_modules_that_another_thread_calls() -> None:
+    hooked = nn.Linear(4, 4)
+    hooked.register_forward_hook(lambda module, args, result: result * 2)
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:  # [4] -> [4]
+            on_threads(1, lambda _: hooked(torch.ones(4)))
+            return super().forward(x)
+
+    make_graphed_callables(Net(4, 4), (torch.ones(4, requires_grad=True),))
+
+
 def test_one_graphed_function_captured_from_several_threads() -> None:
     double = graphed(lambda t: t * 2)
 
