@@ -368,7 +368,7 @@ class Reader:
         for key, value in list(members.obj.items()):
             if key == "_modules":
                 yield from submodules(place)
-            elif key in _TABLES:
+            elif key in _TABLES and isinstance(value, dict):  # those of TorchScript are not
                 table = members.item(key, name_of(key, place.name), distance=0)
                 yield from (table.item(name, name_of(name, place.name), distance=0) for name in value)
             elif key not in HOOK_DICTS and key not in ("training", "forward") and self._reads(place, key):

@@ -39,6 +39,12 @@ _REFUSED = (
         "copies its module to several GPUs at each call: put DistributedDataParallel around graphed layers, with one "
         "process for each GPU",
     ),
+    (
+        "ScriptModule",
+        "torch.jit",
+        "keeps its parameters where a guard cannot follow them: give the module that it was made of, or graph what is "
+        "around it",
+    ),
 )
 _COMPILED = "OptimizedModule"
 _COMPILER = "torch._dynamo.eval_frame"

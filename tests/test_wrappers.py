@@ -127,6 +127,13 @@ def test_dtensor_parameter_is_refused(place: str) -> None:
     assert_refused(below(module)[place], "its weight is a DTensor")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("make", [torch.jit.script, lambda module: torch.jit.trace(module, batch())])
+def test_module_of_torchscript_is_refused(place: str, make: Callable) -> None:
+    assert_refused(below(make(network()))[place], "ScriptModule keeps its parameters where a guard cannot follow them")
+
+
 @pytest.mark.usefixtures("_alone")
 def test_fsdp2_after_capture_is_refused_at_the_call_and_reset_leaves_it_sharded() -> None:
     from torch.distributed.fsdp import FSDPModule, fully_shard
