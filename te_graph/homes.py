@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.nest import instance_dict, own_attribute
 from te_graph.plain_values import is_bulk, is_value
 from te_graph.signature import is_constant
 
@@ -60,10 +61,10 @@ class Place:
 
     def attributes(self) -> Place | None:
         """The instance dictionary, or None for objects without one."""
-        members = getattr(self.obj, "__dict__", None)
+        members = instance_dict(self.obj)
         if isinstance(self.obj, threading.local):  # another one on each thread
             return self.child(members, self.name, _Kind.ATTRIBUTE, "__dict__", distance=0)
-        return self.child(members, self.name, _Kind.INSTANCE_DICT, distance=0) if isinstance(members, dict) else None
+        return None if members is None else self.child(members, self.name, _Kind.INSTANCE_DICT, distance=0)
 
     def item(self, key: Any, name: str, distance: int = 1) -> Place:
         return self.child(self.obj[key], name, _Kind.ITEM, key, distance=distance)
@@ -100,7 +101,7 @@ def walk(
     while queue and len(seen) < MAX_OBJECTS:
         place = queue.popleft()
         # Values of classes of the user's, enumerations among them, may have attributes.
-        is_leaf = is_value(place.obj) and not hasattr(place.obj, "__dict__")
+        is_leaf = is_value(place.obj) and own_attribute(place.obj, "__dict__") is NotImplemented
         first = place if is_leaf else seen.setdefault(id(place.obj), place)
         if first is not place and not isinstance(place.obj, Tensor):  # those count under each of their names
             place.again = first

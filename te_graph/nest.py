@@ -12,6 +12,7 @@ import copyreg
 import dataclasses
 import enum
 import functools
+import threading
 import types
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -174,7 +175,8 @@ def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]]
         children = list(node)
         keys = tuple(range(len(children)))
     state = _state(node)
-    context = (getattr(node, "default_factory", None), getattr(node, "maxlen", None))
+    default_factory = node.default_factory if isinstance(node, collections.defaultdict) else None
+    context = (default_factory, node.maxlen if isinstance(node, collections.deque) else None)
     return (*keys, *state), len(keys), context, [*children, *state.values()]
 
 
@@ -183,8 +185,24 @@ def _state(node: Any) -> dict[str, Any]:
     names = set(copyreg._slotnames(type(node)))
     if dataclasses.is_dataclass(node):
         names.update(field.name for field in dataclasses.fields(node))  # some may be of the class
-    state = {**{name: getattr(node, name) for name in names if hasattr(node, name)}, **getattr(node, "__dict__", {})}
+    values = {name: own_attribute(node, name) for name in names}
+    state = {name: value for name, value in values.items() if value is not NotImplemented}
+    state.update(instance_dict(node) or {})
     return {name: state[name] for name in sorted(state)}
+
+
+def instance_dict(obj: Any) -> dict[str, Any] | None:
+    """The attributes of an object that has a dictionary of them."""
+    members = obj.__dict__ if isinstance(obj, threading.local) else own_attribute(obj, "__dict__")
+    return members if isinstance(members, dict) else None
+
+
+def own_attribute(obj: Any, name: str) -> Any:
+    """Without what the class makes up (``__getattr__ = dict.__getitem__``); NotImplemented where there is none."""
+    try:
+        return object.__getattribute__(obj, name)
+    except AttributeError:
+        return NotImplemented
 
 
 def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from te_graph import _C
 from te_graph.homes import Place
+from te_graph.nest import instance_dict
 from te_graph.plain_values import is_bulk, is_value
 
 _CONTAINERS = (dict, list, set, deque)
@@ -33,7 +34,7 @@ class ContainerState:
     def _keep_contents(self, obj: object) -> None:
         if isinstance(obj, _CONTAINERS):
             self._keep(obj)
-        elif isinstance(members := getattr(obj, "__dict__", None), dict):
+        elif (members := instance_dict(obj)) is not None:
             self._keep(members)
             if isinstance(obj, nn.Module):
                 tables = (obj._parameters, obj._buffers, obj._modules)

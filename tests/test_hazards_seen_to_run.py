@@ -246,6 +246,21 @@ def name_put_together_by_a_descriptor() -> Made:
     return lambda x: x * own.elac, own
 
 
+def without_an_instance_dictionary() -> Made:
+    class Own:
+        __slots__ = ("table",)
+
+        def __init__(self, **table: Any) -> None:
+            self.table = table
+
+        def __getattr__(self, name: str) -> Any:
+            return self.table[name]  # which raises another error than it should
+
+    config = Config()
+    own = Own(config=config)
+    return lambda x: x * own.config.scale, config
+
+
 def asked_whether_it_is_there() -> Made:
     class Plain:
         pass
@@ -261,6 +276,7 @@ WHERE = {
         *(key_of_a_dict, pattern, pattern_without_match, not_there_yet, getter, value_of_an_enumeration),
         *(attribute_of_a_number, class_of_a_class, far_away, chosen_closure, name_put_together),
         *(names_one_after_the_other, name_put_together_by_a_descriptor, asked_whether_it_is_there),
+        without_an_instance_dictionary,
     )
 }
 

@@ -63,6 +63,21 @@ class Triple(Pair):
     """A subclass of a named tuple, with an instance dictionary."""
 
 
+class ItemsAsAttributes(dict):
+    """Says KeyError where others say AttributeError; has no instance dictionary."""
+
+    __slots__ = ()
+    __getattr__ = dict.__getitem__
+
+
+class MakesAnythingUp(dict):
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+    def __missing__(self, name: str) -> Any:
+        return MakesAnythingUp()
+
+
 class Registered:
     def __init__(self, x: Tensor, more: Any) -> None:
         self.x, self.more = x, more
@@ -97,6 +112,8 @@ MAKERS = {
     "subclass of OrderedDict": filled(Ordered),
     "defaultdict": filled(defaultdict, list),
     "subclass of defaultdict": filled(Defaulting, list),
+    "items as attributes": filled(ItemsAsAttributes),
+    "makes anything up": filled(MakesAnythingUp),
     "UserDict": filled(UserDict),
     "list subclass": lambda x, more: Stack([x, more]),
     "UserList": lambda x, more: UserList([x, more]),
@@ -119,7 +136,8 @@ def parts(nest: Any) -> tuple[type, Any, Any, Any]:
         assert nest.last_hidden_state is nest["last_hidden_state"]
         return kind, nest.last_hidden_state, nest.hidden_states[0], list(nest)
     if isinstance(nest, dict | UserDict):
-        extra = (getattr(nest, "source", None), getattr(nest, "default_factory", None), list(nest))
+        named = [] if hasattr(kind, "__getattr__") else ["source", "default_factory"]
+        extra = (*(getattr(nest, name, None) for name in named), list(nest))
         return kind, nest["x"], nest["more"], extra
     if isinstance(nest, list | deque | UserList):
         return kind, nest[0], nest[1], (len(nest), getattr(nest, "maxlen", None))
