@@ -286,7 +286,7 @@ class _Attempt:
         for fact in self._before:
             if isinstance(fact.obj, Tensor):
                 self.watch.keep_grads(fact.obj)
-        with on_gpu, self._reads, self.watch:
+        with on_gpu, self._reads, self.watch, torch.autograd.set_detect_anomaly(False):  # it reads values on the host
             yield
 
     def run(self) -> None:

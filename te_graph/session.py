@@ -69,6 +69,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         transaction.enter_context(backend.session())
         transaction.enter_context(capturing())
         transaction.enter_context(watching_wrappers())
+        transaction.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values on the host
         on_failure = transaction.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []

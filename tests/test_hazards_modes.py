@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot, train
 
-from te_graph import make_graphed_callables
+from te_graph import graphed, make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -238,6 +238,22 @@ def test_hazard_22_a_recomputation_that_would_overwrite_activations_is_refused(d
         backward_of(output)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_does_not_stop_a_capture(device):
+    """It looks for NaN on the host in each backward."""
+    model, x = net(device), batch(device)
+    eager = eager_twin(model)
+    step = graphed(lambda x: torch.autograd.grad(eager(x).square().sum(), list(eager.parameters())))
+    with torch.autograd.set_detect_anomaly(True):
+        make_graphed_callables(model, (batch(device),))
+        assert torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        for _ in range(3):
+            assert_bitwise_equal(run(model, x), run(eager, x))
+            assert_bitwise_equal(step(x.detach()), step.__wrapped__(x.detach()))
+    assert model.te_graph.info()["forward_replays"] == 3
+    assert step.stats()["captures"] == 1
+
+
 def test_hazard_23_double_backward_is_refused(device):
     model = net(device)
     make_graphed_callables(model, (batch(device),))
@@ -302,8 +318,8 @@ def test_hazard_24_what_depends_on_data_in_python_is_refused_without_a_trace(dev
     if device == "cpu":
         line = function.__code__.co_firstlineno + 1
         assert f"test_hazards_modes.py:{line} in {function.__name__}" in str(refusal.value)
-    graphed = make_graphed_callables(torch.sin, (sample,))
-    assert_bitwise_equal(run(graphed, sample), run(torch.sin, sample))
+    replaying = make_graphed_callables(torch.sin, (sample,))
+    assert_bitwise_equal(run(replaying, sample), run(torch.sin, sample))
 
 
 @pytest.mark.gpu
