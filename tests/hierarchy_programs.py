@@ -149,10 +149,8 @@ def failure(text: str, changes: list[str], on_mismatch: str = "capture", is_kept
     except Exception as error:
         return f"capture: {type(error).__name__}: {error}"
     for change in ["", *changes]:
-        for m in (graphed, eager):
-            is_shared = not ("m." in change)
-            if not (is_shared and m is eager):
-                exec(change, vars(module), None) if is_shared else exec(change, {**vars(module), "m": m})
+        for m in (graphed, eager) if "m." in change else (None,):
+            exec(change, vars(module) if m is None else {**vars(module), "m": m})
         for count in range(2):
             before = graphed.te_graph.info()["forward_replays"]
             seen = [_seen(m, x) for m in (graphed, eager)]
