@@ -69,6 +69,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
         transaction.enter_context(backend.session())
         transaction.enter_context(capturing())
         transaction.enter_context(watching_wrappers())
+        transaction.enter_context(_saved_tensor_hooks_off())
         transaction.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values on the host
         on_failure = transaction.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
@@ -110,6 +111,20 @@ def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> Calla
     if predecessor is not None:
         capture.link_to(predecessor, everything=job.sample is None)
     return capture
+
+
+@contextlib.contextmanager
+def _saved_tensor_hooks_off() -> Iterator[None]:
+    """What a warm-up saves is no business of the code around it: a checkpoint would take it for its own."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextlib.contextmanager

@@ -73,3 +73,16 @@ def test_a_checkpoint_around_a_call_is_no_reason_to_run_it_eagerly(device):
     assert_bitwise_equal(*results)
     assert replays(model) == 1
     assert model.te_graph.info()["eager_calls"] == {}
+
+
+def test_a_capture_inside_a_checkpoint_is_none_of_its_business(device):
+    """The calls have other sizes than the sample, and are captured as they come: in the checkpoint's forward."""
+    model = nn.Sequential(net(device), nn.LayerNorm(4).to(device))
+    twin = eager_twin(model)
+    make_graphed_callables(model[0], (batch(device),), on_mismatch="capture", max_in_flight=2)
+    for rows in (5, 3, 5):
+        x = torch.randn(rows, 4, device=device, requires_grad=True)
+        results = [run(lambda x, one=one: checkpoint(one, x, use_reentrant=False), x) for one in (model, twin)]
+        assert_bitwise_equal(*results)
+    info = model[0].te_graph.info()
+    assert (info["eager_calls"], info["signatures"]) == ({}, 2)
