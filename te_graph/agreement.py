@@ -143,7 +143,7 @@ class Agreement:
             try:
                 self._store.wait([self._key(rank)], timedelta(seconds=max(0.001, min(_GLANCE, left))))
                 return
-            except dist.DistStoreError as error:
+            except RuntimeError as error:  # that of a FileStore is no DistStoreError
                 if self._store.check([self._over]):
                     reason = self._store.get(self._over).decode(errors="replace")[:_MAX_REASON]
                     raise RuntimeError(f"PeerGroup: other ranks have given up this attempt: {reason}") from error

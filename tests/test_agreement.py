@@ -123,6 +123,21 @@ def test_who_comes_late_takes_part_in_the_next_attempt(world: World) -> None:
     assert found == [[0, 1, 2]] * 3
 
 
+def test_a_file_for_a_store_is_waited_for_as_long(world: World, tmp_path, monkeypatch) -> None:
+    """FileStore says by another error than the others that time is over."""
+    monkeypatch.setattr(agreement, "_GLANCE", 0.05)
+    world.store = dist.FileStore(str(tmp_path / "store"), world.size)
+
+    def work(rank: int) -> Any:
+        time.sleep(0.5 if rank == 2 else 0)
+        return world.attempt(rank).step("meeting", lambda: rank)
+
+    assert world.run(*(lambda rank=rank: work(rank) for rank in range(3))) == [[0, 1, 2]] * 3
+    errors = world.run(*(lambda rank=rank: world.attempt(rank, 0.5).wait("meeting") for rank in range(2)))
+    assert all("rank 2 did not come within 0.5 s while meeting" in text for text in texts_of(errors))
+    assert world.run(*(lambda rank=rank: work(rank) for rank in range(3))) == [[0, 1, 2]] * 3
+
+
 def test_who_is_left_alone_in_the_middle_hears_that_the_others_gave_up(world: World, monkeypatch) -> None:
     """Rank 2 sleeps in the first step for longer than the others wait."""
     monkeypatch.setattr(agreement, "_GLANCE", 0.05)
