@@ -92,6 +92,8 @@ def clip_grads_with_norm_(
     gradients' device; no host sync unless it is on the CPU and they are not.
     """
     max_norm = _checked(max_norm)
+    if not isinstance(total_norm, Tensor):
+        raise TypeError(f"te_graph: expected total_norm to be a tensor, got {type(total_norm).__name__}")
     parts = parts_of(_parameters(parameters), True)
     clip_parts(parts, max_norm, total_norm, _EPS, found_inf)
 

@@ -45,7 +45,8 @@ class _Builder:
         if tensor.is_complex():
             if self.p != 2:
                 raise TypeError(f"te_graph: expected complex tensors with norm_type 2 only, got norm_type {self.p}")
-            tensor = torch.view_as_real(tensor)
+            # What is to be conjugated has the norm of what lies in its memory, and is scaled by as much.
+            tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
         key = (tensor.device, *(group.group_name for group in groups))
         self.tensors.setdefault(key, []).append(tensor)
         self.groups[key] = groups

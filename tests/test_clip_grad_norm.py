@@ -122,11 +122,20 @@ def test_gradients_that_carry_a_graph_of_their_own_are_clipped(device):
     parameter.grad = None
 
 
+def test_a_norm_that_is_a_number_is_refused_by_name(device):
+    with pytest.raises(TypeError, match="expected total_norm to be a tensor, got float"):
+        tg.clip_grads_with_norm_(parameters_of([torch.ones(3, device=device)]), 1.0, 2.0)
+
+
+@pytest.mark.parametrize("is_conjugate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_complex_gradients_have_a_2_norm(dtype, device):
+def test_complex_gradients_have_a_2_norm(dtype, is_conjugate, device):
     gradients = [torch.randn(size, dtype=dtype, device=device) for size in (5, CHUNK + 1)]
     ours, theirs = parameters_of(gradients), parameters_of(gradients)
-    norm, expected = tg.clip_grad_norm_(ours, 1.0), torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    if is_conjugate:  # as autograd leaves them where a parameter is used by its conjugate
+        for parameter in (*ours[:2], *theirs[:2]):
+            parameter.grad = parameter.grad.conj()
+    norm, expected = tg.clip_grad_norm_(ours, 1.0), torch.nn.utils.clip_grad_norm_(theirs, 1.0, foreach=False)
     torch.testing.assert_close(norm, expected.to(norm.dtype))
     for mine, other in zip(gradients_of(ours), gradients_of(theirs), strict=True):
         torch.testing.assert_close(mine, other)
