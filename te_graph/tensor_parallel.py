@@ -108,9 +108,12 @@ def _move(x: Tensor, group: tuple[str, int, int], way: str) -> Tensor:
 class _Region(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: tuple[str, int, int], there: str, back: str) -> Tensor:
-        ctx.group, ctx.back = group, back
+        ctx.group, ctx.there, ctx.back = group, there, back
         return _move(x, group, there)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _move(gradient, ctx.group, ctx.back), None, None, None
+        if not torch.is_grad_enabled():
+            return _move(gradient, ctx.group, ctx.back), None, None, None
+        # To be differentiated in turn, so a region itself: the derivatives of the bare ops are other ones.
+        return _Region.apply(gradient, ctx.group, ctx.back, ctx.there), None, None, None

@@ -201,6 +201,40 @@ def scenario_regions(rank: Rank) -> None:
             )
 
 
+def scenario_penalties(rank: Rank) -> None:
+    """The gradient of a gradient's square, as of one process that has all weights."""
+    world, r = rank.world, rank.rank
+    with open_group(rank) as group:
+        x = torch.randn(2 * world, 3 * world, device=rank.device)
+        up = torch.randn(world, 3 * world, 6, device=rank.device) / 4
+        down = torch.randn(world, 6, 3 * world, device=rank.device) / 4
+
+        def whole(x: Tensor) -> Tensor:
+            return sum(torch.tanh(x @ up[k]) @ down[k] for k in range(world)).square().sum()
+
+        def by_columns(x: Tensor) -> Tensor:
+            inner = torch.tanh(tp.copy_to_tp(x, group) @ up[r])
+            return tp.reduce_from_tp(inner @ down[r], group).square().sum()
+
+        def by_rows(x: Tensor) -> Tensor:
+            inner = torch.tanh(tp.gather_from_sp(tp.scatter_to_sp(x, group), group) @ up[r])
+            rows = tp.reduce_scatter_to_sp(inner @ down[r], group)
+            return tp.gather_from_sp(rows, group, tensor_parallel_output_grad=False).square().sum()
+
+        def by_elements(x: Tensor) -> Tensor:
+            return tp.gather_from_tp(torch.tanh(tp.scatter_to_tp(x, group)), group).square().sum()
+
+        pairs = ((by_columns, whole), (by_rows, whole), (by_elements, lambda x: torch.tanh(x).square().sum()))
+        for parallel, one in pairs:
+            torch.testing.assert_close(penalty(parallel, x), penalty(one, x), rtol=1e-4, atol=1e-4)
+
+
+def penalty(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(function(x), x, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), x)[0]
+
+
 def scenario_region_shapes(rank: Rank) -> None:
     with open_group(rank) as group:
         n = 2 * rank.world + 1
@@ -353,6 +387,10 @@ def test_gradients_of_odd_strides(ranks, seed):
 
 def test_regions_have_the_gradients_of_one_process(ranks, seed):
     ranks.run(scenario_regions, seed)
+
+
+def test_regions_have_the_second_derivatives_of_one_process(ranks, seed):
+    ranks.run(scenario_penalties, seed)
 
 
 def test_regions_name_a_size_that_ranks_cannot_share(ranks, seed):
