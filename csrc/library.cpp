@@ -12,8 +12,9 @@
 // (common/no_derivative.h).
 TORCH_LIBRARY(te_graph, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-    const auto def = [&](const char* text) {
-        m.def(text, tags);
+    using Kind = c10::AliasAnalysisKind;
+    const auto def = [&](const char* text, Kind kind = Kind::FROM_SCHEMA) {
+        m.def(torch::schema(text, kind), tags);
         const c10::FunctionSchema schema = torch::schema(text);
         if (!schema.is_mutable()) return;
         for (const auto bit : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
@@ -104,14 +105,16 @@ TORCH_LIBRARY(te_graph, m) {
 
     // Collectives of a te_graph.PeerGroup, by its name. x: any shape; fp32, fp16 or bf16 where there are sums,
     // reduction "sum", or "max" for fp32. Along `dim` reduce_scatter divides, all_gather multiplies the size by
-    // world_size.
-    def("all_reduce(Tensor x, str group, str reduction=\"sum\") -> Tensor");
+    // world_size. What is no function of its arguments alone is not left out where its result is not used: CONSERVATIVE
+    // says so to TorchScript, te_graph/effects.py to torch.compile.
+    def("all_reduce(Tensor x, str group, str reduction=\"sum\") -> Tensor", Kind::CONSERVATIVE);
     def("all_reduce_(Tensor(a!) x, str group, str reduction=\"sum\") -> ()");
     def("all_reduce_out(Tensor(a!) out, Tensor x, str group, str reduction=\"sum\") -> ()");
-    def("reduce_scatter(Tensor x, int dim, int world_size, str group, str reduction=\"sum\") -> Tensor");
+    def("reduce_scatter(Tensor x, int dim, int world_size, str group, str reduction=\"sum\") -> Tensor",
+        Kind::CONSERVATIVE);
     def("reduce_scatter_out(Tensor(a!) out, Tensor x, int dim, int world_size, str group, str reduction=\"sum\") -> "
         "()");
-    def("all_gather(Tensor x, int dim, int world_size, str group) -> Tensor");
+    def("all_gather(Tensor x, int dim, int world_size, str group) -> Tensor", Kind::CONSERVATIVE);
     def("all_gather_out(Tensor(a!) out, Tensor x, int dim, int world_size, str group) -> ()");
 }
 

@@ -14,6 +14,7 @@ from ranks import ranks_of
 from seeds import first_seed
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import te_graph as tg
@@ -96,6 +97,33 @@ def test_ops_that_write_are_traced_as_the_functional_one_and_a_copy(group) -> No
     x = torch.randn(4, 4)
     assert calls_of(function, x) == [["all_reduce", "all_reduce", "reduce_scatter", "all_gather"]]
     assert torch.equal(torch.compile(function)(x), function(x))
+
+
+def test_traces_keep_what_is_not_used(group) -> None:
+    def function(x: Tensor) -> Tensor:
+        tg.all_gather(x.cos(), group)
+        tg.reduce_scatter(x.exp(), group)
+        tg.all_reduce(x.sin(), group)
+        return x * 2
+
+    x = torch.randn(4)
+    fx = make_fx(function)(x)
+    fx.graph.eliminate_dead_code()
+    assert str(fx.graph).count("torch.ops.te_graph.") == 3
+    script = torch.jit.trace(function, x, check_trace=False)
+    torch._C._jit_pass_dce(script.graph)
+    assert str(script.graph).count("te_graph::") == 3
+    exported = torch.export.export(_Module(function), (x,)).run_decompositions()
+    assert str(exported.graph).count("te_graph.") == 3
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 def test_checkpoints_keep_the_results_of_collectives(group) -> None:
