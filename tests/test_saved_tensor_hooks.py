@@ -9,7 +9,7 @@ import torch
 from calls import replays
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from twins import assert_bitwise_equal, eager_twin, gradients_of, run
 
 from te_graph import make_graphed_callables
@@ -86,3 +86,13 @@ def test_a_capture_inside_a_checkpoint_is_none_of_its_business(device):
         assert_bitwise_equal(*results)
     info = model[0].te_graph.info()
     assert (info["eager_calls"], info["signatures"]) == ({}, 2)
+
+
+def test_a_checkpoint_with_a_slot_for_one_of_its_two_calls_ends_with_an_error_of_torch(device):
+    model = nn.Sequential(net(device), nn.LayerNorm(4).to(device))
+    make_graphed_callables(model[0], (batch(device),), on_exhausted="eager")
+    waiting = model[0](batch(device))
+    result = checkpoint(model, batch(device), use_reentrant=False)
+    waiting.sum().backward()
+    with pytest.raises(CheckpointError):
+        result.sum().backward()
