@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from calls import replays, run_alone
-from mutations import assert_equal_runs, assert_not_seen, assert_seen, both, linear
+from mutations import assert_equal_runs, assert_not_seen, assert_seen, batch, both, linear
 from torch import Tensor, nn
+
+from te_graph import make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -229,6 +231,33 @@ def test_a_member_that_code_gets_to_by_super_is_seen(device, case, is_inner):
         assert f"{name} of class {kind.__name__} was replaced" in reason
     assert_equal_runs(graphed, twin, device)
     assert replays(graphed) == 2
+
+
+@pytest.mark.parametrize("how", ["class", "bases"])
+def test_a_class_that_gets_between_two_others_is_not_seen(device, how):
+    """What README says that is not seen. It is wrong, and known to be."""
+
+    class First(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            return super().forward(x)
+
+    class Second(First):
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            return super().forward(x) * 2
+
+    class Inserted(First):
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            return super().forward(x) + 1
+
+    layer = Second(4, 4, device=device)
+    graphed, x = make_graphed_callables(nn.Sequential(layer), (batch(device),)), batch(device)
+    before = graphed(x).detach().clone()
+    if how == "class":
+        layer.__class__ = type("Third", (Second, Inserted), {})
+    else:
+        Second.__bases__ = (Inserted,)
+    assert not torch.equal(layer(x), before)
+    assert torch.equal(graphed(x), before)
 
 
 def test_a_function_of_autograd_that_is_replaced_is_seen(device):
