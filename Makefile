@@ -66,32 +66,34 @@ test-gpu: $(BUILT) tools
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr,null,object-size -fno-sanitize-recover=all \
 	-fno-omit-frame-pointer
 UNDER_SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1
+	ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1
 TORTURE := $(foreach topic,stress programs chain ownership hazards outputs gradients graphed_fn exhausted input_uses \
 	collectives multi_tensor fp8 class_programs training_scripts,tests/test_$(topic)*.py)
+TIMED := tests/test_graphed_fn_guard.py::test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds
 TSAN := build/sanitize-threads
 
 sanitize: $(BUILT) tools
 	TE_GRAPH_CUDA=0 CFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' $(PY) setup.py --quiet \
 		build_py --build-lib build/sanitize build_ext --build-lib build/sanitize --build-temp build/sanitize/objects
 	cd build/sanitize && $(UNDER_SANITIZERS) $(PY) -m pytest -n $(JOBS) -m 'not gpu' \
-		$(addprefix $(CURDIR)/,$(wildcard $(TORTURE))) $(ARGS)
+		--deselect $(TIMED) $(addprefix $(CURDIR)/,$(wildcard $(TORTURE))) $(ARGS)
 	$(call gtest,host,sanitize-gtest,-DTE_GRAPH_SANITIZE=ON)
 	TE_GRAPH_CUDA=0 cmake -G Ninja -S . -B $(TSAN) -DPython_EXECUTABLE=$(PY) -DCMAKE_CXX_FLAGS='-fsanitize=thread -g1'
 	cmake --build $(TSAN) --parallel $(JOBS) --target te_graph_host_tests && $(TSAN)/te_graph_host_tests --gtest_brief=1
 	if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) --no-print-directory sanitize-kernels; fi
 
-# Without tests of 2^31 elements and of all bit patterns or sizes: kernels take a hundred times as long here.
-KERNEL_TESTS := -*TwoToThe31*:*EveryBitPattern*:*EveryPairModeSize*:*AllSizes*:*AMebibyte*
-
-# On several GPUs their collectives, too; torch and NCCL ask for kernels that they have not, which is no error.
+# Without tests of 2^31 elements and of all bit patterns or sizes, for kernels take a hundred times as long here, and
+# without those of ranks that are late or wrong, which end by time-outs.
+KERNEL_TESTS := -*TwoToThe31*:*EveryBitPattern*:*EveryPairModeSize*:*AllSizes*:*AMebibyte*:CollectivesFailure*:*Races*
+# On several GPUs their collectives, too; torch and NCCL ask for kernels that they have not, which is no error. To
+# initcheck what a peer has written is not written.
 CHECK = compute-sanitizer --tool $$check --error-exitcode 1 --target-processes all --report-api-errors no
 
 sanitize-kernels: $(BUILT) tools
 	$(call gtest,gpu,gtest)
 	for check in memcheck racecheck synccheck initcheck; do \
 		$(CHECK) build/gtest/te_graph_device_tests --gtest_brief=1 --gtest_filter='$(KERNEL_TESTS)' || exit 1; \
-		if [ $$(nvidia-smi -L | wc -l) -gt 1 ]; then \
+		if [ $$(nvidia-smi -L | wc -l) -gt 1 ] && [ $$check != initcheck ]; then \
 			$(CHECK) $(PY) -m pytest -m multi_gpu tests/test_collectives_pool.py || exit 1; fi; \
 	done
 
