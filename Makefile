@@ -66,7 +66,7 @@ test-gpu: $(BUILT) tools
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr,null,object-size -fno-sanitize-recover=all \
 	-fno-omit-frame-pointer
 UNDER_SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1
+	CUDA_VISIBLE_DEVICES= ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1
 TORTURE := $(foreach topic,stress programs chain ownership hazards outputs gradients graphed_fn exhausted input_uses \
 	collectives multi_tensor fp8 class_programs training_scripts,tests/test_$(topic)*.py)
 TIMED := tests/test_graphed_fn_guard.py::test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds

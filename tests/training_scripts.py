@@ -207,7 +207,7 @@ class Trainer:
 
         hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]
         kept = copy.deepcopy(self.model.state_dict())
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             self.model(torch.randint(VOCABULARY, (self.size, self.length)))
         self.model.load_state_dict(kept)
         for hook in hooks:
