@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_graph import _C
-from te_graph.capturing import is_capturing, try_to_be_alone
+from te_graph.capturing import try_to_be_alone
 from te_graph.dispatch import function_modes
 from te_graph.explorer import Explorer
 from te_graph.facts import Inlined
@@ -232,9 +232,10 @@ def _graphed_as(function: Callable[..., Any], on_change: str) -> GraphedSequence
 
 def _must_be_plain() -> bool:
     """True inside other captures, and where a mode or a compiler wants to see the operations."""
-    if is_capturing() or torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _C.is_observed():
         return True
-    if not all(map(_sets_default_device, function_modes())):
+    modes = function_modes()
+    if modes and not all(map(_sets_default_device, modes)):
         return True
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 

@@ -18,7 +18,7 @@ from te_graph.backends import CudaBackend, RecorderBackend
 from te_graph.capturing import capturing, collecting_checks, one_at_a_time
 from te_graph.checks import check_circumstances
 from te_graph.code_watch import CodeWatch
-from te_graph.dispatch import function_modes, storage_key
+from te_graph.dispatch import storage_key
 from te_graph.explanations import Notes, explained
 from te_graph.explorer import Explorer
 from te_graph.facts import Fact, is_opaque
@@ -69,8 +69,7 @@ class SequenceEntry:
         effect: what the first call has changed about Python objects, if anything.
         before: then, how everything but addresses was before it.
         device: the GPU, if the function uses one; else the CPU.
-        settings: of the process, at the first call or the capture.
-        modes: of the thread.
+        settings: of the process and the thread, at the first call or the capture.
         graph: None until captured.
         results: nest of the results.
         own: those that the graph made, [...] each.
@@ -93,7 +92,6 @@ class SequenceEntry:
     before: _C.Guard | None = None
     device: torch.device = field(init=False)
     settings: _C.Settings = field(init=False)
-    modes: tuple = field(init=False)
     graph: Any = None
     results: ResultSpec | None = None
     own: list[Tensor] = field(default_factory=list)
@@ -109,18 +107,17 @@ class SequenceEntry:
 
     def __post_init__(self) -> None:
         self.device = next((device for device in self.devices if device.type == "cuda"), _CPU)
-        self.settings = _C.Settings(self.device)
-        self.modes = _modes()
+        self.settings = _C.Settings(self.device, with_modes=True)
 
     def change(self, frame: Frame) -> str:
         """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
-        return self.guard.check_in_passing(frame) or self.settings.change(self.device) or _change_of(self.modes)
+        return self.guard.check_in_passing(frame) or self.settings.change()
 
     def begin(self, frame: Frame) -> tuple[str, list[Any]]:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
-        if not self.checks and not (change := self.settings.change(self.device) or _change_of(self.modes)):
-            return self.guard.begin(frame, self.home_steps)
-        return self.change(frame) if self.checks else change, []
+        if self.checks:  # which come in between
+            return self.change(frame), []
+        return self.guard.begin(self.settings, frame, self.home_steps)
 
     def refuse_if_undone(self, frame: Frame) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
@@ -138,15 +135,14 @@ class SequenceEntry:
             for check in self.checks:
                 check()
             # They are the user's code, and what follows relies on what the guard has met.
-            change, found = self.guard.begin(frame, self.home_steps)
+            change, found = self.guard.begin(self.settings, frame, self.home_steps)
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         homes = [home.result(one) for home, one in zip(self.homes, found, strict=True)]
         scope.enter()
         self.graph.replay()
-        made = _C.written_aliases(
-            self.own
-        )  # of each call, as in eager execution: its user may set attributes, or hooks
+        # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
+        made = _C.written_aliases(self.own)
         for number in self.special:
             made[number] = self.own[number]
         pool = [*made, *homes]
@@ -168,22 +164,6 @@ def _is_itself(fact: Fact) -> bool:
     if fact.is_end or fact.is_given or fact.parent is None or fact.same_as is not None or isinstance(fact.obj, Tensor):
         return False
     return fact.value is None or fact.value.is_mutable
-
-
-def _modes() -> tuple:
-    modes = function_modes()
-    return torch.is_grad_enabled(), torch.get_default_dtype(), modes and [mode.device for mode in modes]
-
-
-def _change_of(modes: tuple) -> str:
-    found = _modes()
-    if found == modes:
-        return ""
-    names = ("the grad mode", "the default dtype", "the default device")
-    for name, before, now in zip(names, modes, found, strict=True):
-        if before != now:
-            return f"{name} changed from {before} to {now}"
-    return ""
 
 
 def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry | None]:

@@ -12,6 +12,7 @@ import types
 import pytest
 import torch
 from sequences import counts
+from torch.autograd import forward_ad
 from twins import assert_bitwise_equal
 
 from te_graph import graphed
@@ -387,6 +388,41 @@ def test_modes_of_functions_are_honoured() -> None:
         assert_bitwise_equal(sequence(x), ones(x))
     assert_bitwise_equal(sequence(x), ones(x))
     assert sequence.stats()["replays"] == 3
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:  # [3]
+    return torch.mul(x, 2)
+
+
+def test_forward_mode_derivatives_pass_through() -> None:
+    sequence, x = graphed(_doubled), torch.randn(3)
+    with torch.no_grad():
+        for _ in range(3):
+            sequence(x)
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(sequence(forward_ad.make_dual(x, torch.ones(3)))).tangent
+        assert_bitwise_equal(tangent, torch.full((3,), 2.0))
+        sequence(x)
+    assert sequence.stats()["replays"] == 3
+
+
+def test_a_trace_sees_the_operations() -> None:
+    sequence, x = graphed(_doubled), torch.randn(3)
+    for _ in range(3):
+        sequence(x)
+    traced = torch.jit.trace(sequence, (x,), check_trace=False)
+    other = torch.randn(3)
+    assert_bitwise_equal(traced(other), _doubled(other))
+
+
+def test_a_transform_sees_the_operations() -> None:
+    y = torch.randn(3)
+    sequence = graphed(lambda: _doubled(y))
+    for _ in range(3):
+        sequence()
+    x = torch.randn(2, 3)
+    assert_bitwise_equal(torch.func.vmap(lambda x: x + sequence())(x), x + _doubled(y))
+    assert sequence.stats()["replays"] == 2
 
 
 def _made(module: types.ModuleType, setup: str, read: str):

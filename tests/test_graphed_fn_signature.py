@@ -134,7 +134,7 @@ def test_settings_and_modes_are_part_of_the_signature(device: str) -> None:
     x = torch.ones(2, device=device)
     double = graphed(lambda t: t * 2, on_change="raise")
     called(double, 2, x)
-    with pytest.raises(RuntimeError, match="the grad mode changed from True to False"), torch.no_grad():
+    with pytest.raises(RuntimeError, match="the grad mode changed since capture"), torch.no_grad():
         double(x)
     with pytest.raises(RuntimeError, match="autocast is now on"), torch.autocast(device):
         double(x)

@@ -159,10 +159,10 @@ def assert_refused_while_changed(device: str, change: Callable[[], Any], words: 
         change()
         with pytest.raises(RuntimeError, match=f"Linear: .*{words}.*changed since capture"):
             layer(batch(device))
-        assert words in settings.change(torch.device(device))
+        assert words in settings.change()
     finally:
         put_back()
-    assert settings.change(torch.device(device)) == ""
+    assert settings.change() == ""
     run(layer, batch(device))
     assert layer.te_graph.info()["forward_replays"] == 2
 
@@ -222,10 +222,10 @@ def test_what_is_set_in_another_way_is_part_of_the_capture(device, name):
         change()
         with pytest.raises(RuntimeError, match=name):
             layer(batch(device).float())
-        assert name in settings.change(torch.device(device))
+        assert name in settings.change()
     finally:
         put_back()
-    assert settings.change(torch.device(device)) == ""
+    assert settings.change() == ""
 
 
 def test_the_contraction_order_of_einsum_is_part_of_the_capture(device):
@@ -233,13 +233,13 @@ def test_the_contraction_order_of_einsum_is_part_of_the_capture(device):
     was, variables = einsum.enabled, einsum._get_enabled.__globals__
     try:
         variables["enabled"] = not was
-        assert settings.change(torch.device(device)) == "torch.backends.opt_einsum.enabled changed"
+        assert settings.change() == "torch.backends.opt_einsum.enabled changed"
         variables["enabled"] = was
         strategy = variables["strategy"]
         variables["strategy"] = "greedy"
-        assert settings.change(torch.device(device)) == "torch.backends.opt_einsum.strategy changed"
+        assert settings.change() == "torch.backends.opt_einsum.strategy changed"
         variables["strategy"] = strategy
-        assert settings.change(torch.device(device)) == ""
+        assert settings.change() == ""
     finally:
         variables["enabled"] = was
 
@@ -255,11 +255,11 @@ def test_autocast_of_another_device_is_part_of_the_capture(device):
             layer(batch(device))
         settings_on = _C.Settings(torch.device(device))
         torch.set_autocast_dtype(other, torch.float16 if dtype is not torch.float16 else torch.bfloat16)
-        assert settings_on.change(torch.device(device)) == "the dtype of autocast of other devices changed"
+        assert settings_on.change() == "the dtype of autocast of other devices changed"
     finally:
         torch.set_autocast_dtype(other, dtype)
         torch.set_autocast_enabled(other, was)
-    assert settings.change(torch.device(device)) == ""
+    assert settings.change() == ""
     run(layer, batch(device))
 
 

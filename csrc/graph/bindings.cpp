@@ -8,6 +8,7 @@
 #include "graph/callable.h"
 #include "graph/fast_call.h"
 #include "graph/hooks.h"
+#include "graph/modes.h"
 #include "graph/settings.h"
 #include "graph/uses.h"
 
@@ -104,6 +105,7 @@ void bind(py::module_& m) {
     m.def("enter_session", &enter_session);
     m.def("leave_session", &leave_session);
     m.def("in_session", &in_session);
+    m.def("is_observed", &is_observed);
     m.def("make_fast_call", &make_fast_call, py::arg("type"));
     m.def(
         "fast_call",
@@ -142,15 +144,10 @@ void bind(py::module_& m) {
         .def(py::init<at::Device>(), py::arg("device"))
         .def("enter", &Scope::enter);
 
-    // Of the present process-wide settings; change() tells what has become of them.
     py::class_<Settings>(m, "Settings")
-        .def(py::init([](at::Device device) { return Settings::current(device.type()); }), py::arg("device"))
-        .def(
-            "change",
-            [](const Settings& settings, at::Device device) {
-                return settings.difference(Settings::current(device.type()));
-            },
-            py::arg("device"));
+        .def(py::init([](at::Device device, bool with_modes) { return Settings(device.type(), with_modes); }),
+             py::arg("device"), py::arg("with_modes") = false)
+        .def("change", &Settings::change);
 
     py::class_<StoreFlag, std::shared_ptr<StoreFlag>>(m, "StoreFlag").def(py::init<>()).def("set", [](StoreFlag& flag) {
         flag.overwrite = true;
@@ -212,9 +209,10 @@ void bind(py::module_& m) {
         .def("check_in_passing",
              [](const Guard& guard, const py::object& root) { return guard.check_in_passing(root.ptr()); })
         .def("begin",
-             [](const Guard& guard, const py::object& root, const std::vector<int>& steps) {
+             [](const Guard& guard, const Settings& settings, const py::object& root, const std::vector<int>& steps) {
                  std::vector<py::object> found;
-                 std::string change = guard.begin(root.ptr(), steps, found);
+                 std::string change = settings.change();
+                 if (change.empty()) change = guard.begin(root.ptr(), steps, found);
                  return std::make_pair(std::move(change), std::move(found));
              })
         .def("check", [](const Guard& guard, const py::object& root) {

@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <iterator>
 
+#include "graph/modes.h"
+
 namespace py = pybind11;
 
 namespace te_graph::graph {
 namespace {
-
-thread_local int sessions = 0;
 
 PyObject* lookup(PyTypeObject* type, PyObject* name) { return _PyType_Lookup(type, name); }
 
@@ -99,7 +99,7 @@ bool is_plain_class(PyTypeObject* type, FastCall& fast) {
 // The result of a replay, a new reference; nullptr without an error set when the ordinary way has to be gone.
 PyObject* replay(PyObject* module, PyObject* const* args, size_t count) {
     FastCall* const fast = fast_call_of(module);
-    if (!fast || count != fast->tensors || at::GradMode::is_enabled() != fast->grad_mode || sessions > 0 ||
+    if (!fast || count != fast->tensors || at::GradMode::is_enabled() != fast->grad_mode || in_session() ||
         ModuleCalls::get().are_hooked() || !is_plain_class(Py_TYPE(module), *fast)) {
         return nullptr;
     }
@@ -178,9 +178,5 @@ py::object make_fast_call(const py::object& type) {
     if (!made) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(made);
 }
-
-void enter_session() { ++sessions; }
-void leave_session() { --sessions; }
-bool in_session() { return sessions > 0; }
 
 }  // namespace te_graph::graph

@@ -34,9 +34,4 @@ void prepare_fast_calls();
 // name `_te_graph_forward`.
 pybind11::object make_fast_call(const pybind11::object& type);
 
-// Marks this thread as capturing: calls then run eagerly, to be captured themselves.
-void enter_session();
-void leave_session();
-bool in_session();
-
 }  // namespace te_graph::graph

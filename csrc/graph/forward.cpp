@@ -2,11 +2,9 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/jit/frontend/tracer.h>
 
 #include <algorithm>
 #include <sstream>
@@ -15,6 +13,7 @@
 #include "graph/callable.h"
 #include "graph/copy.h"
 #include "graph/hooks.h"
+#include "graph/modes.h"
 #include "graph/node_pointer.h"
 #include "graph/replay_node.h"
 
@@ -33,7 +32,7 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
       device_(device),
       scope_(std::move(scope)),
       guard_(std::move(guard)),
-      settings_(Settings::current(device.type())),
+      settings_(device.type()),
       inputs_(std::move(inputs)),
       parameters_(std::move(parameters)),
       differentiable_(std::move(differentiable)),
@@ -212,11 +211,7 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
         const auto* const meta = meta_of(tensor);
         return meta && meta->fw_grad_ && !meta->fw_grad_->empty();
     };
-    if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return "called under a TorchDispatchMode";
-    if (c10::impl::tls_is_dispatch_key_included(at::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
-        return "called under a transform of torch.func";
-    }
-    if (torch::jit::tracer::isTracing()) return "called while torch.jit.trace traces";
+    if (const char* const mode = observing_mode()) return mode;
     if (std::any_of(inputs.begin(), inputs.end(), has_tangent)) return "called with a forward-mode derivative";
     return nullptr;
 }
@@ -241,9 +236,7 @@ std::optional<Refusal> GraphedCallable::check(PyObject* root, const std::vector<
                                ", which autocast casts once for all its uses, as nothing that was computed"};
         }
     }
-    if (const std::string setting = settings_.difference(Settings::current(device_.type())); !setting.empty()) {
-        return changed(setting);
-    }
+    if (const std::string setting = settings_.change(); !setting.empty()) return changed(setting);
     if (const std::string change = guard_->check(root, externals); !change.empty()) return changed(change);
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const auto* const meta = meta_of((*externals)[parameters_[i].tensor]);

@@ -1,9 +1,13 @@
 #include "graph/settings.h"
 
 #include <ATen/Context.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/DefaultDtype.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include <algorithm>
 #include <iterator>
@@ -78,10 +82,22 @@ private:
     uint64_t changes_ = ~uint64_t{0};
 };
 
+// What `with torch.device(...)` has chosen, which is a mode of torch functions and no variable; 0 when nothing.
+int32_t device_of_modes() {
+    Py_hash_t hash = 0;
+    for (int64_t i = 0; i < at::impl::PythonTorchFunctionTLS::stack_len(); ++i) {
+        const py::handle mode = at::impl::PythonTorchFunctionTLS::get_stack_at(i)->ptr(getPyInterpreter());
+        const py::object device = py::getattr(mode, "device", py::none());
+        if (THPDevice_Check(device.ptr())) hash = hash * 31 + py::hash(device) + 1;
+    }
+    return static_cast<int32_t>(hash ^ (hash >> 32));
+}
+
 // As (what messages call it, its value as a number). Autocast comes first and says more than that it changed.
 #define TE_GRAPH_SETTINGS(X)                                                                                   \
     X("autocast", autocast(device))                                                                            \
     X("autocast of other devices", autocast(device == at::kCUDA ? at::kCPU : at::kCUDA))                       \
+    X("the grad mode", with_modes ? at::GradMode::is_enabled() : 0)                                            \
     X("the default dtype (torch.set_default_dtype)", c10::get_default_dtype_as_scalartype())                   \
     X("torch.use_deterministic_algorithms", context.deterministicAlgorithms())                                 \
     X("warn_only of torch.use_deterministic_algorithms", context.deterministicAlgorithmsWarnOnly())            \
@@ -116,7 +132,8 @@ private:
     X("torch.backends.mha.set_fastpath_enabled", variables[0])                                                 \
     X("torch.backends.opt_einsum.enabled", variables[1])                                                       \
     X("torch.backends.opt_einsum.strategy", variables[2])                                                      \
-    X("the default device (torch.set_default_device)", variables[3])
+    X("the default device (torch.set_default_device)", variables[3])                                           \
+    X("the default device (with torch.device(...))", with_modes ? device_of_modes() : 0)
 
 #define TE_GRAPH_NAME(name, value) name,
 #define TE_GRAPH_VALUE(name, value) static_cast<int32_t>(value),
@@ -125,18 +142,20 @@ constexpr const char* kNames[] = {TE_GRAPH_SETTINGS(TE_GRAPH_NAME)};
 
 }  // namespace
 
-Settings Settings::current(c10::DeviceType device) {
+Settings::Settings(c10::DeviceType device, bool with_modes)
+    : device_(device), with_modes_(with_modes), values_(read(device, with_modes)) {}
+
+Settings::Values Settings::read(c10::DeviceType device, bool with_modes) {
     const std::vector<int32_t>& variables = Variables::of_torch().read();
     at::Context& context = at::globalContext();
-    Settings settings;
-    settings.values_ = {TE_GRAPH_SETTINGS(TE_GRAPH_VALUE)};
-    return settings;
+    return {TE_GRAPH_SETTINGS(TE_GRAPH_VALUE)};
 }
 
-std::string Settings::difference(const Settings& now) const {
+std::string Settings::change() const {
     static_assert(std::size(kNames) == kCount);
-    if (values_ == now.values_) return {};
-    const auto changed = std::mismatch(values_.begin(), values_.end(), now.values_.begin());
+    const Values now = read(device_, with_modes_);
+    if (values_ == now) return {};
+    const auto changed = std::mismatch(values_.begin(), values_.end(), now.begin());
     const std::string name = kNames[changed.first - values_.begin()];
     const bool is_autocast = name.rfind("autocast", 0) == 0;
     if (is_autocast && *changed.first != 0 && *changed.second != 0) return "the dtype of " + name + " changed";

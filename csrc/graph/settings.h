@@ -15,14 +15,20 @@ namespace te_graph::graph {
 
 class Settings {
 public:
+    // The present ones. with_modes: modes of this thread are among them, the grad mode and `with torch.device(...)`.
     // With the GIL: some are variables of Python modules.
-    static Settings current(c10::DeviceType device);
-    // Empty when equal, else which setting differs.
-    std::string difference(const Settings& now) const;
+    explicit Settings(c10::DeviceType device, bool with_modes = false);
+    // Empty while they are the present ones, else which one differs. With the GIL.
+    std::string change() const;
 
 private:
-    static constexpr size_t kCount = 37;
-    std::array<int32_t, kCount> values_;
+    static constexpr size_t kCount = 39;
+    using Values = std::array<int32_t, kCount>;
+    static Values read(c10::DeviceType device, bool with_modes);
+
+    c10::DeviceType device_;
+    bool with_modes_;
+    Values values_;
 };
 
 }  // namespace te_graph::graph

@@ -1,0 +1,30 @@
+#include "graph/modes.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+namespace te_graph::graph {
+namespace {
+
+thread_local int sessions = 0;
+
+}  // namespace
+
+void enter_session() { ++sessions; }
+void leave_session() { --sessions; }
+bool in_session() { return sessions > 0; }
+
+const char* observing_mode() {
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return "called under a TorchDispatchMode";
+    if (c10::impl::tls_is_dispatch_key_included(at::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+        return "called under a transform of torch.func";
+    }
+    if (torch::jit::tracer::isTracing()) return "called while torch.jit.trace traces";
+    return nullptr;
+}
+
+bool is_observed() { return in_session() || observing_mode() || torch::autograd::ForwardADLevel::try_get_by_idx(0); }
+
+}  // namespace te_graph::graph
