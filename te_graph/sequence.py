@@ -219,7 +219,7 @@ class GraphedSequence(Inlined):
 
     def graphs(self) -> list[_C.CapturedGraph]:
         """One for each signature that is captured now, the one that was replayed last first."""
-        return [entry.captured_graph() for entry in self._captured]
+        return [entry.graph for entry in self._captured]
 
     def pool(self) -> Any:
         """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""
@@ -235,9 +235,7 @@ def _must_be_plain() -> bool:
     if torch.compiler.is_compiling() or _C.is_observed():
         return True
     modes = function_modes()
-    if modes and not all(map(_sets_default_device, modes)):
-        return True
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return bool(modes) and not all(map(_sets_default_device, modes))
 
 
 def _sets_default_device(mode: Any) -> bool:

@@ -92,7 +92,7 @@ class SequenceEntry:
     before: _C.Guard | None = None
     device: torch.device = field(init=False)
     settings: _C.Settings = field(init=False)
-    graph: Any = None
+    graph: _C.CapturedGraph | None = None
     results: ResultSpec | None = None
     own: list[Tensor] = field(default_factory=list)
     special: list[int] = field(default_factory=list)
@@ -124,11 +124,6 @@ class SequenceEntry:
         if self.before is not None and not self.before.check_in_passing(frame):
             raise CaptureError(_CHANGES_STATE.format(self.label, self.effect) + advice_on_change(self.effect))
 
-    def captured_graph(self) -> _C.CapturedGraph:
-        """``graph``, as something that knows its device."""
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-            return _C.CapturedGraph(self.graph)
-
     def replay(self, frame: Frame, scope: _C.Scope, found: list[Any]) -> Any:
         """Replay and return the results; right after ``begin`` found no change, and what is given here."""
         if self.checks:
@@ -139,10 +134,8 @@ class SequenceEntry:
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         homes = [home.result(one) for home, one in zip(self.homes, found, strict=True)]
-        scope.enter()
-        self.graph.replay()
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
-        made = _C.written_aliases(self.own)
+        made = scope.replay(self.graph, self.own)
         for number in self.special:
             made[number] = self.own[number]
         pool = [*made, *homes]
@@ -206,7 +199,9 @@ def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, s
     attempt = _Attempt(label, frame, explorer, device)
     with explained(label, "the capture", Notes()):
         graph, checks, entry = _capture(attempt, first, backend, pool)
-    entry.graph, entry.checks, entry.pool = graph, checks, pool
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        entry.graph = _C.CapturedGraph(graph)
+    entry.checks, entry.pool = checks, pool
     entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)
     entry.seconds = time.perf_counter() - start
     return entry

@@ -2,6 +2,7 @@
 #include "graph/copy.h"
 
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -37,7 +38,7 @@ std::vector<std::optional<at::Tensor>> borrow_all(const std::vector<std::optiona
     return borrowed;
 }
 
-// New tensors over the memory of `tensors`, which is about to be written: they share version counters, moved on.
+// New tensors over the memory of `tensors`, which has been written: they share version counters, moved on.
 Tensors written_aliases(const Tensors& tensors) {
     Tensors aliases;
     for (const at::Tensor& tensor : tensors) {
@@ -119,7 +120,6 @@ void bind(py::module_& m) {
         "has_gradient_hooks", [](const at::Tensor& leaf) { return has_gradient_hooks(leaf); }, py::arg("leaf"));
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
-    m.def("written_aliases", &written_aliases, py::arg("tensors"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
     m.def("split_uses", &split_uses, py::arg("outputs"), py::arg("leaf"));
     m.def("is_dense", &is_dense, py::arg("tensor"));
@@ -142,7 +142,18 @@ void bind(py::module_& m) {
 
     py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
         .def(py::init<at::Device>(), py::arg("device"))
-        .def("enter", &Scope::enter);
+        .def(
+            "replay",
+            [](Scope& scope, CapturedGraph& graph, const Tensors& written) {
+                {
+                    const py::gil_scoped_release no_gil;  // a launch may wait for the GPU
+                    const c10::DeviceGuard on_device(scope.device());
+                    scope.enter();
+                    graph.replay();
+                }
+                return written_aliases(written);
+            },
+            py::arg("graph"), py::arg("written"));
 
     py::class_<Settings>(m, "Settings")
         .def(py::init([](at::Device device, bool with_modes) { return Settings(device.type(), with_modes); }),

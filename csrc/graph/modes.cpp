@@ -5,10 +5,28 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#ifdef TE_GRAPH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <torch/csrc/utils/device_lazy_init.h>
+#endif
+
 namespace te_graph::graph {
 namespace {
 
 thread_local int sessions = 0;
+
+// Whether the current stream of the current GPU is being captured. Does not wake a GPU that nobody has used.
+bool is_current_stream_capturing() {
+#ifdef TE_GRAPH_CUDA
+    if (!c10::cuda::CUDACachingAllocator::get()->initialized() || torch::utils::is_device_in_bad_fork(at::kCUDA)) {
+        return false;
+    }
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#else
+    return false;
+#endif
+}
 
 }  // namespace
 
@@ -25,6 +43,9 @@ const char* observing_mode() {
     return nullptr;
 }
 
-bool is_observed() { return in_session() || observing_mode() || torch::autograd::ForwardADLevel::try_get_by_idx(0); }
+bool is_observed() {
+    return in_session() || observing_mode() || torch::autograd::ForwardADLevel::try_get_by_idx(0) ||
+           is_current_stream_capturing();
+}
 
 }  // namespace te_graph::graph

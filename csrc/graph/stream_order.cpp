@@ -13,21 +13,18 @@ namespace te_graph::graph {
 
 struct Scope::Order {
     std::mutex mutex;
-    c10::DeviceIndex device;
     std::optional<c10::cuda::CUDAStream> last;
     at::cuda::CUDAEvent event;
 };
 
-Scope::Scope(at::Device device) {
-    if (!device.is_cuda()) return;
-    order_ = std::make_unique<Order>();
-    order_->device = device.index();
+Scope::Scope(at::Device device) : device_(device) {
+    if (device.is_cuda()) order_ = std::make_unique<Order>();
 }
 
 void Scope::enter() {
     if (!order_) return;
     const std::lock_guard lock(order_->mutex);
-    const auto current = c10::cuda::getCurrentCUDAStream(order_->device);
+    const auto current = c10::cuda::getCurrentCUDAStream(device_.index());
     if (order_->last && *order_->last != current) {
         order_->event.record(*order_->last);
         order_->event.block(current);
@@ -58,7 +55,7 @@ void sync_backward_caller(at::Device device) {
 #else
 
 struct Scope::Order {};
-Scope::Scope(at::Device) {}
+Scope::Scope(at::Device device) : device_(device) {}
 void Scope::enter() {}
 bool is_capturing(at::Device) { return false; }
 void sync_backward_caller(at::Device) {}

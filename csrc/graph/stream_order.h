@@ -20,6 +20,8 @@ public:
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
+    at::Device device() const { return device_; }
+
     // Makes the current stream wait for the last replay if that ran on another stream. No host sync.
     void enter();
     // The same for a backward, which has the memory that backwards share for as long as it holds the lock.
@@ -30,6 +32,7 @@ public:
 
 private:
     struct Order;
+    const at::Device device_;
     std::unique_ptr<Order> order_;
     Handouts input_gradients_;
     std::mutex backward_;
