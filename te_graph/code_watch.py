@@ -53,22 +53,23 @@ class CodeWatch:
         self.variables: dict[int, list[tuple]] = {}
         self.scopes: dict[int, dict[str, Any]] = {}
         self._thread = threading.get_ident()
-        self._stop: Callable[[], None] = lambda: None
+        self._undo = contextlib.ExitStack()
         self._aside = {_code_of(callback) for callback in (*gc.callbacks, *aside)}
         self._collects_on: int | None = None  # thread
         self._is_profiling = False
         self._name_watch = NameWatch(self._note_name) if listens else contextlib.nullcontext()
 
     def __enter__(self) -> CodeWatch:
-        self._name_watch.__enter__()
-        gc.callbacks.append(self._on_collection)
-        self._stop = self._monitored() if hasattr(sys, "monitoring") else self._profiled()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._name_watch)
+            gc.callbacks.append(self._on_collection)
+            stack.callback(gc.callbacks.remove, self._on_collection)
+            stack.callback(self._monitored() if hasattr(sys, "monitoring") else self._profiled())
+            self._undo = stack.pop_all()
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._stop()
-        gc.callbacks.remove(self._on_collection)
-        self._name_watch.__exit__(*failure)
+        self._undo.close()
 
     def users_codes(self) -> Iterator[tuple[int, types.CodeType]]:
         """What the user wrote of ``codes``, or had made from text outside of installed packages."""

@@ -89,10 +89,9 @@ class Reader:
     """Walks from a callable along what its code can name, and learns on the way which names that are.
 
     The code is that of the functions met, of those methods of classes met that it names itself, and what was seen to
-    run, whoever called it; of a module whose
-    class torch wrote, or derives from such a one, also all that torch's methods name. Where code looks at attributes
-    without naming them (``vars(self)``), it may read all of them. Names that are put together at run time are those
-    that it was seen to ask for.
+    run, whoever called it; of a module whose class torch wrote, or derives from such a one, also all that torch's
+    methods name. Where code looks at attributes without naming them (``vars(self)``), it may read all of them. Names
+    that are put together at run time are those that it was seen to ask for.
 
     Args:
         root: the callable.
