@@ -406,6 +406,26 @@ def test_forward_mode_derivatives_pass_through() -> None:
     assert sequence.stats()["replays"] == 3
 
 
+def test_hooks_on_what_autograd_saves_are_honoured() -> None:
+    """They may exchange it, here for a half of it."""
+    y, expected = (torch.randn(3, requires_grad=True) for _ in range(2))
+
+    def step(x: torch.Tensor) -> None:  # [3]
+        (y * x).square().sum().backward()
+
+    sequence, start = graphed(step), torch.randn(3)
+    y.grad, expected.grad = torch.zeros(3), torch.zeros(3)
+    for _ in range(3):
+        sequence(start)
+    with torch.no_grad():
+        y.grad.zero_(), expected.copy_(y)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t / 2, lambda t: t):
+        sequence(start)
+        (expected * start).square().sum().backward()
+    assert_bitwise_equal(y.grad, expected.grad)
+    assert sequence.stats()["replays"] == 2
+
+
 def test_a_trace_sees_the_operations() -> None:
     sequence, x = graphed(_doubled), torch.randn(3)
     for _ in range(3):

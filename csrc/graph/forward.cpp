@@ -1,8 +1,6 @@
 // The forward replay.
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -193,16 +191,6 @@ Refusal GraphedCallable::held_elsewhere() const {
             name_ +
                 ": a forward is called while other threads hold results of earlier ones, whose memory it would take; "
                 "capture with max_in_flight= at least the number of threads, or drop or clone results there"};
-}
-
-// Whether somebody wants to see or exchange what autograd saves. Not activation checkpointing, which computes it again:
-// a replay needs none of that.
-static bool has_saved_tensor_hooks() {
-    const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
-    if (hooks.empty()) return false;
-    const py::handle pack = hooks.top().first.ptr(getPyInterpreter());
-    const py::object module = py::getattr(pack, "__module__", py::none());
-    return !module.equal(py::str("torch.utils.checkpoint"));
 }
 
 // Modes that see every operation, of which a replay has none. Empty when there is none.

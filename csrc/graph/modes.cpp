@@ -1,7 +1,10 @@
 #include "graph/modes.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -10,6 +13,8 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 #endif
+
+namespace py = pybind11;
 
 namespace te_graph::graph {
 namespace {
@@ -43,9 +48,17 @@ const char* observing_mode() {
     return nullptr;
 }
 
+bool has_saved_tensor_hooks() {
+    const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+    if (hooks.empty()) return false;
+    const py::handle pack = hooks.top().first.ptr(getPyInterpreter());
+    const py::object module = py::getattr(pack, "__module__", py::none());
+    return !module.equal(py::str("torch.utils.checkpoint"));
+}
+
 bool is_observed() {
-    return in_session() || observing_mode() || torch::autograd::ForwardADLevel::try_get_by_idx(0) ||
-           is_current_stream_capturing();
+    return in_session() || observing_mode() || has_saved_tensor_hooks() ||
+           torch::autograd::ForwardADLevel::try_get_by_idx(0) || is_current_stream_capturing();
 }
 
 }  // namespace te_graph::graph

@@ -11,8 +11,13 @@ bool in_session();
 // A mode that is on, in the words of a refusal ("called under a TorchDispatchMode"); nullptr when there is none.
 const char* observing_mode();
 
+// Whether somebody wants to see or exchange what autograd saves. Not activation checkpointing, which computes it again:
+// a replay needs none of that. With the GIL.
+bool has_saved_tensor_hooks();
+
 // Whether a graphed function has to run as it is: in a session, while somebody captures the current stream, under one of
-// these modes, and while forward-mode derivatives are taken, which any tensor that it reaches may carry.
+// these modes or such hooks, and while forward-mode derivatives are taken, which any tensor that it reaches may carry.
+// With the GIL.
 bool is_observed();
 
 }  // namespace te_graph::graph
