@@ -207,6 +207,7 @@ class CallableCapture:
                         self._find_casts(inputs, casts_of(given, tensors))
                     del given
                 self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
+                self.plan.tell_of_rounding(self.label)
                 if is_last and self._copies:
                     hidden = self.result.numbers_of_last(len(self._copies))
                     names = self.signature.distinct_names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
+import logging
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,9 @@ from te_graph import _C
 from te_graph.circumstances import Homes
 from te_graph.dispatch import bypass_modes, storage_key
 from te_graph.externals import TensorWatch
+from te_graph.view_order import places
 
+_log = logging.getLogger("te_graph")
 _Source = _C.ResultSpec.Source
 
 
@@ -52,7 +54,9 @@ class Result:
         number: of the output or the input.
         view: what it is of that; None: the very tensor.
         tensor: [...] the result itself, where it lies in memory from outside.
-        is_early: it is made before the nodes of autograd that lead to outputs.
+        is_early: it is made before the nodes of autograd that use what it is a view of.
+        is_added_apart: autograd adds its gradient to those of other uses inside before, between or after these, and a
+            replay elsewhere, since what is outside of the graph comes before or after them all.
     """
 
     source: Any
@@ -60,6 +64,7 @@ class Result:
     view: Any = None
     tensor: Tensor | None = None
     is_early: bool = False
+    is_added_apart: bool = False
 
     def tensor_in(self, outputs: list[Tensor], inputs: list[Tensor]) -> Tensor:
         """The result among the static ``outputs`` and ``inputs`` of a slot, [...] each."""
@@ -110,12 +115,28 @@ class ResultPlan:
         planner = _Planner(results, inputs, watch)
         sources = [planner.source_of(number) for number in range(len(results))]
         plan = cls(tuple(planner.outputs))
-        first = _first_node(plan.outputs_of(results))
-        for number, (tensor, source) in enumerate(zip(results, sources, strict=True)):
-            is_view = source.source != _Source.OUTPUT and tensor.grad_fn is not None
-            if is_view and tensor.grad_fn._sequence_nr() < first:
-                sources[number] = dataclasses.replace(source, is_early=True)
+        outputs = plan.outputs_of(results)
+        views = {
+            number: (results[number], outputs[source.number] if source.source == _Source.OUTPUT else None)
+            for number, source in enumerate(sources)
+            if results[number].grad_fn is not None and (source.source != _Source.OUTPUT or source.view is not None)
+        }
+        for number, place in places(views, outputs).items():
+            is_early = place.is_first and not place.is_last and sources[number].source != _Source.OUTPUT
+            is_apart = place.is_tangled or not (place.is_last or is_early)
+            sources[number] = dataclasses.replace(sources[number], is_early=is_early, is_added_apart=is_apart)
         return dataclasses.replace(plan, results=tuple(sources))
+
+    def tell_of_rounding(self, label: str) -> None:
+        """Log which results have their gradients added in another order than by eager execution."""
+        for number, result in enumerate(self.results):
+            if result.is_added_apart:
+                _log.warning(
+                    "%s: result %d is a view, and the callable uses it, or what it is a view of, as well: their "
+                    "gradients may be added in another order than in eager execution, and round otherwise; return a "
+                    "clone to have them added inside",
+                    *(label, number),
+                )
 
     def outputs_of(self, results: list[Tensor]) -> list[Tensor]:
         """The outputs among the ``results`` of a call, [...] each."""
@@ -223,20 +244,6 @@ def inner_outputs(outputs: list[Tensor]) -> list[bool]:
             if edge in ends:
                 is_inner[ends[edge]] = True
     return is_inner
-
-
-def _first_node(outputs: list[Tensor]) -> int:
-    """The lowest sequence number of the nodes that ``outputs`` [...] are computed by."""
-    seen, stack = set(), [output.grad_fn for output in outputs if output.grad_fn is not None]
-    first = sys.maxsize
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        first = min(first, node._sequence_nr())
-        stack.extend(following for following, _ in node.next_functions if following is not None)
-    return first
 
 
 @dataclass(frozen=True)
