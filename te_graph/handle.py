@@ -172,7 +172,7 @@ class Handle:
             job = Job(self.label, self._target(), sample, kwargs, self._parameters)
             self._captures += 1
             entry = capture_all(group, [job], is_chain=False)[0]
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
             return [], self._fall_back(f"{refusal.message}; capturing again failed: {error}")
         finally:
             self._eager_calls = counted

@@ -5,6 +5,7 @@ The reference is eager execution of a copy of the same module on the same inputs
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import weakref
@@ -330,6 +331,31 @@ def test_an_exception_that_eager_execution_raises_too_reaches_the_caller(device)
     assert_bitwise_equal(snapshot(), before)
     assert_bitwise_equal(run(graphed, x, "double"), run(picky, x, "double"))
     assert graphed.te_graph.info()["signatures"] == 1
+
+
+@pytest.mark.parametrize("error", [KeyError, ValueError, StopIteration, AssertionError])
+def test_a_call_that_raises_in_its_capture_does_what_an_eager_one_does_before_it_raises(device, error):
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), device=device))
+
+        def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
+            noise = torch.rand_like(self.calls.add_(1))
+            if len(x) > 4:
+                raise error("too many rows")
+            return x * noise
+
+    twin = eager_twin(model := Picky())
+    make_graphed_callables(model, (batch(device),), on_mismatch="capture")
+    for rows in (4, 5, 3, 6, 4):
+        x, found = batch(device, rows), []
+        for net in (model, twin):
+            torch.manual_seed(rows)
+            with pytest.raises(error, match="too many rows") if rows > 4 else contextlib.nullcontext():
+                net(x)
+            found.append([net.calls.clone(), torch.rand(2, device=device)])
+        assert_bitwise_equal(*found)
 
 
 def test_a_hook_that_would_be_refused_at_capture_runs_eagerly_until_it_is_removed(device, caplog):
