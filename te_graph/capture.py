@@ -26,10 +26,10 @@ from te_graph.capture_checks import (
 from te_graph.changed_arguments import ChangedInputs
 from te_graph.circumstances import check_hooks, find_homes
 from te_graph.code_watch import CodeWatch
-from te_graph.dispatch import storage_key
+from te_graph.dispatch import storage_key, version_of
 from te_graph.explanations import WarmUpWatch
 from te_graph.externals import TensorWatch, leaves_below
-from te_graph.gradients import Destination, Gradients, gradients_of, main_grad_of
+from te_graph.gradients import Destination, Gradients, gradients_of, leaves_outside, main_grad_of
 from te_graph.group import Group
 from te_graph.homes import HOOK_DICTS, walk
 from te_graph.host_access import GradWatch
@@ -88,6 +88,7 @@ class CallableCapture:
         self.links: dict[int, int] = {}
         self.slots: list[Slot] = []
         self.changed = ChangedInputs()
+        self._leaves: dict[int, Tensor] = {}  # of the last iteration
         self._reader = Reader(root, group.options.ignore_attributes)
         places = list(walk(root))
         self._places = self._reader.places()
@@ -261,10 +262,10 @@ class CallableCapture:
         """Capture the forward into a new slot."""
         slot = Slot([self._static_input(number) for number in range(len(self.samples))])
         self.slots.append(slot)
-        before = [_version_of(tensor) for tensor in self.homes.tensors]
+        before = [version_of(tensor) for tensor in self.homes.tensors]
         with self.backend.capture(pool) as slot.forward:
             slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
-        self.versions_bumped = [_version_of(t) != old for t, old in zip(self.homes.tensors, before, strict=True)]
+        self.versions_bumped = [version_of(t) != old for t, old in zip(self.homes.tensors, before, strict=True)]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
         slot.use_grads = [[] for _ in slot.inputs]
@@ -395,15 +396,12 @@ class CallableCapture:
         if not outputs:
             return Gradients([], [], [], [])
         reached = [{id(leaf): leaf for leaf in leaves_below(output)} for output in outputs]
-        known = {id(tensor) for tensor in inputs}
-        parameters: dict[int, Tensor] = {}
-        for leaves in reached:
-            parameters.update({key: leaf for key, leaf in leaves.items() if key not in known})
-        made_inside = self.watch.produced_storages
-        parameters = {k: p for k, p in parameters.items() if storage_key(p) not in made_inside}
-        self.gradients = Gradients(
-            list(parameters.values()), [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], []
-        )
+        made_inside = self.watch.produced_storages | set(map(storage_key, inputs))  # the latter: x.detach()
+        found = itertools.chain.from_iterable(leaves.values() for leaves in reached)
+        leaves = {id(leaf): leaf for leaf in found if storage_key(leaf) not in made_inside}
+        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(self.root), *self._reader.places()])
+        self._leaves = leaves
+        self.gradients = Gradients(parameters, [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], [])
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
         grads = gradients_of(self.label, outputs, targets, [torch.zeros_like(output) for output in outputs])
         used = [
@@ -439,8 +437,3 @@ class CallableCapture:
                     f"{self.label}: {name} requires a gradient but does not contribute to the results; pass "
                     "allow_unused_input=True if that is meant"
                 )
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    """The version of ``tensor`` [...]; None where it was made in inference mode and counts none."""
-    return None if tensor.is_inference() else tensor._version

@@ -151,3 +151,8 @@ def is_user_file(filename: str) -> bool:
 def is_own_file(filename: str) -> bool:
     """True for files that are neither of Python and torch nor installed as a package."""
     return is_user_file(filename) and "-packages" + os.sep not in filename
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """The version of ``tensor`` [...]; None where it was made in inference mode and counts none."""
+    return None if tensor.is_inference() else tensor._version

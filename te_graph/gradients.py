@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_graph import _C
+from te_graph.homes import Place
 
 
 class GradientState:
@@ -125,6 +126,21 @@ def gradients_of(
                 "graph needs dense gradients (torch.nn.Embedding: sparse=False)"
             )
     return grads
+
+
+def leaves_outside(
+    leaves: dict[int, Tensor], before: dict[int, Tensor], places: Callable[[], Iterable[Place]]
+) -> list[Tensor]:
+    """Those of ``leaves`` [...], by identity, that a callable has not made itself, as ``w.detach().requires_grad_()``
+    is, over memory from outside: what it uses in each iteration, or what stands at one of its ``places``.
+
+    Args:
+        before: leaves [...] of the iteration before, kept until now: none of the new ones is at the address of one.
+    """
+    if leaves.keys() - before.keys() and before:
+        standing = {id(place.obj) for place in places()}
+        return [leaf for key, leaf in leaves.items() if key in before or key in standing]
+    return list(leaves.values())
 
 
 @dataclass(frozen=True)
