@@ -35,6 +35,7 @@ from te_graph.homes import HOOK_DICTS, walk
 from te_graph.host_access import GradWatch
 from te_graph.layout import copy_with_gaps, static_copy
 from te_graph.module_calls import ModuleCalls
+from te_graph.parametrizations import check_cache
 from te_graph.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.reading import Reader
 from te_graph.results import ResultPlan, inner_outputs, views_kept
@@ -93,6 +94,7 @@ class CallableCapture:
         places = list(walk(root))
         self._places = self._reader.places()
         check_attributes(label, signature.distinct_names, samples, self._reader)
+        check_cache(label, places)
         own = (place for place in places if "global variable" not in place.name)
         self._containers = ContainerState(itertools.chain(own, global_containers(self._places)))
         self._bindings = Bindings(variables(self._places))

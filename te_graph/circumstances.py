@@ -17,6 +17,7 @@ from te_graph.externals import External
 from te_graph.graphed_class import plain_class
 from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
 from te_graph.library_objects import is_array, is_iterator
+from te_graph.parametrizations import cache_place, is_parametrized
 from te_graph.plain_values import MOST_MEMBERS, is_bulk, is_value
 from te_graph.pure_hooks import ComputedInGraph, is_pure_hook
 from te_graph.reading import Reader
@@ -191,6 +192,8 @@ def find_homes(
                 if id(place.obj) in called:
                     _guard_hooks(place, homes, may_capture_hooks)
                 modules.append(place)
+    if any(is_parametrized(place.obj) for place in modules):
+        homes.expect_value(cache_place(places[0]))
     for place in found:
         homes.add(place)
     for place in modules:

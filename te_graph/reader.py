@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_graph import _C
+from te_graph import _C, parametrizations
 from te_graph.dispatch import has_subclass, is_own_file, is_user_file
 from te_graph.facts import NAMESPACES, VIEWS, WRAPPERS, Fact, Inlined, Private, is_opaque, slots_of
 from te_graph.homes import HOOK_DICTS, contents, name_of
@@ -260,7 +260,7 @@ class Reader:
 
 
 def hooks_of_all(root: Fact) -> Iterator[Fact]:
-    """The hooks of all modules and of all optimizers."""
+    """The hooks of all modules and of all optimizers, and the cache of all parametrizations."""
     modules = root.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
     for name, kinds in _HOOKS_OF_ALL.items():
         members = modules.item(name, f"module {name}").attributes()
@@ -270,6 +270,8 @@ def hooks_of_all(root: Fact) -> Iterator[Fact]:
                 yield hooks
             else:
                 yield hooks.child(None, f"number of {hooks.name}", _Kind.LENGTH, index=0)
+    cache = modules.item(parametrizations.WHERE, "").attributes().item(parametrizations.NAME, parametrizations.WHAT)
+    yield root.never(f"{cache.name} is on") if cache.obj else cache
 
 
 def _is_own_module(module: types.ModuleType) -> bool:
