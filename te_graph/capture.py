@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.autocast import cast_at_each_use, casts_of, own_casts
+from te_graph.backward_guard import backward_guard
 from te_graph.capture_checks import (
     check_attributes,
     check_escapes,
@@ -61,6 +62,7 @@ class CallableCapture:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         gradients: what the backward computes, once warmed up.
         homes: the guard and the tensors outside that the capture uses, once warmed up.
+        backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
         plan: where the results lie, once warmed up.
         output_numbers: which outputs require a gradient.
         saved_outputs: for each output, whether the backward reads it.
@@ -216,14 +218,18 @@ class CallableCapture:
                     names = self.signature.distinct_names
                     self.changed.find_views(self.label, names, tensors, self._copies, hidden)
                 outputs = self.plan.outputs_of(tensors) if is_last else tensors
-            with watch:
+            in_backward = CodeWatch(aside=self._hooks, listens=self._reader.asks_for_names)
+            with watch, in_backward:
                 self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
             if not is_last:
                 self._reader.note(code)
+                self._reader.note(in_backward)
         # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
         self._host_work = effects.first(self._reader.places()), generators.drawn_from()
         self._reader.note(code)
+        self._reader.note(in_backward)
         self._places = self._reader.places()
+        self.backward_guard = backward_guard(self._reader, in_backward, self.watch.externals.keys())
         return tensors
 
     def _find_casts(self, inputs: list[Tensor], casts: list[int]) -> None:

@@ -188,7 +188,7 @@ def find_homes(
         for place in _modules_below(top):
             if id(place.obj) not in guarded:
                 guarded.add(id(place.obj))
-                _guard_module(place, homes, place.obj is root)
+                guard_module(place, homes, place.obj is root)
                 if id(place.obj) in called:
                     _guard_hooks(place, homes, may_capture_hooks)
                 modules.append(place)
@@ -201,7 +201,7 @@ def find_homes(
     used = {id(place) for place in found}
     for place in places:
         if id(place) not in used and place.parent is not None:
-            _guard_place(place, homes)
+            guard_place(place, homes)
         if place.again is None:
             _guard_absence(place, homes, reader)
     _guard_code(places, modules, homes, reader)
@@ -248,7 +248,8 @@ def _modules_below(top: Place) -> list[Place]:
     return found
 
 
-def _guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
+def guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
+    """Guard the training flag of a module, which submodules it has, and, but for the callable itself, its forward."""
     members = place.attributes()
     name = place.name or type(place.obj).__name__
     if "training" in members.obj:  # what torch.compile made has that of its original
@@ -300,7 +301,7 @@ def _guard_tables(place: Place, homes: Homes, in_order: bool) -> None:
         homes.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
 
 
-def _guard_place(place: Place, homes: Homes) -> None:
+def guard_place(place: Place, homes: Homes) -> None:
     """Guard what stands at a place that leads to no tensor that is used."""
     obj = place.obj
     if isinstance(obj, Tensor):

@@ -305,6 +305,7 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         inner_outputs=capture.inner_outputs,
         results=[] if plan.is_plain else [result.spec(capture.label, homes) for result in plan.results],
         predecessor=None if predecessor is None else predecessor.graphed,
+        backward_guard=capture.backward_guard,
     )
     for slot in capture.slots:
         graphed.add_slot(

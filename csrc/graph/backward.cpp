@@ -66,6 +66,7 @@ void GraphedCallable::check_backward(const Flight& flight) const {
     const FoundTensors& externals = *flight.externals;
     const std::string change = guard_->check_tensors(externals);
     TORCH_CHECK(change.empty(), changed(change).message);
+    if (backward_guard_) check_what_backward_reads();
     for (size_t i = 0; i < saved_.size(); ++i) {
         const uint32_t expected = flight.saved_versions[i], found = version_of(externals[saved_[i]]);
         TORCH_CHECK(found == expected, name_, ": ", guard_->tensor_name(saved_[i]),
@@ -83,6 +84,15 @@ void GraphedCallable::check_backward(const Flight& flight) const {
         TORCH_CHECK(!saved_outputs_[i] || flight.output_versions[saved++].current_version() == 0, name_, ": output ", i,
                     " is needed for backward and has been modified by an inplace operation");
     }
+}
+
+void GraphedCallable::check_what_backward_reads() const {
+    const pybind11::gil_scoped_acquire gil;
+    Guard::Tensors none;
+    const std::string change = backward_guard_->is_rooted() ? backward_guard_->check(Py_None, none) : std::string();
+    TORCH_CHECK(change.empty(), name_, ": ", change,
+                " since the forward, and code that the backward runs reads it, which a replay would not do: change it "
+                "before the forward or after the backward");
 }
 
 // Puts the gradients of the outputs where the graph reads them; returns which outputs got one. What is in place is let

@@ -314,10 +314,11 @@ void bind(py::module_& m) {
         m, "GraphedCallable", py::custom_type_setup(&collect_garbage_through_guards))
         .def(py::init<std::string, at::Device, std::shared_ptr<Scope>, std::shared_ptr<Guard>, std::vector<InputSpec>,
                       std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>, std::vector<bool>,
-                      std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>>(),
+                      std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>,
+                      std::shared_ptr<Guard>>(),
              py::arg("name"), py::arg("device"), py::arg("scope"), py::arg("guard"), py::arg("inputs"),
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
-             py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"))
+             py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"), py::arg("backward_guard"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
              py::arg("summed_inputs"), py::arg("table"))

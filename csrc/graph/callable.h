@@ -141,7 +141,7 @@ public:
                     std::vector<InputSpec> inputs, std::vector<ParameterSpec> parameters,
                     const std::vector<ExternalSpec>& externals, std::vector<int> differentiable,
                     std::vector<bool> saved_outputs, std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
-                    const std::shared_ptr<GraphedCallable>& predecessor);
+                    const std::shared_ptr<GraphedCallable>& predecessor, std::shared_ptr<Guard> backward_guard);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
@@ -192,6 +192,7 @@ private:
 
     Slot& slot_of(const Flight& flight) const { return *slots_[flight.lease.slot()]; }
     void check_backward(const Flight& flight) const;
+    void check_what_backward_reads() const;
     Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const Flight& upper, const Bits& got_upper, const Slot& slot) const;
     void plan_parameters(Flight& flight, const Bits& got);
@@ -215,6 +216,7 @@ private:
     const at::Device device_;
     const std::shared_ptr<Scope> scope_;
     const std::shared_ptr<Guard> guard_;
+    const std::shared_ptr<Guard> backward_guard_;  // over what Python code in the backward reads; null: nothing
     const Settings settings_;
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;

@@ -25,11 +25,13 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
                                  std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
                                  std::vector<int> differentiable, std::vector<bool> saved_outputs,
                                  std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
-                                 const std::shared_ptr<GraphedCallable>& predecessor)
+                                 const std::shared_ptr<GraphedCallable>& predecessor,
+                                 std::shared_ptr<Guard> backward_guard)
     : name_(std::move(name)),
       device_(device),
       scope_(std::move(scope)),
       guard_(std::move(guard)),
+      backward_guard_(std::move(backward_guard)),
       settings_(device.type()),
       inputs_(std::move(inputs)),
       parameters_(std::move(parameters)),

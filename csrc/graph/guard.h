@@ -94,6 +94,9 @@ public:
     // longer matters, as for a backward in eager execution. Needs no GIL.
     std::string check_tensors(const FoundTensors& found) const;
 
+    // Whether the object lives that the first step, one to a known object, leads to.
+    bool is_rooted() const { return steps_.front().expected.live(); }
+
     // For the garbage collector. What a backward still needs is no business of the guard's alone.
     int visit(visitproc visit, void* arg) const { return found_.use_count() == 1 ? found_->visit(visit, arg) : 0; }
     // Lets go of what the last walk found.
