@@ -62,9 +62,8 @@ test-gpu: $(BUILT) tools
 	$(PY) -m pytest -m gpu $(ARGS)
 	$(call gtest,gpu,gtest)
 
-# Why these flags, and what is put before the process: CMakeLists.txt.
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize=vptr,null,object-size -fno-sanitize-recover=all \
-	-fno-omit-frame-pointer
+# Flags that compilers and linkers read from there. Why these, and what is put before the process: CMakeLists.txt.
+SANITIZERS := @$(CURDIR)/tests/cpp/sanitizers.txt
 UNDER_SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	CUDA_VISIBLE_DEVICES= ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1
 TORTURE := $(foreach topic,stress programs chain ownership hazards outputs gradients graphed_fn exhausted input_uses \
