@@ -10,6 +10,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <optional>
@@ -66,7 +67,7 @@ std::string message_of(const std::string& group, int rank, double timeout, const
 
 struct PeerTransport::State {
     State(std::string name, PeerMemory slab, PeerOptions wishes)
-        : group(std::move(name)), memory(std::move(slab)), options(wishes) {
+        : group(std::move(name)), memory(std::move(slab)), options(wishes), timeout(wishes.timeout) {
         const c10::cuda::CUDAGuard guard(memory.slab.device());
         {
             const c10::InferenceMode read_only;  // outside of it: users see a part
@@ -98,7 +99,7 @@ struct PeerTransport::State {
         Control start{};
         start.state = 1ull << kSequenceShift;
         start.traps = options.traps;
-        start.timeout_ns = nanoseconds(options.timeout);
+        start.timeout_ns = nanoseconds(wishes.timeout);
         start.record = record;
         const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
         C10_CUDA_CHECK(cudaMemcpyAsync(peers.control, &start, sizeof(start), cudaMemcpyHostToDevice, stream));
@@ -146,7 +147,7 @@ struct PeerTransport::State {
         std::call_once(has_message, [&] {
             std::optional<Extents> other;
             if (record->failure == Failure::kMismatch) other = extents_told_by(record->peer, record->seen);
-            text = message_of(group, peers.rank, options.timeout, *record, other);
+            text = message_of(group, peers.rank, timeout, *record, other);
         });
         return text;
     }
@@ -205,6 +206,7 @@ struct PeerTransport::State {
     const std::string group;
     const PeerMemory memory;
     PeerOptions options;
+    std::atomic<double> timeout;  // of the options, as it is now; messages are asked for by any thread
     at::Tensor control, record_memory;
     at::Tensor found_inf;  // [], a part of control
     Record* record;
@@ -261,7 +263,7 @@ void PeerTransport::abort() {
 
 void PeerTransport::set_timeout(double seconds) {
     const std::lock_guard lock(state_->mutex);
-    state_->options.timeout = seconds;
+    state_->timeout = seconds;
     const uint64_t timeout_ns = State::nanoseconds(seconds);
     state_->write(&state_->peers.control->timeout_ns, &timeout_ns, sizeof(timeout_ns));
 }
@@ -272,7 +274,10 @@ void PeerTransport::set_tuning(const Tuning& tuning) {
     const std::lock_guard lock(state_->mutex);
     state_->options.tuning = tuning;
 }
-Tuning PeerTransport::tuning() const { return state_->options.tuning; }
+Tuning PeerTransport::tuning() const {
+    const std::lock_guard lock(state_->mutex);
+    return state_->options.tuning;
+}
 
 }  // namespace te_graph::collectives
 

@@ -36,7 +36,7 @@ public:
     void abort() override;
     void set_timeout(double seconds) override;
 
-    // [1] fp32 on the device: 0, or 1 once the group was given up.
+    // [] fp32 on the device: 0, or 1 once the group was given up.
     at::Tensor found_inf() const;
     void set_tuning(const Tuning& tuning);
     Tuning tuning() const;

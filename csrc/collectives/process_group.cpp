@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <map>
 #include <mutex>
@@ -168,7 +169,7 @@ private:
     c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
     int rank_, world_;
     at::Device device_;
-    std::chrono::milliseconds timeout_{};
+    std::atomic<std::chrono::milliseconds> timeout_;  // threads set it while others run operations
     uint64_t sequence_ = 0;
     const std::shared_ptr<std::mutex> turn_;  // of the operation that runs
     Trouble trouble_;
