@@ -23,26 +23,34 @@ def register() -> None:
 
 
 def _norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
-    return _on_device_of(tensors, (), _dtype(tensors))
+    return _empty("multi_tensor_norm", tensors, (), _dtype(tensors))
 
 
 def _norm_partial(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
-    return _on_device_of(tensors, (_C.NORM_STATE_WORDS,), torch.int64)
+    return _empty("multi_tensor_norm_partial", tensors, (_C.NORM_STATE_WORDS,), torch.int64)
 
 
 def _norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
-    return _on_device_of(tensors, (len(tensors),), _dtype(tensors))
+    return _empty("multi_tensor_norms", tensors, (len(tensors),), _dtype(tensors))
 
 
 def _clip_norm(
     tensors: Sequence[Tensor], max_norm: float, p: float = 2.0, *, found_inf: Tensor | None = None
 ) -> Tensor:
-    return _on_device_of(tensors, (), _dtype(tensors))
+    norm = _empty("multi_tensor_clip_norm_", tensors, (), _dtype(tensors))
+    if found_inf is not None and found_inf.device != norm.device:
+        raise ValueError(f"multi_tensor_clip_norm_: expected found_inf on {norm.device}, got {found_inf.device}")
+    return norm
 
 
 def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def _on_device_of(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=tensors[0].device if tensors else "cpu")
+def _empty(op: str, tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """On the device of ``tensors``, [...] each; all of it, since one on meta among others is enough to come here."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    for number, tensor in enumerate(tensors):
+        if tensor.device != device:
+            raise ValueError(f"{op}: expected tensors[{number}] on {device}, got {tensor.device}")
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -53,6 +53,7 @@ SPOILT: dict[str, tuple[Callable[[str], Tensor], type[Exception]]] = {
     "bool": (lambda device: torch.ones(6, 4, dtype=torch.bool, device=device), TypeError),
     "complex": (lambda device: torch.ones(6, 4, dtype=torch.complex64, device=device), TypeError),
     "fp8": (lambda device: torch.ones(6, 4, device=device).to(torch.float8_e4m3fn), TypeError),
+    "meta": (lambda device: torch.ones(6, 4, device="meta"), ValueError),
     "sparse": (lambda device: torch.eye(6, 4, device=device).to_sparse(), TypeError),
     "sparse csr": (lambda device: torch.eye(6, 4, device=device).to_sparse_csr(), TypeError),
     "expanded": (lambda device: torch.ones(4, device=device).expand(6, 4), ValueError),
@@ -207,6 +208,11 @@ ARGUMENTS: dict[str, Case] = {
         TypeError,
         "multi_tensor_accumulate_: expected noop .*got",
     ),
+    "finish of nothing": (
+        lambda a, b, d: ops.multi_tensor_norm_finish(None),
+        TypeError,
+        "multi_tensor_norm_finish: expected partial to be a tensor, got None",
+    ),
     "finish of fp32": (
         lambda a, b, d: ops.multi_tensor_norm_finish(ops.multi_tensor_norm_partial(a).float(), 2.0, torch.float32),
         TypeError,
@@ -218,6 +224,38 @@ ARGUMENTS: dict[str, Case] = {
         "multi_tensor_norm_finish: expected partial .*got",
     ),
 }
+
+
+# Arguments of one element, each by the op that takes it.
+ELEMENTS: dict[str, Callable[[list[Tensor], list[Tensor], Tensor], object]] = {
+    "multi_tensor_clip_ total_norm": lambda a, b, x: ops.multi_tensor_clip_(a, x, 1.0),
+    "multi_tensor_clip_ found_inf": lambda a, b, x: ops.multi_tensor_clip_(a, a[0].new_ones(1), 1.0, found_inf=x),
+    "multi_tensor_clip_norm_ found_inf": lambda a, b, x: ops.multi_tensor_clip_norm_(a, 1.0, found_inf=x),
+    "multi_tensor_scale_ scale": lambda a, b, x: ops.multi_tensor_scale_(a, x),
+    "multi_tensor_scale_ found_inf": lambda a, b, x: ops.multi_tensor_scale_(a, 2.0, found_inf=x),
+    "multi_tensor_copy_ scale": lambda a, b, x: ops.multi_tensor_copy_(a, b, scale=x),
+    "multi_tensor_copy_ found_inf": lambda a, b, x: ops.multi_tensor_copy_(a, b, found_inf=x),
+    **{
+        f"multi_tensor_accumulate_ {name}": lambda a, b, x, name=name: ops.multi_tensor_accumulate_(a, b, **{name: x})
+        for name in ("scale", "sum_squares", "found_inf", "noop")
+    },
+}
+
+
+@pytest.mark.parametrize("which", ELEMENTS)
+def test_elements_that_are_on_meta_or_sparse_are_refused_before_anything_is_written(which, device):
+    op, name = which.split()
+    first, second = numbers(device), numbers(device)
+    before = copies([*first, *second])
+    for spoilt, words in (
+        (torch.ones(72, dtype=torch.int64, device="meta") if name == "sum_squares" else None, r"expected \w+"),
+        (torch.ones(1, device="meta"), r"expected \w+"),
+        (torch.ones(1, device=device).to_sparse(), f"expected {name}"),
+    ):
+        if spoilt is not None:
+            with pytest.raises((TypeError, ValueError), match=f"^{op}: {words} .*got"):
+                ELEMENTS[which](first, second, spoilt)
+    assert all_same_bits([*first, *second], before)
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)

@@ -4,6 +4,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <initializer_list>
+#include <utility>
 
 #include "common/no_derivative.h"
 #include "multi_tensor/operands.h"
@@ -56,6 +58,7 @@ at::Tensor norm_finish(const at::Tensor& partial,  // [kStateWords] int64
     check_p(kFinish, p);
     TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kFinish, ": expected dtype float32 or float64, got ",
                      dtype);
+    check_strided(kFinish, "partial", partial);
     const uint64_t* const state = state_of(kFinish, "partial", partial, partial.device());
     const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
     const NormResult result = result_in(out);
@@ -223,6 +226,25 @@ void accumulate(at::TensorList destination, at::TensorList source, bool store, b
 
 // Shapes and dtypes alone, for torch.compile and fake tensors.
 // te_graph/fakes.py has those whose result has no tensor to take its device from where the list is empty.
+
+using Optional = const std::optional<at::Tensor>&;
+
+// One tensor on meta among others brings a call here, where nothing would be done to these.
+void check_one_device(const char* op, std::initializer_list<std::pair<const char*, at::TensorList>> lists,
+                      std::initializer_list<std::pair<const char*, std::optional<at::Tensor>>> operands) {
+    std::optional<at::Device> device;
+    const auto check = [&](const char* argument, const at::Tensor& tensor) {
+        if (!device) device = tensor.device();
+        check_device(op, argument, tensor, *device);
+    };
+    for (const auto& [name, list] : lists) {
+        for (const at::Tensor& tensor : list) check(name, tensor);
+    }
+    for (const auto& [name, tensor] : operands) {
+        if (tensor) check(name, *tensor);
+    }
+}
+
 at::Tensor norm_finish_meta(const at::Tensor& partial, double, at::ScalarType dtype) {
     return at::empty({}, partial.options().dtype(dtype));
 }
@@ -261,16 +283,25 @@ TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) { implement(m); }
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl("multi_tensor_norm_finish", norm_finish_meta);
-    m.impl("multi_tensor_clip_",
-           [](at::TensorList, const at::Tensor&, double, double, const std::optional<at::Tensor>&) {});
-    m.impl("multi_tensor_scale_", [](at::TensorList, const at::Tensor&, const std::optional<at::Tensor>&) {});
-    m.impl("multi_tensor_scale_.Scalar", [](at::TensorList, double, const std::optional<at::Tensor>&) {});
-    m.impl("multi_tensor_zero_", [](at::TensorList) {});
-    m.impl("multi_tensor_copy_",
-           [](at::TensorList, at::TensorList, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {});
-    m.impl("multi_tensor_accumulate_",
-           [](at::TensorList, at::TensorList, bool, bool, const std::optional<at::Tensor>&,
-              const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&) {});
+    m.impl(kClip, [](at::TensorList tensors, const at::Tensor& total_norm, double, double, Optional found_inf) {
+        check_one_device(kClip, {{"tensors", tensors}}, {{"total_norm", total_norm}, {"found_inf", found_inf}});
+    });
+    m.impl(kScale, [](at::TensorList tensors, const at::Tensor& scale, Optional found_inf) {
+        check_one_device(kScale, {{"tensors", tensors}}, {{"scale", scale}, {"found_inf", found_inf}});
+    });
+    m.impl("multi_tensor_scale_.Scalar", [](at::TensorList tensors, double, Optional found_inf) {
+        check_one_device(kScale, {{"tensors", tensors}}, {{"found_inf", found_inf}});
+    });
+    m.impl(kZero, [](at::TensorList tensors) { check_one_device(kZero, {{"tensors", tensors}}, {}); });
+    m.impl(kCopy, [](at::TensorList destination, at::TensorList source, Optional scale, Optional found_inf) {
+        check_one_device(kCopy, {{"destination", destination}, {"source", source}},
+                         {{"scale", scale}, {"found_inf", found_inf}});
+    });
+    m.impl(kAccumulate, [](at::TensorList destination, at::TensorList source, bool, bool, Optional scale,
+                           Optional sum_squares, Optional found_inf, Optional noop) {
+        check_one_device(kAccumulate, {{"destination", destination}, {"source", source}},
+                         {{"scale", scale}, {"sum_squares", sum_squares}, {"found_inf", found_inf}, {"noop", noop}});
+    });
 }
 
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {

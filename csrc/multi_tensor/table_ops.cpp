@@ -110,17 +110,33 @@ TORCH_LIBRARY_IMPL(te_graph, CUDA, m) { implement(m); }
 #endif
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
+    using Tensor = const at::Tensor&;
     using Optional = const std::optional<at::Tensor>&;
-    m.impl("multi_tensor_norm_table",
-           [](const at::Tensor&, const at::Tensor&, const at::Tensor& partial, double, at::ScalarType dtype) {
-               return at::empty({}, partial.options().dtype(dtype));
-           });
+    m.impl("multi_tensor_norm_table", [](Tensor table, Tensor chunks, Tensor partial, double, at::ScalarType dtype) {
+        check_devices("multi_tensor_norm_table", table.device(), {{"chunks", chunks}, {"partial", partial}});
+        return at::empty({}, partial.options().dtype(dtype));
+    });
     m.impl("multi_tensor_clip_table_",
-           [](const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, Optional) {});
-    m.impl("multi_tensor_scale_table_", [](const at::Tensor&, const at::Tensor&, const at::Tensor&, Optional) {});
-    m.impl("multi_tensor_zero_table_", [](const at::Tensor&, const at::Tensor&) {});
-    m.impl("multi_tensor_accumulate_table_", [](const at::Tensor&, const at::Tensor&, std::optional<bool>, bool,
-                                                Optional, Optional, Optional, Optional) {});
+           [](Tensor table, Tensor chunks, Tensor total_norm, double, double, Optional found_inf) {
+               check_devices("multi_tensor_clip_table_", table.device(),
+                             {{"chunks", chunks}, {"total_norm", total_norm}, {"found_inf", found_inf}});
+           });
+    m.impl("multi_tensor_scale_table_", [](Tensor table, Tensor chunks, Tensor scale, Optional found_inf) {
+        check_devices("multi_tensor_scale_table_", table.device(),
+                      {{"chunks", chunks}, {"scale", scale}, {"found_inf", found_inf}});
+    });
+    m.impl("multi_tensor_zero_table_", [](Tensor table, Tensor chunks) {
+        check_devices("multi_tensor_zero_table_", table.device(), {{"chunks", chunks}});
+    });
+    m.impl("multi_tensor_accumulate_table_", [](Tensor table, Tensor chunks, std::optional<bool>, bool, Optional scale,
+                                                Optional sum_squares, Optional found_inf, Optional noop) {
+        check_devices("multi_tensor_accumulate_table_", table.device(),
+                      {{"chunks", chunks},
+                       {"scale", scale},
+                       {"sum_squares", sum_squares},
+                       {"found_inf", found_inf},
+                       {"noop", noop}});
+    });
 }
 
 }  // namespace te_graph::multi_tensor
