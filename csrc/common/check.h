@@ -7,6 +7,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <utility>
 
 #ifdef TE_GRAPH_CUDA
@@ -26,6 +27,7 @@ inline void check_device(const char* op, const char* argument, const at::Tensor&
 }
 
 inline void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(tensor.defined(), op, ": expected ", argument, " to be a tensor, got None");
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": expected ", argument, " of layout Strided, got ",
                       tensor.layout());
 }
@@ -40,6 +42,7 @@ inline void check_devices(const char* op, at::Device expected,
 
 // tensor: [] or [1].
 inline void check_one(const char* op, const char* argument, const at::Tensor& tensor, at::Device device) {
+    check_strided(op, argument, tensor);
     TORCH_CHECK_VALUE(tensor.numel() == 1, op, ": expected ", argument, " of one element, got shape ", tensor.sizes());
     check_device(op, argument, tensor, device);
 }
@@ -51,6 +54,21 @@ inline void check_writable(const char* op, const char* argument, const at::Tenso
                 " made outside of inference mode, got an inference tensor; clone() it, or write it in that mode. "
                 "PeerGroup.found_inf is one: give the op a flag of its own, and tell that of both by "
                 "torch.maximum(flag, group.found_inf, out=flag)");
+}
+
+// False for tensor subclasses that wrap others, and where there are elements but no bytes: lazily zero or fake tensors,
+// those on meta, and storages that were freed.
+inline bool has_memory(const at::Tensor& tensor) {
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    if (impl.is_python_dispatch() || !impl.has_storage()) return false;
+    return impl.numel() == 0 || impl.unsafe_storage().unsafeGetStorageImpl()->data() != nullptr;
+}
+
+// Of what a table in device memory is to name by its address.
+inline void check_has_memory(const char* op, const std::string& argument, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(has_memory(tensor), op, ": expected ", argument,
+                     " with memory of its own, got a tensor without, or one that wraps another, such as a DTensor; "
+                     "give what is inside");
 }
 
 // A contiguous table of rows: [rows, columns].

@@ -6,12 +6,14 @@
 #include <optional>
 #include <type_traits>
 
+#include "common/arguments_apart.h"
 #include "common/check.h"
 #include "fp8/cast.h"
 
 namespace te_graph::fp8 {
 
 inline void check_contiguous(const char* op, const char* argument, const at::Tensor& tensor) {
+    check_strided(op, argument, tensor);
     TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": expected ", argument, " to be contiguous, got shape ",
                       tensor.sizes(), " with strides ", tensor.strides());
 }
@@ -78,6 +80,7 @@ inline Flag flag_of(const char* op, const char* argument, const std::optional<at
 template <typename T>
 Strided<T> strided_of(const char* op, const char* argument, const at::Tensor& vector, int64_t n, at::ScalarType dtype,
                       at::Device device) {
+    check_strided(op, argument, vector);
     check_dtype(op, argument, vector, dtype);
     check_shape(op, argument, vector, {n});
     check_device(op, argument, vector, device);

@@ -25,8 +25,8 @@ void check_matrix(const char* op, const char* argument, const at::Tensor& tensor
 }
 
 void check_input(const char* op, const at::Tensor& x) {
-    wide_dtype_of(op, "x", x.scalar_type());
     check_strided(op, "x", x);
+    wide_dtype_of(op, "x", x.scalar_type());
 }
 
 // All of a cast but where it goes; `x` is contiguous.
@@ -56,14 +56,6 @@ void set_out(const char* op, const char* argument, const at::Tensor& out, at::In
     place = static_cast<uint8_t*>(out.data_ptr());
 }
 
-void check_apart(const char* op, const char* a, const at::Tensor& first, const char* b, const at::Tensor& second) {
-    const auto* const begin = static_cast<const char*>(first.const_data_ptr());
-    const auto* const other = static_cast<const char*>(second.const_data_ptr());
-    TORCH_CHECK_VALUE(first.numel() == 0 || second.numel() == 0 || begin + first.nbytes() <= other ||
-                          other + second.nbytes() <= begin,
-                      op, ": expected ", a, " and ", b, " that do not overlap");
-}
-
 void run_cast(at::Device device, const Cast& cast, const Flag& noop) {
     run_on(
         device, [&] { cast_cpu(cast, {}, noop); }, TE_GRAPH_LAUNCH(launch_cast(cast, noop, stream)));
@@ -85,6 +77,7 @@ std::tuple<at::Tensor, at::Tensor> cast(const at::Tensor& x,      // [...]
     check_input(kCast, x);
     const at::Tensor input = x.contiguous(), scale_inv = new_scale_inv(x);
     Cast work = cast_of(kCast, input, scale, scale_inv, amax, counts);
+    check_apart(kCast, {{"x", input, false}, {"scale", scale, false}, {"amax", amax, true}, {"counts", counts, true}});
     work.format = format_of(kCast, "out", dtype);
     const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
     work.out = static_cast<uint8_t*>(out.data_ptr());
@@ -106,8 +99,15 @@ void cast_out(const at::Tensor& out,         // [...]
     Cast work = cast_of(kCastOut, input, scale, scale_inv, amax, counts);
     work.format = format_of(kCastOut, "out", out.scalar_type());
     set_out(kCastOut, "out", out, x.sizes(), x, work.out);
-    check_apart(kCastOut, "out", out, "x", input);
-    run_cast(x.device(), work, flag_of(kCastOut, "noop", noop, x.device()));
+    const Flag flag = flag_of(kCastOut, "noop", noop, x.device());
+    check_apart(kCastOut, {{"out", out, true},
+                           {"x", input, false},
+                           {"scale", scale, false},
+                           {"scale_inv", scale_inv, true},
+                           {"amax", amax, true},
+                           {"counts", counts, true},
+                           {"noop", noop, false}});
+    run_cast(x.device(), work, flag);
     note_writes({out, scale_inv, amax, counts});
 }
 
@@ -139,6 +139,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose_into(const char* o
 {
     const at::Tensor input = x.contiguous(), scale_inv = new_scale_inv(x);
     Cast work = cast_of(op, input, scale, scale_inv, amax, counts);
+    check_apart(op, {{"x", input, false}, {"scale", scale, false}, {"amax", amax, true}, {"counts", counts, true}});
     work.format = format_of(op, "out", dtype);
     const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
     const at::Tensor out_t = at::empty({x.size(1), x.size(0)}, out.options());
@@ -192,9 +193,6 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
     check_dtype(kOp, "out_t", out_t, out.scalar_type());
     set_out(kOp, "out", out, x.sizes(), x, work.out);
     set_out(kOp, "out_t", out_t, {x.size(1), x.size(0)}, x, work.out_t);
-    check_apart(kOp, "out", out, "out_t", out_t);
-    check_apart(kOp, "out", out, "x", input);
-    check_apart(kOp, "out_t", out_t, "x", input);
     if (dbias) {
         TORCH_CHECK_TYPE(dbias->scalar_type() == at::kFloat || dbias->scalar_type() == x.scalar_type(), kOp,
                          ": expected dbias of dtype Float or ", x.scalar_type(), ", got ", dbias->scalar_type());
@@ -203,6 +201,15 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
         check_device(kOp, "dbias", *dbias, x.device());
     }
     const Flag flag = flag_of(kOp, "noop", noop, x.device());
+    check_apart(kOp, {{"out", out, true},
+                      {"out_t", out_t, true},
+                      {"x", input, false},
+                      {"scale", scale, false},
+                      {"scale_inv", scale_inv, true},
+                      {"amax", amax, true},
+                      {"dbias", dbias, true},
+                      {"counts", counts, true},
+                      {"noop", noop, false}});
     run_cast_transpose(x.device(), work, sums_into(dbias.value_or(at::Tensor()), x).sums, flag);
     note_writes({out, out_t, scale_inv, amax, dbias, counts});
 }
@@ -225,6 +232,7 @@ void run_dequantize(at::Device device, const Dequantization& work) {
 at::Tensor dequantize(const at::Tensor& x,          // [...]
                       const at::Tensor& scale_inv,  // [] or [1]
                       at::ScalarType dtype) {
+    check_strided(kDequantize, "x", x);
     format_of(kDequantize, "x", x.scalar_type());
     wide_dtype_of(kDequantize, "out", dtype);
     const at::Tensor input = x.contiguous();
@@ -237,13 +245,15 @@ void dequantize_out(const at::Tensor& out,        // [...]
                     const at::Tensor& x,          // [...]
                     const at::Tensor& scale_inv)  // [] or [1]
 {
+    check_strided(kDequantizeOut, "x", x);
     format_of(kDequantizeOut, "x", x.scalar_type());
     check_shape(kDequantizeOut, "out", out, x.sizes());
     check_contiguous(kDequantizeOut, "out", out);
     check_device(kDequantizeOut, "out", out, x.device());
     const at::Tensor input = x.contiguous();
-    check_apart(kDequantizeOut, "out", out, "x", input);
-    run_dequantize(x.device(), dequantization_of(kDequantizeOut, input, scale_inv, out));
+    const Dequantization work = dequantization_of(kDequantizeOut, input, scale_inv, out);
+    check_apart(kDequantizeOut, {{"out", out, true}, {"x", input, false}, {"scale_inv", scale_inv, false}});
+    run_dequantize(x.device(), work);
     note_writes({out});
 }
 

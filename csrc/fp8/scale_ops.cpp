@@ -26,6 +26,7 @@ Update update_of(const at::Tensor& amax_history,     // [H, n]
                  const at::Tensor& scale_inv,        // [n]
                  const at::Tensor& non_weight_mask,  // [n] or [0]
                  double fp8_max, double margin, const std::string& amax_compute_algo, bool skip_nonfinite) {
+    check_strided(kUpdate, "amax_history", amax_history);
     check_dtype(kUpdate, "amax_history", amax_history, at::kFloat);
     TORCH_CHECK_VALUE(amax_history.dim() == 2 && amax_history.size(0) >= 1, kUpdate,
                       ": expected amax_history of shape [H, n] with H >= 1, got ", amax_history.sizes());
@@ -42,6 +43,7 @@ Update update_of(const at::Tensor& amax_history,     // [H, n]
     }
     const at::Device device = amax_history.device();
     const int64_t n = amax_history.size(1);
+    check_strided(kUpdate, "non_weight_mask", non_weight_mask);
     check_dtype(kUpdate, "non_weight_mask", non_weight_mask, at::kBool);
     Update update{.history = static_cast<float*>(amax_history.data_ptr()),
                   .row_stride = amax_history.stride(0),
@@ -63,9 +65,17 @@ Update update_of(const at::Tensor& amax_history,     // [H, n]
     return update;
 }
 
-void run_update(at::Device device, const Update& update) {
+// flag: [] or [1], if there is one.
+void run_update(const Update& update, const at::Tensor& amax_history, const at::Tensor& scale,
+                const at::Tensor& scale_inv, const at::Tensor& non_weight_mask, const std::optional<at::Tensor>& flag) {
+    check_apart(kUpdate, {{"amax_history", amax_history, true},
+                          {"scale", scale, true},
+                          {"scale_inv", scale_inv, true},
+                          {"non_weight_mask", non_weight_mask, false},
+                          {"update_weight_scale_inv", flag, false}});
     run_on(
-        device, [&] { update_cpu(update); }, TE_GRAPH_LAUNCH(launch_update(update, stream)));
+        amax_history.device(), [&] { update_cpu(update); }, TE_GRAPH_LAUNCH(launch_update(update, stream)));
+    note_writes({amax_history, scale, scale_inv});
 }
 
 void update_by_tensor(const at::Tensor& amax_history, const at::Tensor& scale, const at::Tensor& scale_inv,
@@ -75,8 +85,7 @@ void update_by_tensor(const at::Tensor& amax_history, const at::Tensor& scale, c
     Update update =
         update_of(amax_history, scale, scale_inv, non_weight_mask, fp8_max, margin, amax_compute_algo, skip_nonfinite);
     update.flag = flag_of(kUpdate, "update_weight_scale_inv", update_weight_scale_inv, amax_history.device());
-    run_update(amax_history.device(), update);
-    note_writes({amax_history, scale, scale_inv});
+    run_update(update, amax_history, scale, scale_inv, non_weight_mask, update_weight_scale_inv);
 }
 
 void update_by_number(const at::Tensor& amax_history, const at::Tensor& scale, const at::Tensor& scale_inv,
@@ -85,8 +94,7 @@ void update_by_number(const at::Tensor& amax_history, const at::Tensor& scale, c
     Update update =
         update_of(amax_history, scale, scale_inv, non_weight_mask, fp8_max, margin, amax_compute_algo, skip_nonfinite);
     update.update_weight_scale_inv = update_weight_scale_inv;
-    run_update(amax_history.device(), update);
-    note_writes({amax_history, scale, scale_inv});
+    run_update(update, amax_history, scale, scale_inv, non_weight_mask, std::nullopt);
 }
 
 ScaleRule rule_of(const char* op, at::ScalarType dtype, double margin, double eps, bool power_of_2) {
@@ -99,8 +107,8 @@ ScaleRule rule_of(const char* op, at::ScalarType dtype, double margin, double ep
 std::tuple<at::Tensor, at::Tensor> current_scale(const at::Tensor& x,  // [...]
                                                  at::ScalarType dtype, double eps, bool power_of_2) {
     const ScaleRule rule = rule_of(kCurrent, dtype, 0, eps, power_of_2);
-    const DType input_dtype = wide_dtype_of(kCurrent, "x", x.scalar_type());
     check_strided(kCurrent, "x", x);
+    const DType input_dtype = wide_dtype_of(kCurrent, "x", x.scalar_type());
     const at::Tensor input = x.contiguous();
     const auto options = x.options().dtype(at::kFloat);
     const at::Tensor amax = at::empty({1}, options), scale = at::empty({1}, options);
@@ -120,8 +128,8 @@ std::tuple<at::Tensor, at::Tensor> current_scale(const at::Tensor& x,  // [...]
 at::Tensor scale_of_amax(const at::Tensor& amax,  // [...]
                          at::ScalarType dtype, double margin, double eps, bool power_of_2) {
     const ScaleRule rule = rule_of(kScale, dtype, margin, eps, power_of_2);
-    check_dtype(kScale, "amax", amax, at::kFloat);
     check_strided(kScale, "amax", amax);
+    check_dtype(kScale, "amax", amax, at::kFloat);
     const at::Tensor input = amax.contiguous();
     const at::Tensor out = at::empty(amax.sizes(), amax.options());
     const auto* const from = static_cast<const float*>(input.const_data_ptr());

@@ -5,6 +5,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "common/to_device.h"
 #include "fp8/arguments.h"
@@ -31,20 +32,43 @@ void check_count(const char* op, const char* argument, size_t expected, size_t g
     TORCH_CHECK_VALUE(got == expected, op, ": expected ", argument, " of ", expected, " tensors, got ", got);
 }
 
-// Raises if two of the buffers that are written overlap.
-void check_apart(const char* op, at::TensorList out, at::TensorList out_t) {
-    std::vector<std::pair<const char*, const char*>> spans;
-    for (const at::TensorList list : {out, out_t}) {
+Extents extents_of(std::initializer_list<at::TensorList> lists) {
+    std::vector<const void*> begins;
+    std::vector<size_t> sizes;
+    for (const at::TensorList list : lists) {
         for (const at::Tensor& tensor : list) {
-            const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
-            if (tensor.numel() > 0) spans.emplace_back(begin, begin + tensor.nbytes());
+            begins.push_back(tensor.const_data_ptr());
+            sizes.push_back(tensor.nbytes());
         }
     }
-    std::sort(spans.begin(), spans.end());
-    for (size_t i = 1; i < spans.size(); ++i) {
-        TORCH_CHECK_VALUE(spans[i - 1].second <= spans[i].first, op,
-                          ": expected out and out_t that do not overlap, got two that share memory");
+    return {begins, sizes};
+}
+
+// Raises if one of these shares memory with a buffer of a list of casts, or is written where weights are read.
+void check_beside(const char* op, const Extents& buffers, const Extents& weights,
+                  std::initializer_list<Argument> arguments) {
+    for (const Argument& argument : arguments) {
+        if (argument.tensor == nullptr) continue;
+        const Span span = span_of(*argument.tensor);
+        TORCH_CHECK_VALUE(!buffers.find(span.begin, span.size()), op, ": expected out and ", argument.name,
+                          " that do not overlap, got two that share memory");
+        TORCH_CHECK_VALUE(!argument.is_written || !weights.find(span.begin, span.size()), op, ": expected weights and ",
+                          argument.name, " that do not overlap, got two that share memory");
     }
+}
+
+// Raises if a launch would write what it reads, or write a place twice. vectors: of all weights, and a flag.
+void check_lists_apart(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
+                       std::initializer_list<Argument> vectors) {
+    for (const at::Tensor& tensor : out) check_writable(op, "out", tensor);
+    for (const at::Tensor& tensor : out_t) check_writable(op, "out_t", tensor);
+    check_apart(op, vectors);
+    const Extents buffers = extents_of({out, out_t}), read = extents_of({weights});
+    TORCH_CHECK_VALUE(!buffers.overlap(), op,
+                      ": expected out and out_t that do not overlap, got two that share memory");
+    TORCH_CHECK_VALUE(!buffers.shared_with(read), op,
+                      ": expected out and weights that do not overlap, got two that share memory");
+    check_beside(op, buffers, read, vectors);
 }
 
 }  // namespace
@@ -55,12 +79,22 @@ void check_not_empty(const char* op, at::TensorList weights) {
 
 std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
                            const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
-                           const at::Tensor& counts) {
+                           const at::Tensor& counts, const at::Tensor& noop) {
     check_not_empty(op, weights);
     check_count(op, "out", weights.size(), out.size());
     if (!out_t.empty()) check_count(op, "out_t", weights.size(), out_t.size());
     const auto n = static_cast<int64_t>(weights.size());
     const at::Device device = weights[0].device();
+    const std::initializer_list<Argument> vectors = {{"scale", scale, false},
+                                                     {"scale_inv", scale_inv, true},
+                                                     {"amax", amax, true},
+                                                     {"counts", counts, true},
+                                                     {"noop", noop, false}};
+    for (const Argument& vector : vectors) {
+        if (vector.tensor == nullptr) continue;
+        check_device(op, vector.name, *vector.tensor, device);
+        check_has_memory(op, vector.name, *vector.tensor);
+    }
     const auto scales = strided_of<const float>(op, "scale", scale, n, at::kFloat, device);
     const auto scale_invs = strided_of<float>(op, "scale_inv", scale_inv, n, at::kFloat, device);
     const auto amaxes = strided_of<float>(op, "amax", amax, n, at::kFloat, device);
@@ -71,10 +105,11 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
     for (size_t i = 0; i < weights.size(); ++i) {
         const at::Tensor& weight = weights[i];
         const std::string name = at_index("weights", i);
+        check_device(op, name.c_str(), weight, device);
+        check_has_memory(op, name, weight);
         TORCH_CHECK_VALUE(weight.dim() == 2, op, ": expected ", name, " of two dimensions, got shape ", weight.sizes());
         const DType dtype = wide_dtype_of(op, name.c_str(), weight.scalar_type());
         check_contiguous(op, name.c_str(), weight);
-        check_device(op, name.c_str(), weight, device);
         const Format format = format_of(op, at_index("out", i).c_str(), out[i].scalar_type());
         check_matrix(op, at_index("out", i), out[i], weight.sizes(), out[i].scalar_type(), device);
         if (!out_t.empty()) {
@@ -96,7 +131,7 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
              .format = format,
              .reserved = {}});
     }
-    check_apart(op, out, out_t);
+    check_lists_apart(op, out, out_t, weights, vectors);
     return casts;
 }
 
@@ -113,9 +148,10 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
       out_t_(std::move(out_t)),
       vectors_(counts.defined() ? Tensors{scale, scale_inv, amax, counts} : Tensors{scale, scale_inv, amax}),
       names_(std::move(names)) {
-    std::vector<Cast> casts = casts_of(kWeights, out_, out_t_, weights_, scale, scale_inv, amax, counts);
+    std::vector<Cast> casts = casts_of(kWeights, out_, out_t_, weights_, scale, scale_inv, amax, counts, {});
     TORCH_CHECK_VALUE(names_.size() == weights_.size(), kWeights, ": expected ", weights_.size(), " names, got ",
                       names_.size());
+    buffers_ = extents_of({out_, out_t_});
     weight_places_ = places_of(weights_);
     out_places_ = places_of(out_);
     out_t_places_ = places_of(out_t_);
@@ -166,6 +202,11 @@ void WeightTable::check_places() const {
 
 void WeightTable::cast(const at::Tensor& noop, bool is_done) {
     check_places();
+    check_apart(kWeights, {{"scale_inv", vectors_[1], true},
+                           {"amax", vectors_[2], true},
+                           {"counts", vectors_.size() > 3 ? vectors_[3] : at::Tensor(), true},
+                           {"noop", noop, false}});
+    check_beside(kWeights, buffers_, {}, {{"noop", noop, false}});
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("te_graph::fp8_cast_weights_table_", "")
                                .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList,
@@ -194,6 +235,7 @@ void WeightTable::update(Tensors weights) {
     for (size_t i = 0; i < weights.size(); ++i) {
         const std::string name = at_index("weights", i);
         check_matrix(kWeights, name, weights[i], weights_[i].sizes(), weights_[i].scalar_type(), table_.device());
+        check_has_memory(kWeights, name, weights[i]);
         const auto place = reinterpret_cast<int64_t>(weights[i].const_data_ptr());
         // Captured launches are of the kernel for aligned ones.
         TORCH_CHECK_VALUE(kind_ <= 0 || place % 16 == 0, kWeights, ": expected ", name,
@@ -201,6 +243,8 @@ void WeightTable::update(Tensors weights) {
                           weights[i].storage_offset());
         places.push_back(place);
     }
+    TORCH_CHECK_VALUE(!buffers_.shared_with(extents_of({weights})), kWeights,
+                      ": expected weights apart from the FP8 buffers, got one that shares memory with them");
     // The first word of a row is the input.
     const auto options = at::TensorOptions().dtype(at::kLong);
     table_.select(1, 0).copy_(at::from_blob(places.data(), {static_cast<int64_t>(places.size())}, options));

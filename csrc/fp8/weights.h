@@ -8,16 +8,20 @@
 #include <vector>
 
 #include "fp8/cast.h"
+#include "multi_tensor/extents.h"
 
 namespace te_graph::fp8 {
+
+using multi_tensor::Extents;
 
 void check_not_empty(const char* op, at::TensorList weights);
 
 // One row for each weight; checks everything. weights, out: [M_i, N_i]; out_t: [N_i, M_i] each, or none at all; scale,
-// scale_inv, amax: [n] of any stride; counts: [n, kCounts] or undefined. All contiguous but the vectors.
+// scale_inv, amax: [n] of any stride; counts: [n, kCounts] or undefined. All contiguous but the vectors. noop: [] or
+// [1] or undefined, for its memory alone.
 std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
                            const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
-                           const at::Tensor& counts);
+                           const at::Tensor& counts, const at::Tensor& noop);
 
 // Owns what it is given. Memory of the table stays the same for its life.
 class WeightTable {
@@ -53,6 +57,7 @@ private:
     const Tensors vectors_;  // scale, scale_inv, amax, and counts if there are any
     Tensors written_;        // out, out_t, and the vectors but for scale
     const std::vector<std::string> names_;
+    Extents buffers_;  // of out and out_t
     std::vector<const void*> weight_places_;
     std::vector<const void*> out_places_, out_t_places_, vector_places_;
     std::vector<int64_t> versions_;  // of the weights at the last cast; -1: none yet

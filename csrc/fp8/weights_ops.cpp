@@ -29,8 +29,8 @@ void cast_weights(at::TensorList out,                       // [M_i, N_i] each
                   const std::optional<at::Tensor>& counts,  // [n, kCounts]
                   const std::optional<at::Tensor>& noop)    // [] or [1]
 {
-    const std::vector<Cast> casts =
-        casts_of(kList, out, out_t, weights, scale, scale_inv, amax, counts.value_or(at::Tensor()));
+    const std::vector<Cast> casts = casts_of(kList, out, out_t, weights, scale, scale_inv, amax,
+                                             counts.value_or(at::Tensor()), noop.value_or(at::Tensor()));
     const at::Device device = weights[0].device();
     run_casts(device, {.casts = casts.data(), .count = static_cast<int64_t>(casts.size())},
               flag_of(kList, "noop", noop, device));
@@ -83,8 +83,9 @@ void cast_weights_meta(at::TensorList out, at::TensorList out_t, at::TensorList 
     check_devices(kList, device,
                   {{"scale", scale}, {"scale_inv", scale_inv}, {"amax", amax}, {"counts", counts}, {"noop", noop}});
 }
-void cast_weights_table_meta(const at::Tensor& table, const at::Tensor& tiles, const at::Tensor& state, at::TensorList,
-                             int64_t, const std::optional<at::Tensor>& noop) {
+void cast_weights_table_meta(const at::Tensor& table, const at::Tensor& tiles, const at::Tensor& state,
+                             at::TensorList written, int64_t, const std::optional<at::Tensor>& noop) {
+    for (const at::Tensor& tensor : written) check_device(kTable, "written", tensor, table.device());
     check_devices(kTable, table.device(), {{"tiles", tiles}, {"state", state}, {"noop", noop}});
 }
 

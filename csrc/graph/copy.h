@@ -3,15 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace te_graph::graph {
+#include "common/check.h"
 
-// False for tensor subclasses that wrap others, and where there are elements but no bytes: lazily zero or fake tensors,
-// and storages that were freed.
-inline bool has_memory(const at::Tensor& tensor) {
-    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    if (impl.is_python_dispatch() || !impl.has_storage()) return false;
-    return impl.numel() == 0 || impl.unsafe_storage().unsafeGetStorageImpl()->data() != nullptr;
-}
+namespace te_graph::graph {
 
 // destination.copy_(source) for tensors of equal shape, dtype and device: one memcpy where the layouts agree.
 void copy_into(const at::Tensor& destination, const at::Tensor& source);

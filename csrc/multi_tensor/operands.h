@@ -1,7 +1,5 @@
-// The tensors of few elements that an op has beside its lists: numbers, flags, a partial.
-//
-// Blocks of one launch run in any order. Where one of these lies in memory that the launch writes, some blocks would
-// read it before and some after.
+// The tensors of few elements that an op has beside its lists: numbers, flags, a partial. None may lie in memory that
+// the launch writes (common/arguments_apart.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +8,8 @@
 #include <array>
 #include <cstddef>
 #include <initializer_list>
-#include <optional>
 
-#include "common/check.h"
+#include "common/arguments_apart.h"
 #include "multi_tensor/extents.h"
 #include "multi_tensor/table.h"
 
@@ -22,23 +19,12 @@ constexpr size_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dt
 
 class Operands {
 public:
-    struct Operand {
-        Operand(const char* name, const at::Tensor& tensor, bool is_written)
-            : name(name), tensor(&tensor), is_written(is_written) {}
-        Operand(const char* name, const std::optional<at::Tensor>& tensor, bool is_written)
-            : name(name), tensor(tensor ? &*tensor : nullptr), is_written(is_written) {}
-
-        const char* name;
-        const at::Tensor* tensor;  // nullptr: there is none
-        bool is_written;
-    };
-
     // Raises if one that is written shares memory with another, or is not to be written.
-    Operands(const char* op, std::initializer_list<Operand> operands) : op_(op) {
-        for (const Operand& operand : operands) {
+    Operands(const char* op, std::initializer_list<Argument> operands) : op_(op) {
+        check_apart(op, operands);
+        for (const Argument& operand : operands) {
             if (operand.tensor == nullptr) continue;
-            if (operand.is_written) check_writable(op, operand.name, *operand.tensor);
-            add(operand);
+            places_[count_++] = {span_of(*operand.tensor), operand.name, operand.is_written};
         }
     }
 
@@ -64,36 +50,23 @@ public:
     }
     void check_beside(const Extents& written, const Extents& sources, bool sources_are_written) const {
         for (const Place* place = places_.begin(); place != places_.begin() + count_; ++place) {
-            const auto size = static_cast<size_t>(place->end - place->begin);
-            if (const auto i = written.find(place->begin, size)) fail(*place, "tensor", *i);
+            if (const auto i = written.find(place->span.begin, place->span.size())) fail(*place, "tensor", *i);
             if (!sources_are_written && !place->is_written) continue;
-            if (const auto i = sources.find(place->begin, size)) fail(*place, "source", *i);
+            if (const auto i = sources.find(place->span.begin, place->span.size())) fail(*place, "source", *i);
         }
     }
 
 private:
     struct Place {
+        Span span;
         const char* name;
-        const char *begin, *end;
         bool is_written;
 
         bool overlaps(const void* data, size_t size) const {
-            const auto* const other = static_cast<const char*>(data);
-            return begin < other + size && other < end;
+            const auto* const begin = static_cast<const char*>(data);
+            return span.overlaps({begin, begin + size});
         }
     };
-
-    void add(const Operand& operand) {
-        const auto* const begin = static_cast<const char*>(operand.tensor->const_data_ptr());
-        const Place place{operand.name, begin, begin + operand.tensor->nbytes(), operand.is_written};
-        for (const Place* other = places_.begin(); other != places_.begin() + count_; ++other) {
-            TORCH_CHECK_VALUE(!(place.is_written || other->is_written) ||
-                                  !place.overlaps(other->begin, static_cast<size_t>(other->end - other->begin)),
-                              op_, ": expected ", other->name, " and ", place.name,
-                              " to be two tensors, got the same memory for both");
-        }
-        places_[count_++] = place;
-    }
 
     [[noreturn]] void fail(const Place& place, const char* list, size_t i) const {
         C10_THROW_ERROR(ValueError,

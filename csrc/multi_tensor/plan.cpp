@@ -18,15 +18,10 @@ namespace {
 
 constexpr const char* kPlan = "MultiTensorPlan";
 
-// Of tensors that lead to others, or stand for what is not there yet: their own memory is not what they mean.
-constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
-                                         c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched});
-
-void check_own_memory(const char* list, const Plan::Tensors& tensors) {
+void check_have_memory(const char* list, const Plan::Tensors& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
-        TORCH_CHECK_TYPE(!tensors[i].key_set().has_any(kWrappers), kPlan, ": expected ", list, "[", i,
-                         "] with memory of its own, got a tensor that wraps another, such as a DTensor; give what is "
-                         "inside");
+        if (has_memory(tensors[i])) continue;  // which spares the name
+        check_has_memory(kPlan, std::string(list) + "[" + std::to_string(i) + "]", tensors[i]);
     }
 }
 
@@ -57,8 +52,8 @@ uint32_t strides_of(const c10::TensorImpl& tensor) {
 
 Plan::Layout Plan::layout_of(const Tensors& tensors, const Tensors& sources) {
     TORCH_CHECK_VALUE(!tensors.empty(), kPlan, ": expected at least one tensor, got an empty list");
-    check_own_memory("tensors", tensors);
-    check_own_memory("sources", sources);
+    check_have_memory("tensors", tensors);
+    check_have_memory("sources", sources);
     // Tensors made in inference mode may be read anywhere; what writes them outside of it raises by itself.
     const c10::InferenceMode allows_all;
     const TensorEntries entries =

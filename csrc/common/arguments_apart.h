@@ -1,0 +1,41 @@
+// Arguments of an op that lie in the same memory.
+//
+// Blocks of one launch run in any order. Where an argument that is written shares memory with another, some blocks would
+// find what was there before and some what comes after.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <optional>
+
+namespace te_graph {
+
+// An argument by its name; without a tensor where an optional one was left out.
+struct Argument {
+    Argument(const char* name, const at::Tensor& tensor, bool is_written)
+        : name(name), tensor(tensor.defined() ? &tensor : nullptr), is_written(is_written) {}
+    Argument(const char* name, const std::optional<at::Tensor>& tensor, bool is_written)
+        : name(name), tensor(tensor && tensor->defined() ? &*tensor : nullptr), is_written(is_written) {}
+
+    const char* name;
+    const at::Tensor* tensor;
+    bool is_written;
+};
+
+// The bytes from the first element of a tensor to its last one; none where it has no elements.
+struct Span {
+    const char *begin, *end;
+
+    bool overlaps(const Span& other) const { return begin < other.end && other.begin < end; }
+    size_t size() const { return static_cast<size_t>(end - begin); }
+};
+Span span_of(const at::Tensor& tensor);
+
+// Whether two strided tensors have an element in common: not so the columns of one table.
+bool share_memory(const at::Tensor& a, const at::Tensor& b);
+
+// Raises if one is not strided, and if one that is written shares memory with another or is not to be written here.
+void check_apart(const char* op, std::initializer_list<Argument> arguments);
+
+}  // namespace te_graph
