@@ -9,7 +9,7 @@ from te_graph import effects, fakes  # noqa: E402 (needs the extension)
 effects.register()
 fakes.register()
 
-from te_graph import pipeline  # noqa: E402 (needs the extension)
+from te_graph import pipeline, tensor_parallel  # noqa: E402 (needs the extension)
 from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
 from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402
 from te_graph.collectives import (  # noqa: E402
@@ -89,5 +89,6 @@ __all__ = [
     "reduce_scatter_out",
     "replay_graph",
     "reset_main_grads",
+    "tensor_parallel",
     "update_hp_grads",
 ]

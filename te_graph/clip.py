@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.norms import raise_if_nonfinite, total_norm
-from te_graph.tensor_lists import Part, as_sequence, is_dtensor, moved, parts_of
+from te_graph.tensor_lists import Part, as_number, as_sequence, check_operands, is_dtensor, moved, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,10 +57,11 @@ def clip_grad_norm_(
 
     Semantics: torch/nn/utils/clip_grad.py; products are rounded once, from fp32.
     """
-    max_norm = _checked(max_norm)
+    max_norm, norm_type = as_max_norm(max_norm), as_number(norm_type, "norm_type")
+    check_operands("clip_grad_norm_", found_inf=found_inf)
     sequence = _parameters(parameters)
     if not process_groups and not error_if_nonfinite:
-        norm = _C.clip_plain_gradients(sequence, max_norm, float(norm_type), found_inf)
+        norm = _C.clip_plain_gradients(sequence, max_norm, norm_type, found_inf)
         if norm is not None:
             return norm
     parts = parts_of(sequence, True, norm_type)
@@ -91,9 +92,10 @@ def clip_grads_with_norm_(
     Stream and capture: one launch for up to 2000 gradients; no allocation where ``total_norm`` is float32 on the
     gradients' device; no host sync unless it is on the CPU and they are not.
     """
-    max_norm = _checked(max_norm)
+    max_norm = as_max_norm(max_norm)
     if not isinstance(total_norm, Tensor):
         raise TypeError(f"te_graph: expected total_norm to be a tensor, got {type(total_norm).__name__}")
+    check_operands("clip_grads_with_norm_", found_inf=found_inf)
     parts = parts_of(_parameters(parameters), True)
     clip_parts(parts, max_norm, total_norm, _EPS, found_inf)
 
@@ -115,17 +117,18 @@ def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float,
         )
 
 
-def _checked(max_norm: float) -> float:
+def as_max_norm(max_norm: float) -> float:
+    """``max_norm`` as a float that is no less than 0."""
     if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
         raise TypeError("te_graph: expected max_norm to be a number, got a tensor on " + str(max_norm.device))
-    max_norm = float(max_norm)
+    max_norm = as_number(max_norm, "max_norm")
     if not max_norm >= 0:
         raise ValueError(f"te_graph: expected max_norm to be 0 or positive, got {max_norm}")
     return max_norm
 
 
 def _parameters(parameters: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
-    sequence = as_sequence(parameters)
+    sequence = as_sequence(parameters, "parameters")
     if isinstance(parameters, types.GeneratorType) and not sequence:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     return sequence

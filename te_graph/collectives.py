@@ -31,6 +31,13 @@ _ALL_GATHER = torch.ops.te_graph.all_gather.default
 _ALL_GATHER_OUT = torch.ops.te_graph.all_gather_out.default
 
 
+def name_of(group: PeerGroup, op: str) -> str:
+    """What ops find ``group`` by."""
+    if not isinstance(group, PeerGroup):
+        raise TypeError(f"{op}: expected group to be a te_graph.PeerGroup, got {type(group).__name__}")
+    return group.name
+
+
 def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
     """The sum, or largest, of all ranks' x.
 
@@ -42,18 +49,18 @@ def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
     Returns:
         [...], new and contiguous, of x's dtype.
     """
-    return _ALL_REDUCE(x, group.name, reduction)
+    return _ALL_REDUCE(x, name_of(group, "all_reduce"), reduction)
 
 
 def all_reduce_(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
     """`all_reduce` into x [...] itself, which is returned. No gradients."""
-    _ALL_REDUCE_(x, group.name, reduction)
+    _ALL_REDUCE_(x, name_of(group, "all_reduce_"), reduction)
     return x
 
 
 def all_reduce_out(out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum") -> None:
     """`all_reduce` into out [...], of x's shape and dtype. No gradients."""
-    _ALL_REDUCE_OUT(out, x, group.name, reduction)
+    _ALL_REDUCE_OUT(out, x, name_of(group, "all_reduce_out"), reduction)
 
 
 def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> Tensor:
@@ -68,12 +75,14 @@ def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "
     Returns:
         [..., n, ...], new and contiguous, of x's dtype.
     """
-    return _REDUCE_SCATTER(x, dim, group.world_size, group.name, reduction)
+    name = name_of(group, "reduce_scatter")
+    return _REDUCE_SCATTER(x, dim, group.world_size, name, reduction)
 
 
 def reduce_scatter_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> None:
     """`reduce_scatter` into out [..., n, ...], of x's dtype. No gradients."""
-    _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, group.name, reduction)
+    name = name_of(group, "reduce_scatter_out")
+    _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction)
 
 
 def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:
@@ -87,9 +96,11 @@ def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:
     Returns:
         [..., world_size * n, ...], new and contiguous, of x's dtype.
     """
-    return _ALL_GATHER(x, dim, group.world_size, group.name)
+    name = name_of(group, "all_gather")
+    return _ALL_GATHER(x, dim, group.world_size, name)
 
 
 def all_gather_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0) -> None:
     """`all_gather` into out [..., world_size * n, ...], of x's dtype. No gradients."""
-    _ALL_GATHER_OUT(out, x, dim, group.world_size, group.name)
+    name = name_of(group, "all_gather_out")
+    _ALL_GATHER_OUT(out, x, dim, group.world_size, name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.capturing import before_replay, is_captured
 from te_graph.stepped_weights import stepped_weights
-from te_graph.tensor_lists import as_sequence
+from te_graph.tensor_lists import as_sequence, check_operands
 
 
 class Fp8Weights:
@@ -46,7 +46,8 @@ class Fp8Weights:
         counts: [n, 3] int64, or None.
 
     Raises:
-        TypeError, ValueError: no weights, or such as are no matrices, on several devices, or of other dtypes.
+        TypeError, ValueError: no weights, or such as are no matrices, on several devices, of other dtypes, or that wrap
+            others (of DTensors give ``to_local()``); vectors that overlap.
 
     Stream and capture: making it allocates and waits for the copy of the table, so it comes before a capture.
     """
@@ -62,12 +63,13 @@ class Fp8Weights:
         counts: bool = False,
         names: Sequence[str] | None = None,
     ) -> None:
-        listed = list(as_sequence(weights))
+        listed = _listed(weights)
         if not listed:
             raise ValueError("Fp8Weights: expected at least one weight, got an empty list")
+        check_operands("Fp8Weights", scale=scale, amax=amax)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"Fp8Weights: expected dtype to be a torch.dtype, got {type(dtype).__name__}")
         for number, weight in enumerate(listed):
-            if not isinstance(weight, Tensor):
-                raise TypeError(f"Fp8Weights: expected weights[{number}] to be a tensor, got {type(weight).__name__}")
             if weight.dim() != 2:
                 raise ValueError(
                     f"Fp8Weights: expected weights[{number}] of two dimensions, got shape {list(weight.shape)}"
@@ -81,7 +83,7 @@ class Fp8Weights:
             self.scale_inv = torch.ones(count, 4, device=device)[:, 0]
             self.amax = torch.zeros(count, device=device) if amax is None else amax
             self.counts = torch.zeros(count, 3, dtype=torch.int64, device=device) if counts else None
-        names = [f"weight {number}" for number in range(count)] if names is None else list(names)
+        names = [f"weight {number}" for number in range(count)] if names is None else [str(name) for name in names]
         self._table = _C.WeightTable(
             listed, self.data, self.transposed, self.scale, self.scale_inv, self.amax, self.counts, names
         )
@@ -111,6 +113,7 @@ class Fp8Weights:
             must be ordered. A replay reads the table anew. Whether weights are stale is known from calls alone: a
             captured one leaves them as stale as they are.
         """
+        check_operands("Fp8Weights", noop=noop)
         before_replay(self._table.check_places)
         self._table.cast(noop, not is_captured(self.scale_inv.device))
 
@@ -140,4 +143,12 @@ class Fp8Weights:
         """
         if is_captured(self.scale_inv.device):
             raise RuntimeError("Fp8Weights.update: expected no capture under way, got one")
-        self._table.update(list(as_sequence(weights)))
+        self._table.update(_listed(weights))
+
+
+def _listed(weights: Iterable[Tensor]) -> list[Tensor]:
+    listed = list(as_sequence(weights, "weights"))
+    for number, weight in enumerate(listed):
+        if not isinstance(weight, Tensor):
+            raise TypeError(f"Fp8Weights: expected weights[{number}] to be a tensor, got {type(weight).__name__}")
+    return listed

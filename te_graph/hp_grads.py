@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.clip import clip_parts
+from te_graph.clip import as_max_norm, clip_parts
 from te_graph.norms import get_total_norm
-from te_graph.tensor_lists import as_sequence, is_dtensor, local_part, parts_of
+from te_graph.tensor_lists import as_number, as_sequence, check_operands, is_dtensor, local_part, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +52,9 @@ def clip_tensors_by_global_norm(
 
     Stream and capture: as ``clip_grad_norm_``.
     """
-    tensors = as_sequence(input_tensors)
+    max_norm, eps = as_max_norm(max_norm), as_number(eps, "eps")
+    check_operands("clip_tensors_by_global_norm", global_norm=global_norm)
+    tensors = as_sequence(input_tensors, "input_tensors")
     if global_norm is None:
         global_norm = get_global_norm_of_tensors(tensors, process_groups=process_groups)
     parts = parts_of(tensors, False)
@@ -94,7 +96,8 @@ def update_hp_grads(
 
     Source of the semantics: DeepSpeed's BF16_Optimizer.update_hp_grads.
     """
-    params, hps = as_sequence(lp_params), as_sequence(hp_grads)
+    check_operands("update_hp_grads", sum_squares=sum_squares, found_inf=found_inf, noop=noop)
+    params, hps = as_sequence(lp_params, "lp_params"), as_sequence(hp_grads, "hp_grads")
     if len(params) != len(hps):
         raise ValueError(f"update_hp_grads: expected as many hp_grads as lp_params, {len(params)}, got {len(hps)}")
     pairs = _pairs_by_device(params, hps)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.tensor_lists import Part, as_sequence, moved, parts_of
+from te_graph.tensor_lists import Part, as_number, as_sequence, check_operands, moved, parts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,7 +47,8 @@ def get_total_norm(
 
     Raises:
         ValueError: ``norm_type`` is negative or NaN; a tensor's elements overlap; a DTensor is a partial sum.
-        TypeError: integer or sparse tensors, or complex ones with another ``norm_type`` than 2.
+        TypeError: integer or sparse tensors, or complex ones with another ``norm_type`` than 2; in ``process_groups``
+            something else than process groups that this rank is in.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
 
     Stream and capture: one launch on the current stream for up to 2000 tensors and one memset, allocates 576 bytes and
@@ -56,7 +57,7 @@ def get_total_norm(
 
     Semantics: torch/nn/utils/clip_grad.py, but for the dtype of the result, p = 0 and empty lists.
     """
-    sequence = as_sequence(tensors)
+    sequence, norm_type = as_sequence(tensors, "tensors"), as_number(norm_type, "norm_type")
     norm = total_norm(parts_of(sequence, False, norm_type), norm_type, process_groups, sequence)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
@@ -67,7 +68,7 @@ def total_norm(
     parts: Sequence[Part], norm_type: float, process_groups: Sequence[ProcessGroup], tensors: Sequence[Tensor] = ()
 ) -> Tensor:
     """Norm of all parts and ranks, []; of nothing, 0 on the device of ``process_groups`` or else of ``tensors``."""
-    p = float(norm_type)
+    p, process_groups = float(norm_type), _own_groups(process_groups)
     if not p >= 0:
         raise ValueError(f"te_graph: expected norm_type to be 0, positive or inf, got {norm_type}")
     if len(parts) == 1 and not parts[0].groups and not process_groups:
@@ -95,7 +96,9 @@ def new_sum_squares(device: torch.device | str) -> Tensor:
 def norm_of_sum_squares(sum_squares: Tensor, process_groups: Sequence[ProcessGroup] = ()) -> Tensor:
     """The 2-norm of everything whose squares ``sum_squares`` [72] int64 has, [] fp32; bit for bit what
     ``get_total_norm`` finds in the tensors that were written. Not mutated."""
-    return torch.ops.te_graph.multi_tensor_norm_finish(_reduced(sum_squares, process_groups, 2.0), 2.0)
+    check_operands("norm_of_sum_squares", sum_squares=sum_squares)
+    reduced = _reduced(sum_squares, _own_groups(process_groups), 2.0)
+    return torch.ops.te_graph.multi_tensor_norm_finish(reduced, 2.0)
 
 
 def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
@@ -112,6 +115,22 @@ def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
     """Two partial norms [72] as one, on the device of the first."""
     b = moved(b, a.device, b.dtype)
     return torch.maximum(a, b) if math.isinf(p) else a + b
+
+
+def _own_groups(process_groups: Sequence[ProcessGroup]) -> Sequence[ProcessGroup]:
+    """As given; torch passes over the operations of groups that this rank is not in, and its norm would be another."""
+    if not process_groups:
+        return ()
+    if not isinstance(process_groups, Iterable):
+        raise TypeError(f"te_graph: expected process_groups to be a sequence of them, got {process_groups!r:.100}")
+    groups = tuple(process_groups)
+    for number, group in enumerate(groups):
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"te_graph: expected process_groups[{number}] to be a process group that this rank is in, got "
+                f"{group!r:.100}"
+            )
+    return groups
 
 
 def _reduced(partial: Tensor, groups: Sequence[ProcessGroup], p: float) -> Tensor:

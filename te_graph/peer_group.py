@@ -41,6 +41,7 @@ class PeerGroup:
 
     An op decides when it runs, in C++, on what is true at replay too. There is nothing to register, nothing to enter
     before a capture, and traces hold the group's name alone, so it has to be there, under the same name, when they run.
+    A copy of a module that holds a group holds the same one.
 
     Args:
         process_group: of torch.distributed; the default one if None. All of its ranks construct the group, in the same
@@ -89,7 +90,8 @@ class PeerGroup:
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self._agreement = Agreement(process_group, process_group.group_name, PATIENCE)
         try:
-            _check_options(slab_bytes, timeout, on_timeout, watchdog, name)
+            _check_timeout(timeout)
+            _check_options(slab_bytes, on_timeout, watchdog, tune, name)
             self.device = _device_of(process_group, device)
         except Exception as error:
             self._agreement.fail(error)
@@ -183,8 +185,10 @@ class PeerGroup:
         self._handle.abort()
 
     def set_timeout(self, seconds: float) -> None:
-        """Change the time that operations wait for a peer, those in graphs and those under way included."""
-        _check_options(self.slab_bytes, seconds, self.on_timeout, self.watchdog, self.name)
+        """Change the time that operations wait for a peer: between peers also of those in graphs and those under way;
+        those under way of a process group keep theirs.
+        """
+        _check_timeout(seconds)
         self._handle.set_timeout(seconds)
         self.timeout = float(seconds)
 
@@ -217,6 +221,12 @@ class PeerGroup:
             # The others may be waiting for this rank, which will not come.
             self.abort()
         self.close()
+
+    def __copy__(self) -> "PeerGroup":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PeerGroup":
+        return self
 
     def __repr__(self) -> str:
         way = "peers" if self.uses_peers else "process group" if self.world_size > 1 else "one rank"
@@ -343,7 +353,10 @@ def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | in
         # gloo says that it serves GPUs, too, and is meant for CPUs.
         serves_gpus = "cuda" in kinds and process_group._get_backend(torch.device("cuda")).name() != "gloo"
         device = "cuda" if serves_gpus else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"PeerGroup: expected device to be one of torch's, got {device!r}") from error
     if device.type == "cpu":
         device = torch.device("cpu")  # tensors there have no index
     if device.type not in kinds:
@@ -355,15 +368,20 @@ def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | in
     return device
 
 
-def _check_options(slab_bytes: int, timeout: float, on_timeout: str, watchdog: float, name: str | None) -> None:
+def _check_timeout(seconds: float) -> None:
+    if not isinstance(seconds, int | float) or not 0 < seconds < 1e9:
+        raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {seconds!r}")
+
+
+def _check_options(slab_bytes: int, on_timeout: str, watchdog: float, tune: bool | None, name: str | None) -> None:
     if not isinstance(slab_bytes, int) or slab_bytes < MIN_SLAB_BYTES:
         raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_SLAB_BYTES} as an int, got {slab_bytes!r}")
-    if not isinstance(timeout, int | float) or not 0 < timeout < 1e9:
-        raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {timeout!r}")
     if on_timeout not in ("raise", "trap"):
         raise ValueError(f"PeerGroup: expected on_timeout 'raise' or 'trap', got {on_timeout!r}")
     if not isinstance(watchdog, int | float) or not 0 <= watchdog < 1e9:
         raise ValueError(f"PeerGroup: expected watchdog in seconds, 0 for none, got {watchdog!r}")
+    if not (tune is None or isinstance(tune, bool)):
+        raise ValueError(f"PeerGroup: expected tune to be a bool or None, got {tune!r}")
     if not (name is None or (isinstance(name, str) and name)):
         raise ValueError(f"PeerGroup: expected name to be a string or None, got {name!r}")
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.capturing import before_replay, is_capturing
-from te_graph.tensor_lists import as_sequence
+from te_graph.tensor_lists import as_number, as_sequence, check_operands
+
+_NAME = "MultiTensorPlan"
 
 
 class MultiTensorPlan:
@@ -41,7 +43,7 @@ class MultiTensorPlan:
     """
 
     def __init__(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
-        self._plan = _C.Plan(as_sequence(tensors), as_sequence(sources))
+        self._plan = _C.Plan(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
         # Where a capture that uses the plan finds what it reads.
         self._device_memory = (self._plan.table, self._plan.chunks, self._plan.state)
 
@@ -65,13 +67,13 @@ class MultiTensorPlan:
         """
         device = self._plan.table.device
         if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            raise RuntimeError("MultiTensorPlan: expected update() outside of captures, between replays")
-        self._plan.update(as_sequence(tensors), as_sequence(sources))
+            raise RuntimeError(f"{_NAME}: expected update() outside of captures, between replays")
+        self._plan.update(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
 
     def norm(self, p: float = 2.0) -> Tensor:
         """Norm of all tensors together, [] float32 (float64 with float64 tensors), as ``te_graph.get_total_norm``."""
         self._before_replay()
-        return self._plan.norm(p)
+        return self._plan.norm(as_number(p, "p"))
 
     def clip_(self, total_norm: Tensor, max_norm: float, *, found_inf: Tensor | None = None) -> None:
         """Scale all tensors by ``min(1, max_norm / (total_norm + 1e-6))``; see ``te_graph.clip_grads_with_norm_``.
@@ -81,17 +83,20 @@ class MultiTensorPlan:
             max_norm: 0 or positive.
             found_inf: [] or [1] float32; as for ``te_graph.clip_grad_norm_``. Mutated.
         """
+        check_operands(_NAME, total_norm=total_norm, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
-        self._plan.clip_(total_norm, max_norm, 1e-6, found_inf)
+        self._plan.clip_(total_norm, as_number(max_norm, "max_norm"), 1e-6, found_inf)
 
     def clip_norm_(self, max_norm: float, p: float = 2.0, *, found_inf: Tensor | None = None) -> Tensor:
         """``norm`` and ``clip_``: two launches, one look at the tensors. Returns the norm before clipping, []."""
+        check_operands(_NAME, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
-        return self._plan.clip_norm_(max_norm, p, found_inf)
+        return self._plan.clip_norm_(as_number(max_norm, "max_norm"), as_number(p, "p"), found_inf)
 
     def scale_(self, scale: Tensor, *, found_inf: Tensor | None = None) -> None:
         """Multiply all tensors by ``scale``, [] or [1], float32 or float64; ``found_inf`` is set if a result is not
         finite. Mutated: the tensors, ``found_inf``."""
+        check_operands(_NAME, scale=scale, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
         self._plan.scale_(scale, found_inf)
 
@@ -102,6 +107,7 @@ class MultiTensorPlan:
 
     def copy_(self, *, scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
         """Write the sources, times ``scale`` ([] or [1]), into the tensors; any dtypes."""
+        check_operands(_NAME, scale=scale, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
         self._plan.accumulate_(True, False, scale, None, found_inf, None)
 
@@ -117,6 +123,7 @@ class MultiTensorPlan:
     ) -> None:
         """Add the sources into the tensors; arguments as for ``te_graph.update_hp_grads`` (``zero_source`` zeroes the
         sources, ``scale``, [] or [1], multiplies them)."""
+        check_operands(_NAME, scale=scale, sum_squares=sum_squares, found_inf=found_inf, noop=noop)
         self._before_replay(writes_tensors=True, writes_sources=zero_source)
         self._plan.accumulate_(store, zero_source, scale, sum_squares, found_inf, noop)
 

@@ -95,8 +95,31 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
-def as_sequence(tensors: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
-    """One tensor, or any iterable of them, as a list or tuple."""
+def as_sequence(tensors: Tensor | Iterable[Tensor], name: str) -> Sequence[Tensor]:
+    """One tensor, or any iterable of them, as a list or tuple. ``name`` is what messages call it."""
     if isinstance(tensors, Tensor):
         return [tensors]
-    return tensors if isinstance(tensors, list | tuple) else list(tensors)
+    if isinstance(tensors, list | tuple):
+        return tensors
+    try:
+        items = iter(tensors)
+    except TypeError:
+        raise TypeError(
+            f"te_graph: expected {name} to be a tensor or an iterable of them, got {type(tensors).__name__}"
+        ) from None
+    return list(items)
+
+
+def as_number(value: Any, name: str) -> float:
+    """``value`` as a float. ``name`` is what messages call it."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise TypeError(f"te_graph: expected {name} to be a number, got {value!r:.100}") from error
+
+
+def check_operands(op: str, **operands: Any) -> None:
+    """Raise TypeError unless each is a tensor, [...], or None."""
+    for name, operand in operands.items():
+        if not (operand is None or isinstance(operand, Tensor)):
+            raise TypeError(f"{op}: expected {name} to be a tensor, got {type(operand).__name__}")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_graph.collectives import name_of
 from te_graph.peer_group import PeerGroup
 
 
@@ -31,32 +32,32 @@ def copy_to_tp(x: Tensor, group: PeerGroup) -> Tensor:
     Returns:
         [...], a view of x.
     """
-    return _Region.apply(x, _facts(group), "keep", "all_reduce")
+    return _pass("copy_to_tp", x, group, "keep", "all_reduce")
 
 
 def reduce_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """The sum of all ranks' x [...] after a row-parallel layer. Returns: [...], new."""
-    return _Region.apply(x, _facts(group), "all_reduce", "keep")
+    return _pass("reduce_from_tp", x, group, "all_reduce", "keep")
 
 
 def scatter_to_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """This rank's columns of x [..., world_size * n], the same on all ranks. Returns: [..., n], maybe a view."""
-    return _Region.apply(x, _facts(group), "take_last", "all_gather_last")
+    return _pass("scatter_to_tp", x, group, "take_last", "all_gather_last")
 
 
 def gather_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """All ranks' columns x [..., n], for what all ranks then do alike. Returns: [..., world_size * n], new."""
-    return _Region.apply(x, _facts(group), "all_gather_last", "take_last")
+    return _pass("gather_from_tp", x, group, "all_gather_last", "take_last")
 
 
 def all_gather_last_dim_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """All ranks' columns x [..., n], for what each rank then does its part of. Returns: [..., world_size * n], new."""
-    return _Region.apply(x, _facts(group), "all_gather_last", "reduce_scatter_last")
+    return _pass("all_gather_last_dim_from_tp", x, group, "all_gather_last", "reduce_scatter_last")
 
 
 def scatter_to_sp(x: Tensor, group: PeerGroup) -> Tensor:
     """This rank's rows of x [world_size * n, ...], the same on all ranks. Returns: [n, ...], maybe a view."""
-    return _Region.apply(x, _facts(group), "take", "all_gather")
+    return _pass("scatter_to_sp", x, group, "take", "all_gather")
 
 
 def gather_from_sp(x: Tensor, group: PeerGroup, tensor_parallel_output_grad: bool = True) -> Tensor:
@@ -71,16 +72,27 @@ def gather_from_sp(x: Tensor, group: PeerGroup, tensor_parallel_output_grad: boo
     Returns:
         [world_size * n, ...], new.
     """
-    return _Region.apply(x, _facts(group), "all_gather", "reduce_scatter" if tensor_parallel_output_grad else "take")
+    return _pass("gather_from_sp", x, group, "all_gather", "reduce_scatter" if tensor_parallel_output_grad else "take")
 
 
 def reduce_scatter_to_sp(x: Tensor, group: PeerGroup) -> Tensor:
     """This rank's rows of the sum of all ranks' x [world_size * n, ...]. Returns: [n, ...], new."""
-    return _Region.apply(x, _facts(group), "reduce_scatter", "all_gather")
+    return _pass("reduce_scatter_to_sp", x, group, "reduce_scatter", "all_gather")
 
 
-def _facts(group: PeerGroup) -> tuple[str, int, int]:
-    return group.name, group.world_size, group.rank
+def _pass(region: str, x: Tensor, group: PeerGroup, there: str, back: str) -> Tensor:
+    """x [...] through a region: it moves `there` in the forward, its gradient `back`."""
+    name = name_of(group, region)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{region}: expected x to be a tensor, got {type(x).__name__}")
+    if there.startswith("take"):
+        dim = -1 if there.endswith("_last") else 0
+        if x.dim() == 0 or x.size(dim) % group.world_size != 0:
+            got = x.size(dim) if x.dim() > 0 else "a scalar"
+            raise ValueError(
+                f"{region}: expected x of a size in dim {dim} that {group.world_size} ranks can share, got {got}"
+            )
+    return _Region.apply(x, (name, group.world_size, group.rank), there, back)
 
 
 def _move(x: Tensor, group: tuple[str, int, int], way: str) -> Tensor:
@@ -96,10 +108,6 @@ def _move(x: Tensor, group: tuple[str, int, int], way: str) -> Tensor:
         return torch.ops.te_graph.all_gather.default(x, dim, world, name)
     if way == "reduce_scatter":
         return torch.ops.te_graph.reduce_scatter.default(x, dim, world, name)
-    if x.size(dim) % world != 0:
-        raise ValueError(
-            f"tensor_parallel: expected a size in dim {dim} that {world} ranks can share, got {x.size(dim)}"
-        )
     part = x.chunk(world, dim)[rank]
     # Dynamo (torch 2.11) gives a function whose result is `contiguous()` of a contiguous view no gradient: zeros.
     return part if part.is_contiguous() else part.contiguous()

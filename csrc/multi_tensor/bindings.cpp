@@ -24,6 +24,7 @@ namespace te_graph::multi_tensor {
 namespace {
 
 constexpr const char* kPlan = "MultiTensorPlan";
+constexpr const char* kUpdate = "update_hp_grads";
 
 using Flag = std::optional<at::Tensor>;  // [] or [1] fp32
 
@@ -110,25 +111,31 @@ struct TensorList {
     }
 };
 
-// A list or tuple of tensors, borrowed; `name` is what messages call it.
+// A list or tuple of tensors, borrowed; `op` and `name` are what messages call it.
 class TensorSequence {
 public:
-    TensorSequence(const py::handle& sequence, const char* name)
+    TensorSequence(const py::handle& sequence, const char* op, const char* name)
         : items_(py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a sequence of tensors"))),
+          op_(op),
           name_(name) {
         if (!items_) throw py::error_already_set();
     }
     size_t size() const { return static_cast<size_t>(PySequence_Fast_GET_SIZE(items_.ptr())); }
     const at::Tensor& operator[](size_t i) const {
         PyObject* const item = PySequence_Fast_GET_ITEM(items_.ptr(), static_cast<Py_ssize_t>(i));
-        TORCH_CHECK_TYPE(THPVariable_Check(item), "te_graph: expected ", name_, "[", i, "] to be a tensor, got ",
+        TORCH_CHECK_TYPE(THPVariable_Check(item), op_, ": expected ", name_, "[", i, "] to be a tensor, got ",
                          Py_TYPE(item)->tp_name);
         return THPVariable_Unpack(item);
+    }
+    std::vector<at::Tensor> tensors() const {
+        std::vector<at::Tensor> tensors;
+        for (size_t i = 0; i < size(); ++i) tensors.push_back((*this)[i]);
+        return tensors;
     }
 
 private:
     py::object items_;
-    const char* name_;
+    const char *op_, *name_;
 };
 
 // Not grad(), which warns of tensors that are not leaves.
@@ -145,7 +152,7 @@ List& list_for(std::vector<List>& lists, at::Device device) {
 
 // The tensors of a sequence (of gradients=true: their .grad where there is one), by device. None if any is not plain.
 std::optional<std::vector<TensorList>> collect(const py::sequence& sequence, bool gradients) {
-    const TensorSequence items(sequence, gradients ? "parameters" : "tensors");
+    const TensorSequence items(sequence, "te_graph", gradients ? "parameters" : "tensors");
     // Owning a tensor is an atomic operation, which waits for all loads before it. So what it needs is looked at first.
     std::vector<const at::Tensor*> found;
     found.reserve(items.size());
@@ -195,7 +202,7 @@ private:
 // Holds the GIL throughout.
 std::optional<at::Tensor> clip_plain_gradients(const py::sequence& parameters, double max_norm, double p,
                                                const Flag& found_inf) {
-    const TensorSequence items(parameters, "parameters");
+    const TensorSequence items(parameters, "clip_grad_norm_", "parameters");
     BorrowedList list(items.size());
     for (size_t i = 0; i < items.size(); ++i) {
         const at::Tensor &tensor = items[i], &grad = grad_of(tensor);
@@ -235,7 +242,7 @@ struct GradientPairs {
 
 // The gradients of parameters with their destinations, by device. None if any is not plain.
 std::optional<std::vector<GradientPairs>> collect_pairs(const py::sequence& parameters, const py::sequence& hp_grads) {
-    const TensorSequence from(parameters, "lp_params"), to(hp_grads, "hp_grads");
+    const TensorSequence from(parameters, kUpdate, "lp_params"), to(hp_grads, kUpdate, "hp_grads");
     std::vector<GradientPairs> pairs;
     for (size_t i = 0; i < from.size(); ++i) {
         const at::Tensor &parameter = from[i], &destination = to[i], &grad = grad_of(parameter);
@@ -330,7 +337,11 @@ void bind(py::module_& m) {
              py::arg("found_inf"), py::call_guard<py::gil_scoped_release>());
 
     py::class_<Plan>(m, "Plan")
-        .def(py::init<const Plan::Tensors&, const Plan::Tensors&>(), py::arg("tensors"), py::arg("sources"))
+        .def(py::init([](const py::sequence& tensors, const py::sequence& sources) {
+                 return std::make_unique<Plan>(TensorSequence(tensors, kPlan, "tensors").tensors(),
+                                               TensorSequence(sources, kPlan, "sources").tensors());
+             }),
+             py::arg("tensors"), py::arg("sources"))
         .def_property_readonly("table", &Plan::table)
         .def_property_readonly("chunks", &Plan::chunks)
         .def_property_readonly("state", &Plan::state)
@@ -338,7 +349,13 @@ void bind(py::module_& m) {
         .def("check", py::overload_cast<bool, bool>(&Plan::check, py::const_), py::arg("writes_tensors"),
              py::arg("writes_sources"))
         .def("tensors", &Plan::tensors, py::arg("with_tensors"), py::arg("with_sources"))
-        .def("update", &Plan::update, py::arg("tensors"), py::arg("sources"))
+        .def(
+            "update",
+            [](Plan& plan, const py::sequence& tensors, const py::sequence& sources) {
+                plan.update(TensorSequence(tensors, kPlan, "tensors").tensors(),
+                            TensorSequence(sources, kPlan, "sources").tensors());
+            },
+            py::arg("tensors"), py::arg("sources"))
         .def(
             "norm",
             [](const Plan& plan, double p) {
