@@ -70,14 +70,14 @@ def _makers(view: Tensor, base: Tensor | None) -> list[Node]:
 
 def _place(makers: list[Node], edges: list[tuple[Node, Node]], others: list[tuple[bool, list[Node]]]) -> Place:
     """The place of the view that ``makers`` make; ``others`` make other views, returned after it or not."""
-    base, own = _base(makers), makers[0]._sequence_nr()
+    base, own = _base(makers), makers[-1]._sequence_nr()  # of the node whose gradient goes to the base
     uses = [node._sequence_nr() for node, following in edges if following is base and node not in makers]
     later = sum(number > own for number in uses)
     is_tangled = any(following in makers and node not in makers for node, following in edges)
     for is_after, nodes in others:
         is_of_one = nodes[0] is makers[0]  # one tensor, returned twice
         if _base(nodes) is base and not is_of_one:
-            is_made_after = nodes[0]._sequence_nr() > own
+            is_made_after = nodes[-1]._sequence_nr() > own
             is_tangled |= is_made_after != is_after or not set(nodes).isdisjoint(makers)
     return Place(later == len(uses), later == 0, is_tangled)
 

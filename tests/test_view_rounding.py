@@ -21,6 +21,7 @@ _WORDS = "may be added in another order than in eager execution"
 CASES = {
     "before its uses": ("v = x.t(); return v, x.cos() * x", False),
     "after its uses": ("y = x.cos() * x; return y, x.t()", False),
+    "a view of a view, begun before its uses": ("a = x[:]; y = x.sin(); z = x.cos(); return a.t(), y, z", False),
     "two views": ("v = x.t(); return v, x[0], x * x", False),
     "of a result": ("y = x.cos() * x; return y, y.t()", False),
     "between two uses and one": ("return x.cos(), x.view(-1), x * x", True),
