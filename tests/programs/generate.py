@@ -251,9 +251,12 @@ def _threads(draft: Draft) -> None:
     able = [p for p in draft.pieces if not p.kind.random and p.kind.takes == 1 and p.kind.gives == "d"]
     if len(able) < 2 or draft.pending:
         return
+    chosen = rng.sample(able, 2)
+    if {piece.number for piece in chosen} == draft.tied and any("hook" in step.kind for step in draft.steps):
+        return  # a hook of the parameter of both would see gradients in the order that threads happen to take
     lines = []
     works = []
-    for piece in rng.sample(able, 2):
+    for piece in chosen:
         work, x, y = draft.name("work"), draft.name("x"), draft.name("y")
         lines += [f"def {work}():", f"    for i in range({rng.randint(1, 3)}):"]
         lines += [f"        {x} = leaf(i, DEV); {y} = m{piece.number}({x}); ({y} * {y}).sum().backward()"]

@@ -33,6 +33,7 @@ _LIBRARY = {
 }
 _HONEST = re.compile(r"^callable \d+ \(\w+\)|te_graph|make_graphed_callables|cannot be captured")
 _ROUNDING = 1e-9
+_COARSE = 1e-2  # of dtypes of fewer bits, and of what is computed from them
 _SPARE_BITS = 8  # of the mantissa: what is seen is the end of sums whose parts may be larger
 _CONJUGATE = {"Complex", "ConjugateView", "ConjugateGrad", "NegativeGrad", "NegativeView"}
 _EDITED = re.compile(
@@ -264,6 +265,9 @@ def _first_difference(eager: World, graphed: World) -> tuple[str, str, bool] | N
     whole = eager.error is None and graphed.error is None
     interrupted = not whole and any(word in graphed.failed_at for word in ("backward", "threads"))
     roundings = []
+    # What is computed from numbers of 16 bits is rounded as they are, in whatever dtype.
+    seen = (value for values in eager.seen.values() for value in values if isinstance(value, Fact))
+    tolerance = _COARSE if any(fact.dtype in (torch.float16, torch.bfloat16) for fact in seen) else _ROUNDING
     for name, expected in eager.seen.items():
         got = graphed.seen.get(name, [])
         if whole and len(got) != len(expected):
@@ -271,7 +275,7 @@ def _first_difference(eager: World, graphed: World) -> tuple[str, str, bool] | N
         if interrupted and name.endswith("at the end") and ("grad" in name or "hook" in name):
             continue  # an interrupted backward leaves what it had done, also in tensors that it gave to hooks
         for number, (one, other) in enumerate(zip(expected, got, strict=False)):
-            found = _difference(one, other)
+            found = _difference(one, other, tolerance)
             if found is None:
                 continue
             what, is_rounding = found
@@ -285,8 +289,8 @@ def _first_difference(eager: World, graphed: World) -> tuple[str, str, bool] | N
     return roundings[0] if roundings else None
 
 
-def _difference(expected: Any, got: Any) -> tuple[str, bool] | None:
-    """What differs between two observations, and whether it may be rounding."""
+def _difference(expected: Any, got: Any, tolerance: float = 0.0) -> tuple[str, bool] | None:
+    """What differs between two observations, and whether it may be rounding, which ``tolerance`` bounds."""
     if not (isinstance(expected, Fact) and isinstance(got, Fact)):
         if type(expected) is not type(got):
             return f"type: eager {_short(expected)}, graphed {_short(got)}", False
@@ -301,7 +305,8 @@ def _difference(expected: Any, got: Any) -> tuple[str, bool] | None:
         return f"sign of zero: {told}", True
     a, b = (t.to(torch.complex128) for t in (a, b))
     largest = (a - b).abs().max().item()
-    tolerance = _ROUNDING if expected.dtype in (torch.float64, torch.complex128) else 1e-2
+    if expected.dtype not in (torch.float64, torch.complex128):
+        tolerance = _COARSE
     return f"value: {told}", largest <= tolerance * max(a.abs().max().item(), 1.0)
 
 
