@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from twins import assert_bitwise_equal
+
+from te_graph import graphed
 
 
 def counts(sequence: Any) -> tuple[int, int, int, int]:
@@ -29,3 +32,17 @@ def called(function: Callable[..., Any], times: int, *args: Any) -> Any:
     for _ in range(times):
         result = function(*args)
     return result
+
+
+def assert_follows(function: Callable[[Tensor], Tensor], change: Callable[[], Any], device: str = "cpu") -> None:
+    """Three calls, the change, three calls; the second captures and the third replays."""
+    sequence, x = graphed(function), torch.ones(3, device=device)
+    for _ in range(3):
+        assert_bitwise_equal(sequence(x).clone(), function(x))
+    assert counts(sequence) == (1, 2, 0, 1)
+    before = function(x)
+    change()
+    assert not torch.equal(function(x), before) or torch.equal(before, torch.zeros_like(before))
+    for _ in range(3):
+        assert_bitwise_equal(sequence(x).clone(), function(x))
+    assert counts(sequence) == (2, 4, 1, 2)

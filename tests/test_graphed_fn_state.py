@@ -25,27 +25,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sequences import called, counts
+from sequences import assert_follows, called, counts
 from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
 from te_graph import explorer, graphed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-
-
-def assert_follows(function: Callable[[Tensor], Tensor], change: Callable[[], Any], device: str = "cpu") -> None:
-    """Three calls, the change, three calls; the second captures and the third replays."""
-    sequence, x = graphed(function), torch.ones(3, device=device)
-    for _ in range(3):
-        assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence) == (1, 2, 0, 1)
-    before = function(x)
-    change()
-    assert not torch.equal(function(x), before) or torch.equal(before, torch.zeros_like(before))
-    for _ in range(3):
-        assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence) == (2, 4, 1, 2)
 
 
 class Config:
