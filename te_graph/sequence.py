@@ -234,6 +234,8 @@ def _must_be_plain() -> bool:
     """True inside other captures, and where a mode or a compiler wants to see the operations."""
     if torch.compiler.is_compiling() or _C.is_observed():
         return True
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        return True  # it asks each operation of a backward for NaN
     modes = function_modes()
     return bool(modes) and not all(map(_sets_default_device, modes))
 

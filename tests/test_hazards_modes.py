@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from hazards import assert_right_when_captured_again, batch
+from sequences import called, counts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot, train
@@ -240,7 +241,7 @@ def test_hazard_22_a_recomputation_that_would_overwrite_activations_is_refused(d
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_detection_does_not_stop_a_capture(device):
-    """It looks for NaN on the host in each backward."""
+    """It looks for NaN on the host in each backward, which graphed() leaves to eager execution."""
     model, x = net(device), batch(device)
     eager = eager_twin(model)
     step = graphed(lambda x: torch.autograd.grad(eager(x).square().sum(), list(eager.parameters())))
@@ -251,7 +252,22 @@ def test_anomaly_detection_does_not_stop_a_capture(device):
             assert_bitwise_equal(run(model, x), run(eager, x))
             assert_bitwise_equal(step(x.detach()), step.__wrapped__(x.detach()))
     assert model.te_graph.info()["forward_replays"] == 3
+    assert step.stats()["eager_calls"] == 3
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        for _ in range(3):
+            assert_bitwise_equal(step(x.detach()), step.__wrapped__(x.detach()))
     assert step.stats()["captures"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection_finds_nan_in_a_graphed_function(device):
+    weight = torch.zeros(3, device=device, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    step = graphed(lambda: (weight.sqrt() * 0.0).sum().backward())
+    called(step, 3)
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="SqrtBackward0' returned nan"):
+        step()
+    assert counts(step) == (1, 2, 0, 2)
 
 
 def test_hazard_23_double_backward_is_refused(device):
