@@ -31,6 +31,7 @@ from te_graph.names import (
     is_for_making,
     is_implicit,
     is_of_library,
+    strings_in,
     strings_of,
     user_classes,
 )
@@ -47,6 +48,7 @@ _HOOKS_OF_ALL = {
 }
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
+_LOOKS_UP_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"}))
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Reader:
             yield from _table_contents(fact)
         elif isinstance(obj, Inlined):
             yield fact.attributes().item("__wrapped__", name)
+            yield from self._attributes_of_function(fact, obj.__name__)
         elif isinstance(obj, Private):
             return
         elif isinstance(obj, types.FunctionType):
@@ -154,24 +157,40 @@ class Reader:
         scope = fact.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
         for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until somebody hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
-        members = fact.attributes()
-        for key in list(members.obj):
-            if key in self.names.said:
-                yield members.item(key, f"{function.__name__}.{key}")
+        yield from self._attributes_of_function(fact, function.__name__)
         if "globals" in code.co_names:
             named = {key for key in self.names.said - globals_of(code) if not is_implicit(key)}
             for key in sorted(named):
                 variable = f"global variable {key}"
                 is_there = key in scope.obj
                 yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
-        for key in sorted(self.names.optional - members.obj.keys()):
-            yield members.child(None, f"{function.__name__}.{key}", _Kind.ABSENT, key)
         package = function.__globals__.get("__package__") or ""
         for name, level in sorted(imports_of(code)):
             module = importlib.util.resolve_name("." * level + name, package) if level and package else name
             if module in sys.modules:
-                table = fact.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
-                yield table.item(module, f"module {module}")
+                yield _module(fact, module)
+        if any(names <= strings_in(code) for names in _LOOKS_UP_MODULES):
+            yield from self._modules_looked_up(fact)
+
+    def _modules_looked_up(self, fact: Fact) -> Iterator[Fact]:
+        """What code gets that asks for modules by strings: its own strings may be there or not, others name the user's
+        modules, as does ``__name__``."""
+        own = strings_in(fact.obj.__code__)
+        named = self.names.said | {fact.obj.__globals__.get("__name__")}
+        found = {name for name in sys.modules.keys() & named if name in own or _is_own_module(sys.modules[name])}
+        yield from (_module(fact, name) for name in sorted(found))
+        table = fact.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
+        for name in sorted(own - sys.modules.keys()):
+            yield table.child(None, f"module {name}", _Kind.ABSENT, name)
+
+    def _attributes_of_function(self, fact: Fact, owner: str) -> Iterator[Fact]:
+        """Those that the code names; of what replays a function they are its own, not those of the function."""
+        members = fact.attributes()
+        for key in list(members.obj):
+            if key in self.names.said:
+                yield members.item(key, f"{owner}.{key}")
+        for key in sorted(self.names.optional - members.obj.keys()):
+            yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
 
     def _object_contents(self, fact: Fact) -> Iterator[Fact]:
         """Attributes of an object, and its class."""
@@ -299,6 +318,21 @@ def _slot(fact: Fact, name: str, key: str) -> Fact:
     if hasattr(fact.obj, key):
         return fact.child(getattr(fact.obj, key), name, _Kind.ATTRIBUTE, key)
     return fact.child(None, name, _Kind.NO_ATTRIBUTE, key)
+
+
+def _empty_cells(fact: Fact) -> Iterator[Fact]:
+    """Variables of the function around it that are not assigned yet, or no longer."""
+    cells = fact.child(fact.obj.__closure__, fact.name, _Kind.ATTRIBUTE, "__closure__")
+    for index, variable in enumerate(fact.obj.__code__.co_freevars):
+        where = cells.child(cells.obj[index], variable, _Kind.POSITION, index=index)
+        try:
+            where.obj.cell_contents  # noqa: B018
+        except ValueError:
+            yield where.child(None, f"closure variable {variable}", _Kind.NO_ATTRIBUTE, "cell_contents")
+
+
+def _module(fact: Fact, name: str) -> Fact:
+    return fact.child(sys.modules, "", _Kind.CONSTANT, sys.modules).item(name, f"module {name}")
 
 
 def _table_contents(fact: Fact) -> Iterator[Fact]:

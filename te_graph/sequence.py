@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import sys
 import threading
@@ -39,12 +40,20 @@ _ADVICE = {
 
 
 class GraphedSequence(Inlined):
-    """What ``graphed`` returns; described there. ``__wrapped__`` is the function."""
+    """What ``graphed`` returns; described there. ``__wrapped__`` is the function.
+
+    Its own state is in slots. Attributes are the user's: code of the function that names it reads and sets them here.
+    """
+
+    __slots__ = (
+        *("_captured", "_counts", "_explorer", "_in_vain", "_is_disabled", "_label", "_lock", "_on_change", "_pool"),
+        *("_runs_python", "_scopes", "_seen", "_stream", "_thread", "_told"),
+    )
 
     def __init__(
         self, function: Callable[..., Any], on_change: str, pool: Any, stream: torch.cuda.Stream | None
     ) -> None:
-        functools.update_wrapper(self, function, updated=())
+        functools.update_wrapper(self, function, updated=("__dict__",) if inspect.isfunction(function) else ())
         self._label = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
         self._on_change = on_change
         self._pool = pool

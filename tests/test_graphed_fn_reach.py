@@ -1,0 +1,86 @@
+"""graphed(): state that is kept in unusual places, comes later, or is found by its name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+from sequences import assert_follows, called, counts
+from torch import Tensor
+from twins import assert_bitwise_equal
+
+from te_graph import CaptureError, graphed
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+SCALE = 2.0
+
+
+def test_attributes_of_a_function_that_was_decorated(device: str) -> None:
+    """Its name leads to what replays it, which has the attributes that are set later."""
+
+    @graphed
+    def scaled(x: Tensor) -> Tensor:
+        return x * scaled.scale * getattr(scaled, "gain", 1.0)
+
+    scaled.scale, x = 2.0, torch.randn(3, device=device)
+    assert_bitwise_equal(called(scaled, 3, x), x * 2.0)
+    scaled.scale = 3.0
+    assert_bitwise_equal(called(scaled, 3, x), x * 3.0)
+    scaled.gain = 5.0
+    assert_bitwise_equal(called(scaled, 3, x), x * 3.0 * 5.0)
+    assert counts(scaled) == (3, 6, 2, 3)
+
+
+def test_attributes_that_a_function_has_are_those_of_what_replays_it(device: str) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x * scaled.scale
+
+    scaled.scale = 2.0
+    scaled, x = graphed(scaled), torch.randn(3, device=device)
+    assert_bitwise_equal(called(scaled, 3, x), x * 2.0)
+    scaled.scale = 3.0
+    assert_bitwise_equal(called(scaled, 3, x), x * 3.0)
+
+
+def test_a_counter_at_a_decorated_function_is_refused(device: str) -> None:
+    @graphed
+    def counted(x: Tensor) -> Tensor:
+        counted.calls += 1
+        return x * 2.0
+
+    counted.calls, x = 0, torch.randn(3, device=device)
+    counted(x)
+    with pytest.raises(CaptureError, match=r"counted.calls changed from 1 to 2"):
+        counted(x)
+    assert counted.calls == 1
+
+
+READS = {
+    "sys.modules": lambda x: x * sys.modules["settings_of_a_test"].scale,
+    "import_module": lambda x: x * importlib.import_module("settings_of_a_test").scale,
+    "__import__": lambda x: x * __import__("settings_of_a_test").scale,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_module_that_is_looked_up_by_its_name(read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("settings_of_a_test")
+    module.scale = 2.0
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert_follows(read, lambda: setattr(module, "scale", 3.0))
+
+
+def test_the_module_itself_looked_up_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = lambda: monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)  # noqa: E731
+    assert_follows(lambda x: x * sys.modules[__name__].SCALE, change)
+
+
+def test_a_module_that_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "module_of_a_test_that_gets_there"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    change = lambda: monkeypatch.setitem(sys.modules, name, types.ModuleType(name))  # noqa: E731
+    assert_follows(lambda x: x * 2.0 if "module_of_a_test_that_gets_there" in sys.modules else x, change)
