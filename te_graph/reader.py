@@ -154,6 +154,7 @@ class Reader:
             yield from (child for child in contents(fact) if child.kind == _Kind.CELL)
             return
         yield from contents(fact)
+        yield from _empty_cells(fact)
         scope = fact.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
         for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until somebody hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)

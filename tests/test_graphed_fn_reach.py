@@ -59,6 +59,33 @@ def test_a_counter_at_a_decorated_function_is_refused(device: str) -> None:
     assert counted.calls == 1
 
 
+def test_a_variable_of_the_function_around_it_that_is_assigned_later_or_deleted() -> None:
+    def make() -> tuple[Callable, Callable, Callable]:
+        def scaled(x: Tensor) -> Tensor:
+            try:
+                return x * scale
+            except NameError:
+                return x
+
+        def assign() -> None:
+            nonlocal scale
+            scale = 3.0
+
+        def delete() -> None:
+            nonlocal scale
+            del scale
+
+        if make is None:
+            scale = 0.0
+        return scaled, assign, delete
+
+    scaled, assign, _ = make()
+    assert_follows(scaled, assign)
+    scaled, assign, delete = make()
+    assign()
+    assert_follows(scaled, delete)
+
+
 READS = {
     "sys.modules": lambda x: x * sys.modules["settings_of_a_test"].scale,
     "import_module": lambda x: x * importlib.import_module("settings_of_a_test").scale,
