@@ -134,6 +134,9 @@ def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, every
             waiting = []
             continue
         fact = queue.popleft()
+        if type(fact.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
+            facts.append(fact.parent.never(f"{fact.name} is a weak proxy, which cannot be compared: use weakref.ref"))
+            continue
         facts.append(fact)
         if len(facts) >= _MAX_PLACES:
             facts.append(fact.never(f"{fact.name or 'the function'} refers to more than {_MAX_PLACES} places"))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from sequences import assert_follows, called, counts
-from torch import Tensor
+from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
 from te_graph import CaptureError, graphed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 SCALE = 2.0
+
+
+class Plain:
+    pass
 
 
 def test_attributes_of_a_function_that_was_decorated(device: str) -> None:
@@ -111,3 +116,16 @@ def test_a_module_that_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, name, raising=False)
     change = lambda: monkeypatch.setitem(sys.modules, name, types.ModuleType(name))  # noqa: E731
     assert_follows(lambda x: x * 2.0 if "module_of_a_test_that_gets_there" in sys.modules else x, change)
+
+
+@pytest.mark.parametrize("make", [nn.Linear, lambda *_: torch.ones(2), lambda *_: Plain()])
+def test_what_a_weak_proxy_leads_to_is_not_compared(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    owner = make(2, 2)
+    owner.scale = 2.0
+    proxy, x = weakref.proxy(owner), torch.randn(2)
+    scaled = graphed(lambda x: x * proxy.scale)
+    assert_bitwise_equal(called(scaled, 4, x), x * 2.0)
+    owner.scale = 3.0
+    assert_bitwise_equal(called(scaled, 4, x), x * 3.0)
+    assert counts(scaled) == (0, 0, 0, 8)
+    assert "proxy is a weak proxy, which cannot be compared: use weakref.ref" in caplog.text
