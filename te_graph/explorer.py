@@ -149,12 +149,10 @@ def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, every
                 valued[id(fact.obj)] = fact
                 queue.extend(_settled(fact, child) for child in reader.contents_of_value(fact))
             continue
-        is_leaf = isinstance(fact.obj, Tensor) and fact.obj.is_leaf and fact.obj.requires_grad
-        if is_leaf or not isinstance(fact.obj, Tensor):
-            fact.same_as = seen.get(id(fact.obj))
-            if fact.same_as is not None:
-                continue
-            seen[id(fact.obj)] = fact
+        fact.same_as = seen.get(id(fact.obj))
+        if fact.same_as is not None:
+            continue
+        seen[id(fact.obj)] = fact
         if isinstance(fact.obj, dict) and not all(value_of(key) is not None for key in fact.obj):
             waiting.append(fact)
         queue.extend(_settled(fact, child) for child in reader.contents(fact))

@@ -129,3 +129,11 @@ def test_what_a_weak_proxy_leads_to_is_not_compared(make: Callable, caplog: pyte
     assert_bitwise_equal(called(scaled, 4, x), x * 3.0)
     assert counts(scaled) == (0, 0, 0, 8)
     assert "proxy is a weak proxy, which cannot be compared: use weakref.ref" in caplog.text
+
+
+def test_one_tensor_where_there_are_two_later_is_a_change(device: str) -> None:
+    x = torch.randn(3, device=device)
+    scaled = graphed(lambda a, b: a * 2.0 if a is b else a * 3.0)
+    assert_bitwise_equal(called(scaled, 3, x, x).clone(), x * 2.0)
+    assert_bitwise_equal(called(scaled, 3, x, x.detach()), x * 3.0)
+    assert counts(scaled) == (2, 4, 1, 2)
