@@ -115,7 +115,7 @@ class Reader:
         if type(tensor) not in (Tensor, nn.Parameter):
             yield from self._class_of(fact, fact.attributes())
         is_parameter = tensor.is_leaf and tensor.requires_grad
-        if is_parameter or (tensor.is_leaf and tensor.grad is not None):
+        if tensor.is_leaf:
             yield fact.child(tensor.grad, name_of("grad", fact.name), _Kind.GRAD)
         hooks = {key: getattr(tensor, key) for key in _HOOKS_OF_TENSORS}
         if any(hooks.values()):  # else the guard sees that there are none

@@ -108,13 +108,18 @@ class RegionWatch(TensorWatch):
 
 
 class GradReads(MethodWatch):
-    """Sees whether a region asks any tensor for its ``.grad``."""
+    """Sees which tensors a region asks for their ``.grad``.
+
+    Attributes:
+        asked: their identities, those that are gone by now included.
+    """
 
     def __init__(self) -> None:
-        self.any = False
+        self.asked: set[int] = set()
 
     def see(self, func: Any, args: tuple, kwargs: dict) -> None:
-        self.any |= func == GET_GRAD
+        if func == GET_GRAD:
+            self.asked.add(id(args[0]))
 
 
 class DeviceAccessMode(HostAccessMode):

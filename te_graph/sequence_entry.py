@@ -173,7 +173,7 @@ def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, Sequen
     facts = explorer.explore(frame)
     if explorer.is_at_a_loss:
         return result, None
-    surroundings = Surroundings(facts, used, reads_grads=reads.any, runs_backward=watch.runs_backward)
+    surroundings = Surroundings(facts, used, asked=reads.asked, runs_backward=watch.runs_backward)
     effect = before.check_in_passing(frame)
     entry = SequenceEntry(
         label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None
@@ -303,7 +303,7 @@ class _Attempt:
         written = {key for key, external in self.watch.externals.items() if external.written}
         used, is_backward = set(self.watch.externals), self.watch.runs_backward
         reads_addresses = self._explorer.reads_addresses
-        surroundings = Surroundings(facts, None if reads_addresses else used, written, self._reads.any, is_backward)
+        surroundings = Surroundings(facts, None if reads_addresses else used, written, self._reads.asked, is_backward)
         kept = {id(fact.obj): fact for fact in facts if _is_itself(fact)}
         try:
             results, found = ResultSpec.of(self._label, self._result, kept)

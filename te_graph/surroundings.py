@@ -21,7 +21,8 @@ class Surroundings:
         facts: as an ``Explorer`` found them.
         used: identities of the storages whose memory matters; None: all.
         written: of those that a replay writes.
-        reads_grads: the function asks for gradients, so that one that appears or goes is a change.
+        asked: identities of the tensors that the function asks for their gradients, so that one that appears or goes is
+            a change; as it is for all parameters if there are any. None: all tensors.
         runs_backward: it computes gradients, so that hooks on them matter.
         is_strict: no check passes where something cannot be compared.
     """
@@ -31,7 +32,7 @@ class Surroundings:
         facts: list[Fact],
         used: set[int] | None,
         written: set[int] = frozenset(),
-        reads_grads: bool = True,
+        asked: set[int] | None = None,
         runs_backward: bool = False,
         is_strict: bool = True,
     ) -> None:
@@ -41,7 +42,7 @@ class Surroundings:
         self._incomparable = {id(fact.parent) for fact in facts if fact.kind == _Kind.NEVER}
         for fact in facts:
             is_used = fact.is_dense_tensor and (used is None or storage_key(fact.obj) in used)
-            if fact.is_grad and not (is_used or (reads_grads and (fact.obj is None or fact.is_dense_tensor))):
+            if fact.is_grad and not (is_used or (_matters(fact, asked) and (fact.obj is None or fact.is_dense_tensor))):
                 continue
             if fact.kind == _Kind.NEVER and not is_strict:
                 continue
@@ -104,6 +105,12 @@ class Surroundings:
             self.guard.expect_value(at, keys)
         else:
             self.guard.add_step(_Kind.NEVER, step, None, 0, None, f"{subject} cannot be compared")
+
+
+def _matters(grad: Fact, asked: set[int] | None) -> bool:
+    """Whether the gradient at a place may be asked for while it is not used."""
+    owner = grad.parent.obj
+    return asked is None or id(owner) in asked or (bool(asked) and owner.requires_grad)
 
 
 def _size(name: str, what: str) -> str:

@@ -131,6 +131,25 @@ def test_what_a_weak_proxy_leads_to_is_not_compared(make: Callable, caplog: pyte
     assert "proxy is a weak proxy, which cannot be compared: use weakref.ref" in caplog.text
 
 
+def test_a_gradient_that_appears_at_a_tensor_that_needs_none_is_a_change(device: str) -> None:
+    """A master weight, say, whose gradient the user computes."""
+    master = torch.ones(2, device=device)
+
+    def step() -> None:
+        if master.grad is not None:
+            master.sub_(master.grad)
+
+    stepped = graphed(step)
+    called(stepped, 3)
+    master.grad = torch.full_like(master, 2.0)
+    called(stepped, 3)
+    assert master.tolist() == [-5.0, -5.0]
+    master.grad = None
+    called(stepped, 3)
+    assert master.tolist() == [-5.0, -5.0]
+    assert counts(stepped) == (2, 7, 1, 2)
+
+
 def test_one_tensor_where_there_are_two_later_is_a_change(device: str) -> None:
     x = torch.randn(3, device=device)
     scaled = graphed(lambda a, b: a * 2.0 if a is b else a * 3.0)
