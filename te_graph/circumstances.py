@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.dispatch import has_subclass, is_dense, is_own_file, storage_key
+from te_graph.dispatch import has_subclass, is_dense, is_own_file, is_user_file, storage_key
 from te_graph.externals import External
 from te_graph.graphed_class import plain_class
 from te_graph.homes import HOOK_DICTS, Place, name_of, submodules, walk
 from te_graph.library_objects import is_array, is_iterator
+from te_graph.lookups import missing
 from te_graph.parametrizations import cache_place, is_parametrized
 from te_graph.plain_values import MOST_MEMBERS, is_bulk, is_value
 from te_graph.pure_hooks import ComputedInGraph, is_pure_hook
@@ -348,6 +349,9 @@ def _is_library(place: Place) -> bool:
 def _guard_absence(place: Place, homes: Homes, reader: Reader) -> None:
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = place.attributes()
+    if isinstance(place.obj, types.FunctionType) and is_user_file(place.obj.__code__.co_filename):
+        for absent in missing(place):
+            homes.enter(absent)
     if isinstance(place.obj, (*_CODE, Tensor)) or (is_value(place.obj) and members is None):
         return
     for name in reader.absent(place) if members is not None else ():

@@ -94,12 +94,17 @@ def walk(
 
     ``inside`` tells what a place leads to; None: everything that can lead to a tensor. What is more than ``reach``
     steps away is not looked into.
+
+    Raises:
+        RuntimeError: one of them is a weak proxy of a module or tensor.
     """
     inside = inside or _everything_inside
     seen: dict[int, Place] = {}
     queue = deque([Place(root, "")])
     while queue and len(seen) < MAX_OBJECTS:
         place = queue.popleft()
+        if type(place.obj) in weakref.ProxyTypes and isinstance(place.obj, nn.Module | Tensor):  # says the proxy
+            raise RuntimeError(f"{place.name} is a weak proxy, which cannot be compared: use weakref.ref")
         # Values of classes of the user's, enumerations among them, may have attributes.
         is_leaf = is_value(place.obj) and own_attribute(place.obj, "__dict__") is NotImplemented
         first = place if is_leaf else seen.setdefault(id(place.obj), place)

@@ -6,7 +6,6 @@ import collections
 import contextvars
 import functools
 import gc
-import importlib.util
 import io
 import sys
 import types
@@ -19,19 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C, parametrizations
-from te_graph.dispatch import has_subclass, is_own_file, is_user_file
+from te_graph.dispatch import has_subclass, is_user_file
 from te_graph.facts import NAMESPACES, VIEWS, WRAPPERS, Fact, Inlined, Private, is_opaque, slots_of
 from te_graph.homes import HOOK_DICTS, contents, name_of
+from te_graph.lookups import is_own_module, missing, modules_of
 from te_graph.names import (
     GETTERS,
     Names,
     codes_of,
     globals_of,
-    imports_of,
     is_for_making,
     is_implicit,
     is_of_library,
-    strings_in,
     strings_of,
     user_classes,
 )
@@ -48,7 +46,6 @@ _HOOKS_OF_ALL = {
 }
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
-_LOOKS_UP_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"}))
 
 
 @dataclass(frozen=True)
@@ -140,7 +137,7 @@ class Reader:
 
     def _library_contents(self, fact: Fact) -> Iterator[Fact]:
         """What the code names of a module of Python that the user wrote."""
-        if _is_own_module(fact.obj):
+        if is_own_module(fact.obj):
             members = fact.attributes()
             yield from (members.item(key, f"{fact.name}.{key}") for key in list(members.obj) if key in self.names.said)
             for key in sorted(self.names.optional - members.obj.keys()):
@@ -154,7 +151,6 @@ class Reader:
             yield from (child for child in contents(fact) if child.kind == _Kind.CELL)
             return
         yield from contents(fact)
-        yield from _empty_cells(fact)
         scope = fact.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
         for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until somebody hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
@@ -165,24 +161,8 @@ class Reader:
                 variable = f"global variable {key}"
                 is_there = key in scope.obj
                 yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
-        package = function.__globals__.get("__package__") or ""
-        for name, level in sorted(imports_of(code)):
-            module = importlib.util.resolve_name("." * level + name, package) if level and package else name
-            if module in sys.modules:
-                yield _module(fact, module)
-        if any(names <= strings_in(code) for names in _LOOKS_UP_MODULES):
-            yield from self._modules_looked_up(fact)
-
-    def _modules_looked_up(self, fact: Fact) -> Iterator[Fact]:
-        """What code gets that asks for modules by strings: its own strings may be there or not, others name the user's
-        modules, as does ``__name__``."""
-        own = strings_in(fact.obj.__code__)
-        named = self.names.said | {fact.obj.__globals__.get("__name__")}
-        found = {name for name in sys.modules.keys() & named if name in own or _is_own_module(sys.modules[name])}
-        yield from (_module(fact, name) for name in sorted(found))
-        table = fact.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
-        for name in sorted(own - sys.modules.keys()):
-            yield table.child(None, f"module {name}", _Kind.ABSENT, name)
+        yield from modules_of(fact, self.names.said)
+        yield from missing(fact)
 
     def _attributes_of_function(self, fact: Fact, owner: str) -> Iterator[Fact]:
         """Those that the code names; of what replays a function they are its own, not those of the function."""
@@ -294,13 +274,6 @@ def hooks_of_all(root: Fact) -> Iterator[Fact]:
     yield root.never(f"{cache.name} is on") if cache.obj else cache
 
 
-def _is_own_module(module: types.ModuleType) -> bool:
-    """True for modules that are neither of Python nor installed; some are made by hand and have no file."""
-    file = getattr(module, "__file__", None)
-    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
-    return is_own_file(file) if file else not is_of_python
-
-
 def _is_of_torch(kind: type) -> bool:
     """Tensors are left out: who watches a capture exchanges methods of theirs."""
     return kind.__module__.partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
@@ -319,21 +292,6 @@ def _slot(fact: Fact, name: str, key: str) -> Fact:
     if hasattr(fact.obj, key):
         return fact.child(getattr(fact.obj, key), name, _Kind.ATTRIBUTE, key)
     return fact.child(None, name, _Kind.NO_ATTRIBUTE, key)
-
-
-def _empty_cells(fact: Fact) -> Iterator[Fact]:
-    """Variables of the function around it that are not assigned yet, or no longer."""
-    cells = fact.child(fact.obj.__closure__, fact.name, _Kind.ATTRIBUTE, "__closure__")
-    for index, variable in enumerate(fact.obj.__code__.co_freevars):
-        where = cells.child(cells.obj[index], variable, _Kind.POSITION, index=index)
-        try:
-            where.obj.cell_contents  # noqa: B018
-        except ValueError:
-            yield where.child(None, f"closure variable {variable}", _Kind.NO_ATTRIBUTE, "cell_contents")
-
-
-def _module(fact: Fact, name: str) -> Fact:
-    return fact.child(sys.modules, "", _Kind.CONSTANT, sys.modules).item(name, f"module {name}")
 
 
 def _table_contents(fact: Fact) -> Iterator[Fact]:

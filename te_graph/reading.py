@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.code_watch import CodeWatch, functions_of, too_many
-from te_graph.dispatch import is_own_file, is_user_file
+from te_graph.dispatch import is_user_file
 from te_graph.facts import NAMESPACES, slots_of
 from te_graph.graphed_class import plain_class
 from te_graph.homes import HOOK_DICTS, MAX_OBJECTS, Place, contents, items_in, members_in, name_of, submodules, walk
 from te_graph.library_objects import inside
+from te_graph.lookups import is_own_module, modules_of
 from te_graph.names import BY_NAME, GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
 from te_graph.plain_values import holds_values, is_bulk, is_value
 from te_graph.users_classes import bases_of, is_opaque, members_below, methods_of_user, written_by_user
@@ -345,12 +346,13 @@ class Reader:
                 yield place.child(function, place.name, _Kind.KNOWN)
             elif function is not None:
                 yield from (child for child in contents(place) if not self._is_ignored_variable(child))
+                yield from modules_of(place, self._said)
                 yield from self._inside_object(place, obj.__name__)
         elif isinstance(obj, type):
             if not is_opaque(obj):
                 yield from self._inside_class(place)
         elif isinstance(obj, types.ModuleType):
-            if is_own_file(getattr(obj, "__file__", None) or "<frozen"):
+            if is_own_module(obj):
                 yield from self._inside_object(place, place.name)
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(place)
