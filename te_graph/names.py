@@ -139,11 +139,12 @@ def _is_user_written(kind: type) -> bool:
 
 
 def is_users_module(name: str) -> bool:
-    """True unless the module of this name is of torch, Python or this package."""
-    if name.partition(".")[0] in ("torch", "te_graph", "builtins"):
+    """True unless the module of this name is of torch, Python or this package. One made by hand has no file."""
+    package = name.partition(".")[0]
+    if package in ("torch", "te_graph", "builtins"):
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
-    return is_user_file(file) if file else name == "__main__" or name not in sys.modules
+    return is_user_file(file) if file else package not in sys.stdlib_module_names
 
 
 def is_for_making(name: str) -> bool:

@@ -118,6 +118,15 @@ def test_a_module_that_gets_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_follows(lambda x: x * 2.0 if "module_of_a_test_that_gets_there" in sys.modules else x, change)
 
 
+def test_code_of_a_module_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was made by hand, or from text, and is the user's."""
+    module = types.ModuleType("module_made_by_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    owner = "class Owner:\n    @property\n    def value(self): return scale\n"
+    exec(f"scale = 2.0\n{owner}def read(x): return x * Owner().value", vars(module))
+    assert_follows(module.read, lambda: setattr(module, "scale", 3.0))
+
+
 @pytest.mark.parametrize("make", [nn.Linear, lambda *_: torch.ones(2), lambda *_: Plain()])
 def test_what_a_weak_proxy_leads_to_is_not_compared(make: Callable, caplog: pytest.LogCaptureFixture) -> None:
     owner = make(2, 2)
