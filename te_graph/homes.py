@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import itertools
 import threading
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.names import globals_of
 from te_graph.nest import instance_dict, own_attribute
 from te_graph.plain_values import is_bulk, is_value
 from te_graph.signature import is_constant
@@ -214,13 +214,6 @@ def _function_contents(place: Place) -> Iterator[Place]:
         if getattr(function, key):
             yield place.child(getattr(function, key), f"default of {function.__name__}", _Kind.ATTRIBUTE, key)
     scope = place.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
-    for variable in _names_used(function.__code__):
+    for variable in sorted(globals_of(function.__code__)):
         if variable in function.__globals__:
             yield scope.item(variable, f"global variable {variable}")
-
-
-def _names_used(code: types.CodeType) -> set[str]:
-    """Names that a function and the functions written inside it look up as globals."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return names.union(*(_names_used(constant) for constant in inner))

@@ -23,6 +23,7 @@ BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 _NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})
 GETTERS = (operator.attrgetter, operator.methodcaller)
+_USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 
@@ -219,8 +220,8 @@ def _catches_everything(code: types.CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def globals_of(code: types.CodeType) -> frozenset[str]:
-    """Names that a function and the functions written inside it look up as globals."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """Names that a function and the functions written inside it look up as globals, or set."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in _USES_GLOBAL}
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(names.union(*(globals_of(constant) for constant in inner)))
 

@@ -91,6 +91,40 @@ def test_a_variable_of_the_function_around_it_that_is_assigned_later_or_deleted(
     assert_follows(scaled, delete)
 
 
+SET_BY_A_TEST = None
+
+
+def test_a_global_that_the_function_only_sets_is_set_again_after_others_changed_it(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    def step(x: Tensor) -> Tensor:
+        global SET_BY_A_TEST
+        SET_BY_A_TEST = 7.0
+        return x * 2.0
+
+    stepped, x = graphed(step), torch.randn(3, device=device)
+    called(stepped, 3, x)
+    monkeypatch.setattr(sys.modules[__name__], "SET_BY_A_TEST", 1.0)
+    stepped(x)
+    assert SET_BY_A_TEST == 7.0
+
+
+def test_a_tensor_left_in_a_global_that_the_function_only_sets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SET_BY_A_TEST", None)
+
+    def step(x: Tensor) -> Tensor:
+        global SET_BY_A_TEST
+        SET_BY_A_TEST = x * 2.0
+        return x * 3.0
+
+    stepped, x = graphed(step), torch.randn(3, device=device)
+    stepped(x)
+    with pytest.raises(CaptureError, match="leaves a tensor that it computed in global variable SET_BY_A_TEST"):
+        stepped(x)
+
+
 READS = {
     "sys.modules": lambda x: x * sys.modules["settings_of_a_test"].scale,
     "import_module": lambda x: x * importlib.import_module("settings_of_a_test").scale,

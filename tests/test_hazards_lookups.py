@@ -63,6 +63,23 @@ def test_a_variable_of_the_function_around_it_that_is_assigned_later(device: str
     assert_bitwise_equal(scaled(x), x * scale)
 
 
+COUNT_OF_A_TEST = None
+
+
+def test_a_tensor_left_in_a_global_that_the_forward_only_sets_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "COUNT_OF_A_TEST", None)
+
+    def forward(x: Tensor) -> Tensor:
+        global COUNT_OF_A_TEST
+        COUNT_OF_A_TEST = x.detach() * 2.0
+        return x * 3.0
+
+    with pytest.raises(RuntimeError, match="COUNT_OF_A_TEST"):
+        make_graphed_callables(forward, (torch.randn(3, device=device, requires_grad=True),))
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 3), lambda: torch.ones(3)], ids=["module", "tensor"])
 def test_a_weak_proxy_of_a_module_or_tensor_is_refused_by_name(make: Callable) -> None:
     owner = make()
