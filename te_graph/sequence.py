@@ -299,8 +299,9 @@ def graphed(
         Generators of ``nn.Module`` (``parameters()``) are drained before the call; with other iterators among the
         arguments every call is eager.
 
-        Inside other captures, under dispatch and function modes, with ``TE_GRAPH_DISABLE=1`` calls run the function as
-        it is. A graphed function that is called by another one is part of that one's graph.
+        Inside other captures, under dispatch and function modes, where ``torch.autograd.detect_anomaly`` looks for NaN,
+        with ``TE_GRAPH_DISABLE=1`` calls run the function as it is. A graphed function that is called by another one is
+        part of that one's graph.
 
     Raises:
         TypeError, ValueError: an argument is wrong.

@@ -393,12 +393,13 @@ def test_the_limits() -> None:
         GLOBAL["gain"] = 2.0
 
     held, name = Scaled(), "".join(["ga", "in"])
-    space, version = types.SimpleNamespace(k=1), torch.ones(2)
+    space, version, pair = types.SimpleNamespace(k=1), torch.ones(2), [x, x.detach()]
     for function, change in (
         (lambda t: t * (1 + lock.locked()), lock.acquire),
         (lambda t: t * (space == types.SimpleNamespace(k=1)), lambda: setattr(space, "more", 3.0)),
         (lambda t: t * (1 + isinstance(chain, Registered)), lambda: Registered.register(types.SimpleNamespace)),
         (lambda t: t * version._version, lambda: version.add_(1)),
+        (lambda t: t * (1 + (pair[0] is pair[1])), lambda: pair.__setitem__(1, x)),
         (deep, lambda: setattr(far, "scale", 3.0)),
         (lambda t: t * cached(), clear),
         (lambda t: t * (time.monotonic() % 7), lambda: time.sleep(0.01)),
@@ -414,6 +415,17 @@ def test_the_limits() -> None:
     called(named, 3, x)
     held.gain = 9.0
     assert_bitwise_equal(named(x), x * 9)
+
+
+def test_what_torch_tells_beside_its_settings_is_a_limit() -> None:
+    x, count = torch.ones(2), torch.get_num_threads()
+    scaled = graphed(lambda: x * torch.get_num_threads())
+    called(scaled, 3)
+    torch.set_num_threads(count + 1)
+    try:
+        assert_bitwise_equal(scaled(), x * count)
+    finally:
+        torch.set_num_threads(count)
 
 
 class Deeper:
