@@ -86,30 +86,41 @@ class ChangedArguments:
     """The arguments that a captured callable changes.
 
     Attributes:
+        label: what messages call it.
         places: for each, the number of its tensor, and of the result that it becomes.
         rewritten: the former of those that get the history of that result.
         names: of all tensors among the arguments.
         others: addresses of the memory of the tensors that the capture uses besides.
         views: as of ``ChangedInputs``.
+        inner: numbers of those from which the graph computes a result, so that part of their gradient stays inside.
     """
 
+    label: str
     places: tuple[tuple[int, int], ...]
     rewritten: frozenset[int]
     names: list[str]
     others: frozenset[int]
     views: tuple[tuple[int, int, _C.View], ...]
+    inner: frozenset[int]
 
     @classmethod
     def of(
-        cls, inputs: ChangedInputs, results: list[int], names: list[str], externals: Iterable[Tensor]
+        cls,
+        label: str,
+        inputs: ChangedInputs,
+        results: list[int],
+        names: list[str],
+        externals: Iterable[Tensor],
+        inner_results: Collection[int],
     ) -> ChangedArguments | None:
         """Of a capture with ``externals`` [...], the results with the numbers ``results`` being what its ``inputs``
-        become; None where it changes none."""
+        become; None where it changes none. ``inner_results``: those from which another one is computed."""
         if not inputs.numbers:
             return None
         others = frozenset(tensor.untyped_storage().data_ptr() for tensor in externals)
         places = tuple(zip(inputs.numbers, results, strict=True))
-        return cls(places, frozenset(inputs.rewritten), names, others, tuple(inputs.views))
+        inner = frozenset(number for number, result in places if number in inputs.rewritten and result in inner_results)
+        return cls(label, places, frozenset(inputs.rewritten), names, others, tuple(inputs.views), inner)
 
     def obstacle(self, tensors: list[Tensor]) -> str | None:
         """Why a replay with ``tensors`` [...] would be wrong: what is changed is part of something else; or None.
@@ -144,6 +155,9 @@ class ChangedArguments:
             else:  # autograd's own copy is what goes on with the history of the whole that a view is part of
                 with torch.set_grad_enabled(number in self.rewritten):
                     tensor.copy_(outputs[output])
+            if number in self.inner:
+                for looked_at in (tensor, tensor._base) if tensor._is_view() else (tensor,):
+                    _C.refuse_observers(looked_at, f"{self.label}: {self.names[number]}")
             outputs[output] = tensor
         for output, number, view in self.views:
             outputs[output] = view.of(tensors[number])

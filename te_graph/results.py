@@ -147,6 +147,10 @@ class ResultPlan:
         result = self.results[number]
         return result.number if result.source == _Source.OUTPUT and result.view is None else None
 
+    def results_that_are(self, outputs: Collection[int]) -> set[int]:
+        """The numbers of the results that are one of ``outputs`` themselves."""
+        return {number for number in range(len(self.results)) if self.output_that_is(number) in outputs}
+
     def lies_in_chain(self, number: int, links: Collection[int]) -> bool:
         """True when result ``number`` lies in memory of the graph, or in that of one of the inputs ``links``, which
         lie in a predecessor's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import logging
 import sys
 import time
@@ -232,10 +233,12 @@ def _assemble_all(
             form=CallForm(job.parameters, capture.signature),
             computed=capture.computed,
             changed=ChangedArguments.of(
+                capture.label,
                 capture.changed,
                 capture.result.numbers_of_last(len(capture.changed.numbers)),
                 capture.signature.distinct_names,
                 capture.homes.tensors,
+                capture.plan.results_that_are(list(itertools.compress(capture.output_numbers, capture.inner_outputs))),
             ),
             functions=capture.functions,
             result=capture.result,

@@ -167,14 +167,56 @@ def test_hooks_and_retained_gradients_of_the_argument(device, retains):
     assert net.te_graph.info()["forward_replays"] == (0 if retains else 1)
 
 
-def test_a_hook_put_on_the_argument_after_the_call_sees_its_later_uses_only(device):
-    """What the graph itself has computed from the changed argument stays inside: a documented limit."""
+LOOKS = {
+    "hook": lambda looked_at, loss: (looked_at.register_hook(lambda grad: grad * 2), loss.backward()),
+    "retained": lambda looked_at, loss: (looked_at.retain_grad(), loss.backward()),
+    "asked for": lambda looked_at, loss: torch.autograd.grad(loss, looked_at),
+    "only input": lambda looked_at, loss: loss.backward(inputs=[looked_at]),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("place", ["argument", "view", "what it is a view of"])
+def test_who_looks_at_the_argument_since_the_call_is_refused_where_part_of_its_gradient_is_inside(device, look, place):
     graphed = make_graphed_callables(lambda x: x.mul_(2) * 3, (batch(device),))
-    hidden, seen = batch(device) * 1.5, []
+    base = torch.randn(4, 4, device=device, requires_grad=True) * 1.5
+    hidden = base[1:] if place != "argument" else batch(device) * 1.5
     result = graphed(hidden)
-    hidden.register_hook(seen.append)
-    (result + hidden * 5).sum().backward()
-    assert_bitwise_equal(seen, [torch.full((3, 4), 5.0, device=device)])
+    loss = (result + hidden * 5).sum()
+    with pytest.raises(RuntimeError, match=r"args\[0\], which the call changed in place, has a hook .* pass a clone"):
+        look(base if place == "what it is a view of" else hidden, loss)
+    assert graphed.te_graph.info()["forward_replays"] == 1
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("function", [lambda x: x.mul_(2), lambda x: (x.mul_(2), x.detach() * 3)])
+def test_who_looks_at_the_argument_since_the_call_sees_all_where_nothing_is_computed_from_it(device, look, function):
+    graphed, seen = make_graphed_callables(function, (batch(device),)), []
+    torch.manual_seed(2)
+    values = torch.randn(3, 4, device=device)
+    for one in (graphed, function):
+        x = values.clone().requires_grad_()
+        hidden = x * 1.5
+        one(hidden)
+        seen.append([look(hidden, (hidden * 5).sum()) is None, x.grad, hidden.grad if hidden.retains_grad else None])
+    assert_bitwise_equal(*seen)
+    assert graphed.te_graph.info()["forward_replays"] == 1
+
+
+def test_later_changes_of_the_argument_may_be_looked_at(device):
+    function, seen = lambda x: x.mul_(2) * 3, []
+    graphed = make_graphed_callables(function, (batch(device),))
+    values = torch.randn(3, 4, device=device)
+    for one in (graphed, function):
+        x, hooked = values.clone().requires_grad_(), []
+        hidden = x * 1.5
+        result = one(hidden)
+        hidden.mul_(7)
+        hidden.register_hook(hooked.append)
+        hidden.retain_grad()
+        (result + hidden * 5).sum().backward()
+        seen.append([hooked, hidden.grad, x.grad])
+    assert_bitwise_equal(*seen)
 
 
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: x[:]], ids=["leaf", "view"])

@@ -10,6 +10,7 @@
 #include "graph/fast_call.h"
 #include "graph/hooks.h"
 #include "graph/modes.h"
+#include "graph/observers.h"
 #include "graph/settings.h"
 #include "graph/uses.h"
 
@@ -123,6 +124,7 @@ void bind(py::module_& m) {
     m.def("node_count", &node_count, py::arg("cuda_graph"));
     m.def("split_uses", &split_uses, py::arg("outputs"), py::arg("leaf"));
     m.def("is_dense", &is_dense, py::arg("tensor"));
+    m.def("refuse_observers", &refuse_observers_of_argument, py::arg("tensor"), py::arg("name"));
     m.def(
         "lay_out",
         [](const at::Tensor& grad, const at::Tensor& parameter, const std::optional<at::Tensor>& main_grad) {

@@ -13,6 +13,7 @@
 #include "graph/hooks.h"
 #include "graph/modes.h"
 #include "graph/node_pointer.h"
+#include "graph/observers.h"
 #include "graph/replay_node.h"
 
 namespace te_graph::graph {
@@ -338,7 +339,7 @@ void GraphedCallable::attach_node(SlotLease lease, Guard::Tensors externals, con
         result->set_next_edges({{owner, owner->add_input_metadata(output)}});
         torch::autograd::set_history(output, result_owner);
     }
-    node->watch_observers(inner_outputs_);
+    refuse_observers_of_results(*node, inner_outputs_, name_);
 }
 
 }  // namespace te_graph::graph

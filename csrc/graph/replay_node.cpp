@@ -4,13 +4,9 @@
 #include <c10/util/Exception.h>
 
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/python_hook.h>
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
-#include <optional>
-#include <typeinfo>
 
 #include "graph/hooks.h"
 
@@ -18,58 +14,12 @@ namespace te_graph::graph {
 
 namespace {
 
-// Comes before all hooks on results, also where the node itself is not run.
-struct ObserverCheck final : torch::autograd::FunctionPreHook {
-    explicit ObserverCheck(const ReplayNode& checked) : node(checked) {}
-    torch::autograd::variable_list operator()(const torch::autograd::variable_list& grads) override {
-        node.check_observers();
-        return grads;
-    }
-    const ReplayNode& node;
-};
-
-// The result that a hook on a result observes, or nothing when it does not tell.
-std::optional<size_t> observed_by(const torch::autograd::FunctionPreHook& hook) {
-    // Known by its name: torch does not export the type.
-    const bool is_python = std::strstr(typeid(hook).name(), "PyFunctionTensorPreHook") != nullptr;
-    if (!is_python) return std::nullopt;
-    return static_cast<const torch::autograd::PyFunctionTensorPreHook&>(hook).value_idx;
-}
-
 bool is_batched(const at::Tensor& grad) {
     const at::DispatchKeySet batched({at::DispatchKey::Batched, at::DispatchKey::FuncTorchBatched});
     return grad.defined() && grad.key_set().has_any(batched);
 }
 
 }  // namespace
-
-void ReplayNode::watch_observers(const std::vector<bool>& inner_outputs) {
-    if (std::find(inner_outputs.begin(), inner_outputs.end(), true) == inner_outputs.end()) return;
-    inner_outputs_ = inner_outputs;
-    add_tensor_pre_hook(std::make_unique<ObserverCheck>(*this));
-}
-
-void ReplayNode::check_observers() const {
-    const auto check = [&](std::optional<size_t> output) {
-        for (size_t i = 0; i < inner_outputs_.size(); ++i) {
-            TORCH_CHECK(
-                !inner_outputs_[i] || (output && *output != i), label_, ": result ", i,
-                " has a hook, retains its gradient or is an input of torch.autograd.grad, and another result is "
-                "computed from it inside the graph, where nothing sees that part of its gradient: let the "
-                "callable return a clone of it");
-        }
-    };
-    auto& node = const_cast<ReplayNode&>(*this);
-    for (const auto& hook : node.tensor_pre_hooks()) {
-        if (!dynamic_cast<const ObserverCheck*>(hook.get())) check(observed_by(*hook));
-    }
-    for (const auto& [output, hook] : node.retains_grad_hooks()) check(output);
-    const auto* const exec_info = torch::autograd::get_current_graph_task_exec_info();
-    if (!exec_info) return;
-    const auto asked = exec_info->find(&node);
-    if (asked == exec_info->end() || !asked->second.captures_) return;
-    for (const auto& capture : *asked->second.captures_) check(capture.input_idx_);
-}
 
 torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&& grads) {
     BackwardResults results;

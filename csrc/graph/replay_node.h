@@ -24,12 +24,6 @@ public:
     std::string name() const override { return "GraphedBackward(" + label_ + ")"; }
     void set_label(const std::string& label) { label_ = label; }
 
-    // A result from which another one is computed gets part of its gradient inside the graph, where nobody sees or
-    // changes it: not hooks on the result, not retain_grad(), not torch.autograd.grad. `inner_outputs` says of each
-    // differentiable output whether it is one; check_observers() raises if any of these is there.
-    void watch_observers(const std::vector<bool>& inner_outputs);
-    void check_observers() const;
-
     // Takes over the node that its linked inputs come from, if nothing can tell the difference.
     void absorb_predecessor();
 
@@ -40,8 +34,7 @@ private:
     bool can_absorb(const ReplayNode& below, size_t links) const;
 
     std::string label_;
-    std::vector<bool> inner_outputs_;  // [differentiable outputs], empty where there are none
-    std::vector<Flight> flights_;      // last forward first
+    std::vector<Flight> flights_;  // last forward first
 };
 
 // Between a ReplayNode and one of several results. Autograd runs it, and the hooks on the result with it, only where that
