@@ -95,6 +95,25 @@ def test_the_cache_matters_for_a_weight_that_is_used_twice(device):
     assert not torch.equal(*seen)
 
 
+def test_a_weight_that_changes_inside_a_region_is_cast_as_it_then_is(device):
+    """A documented limit: eager execution would go on with the cast of its first use."""
+    net = nn.Linear(4, 4).to(device)
+    twin = eager_twin(net)
+    with torch.autocast(device, torch.bfloat16):
+        make_graphed_callables(net, (batch(device),))
+    x, seen = batch(device), []
+    with torch.autocast(device, torch.bfloat16):
+        for factor in (1.0, 2.0):
+            with torch.no_grad():
+                for one in (net, twin):
+                    one.weight.mul_(factor)
+            torch.clear_autocast_cache()  # without which the twin's second result is its first one
+            seen.append([one(x).detach().clone() for one in (net, twin)])
+    assert all(torch.equal(*pair) for pair in seen)
+    assert not torch.equal(seen[0][0], seen[1][0])
+    assert net.te_graph.info()["forward_replays"] == 2
+
+
 def test_two_calls_in_one_region_add_as_eager_calls_in_a_region_each(device):
     """A documented limit: eager execution would cast the weight once for both, and add in the lower precision."""
     net = nn.Linear(4, 4).to(device)

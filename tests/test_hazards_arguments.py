@@ -77,6 +77,24 @@ def test_hazard_04_an_input_at_the_static_address_with_other_strides_is_right(de
         assert_bitwise_equal(*seen)
 
 
+@pytest.mark.parametrize("change", [lambda x: x.data.mul_(3), lambda x: x.detach().mul_(3)], ids=["data", "detached"])
+def test_a_backward_goes_on_with_the_argument_that_its_forward_was_given(device, change):
+    """A documented limit: eager execution raises an error, or computes with what it was changed to."""
+    model = mlp(device)
+    twin = eager_twin(model)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    expected = leaf_copy(x)
+    twin(expected).square().sum().backward()
+    result = model(x)
+    change(x)
+    result.square().sum().backward()
+    assert_bitwise_equal(
+        [x.grad, gradients_of(list(model.parameters()))], [expected.grad, gradients_of(list(twin.parameters()))]
+    )
+    assert model.te_graph.info()["backward_replays"] == 1
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_hazard_05_an_input_with_another_requires_grad_than_the_sample_is_refused(device, captured):
     model = mlp(device)
