@@ -269,3 +269,20 @@ def test_the_flag_of_a_captured_update_is_read_at_each_replay(device, rng):
         ]
         assert changed == [True, bool(value)]
         assert bool((state.scale_inv[mask] == 1 / state.scale[mask]).all())
+
+
+OVERLAPPING = {
+    "windows": lambda device: torch.arange(1.0, 10.0, device=device).unfold(0, 3, 1),
+    "one row for all": lambda device: torch.ones(1, 3, device=device).expand(7, 3),
+    "steps of less than a row": lambda device: torch.ones(30, device=device).as_strided((7, 3), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_a_history_whose_elements_overlap_is_refused_before_anything_is_written(kind, device):
+    history = OVERLAPPING[kind](device)
+    vectors = [torch.full((3,), 2.0, device=device) for _ in range(2)]
+    before = copies([history.clone(), *vectors])
+    with pytest.raises(ValueError, match="expected amax_history without overlapping elements"):
+        tg.amax_and_scale_update_inplace(history, *vectors, no_mask(device), True, FP8_MAX[E4M3])
+    assert all(same_bits(now, then) for now, then in zip([history.clone(), *vectors], before, strict=True))

@@ -59,6 +59,21 @@ Span span_of(const at::Tensor& tensor) {
     return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
+bool may_overlap(const at::Tensor& tensor) {
+    if (tensor.is_non_overlapping_and_dense()) return false;
+    std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride, size
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+        if (tensor.size(d) > 1) dimensions.emplace_back(tensor.stride(d), tensor.size(d));
+    }
+    std::sort(dimensions.begin(), dimensions.end());
+    int64_t span = 1;
+    for (const auto& [stride, size] : dimensions) {
+        if (stride < span) return tensor.numel() > 0;
+        span += stride * (size - 1);
+    }
+    return false;
+}
+
 bool share_memory(const at::Tensor& a, const at::Tensor& b) {
     const Span first = span_of(a), second = span_of(b);
     if (!first.overlaps(second)) return false;

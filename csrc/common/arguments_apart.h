@@ -32,6 +32,10 @@ struct Span {
 };
 Span span_of(const at::Tensor& tensor);
 
+// Whether elements of a strided tensor may lie in one place. Sure of views made by slicing: each dimension steps over all
+// that the smaller ones span.
+bool may_overlap(const at::Tensor& tensor);
+
 // Whether two strided tensors have an element in common: not so the columns of one table.
 bool share_memory(const at::Tensor& a, const at::Tensor& b);
 

@@ -1,6 +1,5 @@
 #include "multi_tensor/tensor_list.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
@@ -8,24 +7,10 @@
 #include <algorithm>
 #include <bit>
 
+#include "common/arguments_apart.h"
+
 namespace te_graph::multi_tensor {
 namespace {
-
-// Sufficient for views made by slicing: each dimension steps over all that the smaller ones span.
-bool may_overlap(const at::Tensor& tensor) {
-    if (tensor.is_non_overlapping_and_dense()) return false;
-    std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride, size
-    for (int64_t d = 0; d < tensor.dim(); ++d) {
-        if (tensor.size(d) > 1) dimensions.emplace_back(tensor.stride(d), tensor.size(d));
-    }
-    std::sort(dimensions.begin(), dimensions.end());
-    int64_t span = 1;
-    for (const auto& [stride, size] : dimensions) {
-        if (stride < span) return tensor.numel() > 0;
-        span += stride * (size - 1);
-    }
-    return false;
-}
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
