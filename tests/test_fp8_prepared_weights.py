@@ -202,6 +202,49 @@ def test_a_weight_that_moved_is_named_and_not_cast_until_it_is_taken(device):
     assert prepared.check() is None
 
 
+def with_data(tensor: Tensor, data: Tensor) -> None:
+    tensor.data = data
+
+
+# Over the same memory, [4, 4] and [1].
+LAID_OUT: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "weight 0, transposed": lambda weight, scale: weight.t_(),
+    "weight 0, transposed data": lambda weight, scale: with_data(weight, weight.data.t()),
+    "weight 0, another shape": lambda weight, scale: with_data(weight, weight.data.view(2, 8)),
+    "weight 0, fewer elements": lambda weight, scale: weight.resize_(2, 4),
+    "weight 0, another dtype": lambda weight, scale: with_data(weight, weight.data.view(torch.int32)),
+    "weight 0, negated": lambda weight, scale: with_data(weight, torch._neg_view(weight.data)),
+    "scale, longer": lambda weight, scale: scale.as_strided_((2,), (1,)),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_what_is_laid_out_otherwise_is_named_and_not_cast(name, device):
+    weight, scale = numbers((4, 4), torch.float32, device), torch.ones(2, device=device)[:1]
+    prepared = tg.Fp8Weights([weight], scale=scale)
+    prepared.cast_()
+    before = copies(written(prepared))
+    LAID_OUT[name](weight, scale)
+    assert prepared.is_stale or name.startswith("scale")
+    for call in (prepared.check, prepared.check_places, prepared.cast_):
+        with pytest.raises(RuntimeError, match=f"{name.partition(',')[0]} changed its shape, strides or dtype"):
+            call()
+    assert all_same_bits(written(prepared), before)
+
+
+def test_what_is_still_to_be_negated_is_refused(device):
+    weight, vector = numbers((4, 4), torch.float32, device), torch.ones(1, device=device)
+    negative = torch._neg_view(weight)
+    for make in (
+        lambda: tg.Fp8Weights([negative]),
+        lambda: tg.Fp8Weights([weight], scale=torch._neg_view(vector)),
+        lambda: tg.Fp8Weights([weight], amax=torch._neg_view(vector)),
+        lambda: tg.Fp8Weights([weight]).update([negative]),
+    ):
+        with pytest.raises(ValueError, match="still to be negated or conjugated"):
+            make()
+
+
 BUFFERS: dict[str, Callable[[tg.Fp8Weights], Tensor]] = {
     "data": lambda prepared: prepared.data[1],
     "transposed": lambda prepared: prepared.transposed[4],

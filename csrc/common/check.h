@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
@@ -64,11 +65,18 @@ inline bool has_memory(const at::Tensor& tensor) {
     return impl.numel() == 0 || impl.unsafe_storage().unsafeGetStorageImpl()->data() != nullptr;
 }
 
+// Of tensors whose values are not what lies in their memory.
+constexpr c10::DispatchKeySet kDeferred({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
+                                         c10::DispatchKey::ZeroTensor});
+
 // Of what a table in device memory is to name by its address.
 inline void check_has_memory(const char* op, const std::string& argument, const at::Tensor& tensor) {
     TORCH_CHECK_TYPE(has_memory(tensor), op, ": expected ", argument,
                      " with memory of its own, got a tensor without, or one that wraps another, such as a DTensor; "
                      "give what is inside");
+    TORCH_CHECK_VALUE(!tensor.key_set().has_any(kDeferred), op, ": expected ", argument,
+                      " whose memory has its values, got one that is still to be negated or conjugated; use "
+                      "resolve_neg()");
 }
 
 // A contiguous table of rows: [rows, columns].

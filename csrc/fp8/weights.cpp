@@ -135,10 +135,17 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
     return casts;
 }
 
-std::vector<const void*> WeightTable::places_of(const Tensors& tensors) {
-    std::vector<const void*> places;
-    for (const at::Tensor& tensor : tensors) places.push_back(tensor.const_data_ptr());
-    return places;
+WeightTable::Place::Place(const at::Tensor& tensor)
+    : data(tensor.const_data_ptr()), dtype(tensor.dtype()), sizes(tensor.sizes()) {
+    if (!tensor.is_contiguous()) strides = tensor.strides();
+}
+
+const char* WeightTable::Place::change_of(const at::Tensor& tensor) const {
+    const c10::TensorImpl& now = *tensor.unsafeGetTensorImpl();
+    if (tensor.const_data_ptr() != data) return " moved to other memory";
+    const bool is_as_before = now.dtype() == dtype && now.sizes() == sizes && !now.key_set().has_any(kDeferred) &&
+                              (strides.empty() ? now.is_contiguous() : now.strides() == strides);
+    return is_as_before ? nullptr : " changed its shape, strides or dtype";
 }
 
 WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor scale, at::Tensor scale_inv,
@@ -178,23 +185,24 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     state_ = at::zeros({2}, at::TensorOptions().dtype(at::kInt).device(device));
 }
 
-std::string WeightTable::moved(const Tensors& tensors, const std::vector<const void*>& places, const char* what) const {
+std::string WeightTable::changed(const Tensors& tensors, const Places& places, const char* what) const {
     for (size_t i = 0; i < tensors.size(); ++i) {
-        if (tensors[i].const_data_ptr() != places[i]) return what + names_[i] + " moved to other memory";
+        const char* const change = places[i].change_of(tensors[i]);
+        if (change != nullptr) return what + names_[i] + change;
     }
     return {};
 }
 
 void WeightTable::check_places() const {
-    std::string change = moved(weights_, weight_places_, "");
+    std::string change = changed(weights_, weight_places_, "");
     if (!change.empty()) change += ": call update() with the weights as they are";
-    if (change.empty()) change = moved(out_, out_places_, "the FP8 data of ");
-    if (change.empty()) change = moved(out_t_, out_t_places_, "the transposed FP8 data of ");
+    if (change.empty()) change = changed(out_, out_places_, "the FP8 data of ");
+    if (change.empty()) change = changed(out_t_, out_t_places_, "the transposed FP8 data of ");
     if (change.empty()) {
         const char* const words[] = {"scale", "scale_inv", "amax", "counts"};
-        for (size_t i = 0; i < vectors_.size(); ++i) {
-            if (vectors_[i].const_data_ptr() != vector_places_[i])
-                change = std::string(words[i]) + " moved to other memory";
+        for (size_t i = 0; change.empty() && i < vectors_.size(); ++i) {
+            const char* const of_vector = vector_places_[i].change_of(vectors_[i]);
+            if (of_vector != nullptr) change = std::string(words[i]) + of_vector;
         }
     }
     TORCH_CHECK(change.empty(), kWeights, ": ", change);
@@ -219,7 +227,8 @@ void WeightTable::cast(const at::Tensor& noop, bool is_done) {
 std::string WeightTable::stale() const {
     for (size_t i = 0; i < weights_.size(); ++i) {
         if (versions_[i] < 0) return names_[i] + " was never cast";
-        if (weights_[i].const_data_ptr() != weight_places_[i]) return names_[i] + " moved to other memory";
+        const char* const change = weight_places_[i].change_of(weights_[i]);
+        if (change != nullptr) return names_[i] + change;
         const int64_t version = version_of(weights_[i]);
         if (version != versions_[i]) {
             return names_[i] + " changed (version " + std::to_string(version) + ", cast at " +

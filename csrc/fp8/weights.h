@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 
 #include <string>
 #include <vector>
@@ -38,7 +39,7 @@ public:
     // Which weight changed since the last cast(), or moved, in words; empty if none did.
     std::string stale() const;
 
-    // Raises if a weight or a buffer lies elsewhere than the table says.
+    // Raises if a weight or a buffer lies elsewhere, or otherwise, than the table says.
     void check_places() const;
 
     // Other weights of the same shapes and dtypes, stream-ordered.
@@ -49,8 +50,19 @@ public:
     Tensors tables() const { return {table_, tiles_, state_}; }
 
 private:
-    static std::vector<const void*> places_of(const Tensors& tensors);
-    std::string moved(const Tensors& tensors, const std::vector<const void*>& places, const char* what) const;
+    // What the table goes by: a tensor may be laid out otherwise later, over the same memory.
+    struct Place {
+        explicit Place(const at::Tensor& tensor);
+        // What is another about `tensor` now, in words; nullptr: nothing.
+        const char* change_of(const at::Tensor& tensor) const;
+
+        const void* data;
+        caffe2::TypeMeta dtype;
+        c10::DimVector sizes, strides;  // no strides: contiguous
+    };
+    using Places = std::vector<Place>;
+    static Places places_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
+    std::string changed(const Tensors& tensors, const Places& places, const char* what) const;
 
     Tensors weights_;
     const Tensors out_, out_t_;
@@ -58,8 +70,7 @@ private:
     Tensors written_;        // out, out_t, and the vectors but for scale
     const std::vector<std::string> names_;
     Extents buffers_;  // of out and out_t
-    std::vector<const void*> weight_places_;
-    std::vector<const void*> out_places_, out_t_places_, vector_places_;
+    Places weight_places_, out_places_, out_t_places_, vector_places_;
     std::vector<int64_t> versions_;  // of the weights at the last cast; -1: none yet
     int kind_;                       // of all casts
     at::Tensor table_, tiles_, state_;

@@ -8,6 +8,7 @@
 #include <bit>
 
 #include "common/arguments_apart.h"
+#include "common/check.h"
 
 namespace te_graph::multi_tensor {
 namespace {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
 
 #include <optional>
 #include <vector>
@@ -10,10 +9,6 @@
 #include "multi_tensor/table.h"
 
 namespace te_graph::multi_tensor {
-
-// Of tensors whose values are not what lies in their memory.
-constexpr c10::DispatchKeySet kDeferred({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
-                                         c10::DispatchKey::ZeroTensor});
 
 // The kernels' name of `dtype`; a TypeError for dtypes that they do not know.
 DType dtype_of(const char* op, const char* argument, at::ScalarType dtype);
