@@ -195,6 +195,38 @@ def test_a_number_inside_of_what_is_written_is_refused(name, place, device):
     assert same_bits(whole, twin)
 
 
+GAPS: dict[str, tuple[str, Callable[[Tensor, Tensor], object]]] = {
+    "scale": ("scale", lambda t, x: ops.multi_tensor_scale_([t], x)),
+    "scale and a flag": ("found_inf", lambda t, x: ops.multi_tensor_scale_([t], 1e38, found_inf=x)),
+    "clip and a flag": ("found_inf", lambda t, x: ops.multi_tensor_clip_([t], x / 0, 1.0, found_inf=x)),
+    "clip norm": ("found_inf", lambda t, x: ops.multi_tensor_clip_norm_([t], 0.5, found_inf=x)),
+    "copy": ("found_inf", lambda t, x: ops.multi_tensor_copy_([t], [t + 1], found_inf=x)),
+    "accumulate or not": ("noop", lambda t, x: ops.multi_tensor_accumulate_([t], [t + 1], noop=x)),
+    "accumulate from it": (
+        "found_inf",
+        lambda t, x: ops.multi_tensor_accumulate_([t + 1], [t], zero_source=True, found_inf=x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GAPS)
+def test_a_number_inside_of_what_is_written_is_refused_where_that_has_gaps_and_taken_from_the_gaps(name, device):
+    argument, call = GAPS[name]
+    whole = torch.rand(4, 6, device=device)
+    listed = "source" if name == "accumulate from it" else "tensor"
+    for inside in (whole[0, 1], whole[2, 3], whole[3, 5]):
+        message = rf"expected {argument} apart from the lists, got one in the memory of {listed} 0"
+        assert_refused(lambda inside=inside: call(whole[:, 1::2], inside), [whole], message)
+    for place in ((0, 0), (0, 2), (3, 4)):
+        twin = whole.clone()
+        apart = twin[place].clone()
+        call(whole[:, 1::2], whole[place])
+        call(twin[:, 1::2], apart)
+        twin[place] = apart
+        assert same_bits(whole, twin)
+        whole = torch.rand(4, 6, device=device)
+
+
 @pytest.mark.parametrize("kind", ["op", "plan"])
 def test_a_flag_inside_of_what_is_read_is_refused_and_a_number_is_read(kind, device):
     whole, tensors = memory(device), [torch.ones(5, device=device)]

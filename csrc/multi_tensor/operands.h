@@ -8,10 +8,12 @@
 #include <array>
 #include <cstddef>
 #include <initializer_list>
+#include <vector>
 
 #include "common/arguments_apart.h"
 #include "multi_tensor/extents.h"
 #include "multi_tensor/table.h"
+#include "multi_tensor/tensor_list.h"
 
 namespace te_graph::multi_tensor {
 
@@ -24,13 +26,14 @@ public:
         check_apart(op, operands);
         for (const Argument& operand : operands) {
             if (operand.tensor == nullptr) continue;
-            places_[count_++] = {span_of(*operand.tensor), operand.name, operand.is_written};
+            places_[count_++] = {operand.tensor, span_of(*operand.tensor), operand.name, operand.is_written};
         }
     }
 
-    // Raises if one lies where these entries are written, or is written where they are read. Entries that are copies of
-    // tensors with gaps have nothing in common with it: their tensors are written after the launch.
-    void check_beside(const std::vector<Entry>& entries, bool sources_are_written) const {
+    // Raises if one lies where these entries are written, or is written where they are read. Copies of tensors with gaps
+    // have nothing in common with it, but what is written into the tensors afterwards would take its place.
+    void check_beside(const TensorEntries& list, bool sources_are_written) const {
+        const std::vector<Entry>& entries = list.entries();
         for (const Place* place = places_.begin(); place != places_.begin() + count_; ++place) {
             const bool is_beside_sources = sources_are_written || place->is_written;
             for (size_t i = 0; i < entries.size(); ++i) {
@@ -46,6 +49,9 @@ public:
                     fail(*place, "source", i);
                 }
             }
+            for (const TensorEntries::Copy& copy : list.copies()) {
+                if (copy.target && share_memory(*place->tensor, *copy.target)) fail(*place, copy.list, copy.i);
+            }
         }
     }
     void check_beside(const Extents& written, const Extents& sources, bool sources_are_written) const {
@@ -58,6 +64,7 @@ public:
 
 private:
     struct Place {
+        const at::Tensor* tensor;  // the caller's
         Span span;
         const char* name;
         bool is_written;

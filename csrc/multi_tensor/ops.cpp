@@ -111,8 +111,7 @@ PreparedRescaling prepare_clip(at::TensorList tensors,
 {
     TensorEntries entries(kClip, tensors, true);
     const Rescaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device());
-    Operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}})
-        .check_beside(entries.entries(), false);
+    Operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}}).check_beside(entries, false);
     return {std::move(entries), clip};
 }
 
@@ -136,7 +135,7 @@ at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
     const at::Tensor out =
         at::empty({}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
     const Rescaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
-    Operands(kClipNorm, {{"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
+    Operands(kClipNorm, {{"found_inf", found_inf, true}}).check_beside(entries, false);
     const at::Tensor state = new_state(entries.device());
     run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
     run_rescale(entries.device(), entries.work(), clip);
@@ -152,7 +151,7 @@ void scale_by(at::TensorList tensors,
     TensorEntries entries(kScale, tensors, true);
     const Rescaling rescaling{.scale = scalar_of(kScale, "scale", scale, entries.device()),
                               .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
-    Operands(kScale, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
+    Operands(kScale, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries, false);
     PreparedRescaling{std::move(entries), rescaling}.run();
 }
 
@@ -163,7 +162,7 @@ void scale_by_number(at::TensorList tensors, double scale,
     TensorEntries entries(kScale, tensors, true);
     const Rescaling rescaling{.scale = {.value = scale},
                               .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
-    Operands(kScale, {{"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
+    Operands(kScale, {{"found_inf", found_inf, true}}).check_beside(entries, false);
     PreparedRescaling{std::move(entries), rescaling}.run();
 }
 
@@ -184,7 +183,7 @@ void copy(at::TensorList destination, at::TensorList source,
         accumulation_of(kCopy, scale, false, std::nullopt, found_inf, std::nullopt, entries.device());
     accumulation.has_mode = true;
     accumulation.mode = Mode::kStore;
-    Operands(kCopy, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries.entries(), false);
+    Operands(kCopy, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries, false);
     PreparedAccumulation{std::move(entries), accumulation}.run();
 }
 
@@ -208,7 +207,7 @@ PreparedAccumulation prepare_accumulate(at::TensorList destination, at::TensorLi
                            {"sum_squares", sum_squares, true},
                            {"found_inf", found_inf, true},
                            {"noop", noop, false}})
-        .check_beside(entries.entries(), zero_source);
+        .check_beside(entries, zero_source);
     return {std::move(entries), accumulation};
 }
 

@@ -115,12 +115,13 @@ TensorEntries::TensorEntries(const char* op, at::TensorList tensors, bool is_wri
     for (size_t i = 0; i < tensors.size(); ++i) fitness.check("tensors", i, tensors[i]);
     if (is_written) check_distinct(op, tensors, {});
     entries_.reserve(tensors.size());
-    for (const at::Tensor& tensor : tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        const at::Tensor& tensor = tensors[i];
         const DType dtype = dtype_of(op, "tensors", tensor.scalar_type());
         has_double_ |= dtype == DType::kFloat64;
         void* data = nullptr;
         if (!is_dense(tensor)) {
-            data = dense(tensor, is_written).mutable_data_ptr();
+            data = dense(tensor, i, is_written).mutable_data_ptr();
         } else {
             data = is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
         }
@@ -152,10 +153,10 @@ TensorEntries::TensorEntries(const char* op, at::TensorList destinations, at::Te
                           ": expected source[", i, "] of shape ", destination.sizes(), ", got ", source.sizes());
         const DType to = dtype_of(op, "destination", destination.scalar_type());
         has_double_ |= to == DType::kFloat64;
-        const at::Tensor written = is_dense(destination) ? destination : dense(destination, true);
+        const at::Tensor written = is_dense(destination) ? destination : dense(destination, i, true);
         const at::Tensor read = are_flat || (is_dense(source) && source.strides() == written.strides())
                                     ? source
-                                    : like(source, written, sources_are_written);
+                                    : like(source, written, i, sources_are_written);
         const void* const from = sources_are_written ? read.mutable_data_ptr() : read.const_data_ptr();
         entries_.push_back({from,
                             written.mutable_data_ptr(),
@@ -167,15 +168,15 @@ TensorEntries::TensorEntries(const char* op, at::TensorList destinations, at::Te
     }
 }
 
-at::Tensor TensorEntries::dense(const at::Tensor& tensor, bool is_written) {
-    copies_.push_back({tensor.contiguous(), is_written ? std::optional(tensor) : std::nullopt});
+at::Tensor TensorEntries::dense(const at::Tensor& tensor, size_t i, bool is_written) {
+    copies_.push_back({tensor.contiguous(), is_written ? std::optional(tensor) : std::nullopt, "tensor", i});
     return copies_.back().tensor;
 }
 
-at::Tensor TensorEntries::like(const at::Tensor& source, const at::Tensor& destination, bool is_written) {
+at::Tensor TensorEntries::like(const at::Tensor& source, const at::Tensor& destination, size_t i, bool is_written) {
     at::Tensor copy = at::empty_strided(destination.sizes(), destination.strides(), source.options());
     copy.copy_(source);
-    copies_.push_back({copy, is_written ? std::optional(source) : std::nullopt});
+    copies_.push_back({copy, is_written ? std::optional(source) : std::nullopt, "source", i});
     return copy;
 }
 

@@ -35,16 +35,21 @@ public:
     // Whether all entries are the tensors' own memory.
     bool is_direct() const { return copies_.empty(); }
 
+    // What stands for a tensor.
+    struct Copy {
+        at::Tensor tensor;                 // whose values they are
+        std::optional<at::Tensor> target;  // where they are to go afterwards
+        const char* list;                  // "tensor" or "source", for messages
+        size_t i;                          // its place there
+    };
+    const std::vector<Copy>& copies() const { return copies_; }
+
     // After the launch: writes copies back and tells autograd what was written.
     void finish();
 
 private:
-    struct Copy {
-        at::Tensor tensor;                 // whose values they are
-        std::optional<at::Tensor> target;  // where they are to go afterwards
-    };
-    at::Tensor dense(const at::Tensor& tensor, bool is_written);
-    at::Tensor like(const at::Tensor& source, const at::Tensor& destination, bool is_written);
+    at::Tensor dense(const at::Tensor& tensor, size_t i, bool is_written);
+    at::Tensor like(const at::Tensor& source, const at::Tensor& destination, size_t i, bool is_written);
 
     std::vector<Entry> entries_;
     std::vector<Copy> copies_;
