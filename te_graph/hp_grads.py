@@ -91,6 +91,8 @@ def update_hp_grads(
     Raises:
         ValueError: lists of different lengths, shapes that do not fit, memory met twice.
         TypeError: a gradient of a dtype that cannot be added into its hp gradient.
+        NotImplementedError: a result that requires a gradient, where gradients are recorded, or a tensor with a tangent
+            is to be written: that has no derivative.
 
     Stream and capture: one launch on the current stream for up to 1328 pairs; no allocation, no host sync.
 
@@ -101,6 +103,9 @@ def update_hp_grads(
     if len(params) != len(hps):
         raise ValueError(f"update_hp_grads: expected as many hp_grads as lp_params, {len(params)}, got {len(hps)}")
     pairs = _pairs_by_device(params, hps)
+    for destinations, sources, unused in pairs:
+        for written in (destinations, sources, unused) if store else (destinations, sources):
+            written.check_not_followed("update_hp_grads")
     if len(pairs) > 1 or (store and any(len(unused) for _, _, unused in pairs)):
         _check(pairs, store, sum_squares, found_inf, noop)
     for destinations, sources, unused in pairs:

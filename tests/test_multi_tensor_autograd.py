@@ -47,9 +47,19 @@ def add_by_plan(tensor: Tensor, source: Tensor) -> None:
     tg.MultiTensorPlan([tensor], [source]).accumulate_(zero_source=True)
 
 
+def update_hp_grads(hp_grad: Tensor, gradient: Tensor | None, store: bool = False) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, device=hp_grad.device))
+    parameter.grad = gradient
+    tg.update_hp_grads([parameter], [hp_grad], store=store)
+
+
 # Functions and plans: what they write as the ops do, except that leaves may be written as in an optimizer.
 FUNCTIONS: dict[str, Callable[[Tensor], object]] = {
     "clip_tensors_by_global_norm": lambda t: tg.clip_tensors_by_global_norm([t], 0.1),
+    "update_hp_grads": lambda t: update_hp_grads(t, torch.ones(4, device=t.device)),
+    "update_hp_grads, gradient": lambda t: update_hp_grads(torch.zeros(4, device=t.device), t),
+    "update_hp_grads, store": lambda t: update_hp_grads(t, torch.ones(4, device=t.device), store=True),
+    "update_hp_grads, no gradient": lambda t: update_hp_grads(t, None, store=True),
     "MultiTensorPlan, scale": lambda t: tg.MultiTensorPlan([t]).scale_(one(t.device)),
     "MultiTensorPlan, clip": lambda t: tg.MultiTensorPlan([t]).clip_(one(t.device), 1.0),
     "MultiTensorPlan, clip norm": lambda t: tg.MultiTensorPlan([t]).clip_norm_(1.0),
