@@ -1,5 +1,8 @@
 """Threads that use one group: they take turns, and each operation has its values."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -75,3 +78,51 @@ def test_threads_take_turns(ranks, seed):
 
 def test_threads_of_two_groups_over_one_process_group_never_mix_them(gloo_ranks, seed):
     gloo_ranks.run(scenario_two_groups, seed)
+
+
+ASK_WHILE_IT_IS_CLOSED = """
+import threading
+import time
+
+import torch
+
+from te_graph import _C
+
+is_over = False
+
+
+def opened(number):
+    return _C.GroupHandle.alone(f"group {number}", torch.device("cpu"))
+
+
+def ask():
+    while not is_over:
+        try:
+            while True:
+                group.check("check")
+        except RuntimeError as error:
+            assert "one that was closed" in str(error), error
+
+
+group = opened(0)
+threads = [threading.Thread(target=ask) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for number in range(1, 1500):
+    last, group = group, opened(number)
+    last.close()
+    time.sleep(2e-5)
+is_over = True
+group.close()
+for thread in threads:
+    thread.join()
+print("asked")
+"""
+
+
+def test_threads_ask_a_group_that_another_one_closes():
+    """In a process of its own, which may crash; memory that was freed is overwritten there."""
+    environment = {**os.environ, "MALLOC_PERTURB_": "165"}
+    command = [sys.executable, "-c", ASK_WHILE_IT_IS_CLOSED]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (child.returncode, child.stdout) == (0, "asked\n"), child.stderr

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <mutex>
+
 #include "collectives/alone.h"
 #include "collectives/group.h"
 #include "collectives/peer_transport.h"
@@ -14,7 +16,8 @@ namespace py = pybind11;
 namespace te_graph::collectives {
 namespace {
 
-// A group as Python holds it; ops find it by its name until it is closed.
+// A group as Python holds it; ops find it by its name until it is closed, which another thread than those that ask it
+// may do.
 class Handle {
 public:
     Handle(std::string name, int rank, int world, at::Device device, std::shared_ptr<Transport> transport)
@@ -23,20 +26,27 @@ public:
     }
 
     void close() {
-        if (group_) remove_group(group_->name());
-        group_.reset();
+        std::shared_ptr<const Group> closed;  // outlives the lock
+        {
+            const std::lock_guard lock(mutex_);
+            closed = std::move(group_);
+        }
+        if (closed) remove_group(closed->name());
     }
-    const Group& group() const {
+    std::shared_ptr<const Group> group() const {
+        const std::lock_guard lock(mutex_);
         TORCH_CHECK(group_, "PeerGroup: expected a group that is open, got one that was closed");
-        return *group_;
+        return group_;
     }
-    void check(const char* op) const { group().check(op); }
+    void check(const char* op) const { group()->check(op); }
     template <typename Function>
     void with_transport(const Function& function) const {
-        function(group().transport());
+        const auto group = this->group();
+        function(group->transport());
     }
 
 private:
+    mutable std::mutex mutex_;
     std::shared_ptr<const Group> group_;
 };
 
@@ -52,10 +62,13 @@ std::unique_ptr<Handle> make_on_process_group(std::string name, const std::strin
 }
 
 #ifdef TE_GRAPH_CUDA
-PeerTransport& peers_of(const Handle& handle) {
-    auto* const transport = dynamic_cast<PeerTransport*>(&handle.group().transport());
+// function(transport) of a group of peers.
+template <typename Function>
+auto with_peers(const Handle& handle, const Function& function) {
+    const auto group = handle.group();
+    auto* const transport = dynamic_cast<PeerTransport*>(&group->transport());
     TORCH_CHECK(transport != nullptr, "PeerGroup: expected a group of GPUs that are peers, got one without");
-    return *transport;
+    return function(*transport);
 }
 
 std::unique_ptr<Handle> make_on_peers(std::string name, const Slab& slab, int64_t inbox_bytes, int rank, double timeout,
@@ -102,10 +115,11 @@ void bind(py::module_& m) {
     handle
         .def_static("on_peers", &make_on_peers, py::arg("name"), py::arg("slab"), py::arg("inbox_bytes"),
                     py::arg("rank"), py::arg("timeout"), py::arg("traps"), py::arg("watchdog"), without_gil)
-        .def("found_inf", [](const Handle& self) { return peers_of(self).found_inf(); })
+        .def("found_inf",
+             [](const Handle& self) { return with_peers(self, [](PeerTransport& it) { return it.found_inf(); }); })
         .def("tuning",
              [](const Handle& self) {
-                 const Tuning tuning = peers_of(self).tuning();
+                 const Tuning tuning = with_peers(self, [](PeerTransport& it) { return it.tuning(); });
                  return std::tuple{tuning.one_step_bytes, tuning.line_bytes, tuning.gather_line_bytes, tuning.blocks};
              })
         .def(
@@ -114,7 +128,8 @@ void bind(py::module_& m) {
                 TORCH_CHECK_VALUE(blocks >= 1 && blocks <= kMaxBlocks && (blocks & (blocks - 1)) == 0,
                                   "set_tuning: expected blocks to be a power of two up to ", kMaxBlocks, ", got ",
                                   blocks);
-                peers_of(self).set_tuning({one_step_bytes, line_bytes, gather_line_bytes, blocks});
+                const Tuning tuning{one_step_bytes, line_bytes, gather_line_bytes, blocks};
+                with_peers(self, [&](PeerTransport& it) { it.set_tuning(tuning); });
             },
             py::arg("one_step_bytes"), py::arg("line_bytes"), py::arg("gather_line_bytes"), py::arg("blocks"));
 #endif
