@@ -23,7 +23,8 @@ class Fp8Weights:
     ``torch.optim.Optimizer``, fused ones too, moves on those of all weights that share the storage of a parameter with
     a gradient; of any parameter, where a closure or a hook before the step may make gradients. Not seen, so call
     ``cast_`` after it: a write through ``p.data`` outside a step; any write outside a step where ``p.data`` was given
-    as weight (``p.detach()`` shares the counter of ``p``); a CUDA graph of yours that replays an optimizer.
+    as weight (``p.detach()`` shares the counter of ``p``); a collective of ``torch.distributed`` into a weight; one by
+    NumPy; a CUDA graph of yours that replays an optimizer.
 
     ``scale_inv`` is written by the cast alone, so ``data[i] * scale_inv[i]`` is always what the weight was when it was
     cast, whatever has become of ``scale`` since.
@@ -107,7 +108,7 @@ class Fp8Weights:
                 ``StepState.skip_weight_cast``.
 
         Raises:
-            RuntimeError: a weight or a buffer lies elsewhere than before.
+            RuntimeError: a weight or a buffer lies elsewhere, or otherwise, than before.
 
         Stream and capture: allocates nothing, one launch, does not synchronize. Casts of one table on several streams
             must be ordered. A replay reads the table anew. Whether weights are stale is known from calls alone: a
@@ -119,7 +120,7 @@ class Fp8Weights:
 
     @property
     def is_stale(self) -> bool:
-        """True if a weight has changed, by its version counter or its address, since the last ``cast_``."""
+        """True if a weight has changed, by its version counter, address or layout, since the last ``cast_``."""
         return bool(self._table.stale())
 
     def check(self) -> None:
@@ -129,7 +130,7 @@ class Fp8Weights:
             raise RuntimeError(f"Fp8Weights: {stale}: call cast_() before FP8 copies are used")
 
     def check_places(self) -> None:
-        """Raise RuntimeError if a weight or a buffer lies elsewhere than before; names it."""
+        """Raise RuntimeError if a weight or a buffer lies elsewhere, or otherwise, than before; names it."""
         self._table.check_places()
 
     def update(self, weights: Iterable[Tensor]) -> None:

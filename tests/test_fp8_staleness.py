@@ -285,6 +285,18 @@ def test_an_optimizer_is_freed_with_its_last_owner(device):
 
 # What nobody tells, as the documentation of ``Fp8Weights`` says.
 
+
+def test_documented_limit_a_collective_of_torch_into_a_weight_is_not_seen(mesh):
+    weight = torch.randn(16, 16)
+    prepared = tg.Fp8Weights([weight])
+    prepared.cast_()
+    dist.broadcast(weight, 0)
+    assert not prepared.is_stale
+    with tg.PeerGroup() as group:
+        tg.all_reduce_(weight, group)
+    assert prepared.is_stale
+
+
 UNSEEN: dict[str, tuple[Callable[[nn.Parameter], Tensor], Callable[[nn.Parameter], object]]] = {
     "writes through data": (lambda p: p, lambda p: p.data.mul_(2)),
     "writes to a parameter of which data was given": (lambda p: p.data, lambda p: p.detach().mul_(2)),
