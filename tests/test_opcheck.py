@@ -138,6 +138,25 @@ def test_fakes_of_empty_lists_have_the_facts_of_real_results(overload, name, dev
         assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
+def test_documented_limit_torchscript_leaves_out_what_is_written_into_lists_or_by_plans(device):
+    tensor = torch.ones(5, device=device)
+    plan = tg.MultiTensorPlan([tensor])
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        ops.multi_tensor_scale_([y], 3.0)
+        plan.scale_(torch.full((), 2.0, device=device))
+        return y
+
+    x = torch.randn(5, device=device)
+    traced = torch.jit.trace(function, x, check_trace=False)
+    assert tensor.unique().item() == 2
+    assert torch.equal(traced(x), x * 2) and tensor.unique().item() == 2
+    compiled = torch.compile(function, backend="aot_eager")  # which keeps both
+    assert torch.equal(compiled(x), x * 2 * 3) and tensor.unique().item() == 4
+
+
 def norms_of(tensors: list[Tensor]) -> tuple[Tensor, ...]:
     partial = ops.multi_tensor_norm_partial(tensors)
     found = ops.multi_tensor_norm(tensors), ops.multi_tensor_norms(tensors), ops.multi_tensor_clip_norm_(tensors, 1.0)
