@@ -120,7 +120,7 @@ class Fp8Weights:
 
     @property
     def is_stale(self) -> bool:
-        """True if a weight has changed, by its version counter, address or layout, since the last ``cast_``."""
+        """True if a weight has changed, by its version counter or its address, since the last ``cast_``."""
         return bool(self._table.stale())
 
     def check(self) -> None:

@@ -225,7 +225,6 @@ def test_what_is_laid_out_otherwise_is_named_and_not_cast(name, device):
     prepared.cast_()
     before = copies(written(prepared))
     LAID_OUT[name](weight, scale)
-    assert prepared.is_stale or name.startswith("scale")
     for call in (prepared.check, prepared.check_places, prepared.cast_):
         with pytest.raises(RuntimeError, match=f"{name.partition(',')[0]} changed its shape, strides or dtype"):
             call()

@@ -185,19 +185,22 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     state_ = at::zeros({2}, at::TensorOptions().dtype(at::kInt).device(device));
 }
 
-std::string WeightTable::changed(const Tensors& tensors, const Places& places, const char* what) const {
+std::string WeightTable::moved(const Tensors& tensors, const Places& places, const char* what) const {
     for (size_t i = 0; i < tensors.size(); ++i) {
-        const char* const change = places[i].change_of(tensors[i]);
-        if (change != nullptr) return what + names_[i] + change;
+        if (tensors[i].const_data_ptr() != places[i].data) return what + names_[i] + " moved to other memory";
     }
     return {};
 }
 
 void WeightTable::check_places() const {
-    std::string change = changed(weights_, weight_places_, "");
-    if (!change.empty()) change += ": call update() with the weights as they are";
-    if (change.empty()) change = changed(out_, out_places_, "the FP8 data of ");
-    if (change.empty()) change = changed(out_t_, out_t_places_, "the transposed FP8 data of ");
+    std::string change;
+    for (size_t i = 0; change.empty() && i < weights_.size(); ++i) {
+        const char* const of_weight = weight_places_[i].change_of(weights_[i]);
+        if (of_weight == nullptr) continue;
+        change = names_[i] + of_weight + ": call update() with the weights as they are";
+    }
+    if (change.empty()) change = moved(out_, out_places_, "the FP8 data of ");
+    if (change.empty()) change = moved(out_t_, out_t_places_, "the transposed FP8 data of ");
     if (change.empty()) {
         const char* const words[] = {"scale", "scale_inv", "amax", "counts"};
         for (size_t i = 0; change.empty() && i < vectors_.size(); ++i) {
@@ -227,8 +230,7 @@ void WeightTable::cast(const at::Tensor& noop, bool is_done) {
 std::string WeightTable::stale() const {
     for (size_t i = 0; i < weights_.size(); ++i) {
         if (versions_[i] < 0) return names_[i] + " was never cast";
-        const char* const change = weight_places_[i].change_of(weights_[i]);
-        if (change != nullptr) return names_[i] + change;
+        if (weights_[i].const_data_ptr() != weight_places_[i].data) return names_[i] + " moved to other memory";
         const int64_t version = version_of(weights_[i]);
         if (version != versions_[i]) {
             return names_[i] + " changed (version " + std::to_string(version) + ", cast at " +

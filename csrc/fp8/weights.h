@@ -62,7 +62,8 @@ private:
     };
     using Places = std::vector<Place>;
     static Places places_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
-    std::string changed(const Tensors& tensors, const Places& places, const char* what) const;
+    // The buffers, which are this object's own, are looked at for their address alone.
+    std::string moved(const Tensors& tensors, const Places& places, const char* what) const;
 
     Tensors weights_;
     const Tensors out_, out_t_;
