@@ -156,7 +156,7 @@ def build_transformer_engine(workload: Workload) -> Callable[[], None]:
 @contextlib.contextmanager
 def noted_captures() -> Iterator[list[Any]]:
     """Note every graph that te_graph captures inside, so that it can be launched without te_graph."""
-    from te_graph.backends import CudaBackend, RecorderBackend
+    from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 
     graphs: list[Any] = []
 

@@ -25,7 +25,7 @@ TORCH_LIBRARY(te_graph, m) {
     // Norms of lists: any shapes, fp32, fp64, fp16 and bf16 mixed. Results are fp32, fp64 if the list has fp64
     // tensors. p: 0 (number of elements that are not zero), positive or inf. partial: [72] int64
     // (csrc/multi_tensor/exact_sum.h), exact: those of several lists are added (p = inf: joined by max), on one device
-    // or by all_reduce. Of an empty list: 0, on the CPU; shapes without data are in te_graph/fakes.py.
+    // or by all_reduce. Of an empty list: 0, on the CPU; shapes without data are in te_graph/multi_tensor/fake_ops.py.
     def("multi_tensor_norm(Tensor[] tensors, float p=2.0) -> Tensor");
     def("multi_tensor_norm_partial(Tensor[] tensors, float p=2.0) -> Tensor");
     def("multi_tensor_norm_finish(Tensor partial, float p=2.0, ScalarType dtype=float) -> Tensor");
@@ -106,7 +106,7 @@ TORCH_LIBRARY(te_graph, m) {
     // Collectives of a te_graph.PeerGroup, by its name. x: any shape; fp32, fp16 or bf16 where there are sums,
     // reduction "sum", or "max" for fp32. Along `dim` reduce_scatter divides, all_gather multiplies the size by
     // world_size. What is no function of its arguments alone is not left out where its result is not used: CONSERVATIVE
-    // says so to TorchScript, te_graph/effects.py to torch.compile.
+    // says so to TorchScript, te_graph/collectives/effects.py to torch.compile.
     def("all_reduce(Tensor x, str group, str reduction=\"sum\") -> Tensor", Kind::CONSERVATIVE);
     def("all_reduce_(Tensor(a!) x, str group, str reduction=\"sum\") -> ()");
     def("all_reduce_out(Tensor(a!) out, Tensor x, str group, str reduction=\"sum\") -> ()");

@@ -4,15 +4,14 @@ from te_graph._build import build_info, load_extension
 
 load_extension()
 
-from te_graph import effects, fakes  # noqa: E402 (needs the extension)
+from te_graph.collectives import effects
+from te_graph.multi_tensor import fake_ops
 
 effects.register()
-fakes.register()
+fake_ops.register()
 
-from te_graph import pipeline, tensor_parallel  # noqa: E402 (needs the extension)
-from te_graph.callables import make_graphed_callables  # noqa: E402 (needs the extension)
-from te_graph.clip import clip_grad_norm_, clip_grads_with_norm_  # noqa: E402
-from te_graph.collectives import (  # noqa: E402
+from te_graph import pipeline, tensor_parallel
+from te_graph.collectives.ops import (
     all_gather,
     all_gather_out,
     all_reduce,
@@ -21,7 +20,8 @@ from te_graph.collectives import (  # noqa: E402
     reduce_scatter,
     reduce_scatter_out,
 )
-from te_graph.fp8 import (  # noqa: E402
+from te_graph.collectives.peer_group import PeerGroup
+from te_graph.fp8.casts import (
     amax_and_scale_update_inplace,
     fp8_cast,
     fp8_cast_out,
@@ -34,18 +34,19 @@ from te_graph.fp8 import (  # noqa: E402
     fp8_dequantize_out,
     fp8_scale,
 )
-from te_graph.fp8_weights import Fp8Weights  # noqa: E402
-from te_graph.gradients import reset_main_grads  # noqa: E402
-from te_graph.graphs import capture_to_graph, create_graph, replay_graph  # noqa: E402
-from te_graph.hp_grads import clip_tensors_by_global_norm, get_global_norm_of_tensors, update_hp_grads  # noqa: E402
-from te_graph.kernel_node import KernelNode  # noqa: E402
-from te_graph.norms import get_total_norm, new_sum_squares, norm_of_sum_squares  # noqa: E402
-from te_graph.peer_group import PeerGroup  # noqa: E402
-from te_graph.plan import MultiTensorPlan  # noqa: E402
-from te_graph.recorder import CaptureError, Recorder  # noqa: E402
-from te_graph.report import info  # noqa: E402
-from te_graph.sequence import graphed  # noqa: E402
-from te_graph.step_state import StepState  # noqa: E402
+from te_graph.fp8.weights import Fp8Weights
+from te_graph.graphs.callables.make_graphed_callables import make_graphed_callables
+from te_graph.graphs.capture.gradients import reset_main_grads
+from te_graph.graphs.functions.graphed import graphed
+from te_graph.graphs.kernel_node import KernelNode
+from te_graph.graphs.manual import capture_to_graph, create_graph, replay_graph
+from te_graph.graphs.step_state import StepState
+from te_graph.graphs.tracing.recorder import CaptureError, Recorder
+from te_graph.multi_tensor.clip import clip_grad_norm_, clip_grads_with_norm_
+from te_graph.multi_tensor.hp_grads import clip_tensors_by_global_norm, get_global_norm_of_tensors, update_hp_grads
+from te_graph.multi_tensor.norms import get_total_norm, new_sum_squares, norm_of_sum_squares
+from te_graph.multi_tensor.plan import MultiTensorPlan
+from te_graph.report import info
 
 __all__ = [
     "CaptureError",

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Protocol
+from typing import Any
 
-
-class _Reporter(Protocol):
-    def info(self) -> dict[str, Any]: ...
-
-
-# Of the whole process, as info() is: callables of different make_graphed_callables know nothing of each other.
-_live: list[weakref.ref[_Reporter]] = []
-
-
-def register(reporter: _Reporter) -> None:
-    """Let ``info`` tell of ``reporter`` for as long as it lives; the list does not keep it alive."""
-    _live.append(weakref.ref(reporter, _live.remove))
-
-
-def unregister(reporter: _Reporter) -> None:
-    """Let ``info`` be silent about ``reporter`` from now on."""
-    _live[:] = [reference for reference in _live if reference() is not reporter]
+from te_graph.common.reporters import reporters
 
 
 def info() -> str:
@@ -32,8 +15,7 @@ def info() -> str:
         that were replayed, signatures, graphs, nodes, memory, seconds of capture, and the reason of each eager call.
         The same numbers as a dictionary are in ``.te_graph.info()`` of a callable, ``.info()`` of a function.
     """
-    reporters = (reference() for reference in list(_live))
-    return "\n".join(_line(reporter.info()) for reporter in reporters if reporter is not None)
+    return "\n".join(_line(reporter.info()) for reporter in reporters())
 
 
 def _line(facts: dict[str, Any]) -> str:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph.collectives import name_of
-from te_graph.peer_group import PeerGroup
+from te_graph.collectives.ops import name_of
+from te_graph.collectives.peer_group import PeerGroup
 
 
 def copy_to_tp(x: Tensor, group: PeerGroup) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from twins import eager_twin, mlp, sample
 
 from te_graph import make_graphed_callables
-from te_graph.handle import Handle
+from te_graph.graphs.callables.handle import Handle
 
 
 class Counter:

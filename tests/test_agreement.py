@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from te_graph import agreement
-from te_graph.agreement import MAX_BYTES, Agreement
-from te_graph.peer_group import _parse_facts
+from te_graph.collectives import rendezvous as agreement
+from te_graph.collectives.peer_group import _parse_facts
+from te_graph.collectives.rendezvous import MAX_BYTES, Agreement
 
 PATIENCE = 20.0
 

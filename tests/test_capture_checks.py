@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from twins import assert_bitwise_equal, eager_twin, run, snapshot
 
-from te_graph import capturing, make_graphed_callables
+from te_graph import make_graphed_callables
+from te_graph.common import capture_state as capturing
 
 
 def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import te_graph as tg
-from te_graph import effects, tensor_parallel
+from te_graph import tensor_parallel
+from te_graph.collectives import effects
 
 two_ranks = pytest.fixture(ranks_of, scope="module", params=[pytest.param(("cpu", 2), id="gloo-2")])
 

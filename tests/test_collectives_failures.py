@@ -36,7 +36,7 @@ from tensor_lists import same_bits
 from torch import Tensor
 
 import te_graph as tg
-from te_graph import peer_group
+from te_graph.collectives import peer_group
 
 ranks = pytest.fixture(ranks_of, scope="module", params=SEVERAL)
 alone = pytest.fixture(ranks_of, scope="module", params=[w for w in WORLDS if w.values[0][1] == 1])

@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_graph as tg
-from te_graph.recorder import is_recording
+from te_graph.common.capture_state import is_recording
 
 WORLDS = [*WORLDS, FOUR_GPUS]
 GPU_WORLDS = [world for world in WORLDS if world.values[0][0] == "cuda"]

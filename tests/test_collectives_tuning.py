@@ -10,8 +10,8 @@ from ranks import Rank, ranks_of
 from tensor_lists import same_bits
 
 import te_graph as tg
-from te_graph import tuning
-from te_graph.tuning import ALL, SIZES, Operation, Tuning, threshold
+from te_graph.collectives import tuning
+from te_graph.collectives.tuning import ALL, SIZES, Operation, Tuning, threshold
 
 WORLDS = [pytest.param(("cuda", 2), id="nccl-2", marks=pytest.mark.multi_gpu), FOUR_GPUS]
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)

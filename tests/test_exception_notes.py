@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import CaptureError, graphed, make_graphed_callables
-from te_graph.explanations import Notes, explained
+from te_graph.graphs.tracing.explanations import Notes, explained
 
 BARE = "CUDA error: operation not permitted when stream is capturing"
 

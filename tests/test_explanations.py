@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from twins import assert_bitwise_equal, eager_twin, run, snapshot
 
 from te_graph import CaptureError, graphed, make_graphed_callables
-from te_graph.backends import RecorderBackend
-from te_graph.explanations import WarmUpWatch
-from te_graph.recorder import Recorder, is_recording
-from te_graph.refusals import reason_for_no_graph
-from te_graph.region import RegionWatch
+from te_graph.common.capture_state import is_recording
+from te_graph.graphs.functions.region_watch import RegionWatch
+from te_graph.graphs.tracing.backends import RecorderBackend
+from te_graph.graphs.tracing.explanations import WarmUpWatch
+from te_graph.graphs.tracing.recorder import Recorder
+from te_graph.graphs.tracing.refusals import reason_for_no_graph
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

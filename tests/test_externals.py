@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from te_graph.externals import External, TensorWatch
-from te_graph.recorder import Recorder
+from te_graph.graphs.tracing.externals import External, TensorWatch
+from te_graph.graphs.tracing.recorder import Recorder
 
 
 def find(watch: TensorWatch, tensor: Tensor) -> External:

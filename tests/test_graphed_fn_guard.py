@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
 from te_graph import graphed
-from te_graph.capturing import before_replay
-from te_graph.explorer import Explorer, Frame
-from te_graph.surroundings import Surroundings
+from te_graph.common.capture_state import before_replay
+from te_graph.graphs.guards.function_guard import Surroundings
+from te_graph.graphs.guards.source_walker import Explorer, Frame
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
 from te_graph import CaptureError, graphed
-from te_graph.region import DeviceAccessMode, RegionWatch
+from te_graph.graphs.functions.region_watch import DeviceAccessMode, RegionWatch
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -29,7 +29,8 @@ from sequences import assert_follows, called, counts
 from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
-from te_graph import explorer, graphed
+from te_graph import graphed
+from te_graph.graphs.guards import source_walker as explorer
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
 from te_graph import graphed, make_graphed_callables
-from te_graph.capturing import before_replay
+from te_graph.common.capture_state import before_replay
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from twins import assert_bitwise_equal, eager_twin, gradients_of
 
 import te_graph as tg
-from te_graph.recorder import Recorder
+from te_graph.graphs.tracing.recorder import Recorder
 
 KERNEL, FLAG = "amax_and_scale_update", "update_weight_scale_inv"
 COLUMNS = 6
@@ -404,7 +404,8 @@ def test_nodes_in_child_graphs_are_set_in_the_graph_that_holds_them():
 
 @pytest.mark.gpu
 def test_python_and_the_kernels_name_the_same_arguments():
-    from te_graph import _C, kernel_node
+    from te_graph import _C
+    from te_graph.graphs import kernel_node
 
     known = {name: list(kernel.arguments) for name, kernel in kernel_node._KERNELS.items()}
     assert _C.settable_arguments() == known

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from twins import assert_bitwise_equal
 
 from te_graph import make_graphed_callables
-from te_graph.nest import flatten, unflatten
+from te_graph.graphs.arguments.nest import flatten, unflatten
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -15,7 +15,7 @@ from recorded import Block, Checkpointed, assert_same_bits, eager
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional_collectives
 
-from te_graph.recorder import Recorder
+from te_graph.graphs.tracing.recorder import Recorder
 
 
 def tuple_of(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:

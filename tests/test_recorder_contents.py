@@ -12,7 +12,7 @@ import torch
 from recorded import assert_same_bits, eager
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from te_graph.recorder import Recorder
+from te_graph.graphs.tracing.recorder import Recorder
 
 
 def test_ops_name_what_a_replay_calls_with_shapes_and_the_users_line() -> None:

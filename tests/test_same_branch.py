@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode, has_torch_function
 from twins import assert_bitwise_equal, eager_twin
 
 import te_graph as tg
-from te_graph.host_access import HostAccessWatch
-from te_graph.refusals import Refusals
+from te_graph.graphs.tracing.host_access import HostAccessWatch
+from te_graph.graphs.tracing.refusals import Refusals
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

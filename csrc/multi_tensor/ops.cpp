@@ -224,7 +224,8 @@ void accumulate(at::TensorList destination, at::TensorList source, bool store, b
 }
 
 // Shapes and dtypes alone, for torch.compile and fake tensors.
-// te_graph/fakes.py has those whose result has no tensor to take its device from where the list is empty.
+// te_graph/multi_tensor/fake_ops.py has those whose result has no tensor to take its device from where the list is
+// empty.
 
 using Optional = const std::optional<at::Tensor>&;
 

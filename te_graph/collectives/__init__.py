@@ -1,0 +1,1 @@
+"""Collectives over a PeerGroup."""

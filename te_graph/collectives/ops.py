@@ -1,0 +1,106 @@
+"""Collectives over a `PeerGroup`: thin wrappers of torch.ops.te_graph.*, for eager code, captures and traces alike.
+
+All of them read x wherever it lies and write ordinary memory. A GPU's sums are taken in fp32 in the order of the ranks
+and rounded once, so all ranks find the same bits, at any size. Gradients are those of a loss that is the sum of all
+ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention. In forward mode a tangent is
+sent by a call of its own, so x has one on all ranks or on none.
+
+Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
+was given up, with the rank, the operation and its number; so it is where ranks call different operations, or along
+different dims, or of different numbers of elements.
+
+Stream and capture: on the current stream; the functional forms allocate their result, all allocate copies of tensors
+that are not contiguous; no host sync. A replay overwrites the results.
+
+torch.compile keeps all of them, used or not, in the order of the program (te_graph/collectives/effects.py); those that
+write into their arguments are traced as the functional form and a copy.
+"""
+
+import torch
+from torch import Tensor
+
+from te_graph.collectives.peer_group import PeerGroup
+
+# Looked up once: finding an overload takes a tenth of the time of a call.
+_ALL_REDUCE = torch.ops.te_graph.all_reduce.default
+_ALL_REDUCE_ = torch.ops.te_graph.all_reduce_.default
+_ALL_REDUCE_OUT = torch.ops.te_graph.all_reduce_out.default
+_REDUCE_SCATTER = torch.ops.te_graph.reduce_scatter.default
+_REDUCE_SCATTER_OUT = torch.ops.te_graph.reduce_scatter_out.default
+_ALL_GATHER = torch.ops.te_graph.all_gather.default
+_ALL_GATHER_OUT = torch.ops.te_graph.all_gather_out.default
+
+
+def name_of(group: PeerGroup, op: str) -> str:
+    """What ops find ``group`` by."""
+    if not isinstance(group, PeerGroup):
+        raise TypeError(f"{op}: expected group to be a te_graph.PeerGroup, got {type(group).__name__}")
+    return group.name
+
+
+def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
+    """The sum, or largest, of all ranks' x.
+
+    Args:
+        x: [...], fp32, fp16 or bf16, of the same shape and dtype on all ranks.
+        group: of ranks; x is on its device.
+        reduction: "sum"; for fp32 also "max", which passes NaN on and has no derivative.
+
+    Returns:
+        [...], new and contiguous, of x's dtype.
+    """
+    return _ALL_REDUCE(x, name_of(group, "all_reduce"), reduction)
+
+
+def all_reduce_(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
+    """`all_reduce` into x [...] itself, which is returned. No gradients."""
+    _ALL_REDUCE_(x, name_of(group, "all_reduce_"), reduction)
+    return x
+
+
+def all_reduce_out(out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum") -> None:
+    """`all_reduce` into out [...], of x's shape and dtype. No gradients."""
+    _ALL_REDUCE_OUT(out, x, name_of(group, "all_reduce_out"), reduction)
+
+
+def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> Tensor:
+    """This rank's part, along a dimension, of the sum or the largest of all ranks' x.
+
+    Args:
+        x: [..., world_size * n, ...], fp32, fp16 or bf16, of the same shape and dtype on all ranks.
+        group: of ranks; x is on its device.
+        dim: that is divided, the same on all ranks. Other dimensions than the first one cost a copy.
+        reduction: as of `all_reduce`.
+
+    Returns:
+        [..., n, ...], new and contiguous, of x's dtype.
+    """
+    name = name_of(group, "reduce_scatter")
+    return _REDUCE_SCATTER(x, dim, group.world_size, name, reduction)
+
+
+def reduce_scatter_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> None:
+    """`reduce_scatter` into out [..., n, ...], of x's dtype. No gradients."""
+    name = name_of(group, "reduce_scatter_out")
+    _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction)
+
+
+def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:
+    """All ranks' x, one behind the other along a dimension.
+
+    Args:
+        x: [..., n, ...], any dtype, of the same shape and dtype on all ranks.
+        group: of ranks; x is on its device.
+        dim: along which they are joined, the same on all ranks. Other dimensions than the first one cost a copy.
+
+    Returns:
+        [..., world_size * n, ...], new and contiguous, of x's dtype.
+    """
+    name = name_of(group, "all_gather")
+    return _ALL_GATHER(x, dim, group.world_size, name)
+
+
+def all_gather_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0) -> None:
+    """`all_gather` into out [..., world_size * n, ...], of x's dtype. No gradients."""
+    name = name_of(group, "all_gather_out")
+    _ALL_GATHER_OUT(out, x, dim, group.world_size, name)

@@ -1,0 +1,133 @@
+"""Which algorithm a group of peers takes for which size: measured by all ranks, decided by all alike."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from te_graph.collectives.peer_group import PeerGroup
+
+# csrc/collectives/tuning.h has the thresholds of these, found by benchmarks/bench_collectives.py.
+KNOWN_GPUS = ("H100", "H200")
+ALL = 1 << 62
+SIZES = tuple(1 << power for power in range(16, 25))  # bytes
+CALLS, ROUNDS = 10, 5
+BLOCKS = 128
+Operation = Callable[["PeerGroup", Tensor], Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Up to how many bytes.
+
+    Attributes:
+        one_step_bytes: all-reduces are done in one step, where each rank sends all to all; larger ones in two.
+        line_bytes: data of reductions goes in lines that bear their flags; larger ones by words. Of what a rank sends
+            to each other in a step.
+        gather_line_bytes: data of all-gathers goes in such lines; larger ones by tiles. Also of what it sends.
+        blocks: at most, a power of two.
+    """
+
+    one_step_bytes: int
+    line_bytes: int
+    gather_line_bytes: int
+    blocks: int
+
+
+def is_known(device: torch.device) -> bool:
+    """Whether thresholds for this GPU are shipped."""
+    return any(name in torch.cuda.get_device_name(device) for name in KNOWN_GPUS)
+
+
+def threshold(sizes: Sequence[int], below: Sequence[float], above: Sequence[float]) -> int:
+    """The bytes up to which the one of two algorithms is taken that is made for small sizes.
+
+    Args:
+        sizes: ascending.
+        below: time of the algorithm for small sizes at each of them.
+        above: time of the other one.
+
+    Returns:
+        One of the sizes, the one before the first, or `ALL`: with it, the sum of all relative losses is least.
+    """
+
+    def loss(count: int) -> float:
+        taken = [*below[:count], *above[count:]]
+        return sum(mine / min(pair) - 1 for mine, *pair in zip(taken, below, above, strict=True))
+
+    count = min(range(len(sizes) + 1), key=loss)
+    return ALL if count == len(sizes) else sizes[count - 1] if count else sizes[0] - 1
+
+
+def tune(group: "PeerGroup") -> Tuning:
+    """Measure operations of 64 KB to 16 MB and set the group's thresholds; half a second. All ranks call it.
+
+    Returns:
+        What all ranks have set.
+
+    Raises:
+        RuntimeError: something failed on a rank; the same on all.
+
+    Stream and capture: runs on the current stream, synchronizes, must not be captured.
+    """
+
+    def best(of: str, operation: Operation, found: Tuning) -> Tuning:
+        """With that threshold of ``found`` at its best."""
+        below, above = (_slowest(group, replace(found, **{of: value}), operation) for value in (ALL, 0))
+        return replace(found, **{of: threshold(SIZES, below, above)})
+
+    # In one step a rank sends its whole tensor to each other.
+    found = best("line_bytes", _all_reduce, Tuning(ALL, 0, 0, BLOCKS))
+    found = best("gather_line_bytes", _all_gather, found)
+    found = best("one_step_bytes", _all_reduce, found)
+    apply(group, found)
+    return found
+
+
+def apply(group: "PeerGroup", tuning: Tuning) -> None:
+    """Set the thresholds of this rank; those of all ranks must be the same."""
+    group._handle.set_tuning(**asdict(tuning))
+
+
+def _all_reduce(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
+    return lambda: torch.ops.te_graph.all_reduce_.default(x, group.name, "sum")
+
+
+def _all_gather(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
+    out = x.new_empty(x.numel() * group.world_size)
+    return lambda: torch.ops.te_graph.all_gather_out.default(out, x, 0, group.world_size, group.name)
+
+
+def _slowest(group: "PeerGroup", tuning: Tuning, operation: Operation) -> list[float]:
+    """Milliseconds of the call that ``operation(group, x)`` returns at each size of x, those of the slowest rank."""
+    apply(group, tuning)
+    times = group._agreement.step(
+        "measuring", lambda: [_measure(group, nbytes, operation) for nbytes in SIZES], _parse_times
+    )
+    return [max(of_ranks) for of_ranks in zip(*times, strict=True)]
+
+
+def _parse_times(value: Any) -> list[float]:
+    if not isinstance(value, list) or len(value) != len(SIZES) or any(type(time) not in (int, float) for time in value):
+        raise ValueError(f"expected {len(SIZES)} times, got {str(value)[:100]}")
+    return value
+
+
+def _measure(group: "PeerGroup", nbytes: int, operation: Operation) -> float:
+    call = operation(group, torch.zeros(nbytes // 4, device=group.device))
+    call()
+    return statistics.median(_milliseconds(call) for _ in range(ROUNDS))
+
+
+def _milliseconds(call: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / CALLS

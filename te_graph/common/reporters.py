@@ -1,0 +1,34 @@
+"""What ``te_graph.info()`` tells of: everything that is graphed now."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+
+class Reporter(Protocol):
+    """Has an ``info()``."""
+
+    def info(self) -> dict[str, Any]: ...
+
+
+# Of the whole process, as info() is: callables of different make_graphed_callables know nothing of each other.
+_live: list[weakref.ref[Reporter]] = []
+
+
+def register(reporter: Reporter) -> None:
+    """Let ``te_graph.info()`` tell of ``reporter`` for as long as it lives; the list does not keep it alive."""
+    _live.append(weakref.ref(reporter, _live.remove))
+
+
+def unregister(reporter: Reporter) -> None:
+    """Let ``te_graph.info()`` be silent about ``reporter`` from now on."""
+    _live[:] = [reference for reference in _live if reference() is not reporter]
+
+
+def reporters() -> Iterator[Reporter]:
+    """Those that live, in the order of their registration."""
+    for reference in list(_live):
+        if (reporter := reference()) is not None:
+            yield reporter

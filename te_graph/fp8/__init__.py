@@ -1,0 +1,1 @@
+"""FP8 casts, scales and copies of weights."""

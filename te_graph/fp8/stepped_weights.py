@@ -1,0 +1,87 @@
+"""Steps of optimizers, which write parameters without telling autograd where they are fused or go through ``.data``."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_graph.common.dispatch import is_dense, storage_key
+from te_graph.common.own_objects import OwnObject
+
+
+class HasWeights(Protocol):
+    """What is told of steps: by the version counters of its ``weights``, [...] each."""
+
+    @property
+    def weights(self) -> list[Tensor]: ...
+
+
+class SteppedWeights(OwnObject):
+    """Moves on the version counters of watched weights whose storages optimizers step.
+
+    Which parameters have gradients is noted before the step, since a hook may drop them, and again after it, since one
+    may bring them. Made once: removing a hook, as the garbage collector would, breaks a step that is calling its hooks.
+    """
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[HasWeights] = weakref.WeakSet()
+        # Identities alone: a parameter may refer to its optimizer, which would then never be freed.
+        self._noted: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def watch(self, owner: HasWeights) -> None:
+        """Move on the counters of ``owner.weights`` for as long as somebody else holds it."""
+        self._watched.add(owner)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._watched:
+            is_known = not _may_make_gradients(optimizer, args, kwargs)
+            parameters = _parameters_of(optimizer)
+            self._noted[optimizer] = {id(p) for p in parameters if not is_known or _has_gradient(p)}
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not self._watched:
+            return
+        noted = self._noted.get(optimizer, ())
+        stepped = {
+            key for p in _parameters_of(optimizer) if id(p) in noted or _has_gradient(p) for key in _storages_of(p)
+        }
+        for owner in list(self._watched):
+            changed = [weight for weight in owner.weights if storage_key(weight) in stepped]
+            torch.autograd.graph.increment_version(changed)
+
+
+@functools.cache
+def stepped_weights() -> SteppedWeights:
+    """The one of this process."""
+    return SteppedWeights()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None or hasattr(parameter, "main_grad")
+
+
+def _may_make_gradients(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """True where gradients may come after the first hook: from a closure, or from another hook."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first one is the optimizer
+    return closure is not None or bool(optimizer._optimizer_step_pre_hooks)
+
+
+def _storages_of(parameter: Tensor) -> list[int]:
+    """Identities of the storages of ``parameter`` [...]; of a DTensor that of what is on this rank."""
+    if is_traceable_wrapper_subclass(parameter):
+        names, _ = parameter.__tensor_flatten__()
+        return [key for name in names for key in _storages_of(getattr(parameter, name))]
+    return [storage_key(parameter)] if is_dense(parameter) else []

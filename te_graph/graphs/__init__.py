@@ -1,0 +1,1 @@
+"""Graphed callables and functions."""

@@ -1,0 +1,254 @@
+"""Nests of containers as flat lists, and back: what arguments and results consist of.
+
+Seen into are lists, tuples, dictionaries and their subclasses, deques, sets, dataclasses, ``SimpleNamespace``,
+``UserDict`` and ``UserList``, ``functools.partial``, and what is registered with ``torch.utils._pytree``. What is put
+together again is of the same type with the same attributes; neither ``__init__`` nor ``__post_init__`` runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import dataclasses
+import enum
+import functools
+import threading
+import types
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from te_graph.graphs.arguments.constants import are_same, is_comparable
+
+# What makes an empty object, whatever the class asks for.
+_BASES = (
+    *(collections.OrderedDict, collections.defaultdict, dict),
+    *(list, tuple, collections.deque, set, types.SimpleNamespace),
+)
+_MAPPINGS = (dict,)
+_SEQUENCES = (list, tuple, collections.deque)
+_PLAIN = (list, tuple, dict)
+_NAMESPACES = (types.SimpleNamespace, collections.UserDict, collections.UserList)
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What a nest is without its leaves.
+
+    Attributes:
+        kind: type of the container; None for a leaf.
+        keys: of a dictionary, in order, else the numbers of the items; then the names of the attributes.
+        items: how many of them are no names of attributes.
+        context: what else the container needs to be put together again.
+        children: one for each child.
+    """
+
+    kind: type | None
+    keys: tuple[Any, ...] = ()
+    items: int = 0
+    context: Any = None
+    children: tuple[Shape, ...] = ()
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind is None
+
+    def matches(self, other: Shape, in_any_order: bool = False) -> bool:
+        """True when nests of the two have the same leaves in the same places; ``in_any_order`` of the keys of
+        dictionaries."""
+        if self is other:
+            return True
+        if self.kind is not other.kind or len(self.keys) != len(other.keys) or self.items != other.items:
+            return False
+        if self.kind is None:
+            return True
+        if not _are_same_contexts(self.context, other.context):
+            return False
+        children = other.children
+        if in_any_order and issubclass(self.kind, _MAPPINGS):
+            found = other.by_place()
+            if found.keys() != self.by_place().keys():
+                return False
+            children = [found[place] for place in self.by_place()]
+        elif not all(map(_is_same_key, self.keys, other.keys)):
+            return False
+        return all(one.matches(two, in_any_order) for one, two in zip(self.children, children, strict=True))
+
+    def by_place(self) -> dict[tuple[bool, Any], Shape]:
+        """The children by key; an item and an attribute may have the same."""
+        places = [(number < self.items, key) for number, key in enumerate(self.keys)]
+        return dict(zip(places, self.children, strict=True))
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """The names of the leaves, in order."""
+        if self.kind is None:
+            yield prefix
+        for number, (key, child) in enumerate(zip(self.keys, self.children, strict=True)):
+            yield from child.names(f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}")
+
+    def reordered_keys(self, other: Shape, prefix: str) -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
+        """Of each dictionary that has another order in ``other``: its name, its keys, and those in ``other``."""
+        if not all(map(_is_same_key, self.keys, other.keys)):
+            yield prefix, self.keys[: self.items], other.keys[: self.items]
+        found = other.by_place()
+        for (is_item, key), child in self.by_place().items():
+            name = f"{prefix}[{key!r}]" if is_item else f"{prefix}.{key}"
+            yield from child.reordered_keys(found[is_item, key], name)
+
+
+_LEAF = Shape(None)
+
+
+def flatten(nest: Any, kept: Container[int] = ()) -> tuple[list[Any], Shape]:
+    """The leaves of ``nest`` in order, and its shape; objects whose identities are ``kept`` are leaves."""
+    leaves: list[Any] = []
+    return leaves, _flatten(nest, leaves, kept)
+
+
+def unflatten(leaves: list[Any], shape: Shape) -> Any:
+    """The nest of ``shape`` with ``leaves``; all containers are new."""
+    if shape.is_leaf and len(leaves) == 1:
+        return leaves[0]
+    following = iter(leaves)
+    nest = _unflatten(following, shape)
+    if next(following, following) is not following:
+        raise ValueError("unflatten: more leaves than the shape has places")
+    return nest
+
+
+def reordered(leaves: list[Any], shape: Shape, wanted: Shape) -> list[Any]:
+    """``leaves`` of a nest of ``shape`` in the order of ``wanted``, which matches it but for the order of keys."""
+    return _reordered(iter(leaves), shape, wanted)
+
+
+def _reordered(leaves: Iterator[Any], shape: Shape, wanted: Shape) -> list[Any]:
+    if shape.is_leaf:
+        return [next(leaves)]
+    places = wanted.by_place()
+    found = {place: _reordered(leaves, child, places[place]) for place, child in shape.by_place().items()}
+    return [leaf for place in places for leaf in found[place]]
+
+
+def _flatten(node: Any, leaves: list[Any], kept: Container[int]) -> Shape:
+    kind = type(node)
+    if id(node) in kept:
+        leaves.append(node)
+        return _LEAF
+    if kind in _PLAIN:
+        is_dict = kind is dict
+        keys = tuple(node) if is_dict else tuple(range(len(node)))
+        items, children, context = len(keys), node.values() if is_dict else node, None
+    elif kind is torch.Size or not (parts := _parts(node, kind)):
+        leaves.append(node)
+        return _LEAF
+    else:
+        keys, items, context, children = parts
+    return Shape(kind, keys, items, context, tuple(_flatten(child, leaves, kept) for child in children))
+
+
+def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]] | None:
+    """Keys, number of items, context and children of a container; None for a leaf."""
+    if isinstance(node, Tensor | nn.Module | enum.Enum | type):
+        return None
+    if kind in pytree.SUPPORTED_NODES and kind not in _BASES:
+        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
+        return tuple(range(len(children))), len(children), context, list(children)
+    if kind is functools.partial:
+        return ("func", "args", "keywords"), 0, None, [node.func, node.args, node.keywords]
+    if kind is slice:
+        return ("start", "stop", "step"), 0, None, [node.start, node.stop, node.step]
+    if isinstance(node, set):
+        typed = frozenset((type(item), item) for item in node)  # True is not 1
+        return ((), 0, typed, []) if kind is set and all(map(is_comparable, node)) else None
+    if not isinstance(node, (*_MAPPINGS, *_SEQUENCES, *_NAMESPACES)) and not dataclasses.is_dataclass(node):
+        return None
+    keys: tuple[Any, ...] = ()
+    children: list[Any] = []
+    if isinstance(node, _MAPPINGS):
+        keys = tuple(dict.keys(node))
+        children = [dict.__getitem__(node, key) for key in keys]
+    elif isinstance(node, _SEQUENCES):
+        children = list(node)
+        keys = tuple(range(len(children)))
+    state = _state(node)
+    default_factory = node.default_factory if isinstance(node, collections.defaultdict) else None
+    context = (default_factory, node.maxlen if isinstance(node, collections.deque) else None)
+    return (*keys, *state), len(keys), context, [*children, *state.values()]
+
+
+def _state(node: Any) -> dict[str, Any]:
+    """Attributes of an object, those in slots included, by name: their order is seldom looked at."""
+    names = set(copyreg._slotnames(type(node)))
+    if dataclasses.is_dataclass(node):
+        names.update(field.name for field in dataclasses.fields(node))  # some may be of the class
+    values = {name: own_attribute(node, name) for name in names}
+    state = {name: value for name, value in values.items() if value is not NotImplemented}
+    state.update(instance_dict(node) or {})
+    return {name: state[name] for name in sorted(state)}
+
+
+def instance_dict(obj: Any) -> dict[str, Any] | None:
+    """The attributes of an object that has a dictionary of them."""
+    members = obj.__dict__ if isinstance(obj, threading.local) else own_attribute(obj, "__dict__")
+    return members if isinstance(members, dict) else None
+
+
+def own_attribute(obj: Any, name: str) -> Any:
+    """Without what the class makes up (``__getattr__ = dict.__getitem__``); NotImplemented where there is none."""
+    try:
+        return object.__getattribute__(obj, name)
+    except AttributeError:
+        return NotImplemented
+
+
+def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:
+    kind = shape.kind
+    if kind is None:
+        return next(leaves)
+    children = [_unflatten(leaves, child) for child in shape.children]
+    if kind is dict:
+        return dict(zip(shape.keys, children, strict=True))
+    if kind in _PLAIN:
+        return kind(children)
+    if kind in pytree.SUPPORTED_NODES and kind not in _BASES:
+        return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, shape.context)
+    if kind is functools.partial:
+        return functools.partial(children[0], *children[1], **children[2])
+    if kind is slice:
+        return slice(*children)
+    if kind is set:
+        return {item for _, item in shape.context}
+    return _put_together(kind, shape, children)
+
+
+def _put_together(kind: type, shape: Shape, children: list[Any]) -> Any:
+    (default_factory, maxlen), keys, count = shape.context, shape.keys, shape.items
+    base = next((base for base in _BASES if issubclass(kind, base)), object)
+    items = children[:count]
+    made = base.__new__(kind, items) if base is tuple else base.__new__(kind)
+    if base in (list, collections.deque):
+        base.__init__(made, items, *(() if base is list else (maxlen,)))
+    elif issubclass(kind, dict):
+        for key, value in zip(keys, items, strict=False):
+            base.__setitem__(made, key, value)
+        if base is collections.defaultdict:
+            made.default_factory = default_factory
+    for name, value in zip(keys[count:], children[count:], strict=True):
+        object.__setattr__(made, name, value)  # also where the class is frozen
+    return made
+
+
+def _is_same_key(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other) or isinstance(one, Tensor):
+        return one is other
+    return _are_same_contexts(one, other) if type(one) is tuple else are_same(one, other)
+
+
+def _are_same_contexts(one: Any, other: Any) -> bool:
+    if type(one) is type(other) is tuple and len(one) == len(other):
+        return all(map(_are_same_contexts, one, other))
+    return one is other or bool(one == other)

@@ -1,0 +1,243 @@
+"""Arguments and results as flat lists: what a capture fixes and what a call must match."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_graph.common.dispatch import acts_like_tensor
+from te_graph.graphs.arguments.constants import are_same, frozen, is_comparable, is_constant, reason_against
+from te_graph.graphs.arguments.nest import Shape, flatten, reordered, unflatten
+
+__all__ = ["DiscernibleError", "ResultSpec", "Signature", "containers_kept", "is_constant"]
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+class DiscernibleError(ValueError):
+    """The arguments are those of the capture, but the callable may be able to tell that they are not given alike."""
+
+
+def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
+    seen: dict[int, int] = {}
+    return tuple(seen.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
+
+
+def subclass_of(tensor: Tensor) -> str | None:
+    """What to say of ``tensor`` [...] if it is of a class that takes part in operations; else None."""
+    kind = type(tensor)
+    if kind in _PLAIN or acts_like_tensor(kind):
+        return None
+    return f"{kind.__name__}, a subclass whose operations a graph does not follow"
+
+
+def _check_leaf(where: str, leaf: Any) -> None:
+    if not isinstance(leaf, Tensor) and not is_comparable(leaf):
+        raise TypeError(
+            f"{where}: expected tensors, nested containers of tensors, or constants, got {type(leaf).__name__}: "
+            f"{reason_against(leaf)}"
+        )
+
+
+@dataclass(frozen=True)
+class _Nest:
+    """A nest of tensors and constants, apart from the tensors.
+
+    Attributes:
+        shape: of the nest.
+        leaves: constants in order; tensors are replaced by None.
+        tensors: positions of the tensors among the leaves; of results, also of objects that are found at each call.
+        first: for each of those, which of them is the first with the same object: code may tell by ``is``.
+    """
+
+    shape: Shape
+    leaves: tuple[Any, ...]
+    tensors: tuple[int, ...]
+    first: tuple[int, ...]
+
+    @staticmethod
+    def _parts(
+        leaves: list[Any], kept: Container[int] = ()
+    ) -> tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]]:
+        varies = [isinstance(leaf, Tensor) or id(leaf) in kept for leaf in leaves]
+        positions = tuple(position for position, leaf in enumerate(leaves) if varies[position])
+        constants = tuple(None if varies[position] else leaf for position, leaf in enumerate(leaves))
+        return constants, positions, _first_of_each([leaves[position] for position in positions])
+
+    def distinct(self, leaves: list[Any]) -> list[Tensor]:
+        """The tensors [...] among ``leaves`` in order, without those that are the same object as an earlier one."""
+        return [leaves[self.tensors[number]] for number, first in enumerate(self.first) if first == number]
+
+    def numbers_of_last(self, count: int) -> list[int]:
+        """Where the last ``count`` tensors of the nest are among the distinct ones."""
+        return [number for _, number in self._numbers[len(self._numbers) - count :]]
+
+    def unflatten(self, distinct: list[Tensor]) -> Any:
+        """The nest with ``distinct`` tensors [...] in their places."""
+        leaves = list(self.leaves)
+        for position, number in self._numbers:
+            leaves[position] = distinct[number]
+        return unflatten(leaves, self.shape)
+
+    @functools.cached_property
+    def _numbers(self) -> list[tuple[int, int]]:
+        """Where each tensor of the nest stands among the leaves, and among the distinct ones."""
+        distinct = [number for number, first in enumerate(self.first) if first == number]
+        return [(position, distinct.index(first)) for position, first in zip(self.tensors, self.first, strict=True)]
+
+
+@dataclass(frozen=True)
+class Signature(_Nest):
+    """The arguments of a call: the nest of ``(args, kwargs)``.
+
+    Attributes:
+        names: name of each leaf, such as ``args[0]`` or ``kwargs['mask']``.
+        expected: what each constant is compared with.
+    """
+
+    names: tuple[str, ...]
+    expected: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, label: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
+        """The signature of sample arguments, and their tensors in order, each once; ``label`` is of their callable.
+
+        Raises:
+            TypeError: a leaf is neither a tensor nor a constant.
+        """
+        leaves, shape = flatten((args, kwargs))
+        names = (*shape.children[0].names("args"), *shape.children[1].names("kwargs"))
+        for name, leaf in zip(names, leaves, strict=True):
+            _check_leaf(f"{label}: sample {name}", leaf)
+        constants, positions, first = cls._parts(leaves)
+        signature = cls(shape, constants, positions, first, names, tuple(map(frozen, constants)))
+        return signature, signature.distinct(leaves)
+
+    @property
+    def distinct_names(self) -> list[str]:
+        """The names of the distinct tensors."""
+        return [self.names[position] for n, position in enumerate(self.tensors) if self.first[n] == n]
+
+    @property
+    def is_flat(self) -> bool:
+        """True when all arguments are positional tensors, all distinct: a call needs no flattening."""
+        args, kwargs = self.shape.children
+        if len(set(self.first)) < len(self.first) or kwargs.children:
+            return False
+        return all(child.is_leaf for child in args.children) and len(args.children) == len(self.tensors)
+
+    def is_plain(self, args: tuple) -> bool:
+        """True when ``args``, of a flat signature, are the tensors of the call as they stand."""
+        if len(args) == 1:
+            return type(args[0]) in _PLAIN
+        return all(type(argument) in _PLAIN for argument in args) and len({*map(id, args)}) == len(args)
+
+    def flatten(self, label: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The distinct tensors of a call, in order.
+
+        Raises:
+            ValueError: the call has other arguments than the capture; names the first.
+            DiscernibleError: it has the same, in another order or one tensor in several places.
+        """
+        leaves, shape = flatten((args, kwargs))
+        is_reordered = not shape.matches(self.shape)
+        if is_reordered:
+            if not shape.matches(self.shape, in_any_order=True):
+                raise ValueError(f"{label}: {self._difference(args, kwargs)}")
+            leaves = reordered(leaves, shape, self.shape)
+        for position, (expected, got, name) in enumerate(zip(self.expected, leaves, self.names, strict=True)):
+            if position in self.tensors:
+                if not isinstance(got, Tensor):
+                    raise ValueError(f"{label}: expected {name} to be a tensor as at capture, got {got!r}")
+                if kind := subclass_of(got):
+                    raise ValueError(f"{label}: expected {name} to be a torch.Tensor, got a {kind}")
+            elif isinstance(got, Tensor) or not are_same(expected, got):
+                found = "tensor" if isinstance(got, Tensor) else repr(got)
+                raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {found}")
+        first = _first_of_each([leaves[position] for position in self.tensors])
+        if first != self.first:
+            self._refuse_identities(label, first)
+        if is_reordered:
+            raise DiscernibleError(f"{label}: {self._difference_of_order(shape)}")
+        return self.distinct(leaves)
+
+    def _refuse_identities(self, label: str, first: tuple[int, ...]) -> None:
+        names = [self.names[position] for position in self.tensors]
+        for number, (name, expected) in enumerate(zip(names, self.first, strict=True)):
+            if expected != number and first[number] != first[expected]:
+                raise ValueError(f"{label}: expected {name} to be the same tensor as {names[expected]}, as at capture")
+        number = next(n for n, one in enumerate(first) if one != self.first[n])
+        raise DiscernibleError(
+            f"{label}: {names[number]} and {names[first[number]]} are one tensor; at capture they were two"
+        )
+
+    def _difference_of_order(self, shape: Shape) -> str:
+        halves = zip(("args", "kwargs"), shape.children, self.shape.children, strict=True)
+        name, *keys = next(found for half, *pair in halves for found in Shape.reordered_keys(*pair, half))
+        got, expected = (", ".join(map(str, some)) for some in keys)
+        return f"expected {name} in the order ({expected}) as at capture, got ({got}): code may go by it, keep to one"
+
+    def _difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        sample_args, sample_kwargs = self.shape.children
+        if len(args) != len(sample_args.children):
+            return f"expected {len(sample_args.children)} positional arguments as at capture, got {len(args)}"
+        if missing := sorted(set(sample_kwargs.keys) - set(kwargs)):
+            return f"expected keyword argument {missing[0]}, which was given at capture"
+        if extra := sorted(set(kwargs) - set(sample_kwargs.keys)):
+            return f"got keyword argument {extra[0]}, which was not given at capture"
+        pairs = [(f"args[{i}]", *pair) for i, pair in enumerate(zip(sample_args.children, args, strict=True))]
+        given = zip(sample_kwargs.keys, sample_kwargs.children, strict=True)
+        pairs += [(f"kwargs[{key!r}]", shape, kwargs[key]) for key, shape in given]
+        for name, expected, got in pairs:
+            if not flatten(got)[1].matches(expected):
+                return f"expected {name} nested as at capture, got a {type(got).__name__} of another structure"
+        return "the arguments are nested in another way than at capture"
+
+
+@contextlib.contextmanager
+def containers_kept(label: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Refuse, at the end, a callable that has put something else into a container among its arguments.
+
+    Raises:
+        RuntimeError: a replay would not do that to the caller's.
+    """
+    before, shape = flatten((args, kwargs))
+    yield
+    after, shape_after = flatten((args, kwargs))
+    if not shape.matches(shape_after) or any(old is not new for old, new in zip(before, after, strict=True)):
+        raise RuntimeError(
+            f"{label}: changes a container among its arguments, which a replay would not: change a copy, and return "
+            "what is new"
+        )
+
+
+@dataclass(frozen=True)
+class ResultSpec(_Nest):
+    """The nest of a callable's results: tensors, each once, and constants."""
+
+    @classmethod
+    def of(cls, label: str, result: Any, kept: Container[int] = ()) -> tuple[ResultSpec, list[Any]]:
+        """The nest of ``result`` and its tensors in order, each once; ``label`` is what messages call its callable.
+
+        Objects whose identities are ``kept`` are not looked into and count as tensors.
+
+        Raises:
+            TypeError: a leaf is neither a tensor nor a constant.
+        """
+        leaves, shape = flatten(result, kept)
+        for leaf in leaves:
+            if id(leaf) not in kept:
+                _check_leaf(f"{label}: result", leaf)
+        spec = cls(shape, *cls._parts(leaves, kept))
+        return spec, spec.distinct(leaves)
+
+    @property
+    def is_tensor(self) -> bool:
+        """True when the result is one tensor."""
+        return self.shape.is_leaf and len(self.tensors) == 1

@@ -1,0 +1,1 @@
+"""Graphed modules and functions with gradients."""

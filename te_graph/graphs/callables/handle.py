@@ -1,0 +1,360 @@
+"""A graphed callable as its user holds it: the module or function that replays, and its handle ``.te_graph``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import operator
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
+from te_graph.common.opaque import opaque
+from te_graph.common.reporters import register, unregister
+from te_graph.graphs.capture.checks import check_circumstances, sample_of
+from te_graph.graphs.capture.entry import Doubt, Doubtful, Entry
+from te_graph.graphs.capture.gradients import main_grad_of
+from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.session import Job, capture_all
+from te_graph.graphs.graphed_class import graphed_class, plain_class, set_class
+from te_graph.graphs.guards.sources import plain_call_guard
+from te_graph.graphs.step_state import StepState
+
+_log = logging.getLogger("te_graph")
+_Kind = _C.Refusal.Kind
+_DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
+_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
+_CAPTURING = "inside another capture"
+_MAX_REASONS = 32  # shapes in messages may go on for ever
+
+
+class Handle:
+    """What ``.te_graph`` of a graphed callable is.
+
+    Attributes:
+        label: what messages call the callable.
+        fast_call: what a call needs that replays without coming here; None where that is not possible.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        target: nn.Module | Callable[..., Any],
+        parameters: inspect.Signature | None = None,
+        step_state: StepState | None = None,
+    ) -> None:
+        self.label = label
+        self._parameters = parameters
+        self._step_state = step_state
+        self._is_module = isinstance(target, nn.Module)
+        self._target = weakref.ref(target) if self._is_module else (lambda: target)
+        self.own_forward: Callable[..., Any] | None = None
+        self._group: Group | None = None
+        self._entry: Entry | None = None  # the one that was replayed last
+        self._others: list[Entry] = []
+        self.fast_call: Any = None
+        self._captures = 0
+        self._past_replays: Counter[str] = Counter()  # of entries that are no more
+        self._eager_calls: Counter[str] = Counter()
+        self._told: set[str] = set()
+        register(self)
+
+    def arm(self, entry: Entry, group: Group) -> None:
+        """From now on calls replay ``entry``, and what the options of ``group`` say if that does not fit."""
+        self._group = group
+        self._grad_mode = torch.is_grad_enabled()
+        self._training = self._target().training if self._is_module else None
+        self._add(entry)
+
+    def call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None = None) -> Any:
+        """Replay, or run eagerly where the graph does not apply. ``base`` is the class that a module had before."""
+        state = self._step_state
+        if state is None:
+            return self._call(root, args, kwargs, base)
+        is_first_microbatch = kwargs.pop("is_first_microbatch", None)
+        if is_captured(state.block.device):  # whoever captures says when its micro-batches begin
+            return self._call(root, args, kwargs, base)
+        is_new = state.begin_(self, is_first_microbatch)
+        try:
+            return self._call(root, args, kwargs, base)
+        except BaseException:
+            if is_new:
+                state.forget_(self)
+            raise
+
+    def _call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None) -> Any:
+        reason = self._reason_for_eager(root)
+        if reason is not None:
+            self._check_main_grads(f"{self.label}: {reason}")
+        else:
+            entry = self._entry
+            outputs = entry.replay(root, args, kwargs)
+            if type(outputs) is not list:
+                outputs, reason = self._replay_otherwise(outputs, root, args, kwargs)
+                entry = self._entry
+            if reason is None:
+                for attribute in entry.computed:
+                    attribute.mark()
+                return entry.result_of(outputs)
+        is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
+        self._eager_calls[reason if is_known else "other reasons"] += 1
+        return self.run_eagerly(root, base)(*args, **kwargs)
+
+    def _reason_for_eager(self, root: Any) -> str | None:
+        if self._entry is None:
+            return "not graphed"
+        if self._is_module and root.training is not self._training:
+            return "captured in training mode" if self._training else "captured in eval mode"
+        if torch.is_grad_enabled() is not self._grad_mode:
+            return "captured with gradients" if self._grad_mode else "captured without gradients"
+        if is_capturing():
+            return _CAPTURING
+        return None
+
+    def _replay_otherwise(
+        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[Tensor], str | None]:
+        """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
+
+        Raises:
+            ValueError, RuntimeError: the user chose an error, or the eager result would not be right.
+        """
+        for entry in list(self._others):
+            if refusal.kind not in _OTHER_ARGUMENTS:
+                break
+            outputs = entry.replay(root, args, kwargs)
+            if type(outputs) is list or outputs.kind not in _OTHER_ARGUMENTS:
+                self._make_current(entry)
+                if type(outputs) is list:
+                    return outputs, None
+                refusal = outputs
+            elif outputs.kind in _DISCERNIBLE:
+                refusal = outputs
+        kind, options = refusal.kind, self._group.options
+        if kind == _Kind.CAPTURING:
+            self._check_main_grads(f"{self.label}: {_CAPTURING}")
+            return [], _CAPTURING
+        if kind == _Kind.MODE:
+            return [], self._fall_back(refusal.message)
+        lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
+        if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
+            return self._capture_again(refusal, root, args, kwargs)
+        may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
+        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt):
+            if kind == _Kind.ARGUMENTS:
+                raise ValueError(f'{refusal.message}; on_mismatch="eager" or "capture" lets such calls run')
+            if kind == _Kind.EXHAUSTED:
+                raise RuntimeError(f'{refusal.message}; on_exhausted="eager" lets such calls run')
+            raise RuntimeError(refusal.message)
+        return [], self._fall_back(refusal.message)
+
+    def _capture_again(
+        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[Tensor], str | None]:
+        """Capture what is called; where that fails, a reason to run eagerly."""
+        group = self._group
+        if self._captures >= group.options.max_captures:
+            return [], self._fall_back(f"{refusal.message}; max_captures={group.options.max_captures} are made")
+        counted = self._eager_calls.copy()  # without those that the capture makes
+        try:
+            check_circumstances(group.device)
+            sample = sample_of(self.label, args, kwargs, group.device)
+            job = Job(self.label, self._target(), sample, kwargs, self._parameters)
+            self._captures += 1
+            entry = capture_all(group, [job], is_chain=False)[0]
+        except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
+            return [], self._fall_back(f"{refusal.message}; capturing again failed: {error}")
+        finally:
+            self._eager_calls = counted
+        _log.info("%s: captured again: %s", self.label, refusal.message)
+        if refusal.kind not in _OTHER_ARGUMENTS:
+            self._retire(self._entry)
+        self._add(entry)
+        outputs = entry.replay(root, args, kwargs)
+        if type(outputs) is not list:
+            raise RuntimeError(outputs.message)
+        return outputs, None
+
+    def _fall_back(self, reason: str) -> str:
+        """``reason``, told once, if the eager result is right."""
+        self._check_main_grads(reason)
+        if reason not in self._told and len(self._told) < _MAX_REASONS:
+            self._told.add(reason)
+            _log.warning("%s (runs eagerly)", reason)
+        return reason.removeprefix(f"{self.label}: ")
+
+    def _check_main_grads(self, reason: str) -> None:
+        """Refuse an eager call whose backward would not add to ``main_grad``. Captures that the call belongs to do."""
+        if not torch.is_grad_enabled() or is_capturing_callables():
+            return
+        leaves = (reference() for entry in self._entries if entry.has_main_grads for reference in entry.leaves)
+        if any(leaf is not None and leaf.requires_grad and main_grad_of(leaf) is not None for leaf in leaves):
+            raise RuntimeError(f"{reason}; an eager call would leave gradients in .grad instead of main_grad")
+
+    def _retire(self, entry: Entry) -> None:
+        entry.retired = True
+        self._past_replays["forward"] += entry.graphed.forward_replays
+        self._past_replays["backward"] += entry.graphed.backward_replays
+
+    def _make_current(self, entry: Entry | None) -> None:
+        if entry in self._others:
+            self._others.remove(entry)
+        if self._entry is not None and not self._entry.retired:
+            self._others.insert(0, self._entry)
+        self._entry, self.fast_call = entry, None
+        is_simple = self._is_module and self._step_state is None
+        if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor and not entry.computed:
+            count = len(entry.signature.tensors)
+            self.fast_call = _C.fast_call(entry.graphed, plain_call_guard(), count, self._grad_mode)
+
+    def _add(self, entry: Entry) -> None:
+        """Take ``entry`` as the current one. A parameter that another callable uses as well goes to autograd in both,
+        which sums before it accumulates; only a ``main_grad`` is added to by each."""
+        self._make_current(entry)
+        for reference, state in zip(entry.leaves, entry.states, strict=True):
+            parameter = reference()
+            if main_grad_of(parameter) is None and any(user is not self for user in state.users):
+                for user in [*state.users, self]:
+                    user.route_through_autograd(parameter)
+            state.users.add(self)
+
+    def run_eagerly(self, root: Any, base: type[nn.Module] | None) -> Callable[..., Any]:
+        """What ``root`` ran before it was graphed."""
+        if self.own_forward is not None:
+            return self.own_forward
+        return root if base is None else functools.partial(base.forward, root)
+
+    def route_through_autograd(self, parameter: Tensor) -> None:
+        """Let autograd accumulate the gradient of ``parameter`` [...], which another callable uses as well."""
+        for entry in self._entries:
+            for number, reference in enumerate(entry.leaves):
+                if reference() is parameter:
+                    entry.graphed.route_through_autograd(number)
+
+    @property
+    def _entries(self) -> list[Entry]:
+        return [] if self._entry is None else [self._entry, *self._others]
+
+    def graphs(self) -> list[_C.CapturedGraph]:
+        """Those of all signatures that are captured now, and of all their slots: each forward, then its backward."""
+        return [graph for entry in self._entries for graph in entry.graphed.graphs]
+
+    def reset(self) -> None:
+        """Free the graphs: the callable runs eagerly again, and can be given to ``make_graphed_callables`` anew.
+
+        A backward that is still due runs; its memory goes with it. May be called again.
+        """
+        target = self._target()
+        unregister(self)
+        for entry in self._entries:
+            self._retire(entry)
+            for attribute in entry.computed:
+                attribute.compute()
+            for state in entry.states:
+                state.users.discard(self)
+        self._make_current(None)
+        self._others, self._group = [], None
+        if self._is_module and target is not None and vars(target).get("te_graph") is self:
+            del vars(target)["te_graph"]
+            set_class(target, plain_class(type(target)))
+            if self.own_forward is not None:
+                vars(target).setdefault("forward", self.own_forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of what is graphed is not graphed."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def info(self) -> dict[str, Any]:
+        """What was captured and how often it has run.
+
+        Returns:
+            ``name``; ``backend`` ("cuda", "recorder", or None when not graphed); ``signatures``; ``slots`` of each;
+            ``graphs``; ``nodes``; ``clones`` that the graphs make of results and gradients which lie in memory of
+            others; ``bytes`` of graph memory; ``capture_seconds``; ``recaptures``; ``in_flight`` forwards that wait for
+            their backward; ``forward_replays``; ``backward_replays``; ``eager_calls``, by reason. Graphs, nodes,
+            clones, bytes and seconds are sums over the signatures that are captured now.
+        """
+        entries = self._entries
+
+        def total(fact: str) -> Any:
+            return sum(entry.statistics[fact] for entry in entries)
+
+        return {
+            "name": self.label,
+            "backend": entries[0].statistics["backend"] if entries else None,
+            "signatures": len(entries),
+            "slots": entries[0].statistics["slots"] if entries else 0,
+            "graphs": total("graphs"),
+            "nodes": total("nodes"),
+            "clones": total("clones"),
+            "bytes": total("bytes"),
+            "capture_seconds": float(total("capture_seconds")),
+            "recaptures": self._captures,
+            "in_flight": sum(entry.graphed.in_flight for entry in entries),
+            "forward_replays": self._past_replays["forward"] + sum(e.graphed.forward_replays for e in entries),
+            "backward_replays": self._past_replays["backward"] + sum(e.graphed.backward_replays for e in entries),
+            "eager_calls": dict(self._eager_calls),
+        }
+
+
+class GraphedFunction:
+    """A function that replays its graph; ``te_graph`` is its handle."""
+
+    def __init__(self, function: Callable[..., Any], handle: Handle) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function = function
+        self.te_graph = handle
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.te_graph.call(self._function, args, kwargs)
+
+    def __copy__(self) -> Callable[..., Any]:
+        return copy.copy(self._function)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return copy.deepcopy(self._function, memo)
+
+    def __reduce__(self) -> Any:
+        """By name, where this object is what the function's name stands for; else as the function itself."""
+        name = getattr(self, "__qualname__", "")
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
+                return name
+        return operator.getitem, ((self._function,), 0)
+
+
+def prepare(targets: list[Any]) -> None:
+    """Try on each module of ``targets`` what ``install`` will do, so that it cannot fail once all are captured.
+
+    Raises:
+        TypeError: a module cannot take the class of graphed modules.
+    """
+    for target in targets:
+        if isinstance(target, nn.Module):
+            kind = type(target)
+            set_class(target, graphed_class(kind))
+            set_class(target, kind)
+
+
+def install(target: nn.Module | Callable[..., Any], handle: Handle) -> nn.Module | GraphedFunction:
+    """Make ``target`` replay through ``handle``: a module in place, a function by wrapping it."""
+    if not isinstance(target, nn.Module):
+        return GraphedFunction(target, handle)
+    kind = graphed_class(type(target))
+    handle.own_forward = vars(target).pop("forward", None)
+    vars(target)["te_graph"] = handle
+    set_class(target, kind)
+    return target

@@ -1,0 +1,1 @@
+"""From a callable to its graphs."""

@@ -1,0 +1,105 @@
+"""Calls that mean the same, brought into the form of the captured one: ``f(x=x)`` for ``f(x)``, a default left out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from te_graph.graphs.arguments.constants import are_same, is_comparable
+from te_graph.graphs.arguments.nest import flatten, unflatten
+from te_graph.graphs.arguments.signature import Signature
+from te_graph.graphs.guards.pure_hooks import ARGUMENT
+
+_Kind = inspect.Parameter
+
+
+def parameters_of(target: nn.Module | Callable[..., Any]) -> inspect.Signature | None:
+    """The parameters of ``target``, not graphed yet; None where Python cannot tell.
+
+    What a decorator has wrapped is not looked at: the decorator may take ``f(x=x)`` for something else than ``f(x)``.
+    """
+    try:
+        return inspect.signature(target.forward if isinstance(target, nn.Module) else target, follow_wrapped=False)
+    except (TypeError, ValueError):  # builtins
+        return None
+
+
+class CallForm:
+    """Which arguments the captured call gave by position, and which by name.
+
+    Args:
+        parameters: of the callable, from ``parameters_of``.
+        signature: of the captured call.
+    """
+
+    def __init__(self, parameters: inspect.Signature | None, signature: Signature) -> None:
+        args, kwargs = signature.shape.children
+        each = {} if parameters is None else parameters.parameters
+        starred = (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
+        self._count, self._names = len(args.children), tuple(name for name in kwargs.keys if name != ARGUMENT)
+        self._named = {name: parameter for name, parameter in each.items() if parameter.kind not in starred}
+        self._has_named_alone = all(parameter.kind != _Kind.VAR_KEYWORD for parameter in each.values())
+        self._parameters = parameters
+        # What a ``*`` parameter collects has no name: such calls have as many arguments by position as the capture.
+        self._has_starred = any(parameter.kind == _Kind.VAR_POSITIONAL for parameter in each.values())
+        self._by_position = () if self._has_starred else tuple(self._named)[: self._count]
+        # A later call may leave out what was given its default.
+        self._defaults = {
+            name: self._named[name].default
+            for name, value in self._arguments_of(signature).items()
+            if name in self._named and _is_default(self._named[name], value)
+        }
+
+    def of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The same call in the form of the captured one; as it is where there is none."""
+        if len(args) == self._count and kwargs.keys() == set(self._names):
+            return args, self._in_order(kwargs)
+        if self._parameters is None or (self._has_starred and len(args) != self._count):
+            return args, kwargs
+        try:
+            given = self._parameters.bind(*args, **kwargs).arguments
+        except TypeError:  # which an eager call would raise
+            return args, kwargs
+        if self._has_starred:
+            given = {name: value for name, value in kwargs.items() if name in self._named}
+            collected = {name: value for name, value in kwargs.items() if name not in self._named}
+        else:
+            collected = next((given.pop(n) for n in list(given) if n not in self._named), {})
+        wanted = {*self._by_position, *self._names} & self._named.keys()
+        is_superfluous = {name: _is_default(self._named[name], given[name]) for name in given.keys() - wanted}
+        values = {**self._defaults, **{name: given[name] for name in given.keys() & wanted}}
+        if not all(is_superfluous.values()) or values.keys() != wanted:
+            return args, kwargs
+        if collected.keys() != set(self._names) - wanted:
+            return args, kwargs
+        by_name = {name: values[name] for name in wanted.difference(self._by_position)}
+        by_position = args if self._has_starred else tuple(values[name] for name in self._by_position)
+        return by_position, self._in_order({**by_name, **collected})
+
+    def _arguments_of(self, signature: Signature) -> dict[str, Any]:
+        """The captured arguments by name, with something of its own in the place of each tensor."""
+        leaves = [object() if n in signature.tensors else leaf for n, leaf in enumerate(signature.leaves)]
+        args, kwargs = unflatten(leaves, signature.shape)
+        return {**dict(zip(self._by_position, args, strict=False)), **kwargs}
+
+    def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``kwargs`` in the order of the capture; what a ``**`` parameter collects keeps the order it has."""
+        if self._has_named_alone:
+            return {name: kwargs[name] for name in self._names}
+        collected = iter([name for name in kwargs if name not in self._named])
+        names = [name if name in self._named else next(collected) for name in self._names]
+        return {name: kwargs[name] for name in names}
+
+
+def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
+    if parameter.default is _Kind.empty:
+        return False
+    if value is parameter.default:
+        return True
+    (leaves, shape), (expected, expected_shape) = flatten(value), flatten(parameter.default)
+    if not shape.matches(expected_shape):
+        return False
+    return all(is_comparable(one) and are_same(two, one) for one, two in zip(leaves, expected, strict=True))

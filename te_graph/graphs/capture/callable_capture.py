@@ -1,0 +1,447 @@
+"""Warm-up and capture of one callable: from Python code to graphs with known inputs, outputs and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.common.dispatch import storage_key, version_of
+from te_graph.graphs.arguments.signature import ResultSpec, Signature, containers_kept
+from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
+from te_graph.graphs.capture.capture_checks import (
+    check_attributes,
+    check_escapes,
+    check_forms,
+    check_host_work,
+    check_made,
+    check_results,
+    forms_of,
+    refuse_grad,
+)
+from te_graph.graphs.capture.changed_arguments import ChangedInputs
+from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside, main_grad_of
+from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.input_uses import Uses
+from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
+from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kept
+from te_graph.graphs.capture.slot import Slot
+from te_graph.graphs.guards.backward_guard import backward_guard
+from te_graph.graphs.guards.code_reader import Reader
+from te_graph.graphs.guards.module_calls import ModuleCalls
+from te_graph.graphs.guards.module_guard import check_hooks, find_homes
+from te_graph.graphs.guards.parametrizations import check_cache
+from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
+from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
+from te_graph.graphs.guards.side_effects import HostRandom, SideEffects
+from te_graph.graphs.guards.sources import HOOK_DICTS, walk
+from te_graph.graphs.tracing.code_watch import CodeWatch
+from te_graph.graphs.tracing.explanations import WarmUpWatch
+from te_graph.graphs.tracing.externals import TensorWatch, leaves_below
+from te_graph.graphs.tracing.host_access import GradWatch
+from te_graph.graphs.tracing.source_lines import run_region
+
+
+class CallableCapture:
+    """Takes one callable through warm-up and capture.
+
+    Args:
+        label: what messages call it.
+        root: the module or function, where the guard starts.
+        group: what it shares with the callables that are captured with it.
+        signature: of the sample arguments.
+        samples: their tensors; copied, not kept.
+
+    Attributes:
+        links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
+        gradients: what the backward computes, once warmed up.
+        homes: the guard and the tensors outside that the capture uses, once warmed up.
+        backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
+        plan: where the results lie, once warmed up.
+        output_numbers: which outputs require a gradient.
+        saved_outputs: for each output, whether the backward reads it.
+        inner_outputs: for each of ``output_numbers``, whether another one is computed from it.
+        result: the nest of the results; with that of the arguments that are changed in place, where some are.
+        changed: those arguments.
+        sample_results: the results of the warm-up, as leaves, until the successor has been linked.
+        computed: attributes that hooks of modules below compute inside the graph.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        root: Any,
+        group: Group,
+        signature: Signature,
+        samples: list[Tensor],
+    ) -> None:
+        self.label = label
+        self.root = root
+        self.group = group
+        self.backend = group.backend
+        self.signature = signature
+        self._take([static_copy(sample) for sample in samples])
+        self.predecessor: CallableCapture | None = None
+        self.links: dict[int, int] = {}
+        self.slots: list[Slot] = []
+        self.changed = ChangedInputs()
+        self._leaves: dict[int, Tensor] = {}  # of the last iteration
+        self._reader = Reader(root, group.options.ignore_attributes)
+        places = list(walk(root))
+        self._places = self._reader.places()
+        check_attributes(label, signature.distinct_names, samples, self._reader)
+        check_cache(label, places)
+        own = (place for place in places if "global variable" not in place.name)
+        self._containers = ContainerState(itertools.chain(own, global_containers(self._places)))
+        self._bindings = Bindings(variables(self._places))
+        below = [place.obj for place in places if isinstance(place.obj, nn.Module) and place.obj is not root]
+        self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
+        # Hooks are there to look, or freeze what they compute: what else they do is not repeated.
+        self._hooks = [hook for module in below for key in HOOK_DICTS for hook in vars(module).get(key, {}).values()]
+
+    def _take(self, samples: list[Tensor]) -> None:
+        """Warm up with ``samples`` [...]."""
+        self.samples = samples
+        self.watch, self._first_watch = WarmUpWatch(self.group.device, samples), TensorWatch(owned=samples)
+
+    def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
+        """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
+        results = predecessor.sample_results
+        names = self.signature.distinct_names
+        count = sum(name.startswith("args") for name in names) if everything else 1
+        for number in range(count):
+            if number >= min(len(names), len(results)) or not names[number].startswith("args"):
+                raise ValueError(
+                    f"{self.label}: expected a tensor as first argument and a tensor as first result of "
+                    f"{predecessor.label}, since chain=True feeds the one with the other"
+                )
+            sample, result = self.samples[number], results[number]
+            for fact in ("shape", "dtype", "requires_grad"):
+                expected, got = getattr(result, fact), getattr(sample, fact)
+                if expected != got:
+                    raise ValueError(
+                        f"{self.label}: expected sample {names[number]} with {fact} {expected}, as result {number} of "
+                        f"{predecessor.label} in the chain, got {got}; later samples may be left out"
+                    )
+            if predecessor.plan.lies_in_chain(number, predecessor.links):
+                self.links[number] = number
+        if self.links:
+            self.predecessor = predecessor
+            # What is read in place lies as it does there: code asks for that, and views of it depend on it.
+            self._take([self._as_linked(number, results) for number in range(len(self.samples))])
+        predecessor.sample_results = []
+
+    def _as_linked(self, number: int, results: list[Tensor]) -> Tensor:
+        """Sample ``number``, [...]: where it is linked, with the layout that it has among the predecessor's results."""
+        sample = self.samples[number]
+        if number not in self.links or sample.stride() == results[self.links[number]].stride():
+            return sample
+        return copy_with_gaps(results[self.links[number]]).requires_grad_(sample.requires_grad)
+
+    @property
+    def first_of_chain(self) -> CallableCapture:
+        """The first of the callables that are linked with this one."""
+        return self if self.predecessor is None else self.predecessor.first_of_chain
+
+    def warm_up(self) -> None:
+        """Run forward and backward as they will be captured, and learn what they use.
+
+        The first of at least two iterations lets the callable make what it keeps for later calls. The last one tells
+        what is external. Both are watched: what they write outside is put back by ``undo``.
+        """
+        isolation = _C.LeafIsolation(
+            list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
+        )
+        generators = HostRandom(self._places)
+        try:
+            with ModuleCalls(self._refuse_hooks) as calls:
+                tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
+        finally:
+            isolation.restore()
+            generators.restore()
+        self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        outputs = self.plan.outputs_of(tensors)
+        self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
+        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in outputs]
+        self.inner_outputs = inner_outputs([outputs[i] for i in self.output_numbers])
+        check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
+        self._check_use()
+        check_escapes(self.label, self.root, self.watch)
+        check_host_work(self.label, self._reader.obstacle, *self._host_work)
+        try:
+            self.homes = find_homes(
+                self._reader,
+                self._places,
+                self.watch.externals,
+                self.gradients.parameters,
+                calls.called,
+                self.group.options.hooks == "captured",
+            )
+        except (RuntimeError, TypeError) as error:
+            raise type(error)(f"{self.label}: {error}") from None
+
+    def _refuse_hooks(self, module: nn.Module) -> None:
+        """Of a ``module`` that is about to be called, and before they are: they are not for samples."""
+        if self.group.options.hooks == "refuse" and module is not self.root:
+            place = next((place for place in self._places if place.obj is module), None)
+            check_hooks(module, f"{self.label}: {(place and place.name) or type(module).__name__}")
+
+    def _iterate(self, iterations: int) -> list[Tensor]:
+        """The iterations of the warm-up; returns the results of the last one, [...] each."""
+        inputs = self.samples
+        nothing = contextlib.nullcontext()
+        watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
+        for watch in watches:
+            is_last = watch is self.watch
+            if is_last:
+                places = self._reader.places()
+                effects, generators = SideEffects(places), HostRandom(places)
+            code = CodeWatch(aside=self._hooks, listens=self._reader.asks_for_names)
+            with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
+                refusing = functools.partial(refuse_grad, self.label, self._places, watch)
+                with nothing if watch is nothing else GradWatch(refusing), code:
+                    given = self.changed.given(inputs)
+                    tensors = self._call(inputs, given)
+                    if watch is self._first_watch:
+                        self._find_casts(inputs, casts_of(given, tensors))
+                    del given
+                self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
+                self.plan.tell_of_rounding(self.label)
+                if is_last and self._copies:
+                    hidden = self.result.numbers_of_last(len(self._copies))
+                    names = self.signature.distinct_names
+                    self.changed.find_views(self.label, names, tensors, self._copies, hidden)
+                outputs = self.plan.outputs_of(tensors) if is_last else tensors
+            in_backward = CodeWatch(aside=self._hooks, listens=self._reader.asks_for_names)
+            with watch, in_backward:
+                self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+            if not is_last:
+                self._reader.note(code)
+                self._reader.note(in_backward)
+        # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
+        self._host_work = effects.first(self._reader.places()), generators.drawn_from()
+        self._reader.note(code)
+        self._reader.note(in_backward)
+        self._places = self._reader.places()
+        self.backward_guard = backward_guard(self._reader, in_backward, self.watch.externals.keys())
+        return tensors
+
+    def _find_casts(self, inputs: list[Tensor], casts: list[int]) -> None:
+        """Find which of ``inputs`` [...], which are cast so often, autocast would cast less often as leaves."""
+        self.is_cast_anew = [False] * len(inputs)
+        if max(casts, default=0) > 1:
+            given = self.changed.given(inputs)
+            fewer = casts_of(given, self._call(inputs, given, as_leaves=True))
+            self.is_cast_anew = [count > other for count, other in zip(casts, fewer, strict=True)]
+
+    @property
+    def functions(self) -> list[types.FunctionType]:
+        """What has to live as long as the guard."""
+        return self._reader.elsewhere
+
+    def undo(self) -> None:
+        """Put back what warm-up and capture wrote into tensors outside."""
+        self.watch.restore()
+        self._first_watch.restore()
+
+    def undo_failure(self) -> None:
+        """Put back, too, what they left in attributes and containers. After a success that stays: it may be in use."""
+        self._containers.restore()
+        self._bindings.restore()
+        self.watch.restore_grads()
+        self._first_watch.restore_grads()
+
+    def is_saved(self, tensor: Tensor) -> bool:
+        """True when autograd saves the external ``tensor`` [...] for the backward."""
+        external = self.watch.externals.get(storage_key(tensor))
+        return external is not None and external.saved
+
+    def is_saved_input(self, number: int) -> bool:
+        """True when autograd saves input ``number`` for the backward."""
+        return storage_key(self.samples[number]) in self.watch.saved_storages
+
+    def capture_forward(self, pool: Any) -> None:
+        """Capture the forward into a new slot."""
+        slot = Slot([self._static_input(number) for number in range(len(self.samples))])
+        self.slots.append(slot)
+        before = [version_of(tensor) for tensor in self.homes.tensors]
+        with self.backend.capture(pool) as slot.forward:
+            slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
+        self.versions_bumped = [version_of(t) != old for t, old in zip(self.homes.tensors, before, strict=True)]
+        slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
+        slot.grad_inputs = [None] * len(slot.inputs)
+        slot.use_grads = [[] for _ in slot.inputs]
+
+    def _static_input(self, number: int) -> Tensor:
+        """What a new slot reads as input ``number``, [...] like the sample."""
+        sample = self.samples[number]
+        if number in self.links:
+            slot = self.predecessor.slots[len(self.slots)]
+            result = self.predecessor.plan.results[self.links[number]].tensor_in(slot.outputs, slot.inputs)
+            return result.detach().requires_grad_(sample.requires_grad)
+        return static_copy(sample) if self.slots else sample
+
+    def capture_backward(self, number: int, pool: Any, successor: CallableCapture | None) -> None:
+        """Capture the gradients of the forward in slot ``number``, ending in one launch that accumulates them.
+
+        Where ``successor`` reads a result in place, its gradient is read where the successor writes it.
+        """
+        slot, lent, held = self.slots[number], {}, []
+        if successor is not None:
+            following = successor.slots[number]
+            # Until this capture is done, their memory is not free.
+            held, following.passed_on = [*following.grad_inputs, *following.passed_on], []
+            successor.settle(number)
+            gradients = following.grad_inputs
+            outputs = {i: self.plan.output_that_is(result) for i, result in successor.links.items()}
+            lent = {output: gradients[i] for i, output in outputs.items() if gradients[i] is not None}
+        outputs = [slot.live_outputs[i] for i in self.output_numbers]
+        own = self.group.stagings([slot.live_outputs[i] for i in self.output_numbers if i not in lent])
+        slot.grad_outputs = [_C.Staging(lent[i], is_lent=True) if i in lent else next(own) for i in self.output_numbers]
+        if outputs:
+            self._capture_backward(slot, pool, outputs, [staging.tensor for staging in slot.grad_outputs])
+        if self.predecessor is None:
+            self.settle(number)
+        elif slot.lent_storages & {storage_key(grad) for grad in slot.grad_inputs if grad is not None}:
+            slot.passed_on = held
+        del held
+
+    def settle(self, number: int) -> None:
+        """Leave the memory of the input gradients of slot ``number`` to later captures of the pool."""
+        slot = self.slots[number]
+        if slot.backward is not None:
+            slot.grad_inputs = self.backend.results(slot.grad_inputs, slot.backward)
+
+    def _capture_backward(self, slot: Slot, pool: Any, outputs: list[Tensor], grad_outputs: list[Tensor]) -> None:
+        parameters, accumulate = self.gradients.parameters, self.group.options.accumulate_grads
+        destinations = self.destinations()
+        uses = Uses(outputs, slot.inputs, self.gradients.inputs)
+        added = [slot.inputs[number] for number in uses.in_table]
+        slot.table = _C.GradientTable(
+            sizes=[
+                *(p.numel() * one.is_in_table for p, one in zip(parameters, destinations, strict=True)),
+                *(tensor.numel() for tensor in added),
+            ],
+            source_dtypes=[*(one.source_dtype for one in destinations), *(tensor.dtype for tensor in added)],
+            destination_dtypes=[*(one.dtype for one in destinations), *(tensor.dtype for tensor in added)],
+            device=self.group.device,
+        )
+        births = TensorWatch(restorable=False)
+        with self.backend.capture(pool) as slot.backward:
+            with births:
+                grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs)
+                input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)
+            input_grads = [self._owned(slot, grad, births) for grad in input_grads]
+            parameter_grads = [
+                _C.lay_out(grad, parameter, main_grad_of(parameter) if one.is_in_table else None)
+                for grad, parameter, one in zip(grads, parameters, destinations, strict=False)
+            ]
+            if (accumulate and parameters) or added:
+                torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
+        slot.parameter_grads = self.backend.results(parameter_grads, slot.backward)
+        slot.table.bind([*slot.parameter_grads, *uses.sources])
+        slot.summed_inputs = uses.summed
+        for number, grad in zip(self.gradients.inputs, input_grads, strict=True):
+            slot.grad_inputs[number] = grad
+        for number, each in uses.apart.items():
+            slot.use_grads[number] = self.backend.results(each, slot.backward)
+        for staging in slot.grad_outputs:
+            external = births.externals.get(storage_key(staging.tensor))
+            if external is not None and external.written:
+                staging.note_write()
+
+    def destinations(self) -> list[Destination]:
+        """Where the gradients of the parameters go, one each."""
+        each = zip(self.gradients.parameters, self.gradients.dtypes, strict=True)
+        return [Destination.of(p, dtype, self._is_for_autograd(p)) for p, dtype in each]
+
+    def _is_for_autograd(self, parameter: Tensor) -> bool:
+        """True where autograd sums the gradient of ``parameter`` [...], as that of one that is a result as well."""
+        is_result = self.plan.returns_parameter(parameter) and main_grad_of(parameter) is None
+        return is_result or self.group.options.is_for_autograd(parameter)
+
+    def _owned(self, slot: Slot, grad: Tensor, births: TensorWatch) -> Tensor:
+        """``grad`` [...] of an input, to be handed out: a clone where it lies in memory that is written by others, or
+        before what is handed out is protected. The backward's own memory is not; neither is the successor's input
+        gradient, which is protected like ours."""
+        if storage_key(grad) in births.produced_storages or storage_key(grad) in slot.lent_storages:
+            return grad
+        slot.clones += 1
+        return grad.clone()
+
+    def _call(self, inputs: list[Tensor], given: list[Tensor], as_leaves: bool = False) -> list[Tensor]:
+        """Run the callable on ``given`` [...], which stand for ``inputs`` [...]; return the tensors of its result.
+
+        Autocast treats them as what other operations computed, unless ``as_leaves``.
+        """
+        before = forms_of(given)
+        args, kwargs = self.signature.unflatten(given)
+        with cast_at_each_use([] if as_leaves else given):
+            result = self._run(*args, **kwargs)
+        check_forms(self.label, self.signature.distinct_names, before, given)
+        changed = self.changed.results(inputs, given)
+        self._copies = [given[number] for number in self.changed.numbers]
+        self.result, tensors = ResultSpec.of(self.label, (result, changed) if changed else result)
+        check_results(self.label, tensors)
+        return tensors
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it without the hooks of the top module, which run around each replay."""
+        function = self.root.forward if isinstance(self.root, nn.Module) else self.root
+        values = values_of(self.root, kwargs.pop(ARGUMENT, ()))
+        hooked = taken_away(self._computable)
+        with containers_kept(self.label, args, kwargs), own_casts(), values, hooked as self.computed:
+            return run_region(function, args, kwargs)
+
+    def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
+        """Run the backward once with zero gradients and note who gets one."""
+        if not outputs:
+            return Gradients([], [], [], [])
+        reached = [{id(leaf): leaf for leaf in leaves_below(output)} for output in outputs]
+        made_inside = self.watch.produced_storages | set(map(storage_key, inputs))  # the latter: x.detach()
+        found = itertools.chain.from_iterable(leaves.values() for leaves in reached)
+        leaves = {id(leaf): leaf for leaf in found if storage_key(leaf) not in made_inside}
+        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(self.root), *self._reader.places()])
+        self._leaves = leaves
+        self.gradients = Gradients(parameters, [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], [])
+        targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
+        grads = gradients_of(self.label, outputs, targets, [torch.zeros_like(output) for output in outputs])
+        used = [
+            (target, [id(target) in leaves for leaves in reached])
+            for target, grad in zip(targets, grads, strict=True)
+            if grad is not None
+        ]
+        found = {id(target) for target, _ in used}
+        dtypes = [grad.dtype for grad in grads[: len(self.gradients.parameters)] if grad is not None]
+        return Gradients(
+            [p for p in self.gradients.parameters if id(p) in found],
+            dtypes,
+            [i for i in self.gradients.inputs if id(inputs[i]) in found],
+            [depends_on for _, depends_on in used],
+        )
+
+    def _check_use(self) -> None:
+        inputs = self.samples
+        names = self.signature.distinct_names
+        for tensor, name in zip(inputs, names, strict=True):
+            if storage_key(tensor) in self.watch.mutated_owned:
+                op, site = self.watch.mutated_owned[storage_key(tensor)]
+                raise RuntimeError(
+                    f"{self.label}: {op} modifies {name} in place, which a replay could only do to its own copy: "
+                    f"modify a clone; at {site}"
+                )
+        if not torch.is_grad_enabled() or self.group.options.allow_unused_input:
+            return
+        for number, (tensor, name) in enumerate(zip(inputs, names, strict=True)):
+            is_used = number in self.gradients.inputs or self.plan.returns_input(number)
+            if tensor.requires_grad and not is_used:
+                raise RuntimeError(
+                    f"{self.label}: {name} requires a gradient but does not contribute to the results; pass "
+                    "allow_unused_input=True if that is meant"
+                )

@@ -1,0 +1,130 @@
+"""What a callable does in its warm-up that a replay could not do, refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph.common.dispatch import is_dense, storage_key
+from te_graph.graphs.arguments.signature import subclass_of
+from te_graph.graphs.capture.results import ResultPlan
+from te_graph.graphs.guards.code_reader import Reader
+from te_graph.graphs.guards.sources import Place, walk
+from te_graph.graphs.tracing.externals import TensorWatch
+
+
+def check_attributes(label: str, names: list[str], samples: list[Tensor], reader: Reader) -> None:
+    """Raise RuntimeError if one of ``samples`` [...] has an attribute put on it that the code, as ``reader`` knows it,
+    names: the graph reads another tensor."""
+    for name, sample in zip(names, samples, strict=True):
+        if read := reader.names_among(vars(sample)):
+            raise RuntimeError(
+                f"{label}: sample {name} has an attribute {read[0]!r}, which the callable may read, and a replay would "
+                "not see: pass its value as an argument"
+            )
+
+
+def forms_of(tensors: list[Tensor]) -> list[dict[str, Any]]:
+    """What methods such as ``unsqueeze_`` and ``requires_grad_``, and assignments to attributes, change of ``tensors``
+    [...] themselves."""
+    return [
+        {
+            "shape": tensor.shape,
+            "strides": tensor.stride(),
+            "requires_grad": tensor.requires_grad and tensor.grad_fn is None,  # what is written in place may get it
+            "attributes": {name: id(value) for name, value in vars(tensor).items()},
+        }
+        for tensor in tensors
+    ]
+
+
+def check_forms(label: str, names: list[str], before: list[dict[str, Any]], tensors: list[Tensor]) -> None:
+    """Raise RuntimeError if one of the arguments ``tensors`` [...] has another form than ``before``."""
+    for name, old, new in zip(names, before, forms_of(tensors), strict=True):
+        if change := next((fact for fact, value in new.items() if value != old[fact]), None):
+            raise RuntimeError(
+                f"{label}: changes the {change} of {name} in place, which a replay would not do to the caller's: "
+                "change a view or a detached copy (x = x.unsqueeze(0), x = x.detach())"
+            )
+
+
+def check_results(label: str, results: list[Tensor]) -> None:
+    """Raise TypeError or RuntimeError if one of the ``results`` [...] cannot be handed out as it is."""
+    for number, tensor in enumerate(results):
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{label}: expected dense results, got result {number} of layout {tensor.layout}")
+        if kind := subclass_of(tensor):
+            raise TypeError(f"{label}: expected result {number} to be a torch.Tensor, got a {kind}")
+        is_cut_off = tensor.requires_grad and tensor.grad_fn is None and tensor._is_view()
+        if is_cut_off and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{label}: result {number} is a view, made under torch.no_grad(), of a tensor that requires a "
+                "gradient, and can have no gradient itself: return it detached"
+            )
+
+
+def check_made(
+    label: str, results: list[Tensor], plan: ResultPlan, changed: list[Tensor], ignored: tuple[str, ...]
+) -> None:
+    """Raise RuntimeError if one of ``results`` [...] that are made at each call, as ``plan`` says, has what those of a
+    replay would not have. Attributes called ``ignored`` need not be there. ``changed``: the arguments [...] among them.
+    """
+    for number, tensor in enumerate(results):
+        if not plan.is_made(number) or any(tensor is argument for argument in changed):
+            continue
+        if name := next((name for name in vars(tensor) if name not in ignored), None):
+            raise RuntimeError(
+                f"{label}: result {number} has an attribute {name!r}, which the result of a replay would not have: "
+                "return its value beside the tensor, or list it in ignore_attributes= to leave it out"
+            )
+        if tensor.is_leaf and tensor.requires_grad:
+            raise RuntimeError(
+                f"{label}: result {number} is a leaf that the callable makes (requires_grad_(), nn.Parameter), which "
+                "the result of a replay would not be: return it detached, and let the caller make it one"
+            )
+
+
+def check_escapes(label: str, root: Any, watch: TensorWatch) -> None:
+    """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
+    for place in walk(root):
+        is_tensor = isinstance(place.obj, Tensor) and is_dense(place.obj)
+        if is_tensor and storage_key(place.obj) in watch.produced_storages:
+            raise RuntimeError(
+                f"{label}: the callable leaves a tensor that it computed in {place.name}; a replay would not run that "
+                "assignment: return the tensor, or write a buffer in place"
+            )
+
+
+def check_host_work(label: str, obstacle: str | None, effect: str | None, generator: str | None) -> None:
+    """Refuse what Python did in the last warm-up and a replay would not do again: the ``effect`` that it had, the
+    ``generator`` that it drew from. ``obstacle``: why its code cannot be compared at calls."""
+    if obstacle:
+        raise RuntimeError(f"{label}: {obstacle}")
+    if generator is not None:
+        raise RuntimeError(
+            f"{label}: it draws from {generator}, and a replay would go on with the numbers of the capture: draw with "
+            "torch, on the device (torch.rand)"
+        )
+    if effect is not None:
+        raise RuntimeError(
+            f"{label}: the forward changes {effect}, and a replay would not: count in a buffer that is written in "
+            "place, change it outside, or list the attribute in ignore_attributes= to freeze it"
+        )
+
+
+def refuse_grad(label: str, places: Iterable[Place], watch: TensorWatch, tensor: Tensor) -> None:
+    """Refuse that a callable uses ``.grad`` of ``tensor`` [...], unless it made that in the iteration of ``watch``.
+
+    Raises:
+        RuntimeError: names the tensor, if it is at one of ``places``.
+    """
+    if is_dense(tensor) and storage_key(tensor) in watch.produced_storages:
+        return
+    name = next((place.name for place in places if place.obj is tensor), "an argument or tensor outside")
+    raise RuntimeError(
+        f"{label}: the forward uses .grad of {name}, and a replay would go on with what it was at capture, or "
+        "leave the change out: call zero_grad(), or read gradients, outside of the callable"
+    )

@@ -1,0 +1,169 @@
+"""The arguments of make_graphed_callables, checked before anything is run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.common.capture_state import is_capturing
+from te_graph.graphs.arguments.signature import Signature, subclass_of
+from te_graph.graphs.capture.options import Options
+from te_graph.graphs.capture.wrappers import reason_to_refuse_module
+
+_NAME = "make_graphed_callables"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured: one entry per callable in each tuple.
+
+    Attributes:
+        samples: signature and tensors of the sample arguments; None where the predecessor's results are the arguments.
+        kwargs: sample keyword arguments, for those.
+    """
+
+    callables: tuple[nn.Module | Callable[..., Any], ...]
+    labels: tuple[str, ...]
+    samples: tuple[tuple[Signature, list[Tensor]] | None, ...]
+    kwargs: tuple[dict[str, Any], ...]
+    is_tuple: bool
+    device: torch.device
+    options: Options
+
+    @classmethod
+    def of(
+        cls, callables: Any, sample_args: Any, sample_kwargs: Any, *, enable_annotations: bool, options: Options
+    ) -> Request:
+        """Check everything and collect it.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
+            RuntimeError: a capture is under way, or inference mode is on.
+        """
+        if enable_annotations and "enable_annotations" not in inspect.signature(torch.cuda.graph.__init__).parameters:
+            raise ValueError(f"{_NAME}: enable_annotations=True needs a newer torch, got {torch.__version__}")
+        is_tuple = isinstance(callables, tuple)
+        each = callables if is_tuple else (callables,)
+        if not each:
+            raise ValueError(f"{_NAME}: expected at least one callable, got an empty tuple")
+        for number, target in enumerate(each):
+            _check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
+        chained = options.chain and is_tuple
+        if chained and isinstance(sample_args, tuple) and not all(isinstance(one, tuple) for one in sample_args):
+            sample_args = (sample_args,)  # the arguments of the first callable, as they are
+        args = _one_for_each("sample_args", sample_args, is_tuple, len(each), tuple, may_be_fewer=chained)
+        kwargs = _one_for_each("sample_kwargs", sample_kwargs, is_tuple, len(each), dict)
+        labels = tuple(_label(target, number if is_tuple else None) for number, target in enumerate(each))
+        given = [sample_of(*one) for one in zip(labels, args, kwargs, strict=False)]
+        samples = tuple(given + [None] * (len(each) - len(given)))
+        device = _common_device(labels, each, [tensors for _, tensors in given])
+        check_circumstances(device)
+        return cls(each, labels, samples, kwargs, is_tuple, device, options)
+
+
+def sample_of(
+    label: str, args: tuple, kwargs: dict[str, Any], device: torch.device | None = None
+) -> tuple[Signature, list[Tensor]]:
+    """Signature and tensors of sample arguments, which must be dense, and on ``device`` where one is given."""
+    signature, tensors = Signature.of(label, args, kwargs)
+    for name, tensor in zip(signature.distinct_names, tensors, strict=True):
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
+        if not tensor.is_meta and not _C.has_memory(tensor):
+            raise ValueError(
+                f"{label}: expected sample {name} to have memory of its own, got a {type(tensor).__name__}"
+            )
+        if kind := subclass_of(tensor):
+            raise TypeError(f"{label}: expected sample {name} to be a torch.Tensor, got a {kind}")
+        if device is not None and tensor.device != device:
+            raise ValueError(f"{label}: expected sample {name} on {device}, got {tensor.device}")
+    return signature, tensors
+
+
+def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
+    if isinstance(target, torch.jit.ScriptModule) or not callable(target) or isinstance(target, type):
+        hint = ": give a tuple(...) of it" if isinstance(target, Iterable) and not callable(target) else ""
+        raise TypeError(
+            f"{_NAME}: expected {name} to be an nn.Module, a function, or a tuple of them, got "
+            f"{type(target).__name__}{hint}"
+        )
+    if isinstance(target, nn.Module) and getattr(target.forward, "__func__", None) is nn.Module.forward:
+        hint = ": give a tuple of its modules" if isinstance(target, Iterable) else ""
+        raise TypeError(f"{_NAME}: expected {name} to have a forward, got {type(target).__name__}{hint}")
+    if getattr(target, "te_graph", None) is not None:
+        raise ValueError(f"{_NAME}: expected {name} not to be graphed yet, got one: call .te_graph.reset() on it first")
+    if any(target is other for other in earlier):
+        raise ValueError(f"{_NAME}: expected each callable once, got {name} again")
+    if isinstance(target, nn.Module):
+        for owner, buffer in target.named_buffers():
+            if buffer.requires_grad:
+                raise ValueError(f"{_NAME}: expected buffers without gradients, got buffer {owner} of {name} with one")
+        for path, module in target.named_modules():
+            if (reason := reason_to_refuse_module(module)) is not None:
+                whose = f"{path} of {name}" if path else f"{name} ({type(module).__name__})"
+                raise TypeError(f"{_NAME}: {whose} cannot be captured: {reason}")
+            if getattr(module, "te_graph", None) is not None:
+                raise ValueError(
+                    f"{_NAME}: expected modules that are not graphed yet, got {path} of {name}: call .te_graph.reset() "
+                    "on it first"
+                )
+
+
+def _one_for_each(
+    name: str, given: Any, is_tuple: bool, count: int, kind: type, may_be_fewer: bool = False
+) -> tuple[Any, ...]:
+    if given is None and kind is dict:
+        return tuple({} for _ in range(count))
+    each = given if is_tuple else (given,)
+    if not isinstance(each, tuple | list):
+        raise TypeError(f"{_NAME}: expected {name} to be a tuple, one entry per callable, got {type(given).__name__}")
+    if len(each) != count and not (may_be_fewer and 0 < len(each) < count):
+        raise ValueError(f"{_NAME}: expected {name} for {count} callables, got {len(each)}")
+    for number, entry in enumerate(each):
+        if not isinstance(entry, kind):
+            which = f"{name}[{number}]" if is_tuple else name
+            hint = ": write (x,) for one argument x" if kind is tuple else ""
+            raise TypeError(f"{_NAME}: expected {which} to be a {kind.__name__}, got {type(entry).__name__}{hint}")
+    return tuple(each)
+
+
+def _label(target: Any, number: int | None) -> str:
+    kind = type(target).__name__
+    name = kind if isinstance(target, nn.Module) else getattr(target, "__name__", kind)
+    return name if number is None else f"callable {number} ({name})"
+
+
+def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples: list[list[Tensor]]) -> torch.device:
+    """The one device of all samples, parameters and buffers; the CPU where there is no tensor."""
+    device, owner = None, ""
+    for number, (label, target) in enumerate(zip(labels, callables, strict=True)):
+        tensors = samples[number] if number < len(samples) else []
+        named = [(f"a sample of {label}", tensor) for tensor in tensors]
+        if isinstance(target, nn.Module):
+            named += [(f"{name} of {label}", p) for name, p in (*target.named_parameters(), *target.named_buffers())]
+        for name, tensor in named:
+            if device is None:
+                device, owner = tensor.device, name
+            elif tensor.device != device:
+                raise ValueError(
+                    f"{_NAME}: expected all tensors on one device, got {owner} on {device} and {name} on "
+                    f"{tensor.device}"
+                )
+    device = device or torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{_NAME}: expected tensors on cpu or cuda, got {owner} on {device}")
+    return device
+
+
+def check_circumstances(device: torch.device, name: str = _NAME) -> None:
+    """Refuse to capture where that cannot be right. ``name`` is what was called."""
+    if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        raise RuntimeError(f"{name}: called inside another capture")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{name}: called under torch.inference_mode(); use torch.no_grad()")

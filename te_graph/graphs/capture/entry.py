@@ -1,0 +1,112 @@
+"""One capture of a callable: the replay object and the arguments that it is for."""
+
+from __future__ import annotations
+
+import enum
+import types
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.graphs.arguments.signature import DiscernibleError, ResultSpec, Signature
+from te_graph.graphs.capture.call_form import CallForm
+from te_graph.graphs.capture.changed_arguments import ChangedArguments
+from te_graph.graphs.capture.gradients import GradientState
+from te_graph.graphs.guards.pure_hooks import ARGUMENT, Computed, current_values
+
+
+class Doubt(enum.Enum):
+    """Why the results of a replay might be wrong, where an eager call's are right."""
+
+    DISCERNIBLE = enum.auto()  # the arguments are those of the capture, but code could tell them apart
+    ENTANGLED = enum.auto()  # what the call changes in place is part of something else
+
+
+@dataclass(frozen=True)
+class Doubtful:
+    """A refusal like ``_C.Refusal``."""
+
+    kind: Doubt
+    message: str
+
+
+@dataclass(eq=False)
+class Entry:
+    """What a handle keeps of a capture; a handle has one for each signature.
+
+    Attributes:
+        graphed: the C++ replay object.
+        signature: nest, constants and identities of the arguments; the tensors' facts are in ``graphed``.
+        form: brings calls into the form that ``signature`` has.
+        result: nest of the results.
+        leaves: those outside that get a gradient, in the order of their numbers; not kept alive.
+        states: what graphed callables share about each of those.
+        has_main_grads: the gradient of one of them goes to a ``main_grad``.
+        statistics: of the capture: backend, slots, graphs, nodes, bytes, capture_seconds.
+        computed: attributes that hooks of modules below the callable compute inside the graph.
+        changed: arguments that the callable changes in place; None where it changes none.
+        predecessor: in a chain, the entry whose results it reads in place.
+        functions: that the callable was seen to run and no place leads to: the guard would miss what is gone.
+        retired: another capture has taken its place.
+    """
+
+    label: str
+    graphed: _C.GraphedCallable
+    signature: Signature
+    form: CallForm
+    result: ResultSpec
+    leaves: list[weakref.ref[Tensor]]
+    states: list[GradientState]
+    has_main_grads: bool
+    statistics: dict[str, Any]
+    computed: list[Computed]
+    changed: ChangedArguments | None
+    functions: list[types.FunctionType]
+    predecessor: weakref.ref[Entry] | None = None
+    retired: bool = False
+    is_flat: bool = field(init=False)
+    has_hooked_values: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_flat = self.signature.is_flat and self.changed is None
+        self.has_hooked_values = ARGUMENT in self.signature.shape.children[1].keys
+
+    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal | Doubtful:
+        """The tensors of the results of a replay, or why there was none."""
+        if self.is_flat and not kwargs and self.signature.is_plain(args):
+            return self.graphed.forward(root, args)
+        try:
+            args, kwargs = self.form.of(args, kwargs)
+            if self.has_hooked_values:
+                kwargs = {**kwargs, ARGUMENT: current_values(root)}
+            tensors = self.signature.flatten(self.label, args, kwargs)
+        except DiscernibleError as error:
+            return Doubtful(Doubt.DISCERNIBLE, str(error))
+        except ValueError as error:
+            return _C.Refusal(_C.Refusal.Kind.ARGUMENTS, str(error))
+        if self.changed is None:
+            return self.graphed.forward(root, tensors)
+        if obstacle := self.changed.obstacle(tensors):
+            return Doubtful(Doubt.ENTANGLED, f"{self.label}: {obstacle}")
+        outputs = self.graphed.forward(root, tensors)
+        if type(outputs) is list:
+            self.changed.write(tensors, outputs)
+        return outputs
+
+    def result_of(self, outputs: list[Tensor]) -> Any:
+        """The result of a replay that gave ``outputs`` [...]."""
+        if self.result.is_tensor:
+            return outputs[0]
+        result = self.result.unflatten(outputs)
+        return result if self.changed is None else result[0]
+
+    @property
+    def lost_predecessor(self) -> bool:
+        """True when the entry whose results it reads in place has been replaced or freed."""
+        if self.predecessor is None:
+            return False
+        entry = self.predecessor()
+        return entry is None or entry.retired

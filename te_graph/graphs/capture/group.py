@@ -1,0 +1,53 @@
+"""What callables share that are captured together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.graphs.capture.options import Options
+from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
+
+
+class Group:
+    """What the callables of one ``make_graphed_callables`` share, at once and in captures of later signatures.
+
+    Args:
+        device: where all their tensors are.
+        options: as the user gave them.
+
+    Attributes:
+        backend: makes the graphs; see ``te_graph.backends``.
+        scope: orders their replays.
+        backward_pool: memory pool of all their backward graphs.
+    """
+
+    def __init__(self, device: torch.device, options: Options) -> None:
+        self.device = device
+        self.options = options
+        self.backend: Any = (
+            CudaBackend(device, options.capture_error_mode) if device.type == "cuda" else RecorderBackend()
+        )
+        self.scope = _C.Scope(device)
+        self.backward_pool = options.pool or self.backend.new_pool()
+        self._stagings: dict[tuple, _C.Staging] = {}
+
+    def stagings(self, outputs: list[Tensor]) -> Iterator[_C.Staging]:
+        """Where backward graphs read the gradients of ``outputs`` [...], one each.
+
+        Every replay fills them anew and replays do not overlap, so all callables use the same ones.
+        """
+        uses: Counter[tuple] = Counter()
+        for output in outputs:
+            kind = (output.shape, output.stride(), output.dtype)
+            key = (*kind, uses[kind])
+            uses[kind] += 1
+            if key not in self._stagings:
+                zeros = torch.zeros_like(output, requires_grad=False)
+                self._stagings[key] = _C.Staging(zeros, is_lent=False)
+            yield self._stagings[key]

@@ -1,0 +1,326 @@
+"""Warm-up and capture of callables, as one transaction."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import itertools
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from te_graph import _C
+from te_graph.common.capture_state import capturing, one_at_a_time
+from te_graph.graphs.arguments.signature import Signature
+from te_graph.graphs.capture.call_form import CallForm
+from te_graph.graphs.capture.callable_capture import CallableCapture
+from te_graph.graphs.capture.changed_arguments import ChangedArguments
+from te_graph.graphs.capture.checks import sample_of
+from te_graph.graphs.capture.entry import Entry
+from te_graph.graphs.capture.exports import move_exported_results
+from te_graph.graphs.capture.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
+from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.wrappers import watching_wrappers
+from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
+from te_graph.graphs.tracing.explanations import explained
+
+_log = logging.getLogger("te_graph")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One callable to be captured.
+
+    Attributes:
+        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
+        parameters: of the callable, from ``parameters_of``.
+    """
+
+    label: str
+    target: nn.Module | Callable[..., Any]
+    sample: tuple[Signature, list[Tensor]] | None
+    kwargs: dict[str, Any]
+    parameters: inspect.Signature | None
+
+
+def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
+    """Capture the callables of ``jobs``; with ``is_chain`` each reads the results of the one before in place.
+
+    Buffers, generators, garbage collection and gradients are afterwards as before, also when it raises.
+    """
+    options, backend = group.options, group.backend
+    steps = len(jobs) * (1 + 2 * options.max_in_flight)
+    move_exported_results()  # changes torch.Tensor, which guards may compare
+    is_quiet = not (len(jobs) > 1 and sys.stderr.isatty()) if options.show_progress is None else False
+    with contextlib.ExitStack() as transaction:
+        progress = transaction.enter_context(
+            tqdm(total=steps, desc="capturing graphs", disable=is_quiet or options.show_progress is False)
+        )
+        transaction.enter_context(one_at_a_time())
+        transaction.enter_context(garbage_collection_off())
+        transaction.enter_context(backend.session())
+        transaction.enter_context(capturing())
+        transaction.enter_context(watching_wrappers())
+        transaction.enter_context(_saved_tensor_hooks_off())
+        transaction.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values on the host
+        on_failure = transaction.enter_context(contextlib.ExitStack())
+        started = time.perf_counter()
+        captures: list[CallableCapture] = []
+        for job in jobs:
+            capture = _begin(job, group, captures[-1] if captures and is_chain else None)
+            captures.append(capture)
+            transaction.callback(capture.undo)
+            on_failure.callback(capture.undo_failure)
+            with explained(capture.label, "the warm-up"), backend.watch_generator(capture.label):
+                capture.warm_up()
+            progress.update()
+        for capture in captures:
+            capture.sample_results = []
+        with _main_grads(captures, group):
+            _capture_graphs(captures, group, progress)
+            entries = _assemble_all(jobs, captures, group, is_chain, (time.perf_counter() - started) / len(captures))
+        on_failure.pop_all()
+    for entry in entries:
+        facts = entry.statistics
+        _log.info(
+            "%s: captured %d graphs, %d nodes, %.1f MiB in %.2f s",
+            *(entry.label, facts["graphs"], facts["nodes"], facts["bytes"] / 2**20, facts["capture_seconds"]),
+        )
+    return entries
+
+
+def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> CallableCapture:
+    if job.sample is not None:
+        signature, tensors = job.sample
+    else:
+        result = predecessor.result.unflatten(predecessor.sample_results)
+        result = result[0] if predecessor.changed.numbers else result
+        signature, tensors = sample_of(job.label, (result,), job.kwargs)
+    if values := sample_values(job.target):
+        args, kwargs = signature.unflatten(tensors)
+        signature, tensors = sample_of(job.label, args, {**kwargs, ARGUMENT: values})
+    capture = CallableCapture(job.label, job.target, group, signature, tensors)
+    if predecessor is not None:
+        capture.link_to(predecessor, everything=job.sample is None)
+    return capture
+
+
+@contextlib.contextmanager
+def _saved_tensor_hooks_off() -> Iterator[None]:
+    """What a warm-up saves is no business of the code around it: a checkpoint would take it for its own."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def garbage_collection_off() -> Iterator[None]:
+    """A collection in the middle of a capture could free what must not be freed there."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]:
+    """Create the ``main_grad`` tensors that ``grad_dtype`` asks for; remove them again if the capture fails."""
+    dtype = group.options.grad_dtype if group.options.accumulate_grads else None
+    created: list[Tensor] = []
+    for capture in captures:
+        for parameter in capture.gradients.parameters:
+            if not group.options.is_for_autograd(parameter):
+                _check_main_grad(capture, parameter)
+    try:
+        for parameter in {id(p): p for c in captures for p in c.gradients.parameters}.values():
+            if dtype in (None, parameter.dtype) or main_grad_of(parameter) is not None:
+                continue
+            if group.options.is_for_autograd(parameter):
+                continue
+            if dtype != torch.float32 or parameter.dtype not in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"make_graphed_callables: expected grad_dtype to be torch.float32 or the parameter's own "
+                    f"dtype, {parameter.dtype}, got {dtype}"
+                )
+            create_main_grad(parameter, dtype)
+            created.append(parameter)
+        yield
+    except BaseException:
+        for parameter in created:
+            del parameter.main_grad
+        raise
+
+
+def _check_main_grad(capture: CallableCapture, parameter: Tensor) -> None:
+    number = capture.homes.index_of(parameter)
+    name = capture.homes.names[number] if number >= 0 else f"a parameter of shape {list(parameter.shape)}"
+    try:
+        check_main_grad(name, parameter)
+    except ValueError as error:
+        raise ValueError(f"{capture.label}: {error}") from None
+
+
+def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm) -> None:
+    """Capture all forwards in order, then all backwards in reverse order.
+
+    What a forward makes lives until its backward has run, and may share memory with nothing that another graph writes
+    in between. So each forward has a memory pool of its own; only in a chain, where a layer's slot is not used again
+    before those of later layers are free, forwards share one for each slot, and what one lets go of is there for the
+    next. What backwards make is dead when the next one starts, so they share one pool. The autograd graphs of the
+    capture, and with them the activations, are held until all is captured.
+    """
+    leaves = {id(p): p for capture in captures for p in capture.gradients.parameters}
+    isolation = _C.LeafIsolation(list(leaves.values()), with_accumulators=True)
+    slots = range(group.options.max_in_flight)
+    pools = {capture: [group.backend.new_pool() for _ in slots] for capture in {c.first_of_chain for c in captures}}
+    successors = {capture.predecessor: capture for capture in captures}
+    try:
+        for capture in captures:
+            for number in slots:
+                with explained(capture.label, "the capture", capture.watch.notes):
+                    capture.capture_forward(pools[capture.first_of_chain][number])
+                progress.update()
+        for capture in reversed(captures):
+            for number in slots:
+                with explained(capture.label, "the capture", capture.watch.notes):
+                    capture.capture_backward(number, group.backward_pool, successors.get(capture))
+                progress.update()
+    finally:
+        for capture in captures:
+            for slot in capture.slots:
+                slot.live_outputs = []
+        isolation.restore()
+
+
+def _assemble_all(
+    jobs: list[Job], captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float
+) -> list[Entry]:
+    backend = group.backend
+    forwards = [[slot.forward for slot in capture.slots] for capture in captures]
+    sharing = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
+    if is_chain:
+        sharing += [graph for graphs in forwards for graph in graphs]
+        forwards = [[] for _ in captures]
+    *forward_bytes, shared_bytes = backend.nbytes([*forwards, sharing])
+    entries: dict[CallableCapture, Entry] = {}
+    for job, capture, own_bytes in zip(jobs, captures, forward_bytes, strict=True):
+        predecessor = entries.get(capture.predecessor)
+        graphs = [g for slot in capture.slots for g in (slot.forward, slot.backward) if g is not None]
+        inputs = sum(t.nbytes for s in capture.slots for i, t in enumerate(s.inputs) if i not in capture.links)
+        parameters = capture.gradients.parameters
+        entries[capture] = Entry(
+            label=capture.label,
+            graphed=_assemble(capture, group, predecessor),
+            signature=capture.signature,
+            form=CallForm(job.parameters, capture.signature),
+            computed=capture.computed,
+            changed=ChangedArguments.of(
+                capture.label,
+                capture.changed,
+                capture.result.numbers_of_last(len(capture.changed.numbers)),
+                capture.signature.distinct_names,
+                capture.homes.tensors,
+                capture.plan.results_that_are(list(itertools.compress(capture.output_numbers, capture.inner_outputs))),
+            ),
+            functions=capture.functions,
+            result=capture.result,
+            leaves=[weakref.ref(parameter) for parameter in parameters],
+            states=[gradient_state(parameter) for parameter in parameters],
+            has_main_grads=any(main_grad_of(parameter) is not None for parameter in parameters),
+            statistics={
+                "backend": backend.name,
+                "slots": len(capture.slots),
+                "graphs": len(graphs),
+                "clones": capture.plan.clones * len(capture.slots) + sum(slot.clones for slot in capture.slots),
+                "nodes": sum(backend.nodes(graph) for graph in graphs),
+                "bytes": own_bytes + inputs + shared_bytes // len(captures),
+                "capture_seconds": seconds,
+            },
+            predecessor=weakref.ref(predecessor) if predecessor is not None else None,
+        )
+    return list(entries.values())
+
+
+def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None) -> _C.GraphedCallable:
+    """The C++ replay object of one callable."""
+    homes, gradients, plan = capture.homes, capture.gradients, capture.plan
+    parameters = []
+    each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
+    for parameter, destination, depends_on in each:
+        number = homes.index_of(parameter)
+        if number < 0:
+            raise RuntimeError(
+                f"{capture.label}: a leaf of shape {list(parameter.shape)} gets a gradient but is not found among the "
+                "parameters, attributes and variables of the callable: pass it as an argument"
+            )
+        has_main_grad = not destination.is_for_autograd and main_grad_of(parameter) is not None
+        parameters.append(
+            _C.ParameterSpec(
+                tensor=number,
+                main_grad=homes.add_main_grad(number) if has_main_grad else -1,
+                depends_on=depends_on,
+                through_autograd=destination.is_for_autograd,
+                main_grad_fits=destination.is_in_table,
+                flag=gradient_state(parameter).flag,
+            )
+        )
+    input_dependence = dict(zip(gradients.inputs, gradients.depends_on[len(parameters) :], strict=True))
+    inputs = [
+        _C.InputSpec(
+            name, input_dependence.get(i, []), i in capture.links, capture.is_saved_input(i), capture.is_cast_anew[i]
+        )
+        for i, name in enumerate(capture.signature.distinct_names)
+    ]
+    # main_grads come after the tensors that the capture itself uses.
+    main_grads = len(homes.tensors) - len(capture.versions_bumped)
+    externals = [
+        _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
+        for tensor, bumped in zip(homes.tensors, [*capture.versions_bumped, *[False] * main_grads], strict=True)
+    ]
+    graphed = _C.GraphedCallable(
+        name=capture.label,
+        device=group.device,
+        scope=group.scope,
+        guard=homes.guard,
+        inputs=inputs,
+        parameters=parameters,
+        externals=externals,
+        differentiable=capture.output_numbers,
+        saved_outputs=capture.saved_outputs,
+        inner_outputs=capture.inner_outputs,
+        results=[] if plan.is_plain else [result.spec(capture.label, homes) for result in plan.results],
+        predecessor=None if predecessor is None else predecessor.graphed,
+        backward_guard=capture.backward_guard,
+    )
+    for slot in capture.slots:
+        graphed.add_slot(
+            forward=slot.forward,
+            backward=slot.backward,
+            inputs=slot.inputs,
+            outputs=slot.outputs,
+            grad_outputs=slot.grad_outputs,
+            grad_inputs=slot.grad_inputs,
+            use_grads=slot.use_grads,
+            parameter_grads=slot.parameter_grads,
+            summed_inputs=slot.summed_inputs,
+            table=slot.table,
+        )
+    return graphed

@@ -1,0 +1,1 @@
+"""graphed(): functions that replay whole."""

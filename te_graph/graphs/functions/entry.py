@@ -1,0 +1,357 @@
+"""One signature of a ``graphed`` function: its first call, its capture, its replays."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.common.capture_state import capturing, collecting_checks, one_at_a_time
+from te_graph.common.dispatch import storage_key
+from te_graph.graphs.arguments.signature import ResultSpec
+from te_graph.graphs.capture.autocast import own_casts
+from te_graph.graphs.capture.checks import check_circumstances
+from te_graph.graphs.capture.session import garbage_collection_off
+from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
+from te_graph.graphs.guards.function_guard import Surroundings, homeless
+from te_graph.graphs.guards.guarded_sources import Fact, is_opaque
+from te_graph.graphs.guards.rollback import Bindings, ContainerState
+from te_graph.graphs.guards.source_walker import Explorer
+from te_graph.graphs.guards.values import random_state, set_random_state
+from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
+from te_graph.graphs.tracing.calls import Frame, call
+from te_graph.graphs.tracing.code_watch import CodeWatch
+from te_graph.graphs.tracing.explanations import Notes, explained
+from te_graph.graphs.tracing.optimizer_steps import advice_on_change
+from te_graph.graphs.tracing.recorder import CaptureError
+
+_CPU = torch.device("cpu")
+_CHANGES_STATE = (
+    "{}: changes the state of Python objects at every call, which a replay would not do: {}; make it a tensor on the "
+    "device, return it, or change it outside"
+)
+
+
+@dataclass(frozen=True)
+class Home:
+    """A result that the function did not make: found anew at each call.
+
+    Attributes:
+        step: of the guard, to the tensor, or to the one whose ``.grad`` it is.
+        view: size, stride and offset where the result is another view of its memory; None: the very object.
+    """
+
+    step: int
+    is_grad: bool
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+    def result(self, found: Any) -> Any:
+        """The result, where the guard's step has ``found`` a tensor [...] or another object."""
+        tensor = found.grad if self.is_grad else found
+        return tensor if self.view is None else tensor.detach().as_strided(*self.view)
+
+
+@dataclass(eq=False)
+class SequenceEntry:
+    """What is known of one signature: how to tell it, and once captured, how to replay it.
+
+    Attributes:
+        guard: over all that the function can be seen to use.
+        devices: where it works.
+        multiplies: it multiplies matrices.
+        effect: what the first call has changed about Python objects, if anything.
+        before: then, how everything but addresses was before it.
+        device: the GPU, if the function uses one; else the CPU.
+        settings: of the process and the thread, at the first call or the capture.
+        graph: None until captured.
+        results: nest of the results.
+        own: those that the graph made, [...] each.
+        special: numbers of those that are more than a plain tensor, and the same object at each call.
+        homes: where the others are found.
+        home_steps: their steps of the guard.
+        order: of each result, the number among ``own``, then ``homes``.
+        checks: what ``before_replay`` was given in the capture.
+        nbytes: memory that belongs to the graph.
+        nodes: of the graph.
+        seconds: that the capture took.
+        pool: that memory, on a GPU.
+    """
+
+    label: str
+    guard: _C.Guard
+    devices: set[torch.device]
+    multiplies: bool = False
+    effect: str = ""
+    before: _C.Guard | None = None
+    device: torch.device = field(init=False)
+    settings: _C.Settings = field(init=False)
+    graph: _C.CapturedGraph | None = None
+    results: ResultSpec | None = None
+    own: list[Tensor] = field(default_factory=list)
+    special: list[int] = field(default_factory=list)
+    homes: list[Home] = field(default_factory=list)
+    home_steps: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    nbytes: int = 0
+    nodes: int = 0
+    seconds: float = 0.0
+    pool: Any = None
+
+    def __post_init__(self) -> None:
+        self.device = next((device for device in self.devices if device.type == "cuda"), _CPU)
+        self.settings = _C.Settings(self.device, with_modes=True)
+
+    def change(self, frame: Frame) -> str:
+        """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
+        return self.guard.check_in_passing(frame) or self.settings.change()
+
+    def begin(self, frame: Frame) -> tuple[str, list[Any]]:
+        """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
+        if self.checks:  # which come in between
+            return self.change(frame), []
+        return self.guard.begin(self.settings, frame, self.home_steps)
+
+    def refuse_if_undone(self, frame: Frame) -> None:
+        """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
+        if self.before is not None and not self.before.check_in_passing(frame):
+            raise CaptureError(_CHANGES_STATE.format(self.label, self.effect) + advice_on_change(self.effect))
+
+    def replay(self, frame: Frame, scope: _C.Scope, found: list[Any]) -> Any:
+        """Replay and return the results; right after ``begin`` found no change, and what is given here."""
+        if self.checks:
+            for check in self.checks:
+                check()
+            # They are the user's code, and what follows relies on what the guard has met.
+            change, found = self.guard.begin(self.settings, frame, self.home_steps)
+            if change:
+                raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
+        homes = [home.result(one) for home, one in zip(self.homes, found, strict=True)]
+        # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
+        made = scope.replay(self.graph, self.own)
+        for number in self.special:
+            made[number] = self.own[number]
+        pool = [*made, *homes]
+        return self.results.unflatten([pool[number] for number in self.order])
+
+    def take(self, tensors: list[Tensor | Home]) -> None:
+        """Enter the results, [...] each: the graph's own, or where others are found."""
+        self.homes = [one for one in tensors if isinstance(one, Home)]
+        self.home_steps = [home.step for home in self.homes]
+        own = {id(one): one for one in tensors if isinstance(one, Tensor)}
+        self.own = list(own.values())
+        self.special = [n for n, one in enumerate(self.own) if type(one) is not Tensor or vars(one)]
+        numbers = {key: number for number, key in enumerate([*own, *map(id, self.homes)])}
+        self.order = [numbers[id(one)] for one in tensors]
+
+
+def _is_itself(fact: Fact) -> bool:
+    """True for objects, no tensors, that are results as they are: code can tell them from what holds the same."""
+    if fact.is_end or fact.is_given or fact.parent is None or fact.same_as is not None or isinstance(fact.obj, Tensor):
+        return False
+    return fact.value is None or fact.value.is_mutable
+
+
+def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry | None]:
+    """Run the function as it is; return its result and an entry that recognises the next such call, if that can be."""
+    facts = explorer.explore(frame)
+    if explorer.is_at_a_loss:
+        return call(frame), None
+    before = Surroundings(facts, used=set(), is_strict=False).guard
+    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=explorer.asks_for_names)
+    with capturing(), reads, watch, code:
+        result = call(frame)
+    explorer.note(code)
+    used = {*watch.externals, *watch.produced_storages}
+    facts = explorer.explore(frame)
+    if explorer.is_at_a_loss:
+        return result, None
+    surroundings = Surroundings(facts, used, asked=reads.asked, runs_backward=watch.runs_backward)
+    effect = before.check_in_passing(frame)
+    entry = SequenceEntry(
+        label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None
+    )
+    return result, entry
+
+
+def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, stream: Any) -> SequenceEntry:
+    """Capture the function, without effect on tensors; return the entry that replays it.
+
+    Raises:
+        CaptureError, RuntimeError: the function does what a replay would get wrong. Tensors, attributes and containers
+            are as before.
+    """
+    start = time.perf_counter()
+    label, device = first.label, first.device
+    others = sorted(str(other) for other in first.devices if other not in (_CPU, device))
+    if others or device.type not in ("cpu", "cuda"):
+        raise CaptureError(f"{label}: expected tensors on the CPU or one GPU, got some on {device} {' '.join(others)}")
+    check_circumstances(device, f"graphed({label})")
+    backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
+    pool = pool or backend.new_pool()
+    attempt = _Attempt(label, frame, explorer, device)
+    with explained(label, "the capture", Notes()):
+        graph, checks, entry = _capture(attempt, first, backend, pool)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        entry.graph = _C.CapturedGraph(graph)
+    entry.checks, entry.pool = checks, pool
+    entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)
+    entry.seconds = time.perf_counter() - start
+    return entry
+
+
+def _capture(
+    attempt: _Attempt, first: SequenceEntry, backend: Any, pool: Any
+) -> tuple[Any, list[Callable[[], None]], SequenceEntry]:
+    """The graph, the checks before its replays, and the entry that it belongs to."""
+    with one_at_a_time(), garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
+        if first.multiplies and first.device.type == "cuda":
+            _make_workspace(first.device)
+        with (
+            backend.watch_generator(first.label),
+            collecting_checks(attempt.watch.keep) as checks,
+            backend.capture(pool) as graph,
+            attempt.watched(),
+            own_casts(),
+        ):
+            attempt.run()
+        return graph, checks, attempt.entry(first.devices)
+
+
+def _make_workspace(device: torch.device) -> None:
+    """Let cuBLAS take its workspace for the present stream now: inside a capture it would be in the graph's pool."""
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
+
+
+class _Attempt:
+    """The run of a function inside a capture, and what it is checked for afterwards.
+
+    Attributes:
+        watch: sees its tensors, and puts back those that a recorder has written.
+    """
+
+    def __init__(self, label: str, frame: Frame, explorer: Explorer, device: torch.device) -> None:
+        self._label = label
+        self._frame = frame
+        self._explorer = explorer
+        is_gpu = device.type == "cuda"
+        self._is_gpu = is_gpu
+        # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
+        self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
+        self._reads = GradReads()
+        self._before = explorer.explore(frame, everything=True)
+        self._state_before = Surroundings(self._before, used=None, is_strict=False)
+        self._containers = ContainerState(
+            fact for fact in self._before if isinstance(fact.obj, dict | list | set | deque) or not is_opaque(fact.obj)
+        )
+        self._bindings = Bindings(self._before)
+        self._result: Any = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        on_gpu = DeviceAccessMode(self.watch.refusals) if self._is_gpu else contextlib.nullcontext()
+        for fact in self._before:
+            if isinstance(fact.obj, Tensor):
+                self.watch.keep_grads(fact.obj)
+        with on_gpu, self._reads, self.watch, torch.autograd.set_detect_anomaly(False):  # it reads values on the host
+            yield
+
+    def run(self) -> None:
+        before, code = random_state(), CodeWatch(listens=self._explorer.asks_for_names)
+        try:
+            with code:
+                self._result = call(self._frame)
+        finally:
+            self._explorer.note(code)
+            after = random_state()
+            set_random_state(before)
+        if after != before:
+            raise CaptureError(
+                f"{self._label}: draws random numbers from Python's random or numpy.random, which a replay would not "
+                "do: draw them with torch, or pass them"
+            )
+
+    @contextlib.contextmanager
+    def undone_unless_right(self) -> Iterator[None]:
+        """Put back what the run wrote into tensors; if an exception comes, what it left in attributes as well."""
+        try:
+            yield
+        except BaseException:
+            self._containers.restore()
+            self._bindings.restore()
+            self.watch.restore_grads()
+            raise
+        finally:
+            self.watch.restore()
+
+    def entry(self, devices: set[torch.device]) -> SequenceEntry:
+        """Check what the run did; return an entry without its graph."""
+        everything = self._explorer.explore(self._frame, everything=True)
+        self._check_effects(everything)
+        facts = self._explorer.explore(self._frame)
+        if homeless(self.watch.externals, facts) is not None:
+            facts = everything  # code that does not name what it reads
+            self._check_homes(facts)
+        written = {key for key, external in self.watch.externals.items() if external.written}
+        used, is_backward = set(self.watch.externals), self.watch.runs_backward
+        reads_addresses = self._explorer.reads_addresses
+        surroundings = Surroundings(facts, None if reads_addresses else used, written, self._reads.asked, is_backward)
+        kept = {id(fact.obj): fact for fact in facts if _is_itself(fact)}
+        try:
+            results, found = ResultSpec.of(self._label, self._result, kept)
+        except TypeError as error:
+            raise CaptureError(str(error)) from None
+        entry = SequenceEntry(self._label, surroundings.guard, devices, results=results)
+        at = {key: Home(surroundings.step_of(fact), False, None) for key, fact in kept.items()}
+        ends = [at.get(id(one)) or self._home_of(n, one, facts, surroundings) for n, one in enumerate(found)]
+        entry.take(ends)
+        return entry
+
+    def _check_effects(self, facts: list[Fact]) -> None:
+        for fact in facts:
+            if fact.is_dense_tensor and storage_key(fact.obj) in self.watch.produced_storages:
+                raise CaptureError(
+                    f"{self._label}: leaves a tensor that it computed in {fact.name}; a replay would not run that "
+                    "assignment: return the tensor, or write in place into one that is there"
+                )
+        change = self._state_before.guard.check_in_passing(self._frame)
+        if change:
+            raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
+
+    def _check_homes(self, facts: list[Fact]) -> None:
+        lost = homeless(self.watch.externals, facts)
+        if lost is not None:
+            raise CaptureError(
+                f"{self._label}: {lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an "
+                "argument nor an attribute, variable, parameter, gradient or optimizer state that the function can be "
+                f"seen to hold, so a replay could not tell when it moves: pass it as an argument; at {lost.site}"
+            )
+
+    def _home_of(self, number: int, tensor: Tensor, facts: list[Fact], surroundings: Surroundings) -> Tensor | Home:
+        name = f"result {number}"
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {tensor.layout}")
+        key = storage_key(tensor)
+        if tensor.grad_fn is not None or (tensor.requires_grad and key in self.watch.produced_storages):
+            raise CaptureError(
+                f"{self._label}: {name} requires a gradient, which a replay does not record: compute it under "
+                "torch.no_grad(), or use make_graphed_callables"
+            )
+        if key in self.watch.produced_storages:
+            return tensor
+        homes = [fact for fact in facts if fact.is_dense_tensor and storage_key(fact.obj) == key]
+        home = next((fact for fact in homes if fact.obj is tensor), homes[0] if homes else None)
+        if home is None:
+            raise CaptureError(f"{self._label}: {name} is neither computed nor an argument: return a clone")
+        view = None
+        if home.obj is not tensor:
+            view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return Home(surroundings.step_of(home.parent if home.is_grad else home), home.is_grad, view)

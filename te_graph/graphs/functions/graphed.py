@@ -1,0 +1,327 @@
+"""graphed: a function whose calls replay a graph, as long as they are the call that was captured."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from te_graph import _C
+from te_graph.common.capture_state import try_to_be_alone
+from te_graph.common.dispatch import function_modes
+from te_graph.common.reporters import register, unregister
+from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
+from te_graph.graphs.functions.entry import SequenceEntry, capture, run_first
+from te_graph.graphs.guards.guarded_sources import Inlined
+from te_graph.graphs.guards.source_walker import Explorer
+from te_graph.graphs.tracing.calls import Frame, call, frame_of
+
+_log = logging.getLogger("te_graph")
+_ON_CHANGE = ("recapture", "eager", "raise")
+_MAX_ENTRIES = 8
+_PATIENCE = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
+_TELLING = 4  # calls in a row, after which the log says why
+_MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
+_MAX_REASONS = 32  # values in messages may go on for ever
+_ADVICE = {
+    " changed from ": "a number that changes at every call is to be a tensor (of an optimizer with fused=True or "
+    "capturable=True: lr=torch.tensor(...))",
+    " moved to other memory": "tensors are read in place: copy what is new at every call into one that stays "
+    "(gradients: zero_grad(set_to_none=False))",
+}
+
+
+class GraphedSequence(Inlined):
+    """What ``graphed`` returns; described there. ``__wrapped__`` is the function.
+
+    Its own state is in slots. Attributes are the user's: code of the function that names it reads and sets them here.
+    """
+
+    __slots__ = (
+        *("_captured", "_counts", "_explorer", "_in_vain", "_is_disabled", "_label", "_lock", "_on_change", "_pool"),
+        *("_runs_python", "_scopes", "_seen", "_stream", "_thread", "_told"),
+    )
+
+    def __init__(
+        self, function: Callable[..., Any], on_change: str, pool: Any, stream: torch.cuda.Stream | None
+    ) -> None:
+        functools.update_wrapper(self, function, updated=("__dict__",) if inspect.isfunction(function) else ())
+        self._label = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+        self._on_change = on_change
+        self._pool = pool
+        self._stream = stream
+        self._is_disabled = is_disabled()
+        self._explorer = Explorer()
+        self._scopes: dict[torch.device, _C.Scope] = {}  # one for each device: they order replays
+        self._captured: list[SequenceEntry] = []  # the one used last comes first
+        self._seen: list[SequenceEntry] = []  # of calls that ran as they are, once each
+        self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
+        self._lock = threading.Lock()  # of everything here, and of the guards of the entries
+        self._thread: int | None = None  # that has it
+        self._runs_python = False  # of the user's: it may go on for long, and wait for others
+        self._in_vain = 0  # calls since the last replay
+        self._told: set[str] = set()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method: the instance is the first argument."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_disabled or _must_be_plain() or not self._enter():
+            self._counts["eager_calls"] += 1
+            return self.__wrapped__(*args, **kwargs)
+        try:
+            return self._call(frame_of(self.__wrapped__, args, kwargs))
+        finally:
+            self._thread = None
+            self._lock.release()
+
+    def _enter(self) -> bool:
+        """Whether this call may look at the captures: no other one does, on this thread or on another.
+
+        While another thread runs the function itself, it may wait for this one; while it replays, this one waits.
+        """
+        thread = threading.get_ident()
+        if self._thread == thread or self._runs_python:
+            return False
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=_MOST_SECONDS):
+            return False
+        self._thread = thread
+        return True
+
+    def _call(self, frame: Frame) -> Any:
+        change = ""
+        for number, entry in enumerate(self._captured):
+            difference, found = entry.begin(frame)
+            if not difference:
+                if number:
+                    self._captured.insert(0, self._captured.pop(number))
+                return self._replay(entry, frame, found)
+            change = change or difference
+        for entry in self._seen:
+            if not entry.change(frame):
+                return self._capture_and_replay(entry, frame)
+        for entry in self._seen:
+            entry.refuse_if_undone(frame)
+        return self._replay_nothing(frame, change)
+
+    def _replay(self, entry: SequenceEntry, frame: Frame, found: list[Any]) -> Any:
+        self._in_vain = 0
+        result = entry.replay(frame, self._scopes[entry.device], found)
+        self._counts["replays"] += 1
+        return result
+
+    def _capture_and_replay(self, first: SequenceEntry, frame: Frame) -> Any:
+        alone = try_to_be_alone()
+        if alone is None:  # the next such call captures
+            return self._run(frame)
+        with alone, self._python():
+            entry = capture(first, frame, self._explorer, self._pool, self._stream)
+        self._seen.remove(first)
+        if not self._captured:
+            register(self)
+        self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
+        self._scopes.setdefault(entry.device, _C.Scope(entry.device))
+        self._counts["captures"] += 1
+        _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
+        # Its guard has not looked yet, and a replay needs what it finds.
+        change, found = entry.begin(frame)
+        if change:
+            raise RuntimeError(f"{self._label}: {change} during the capture")
+        return self._replay(entry, frame, found)
+
+    def _replay_nothing(self, frame: Frame, change: str) -> Any:
+        """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed."""
+        if change:
+            self._counts["misses"] += 1
+            if self._on_change == "raise":
+                raise RuntimeError(f"{self._label}: {change} since capture")
+            self._tell(f"{change} since capture (runs eagerly)")
+            if self._on_change == "eager":
+                return self._run(frame)
+        self._in_vain += 1
+        if self._in_vain == _TELLING and self._seen:
+            change = change or next((entry.change(frame) for entry in self._seen), "")
+            advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
+            self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
+        if (self._in_vain > _PATIENCE or self._explorer.is_at_a_loss) and self._in_vain % _PATIENCE:
+            return self._run(frame)
+        with self._python():
+            result, entry = run_first(self._label, frame, self._explorer)
+        self._counts["eager_calls"] += 1
+        if entry is None:
+            self._tell("refers to more places than can be compared (runs eagerly)")
+            return result
+        self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
+        return result
+
+    def _run(self, frame: Frame) -> Any:
+        self._counts["eager_calls"] += 1
+        with self._python():
+            return call(frame)
+
+    @contextlib.contextmanager
+    def _python(self) -> Iterator[None]:
+        """Around what may wait for other threads."""
+        self._runs_python = True
+        try:
+            yield
+        finally:
+            self._runs_python = False
+
+    def _tell(self, change: str) -> None:
+        reason = change.partition(" changed from ")[0]
+        if reason not in self._told and len(self._told) < _MAX_REASONS:
+            self._told.add(reason)
+            _log.warning("%s: %s", self._label, change)
+
+    def __copy__(self) -> GraphedSequence:
+        return GraphedSequence(self.__wrapped__, self._on_change, None, self._stream)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedSequence:
+        """One that knows no capture, around a copy of the function. (Python does not copy functions, but methods.)"""
+        return GraphedSequence(copy.deepcopy(self.__wrapped__, memo), self._on_change, None, self._stream)
+
+    def __reduce__(self) -> str | tuple:
+        """Where a name in a module stands for this object, that name; else the function, and how it was graphed."""
+        name = getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (_graphed_as, (self.__wrapped__, self._on_change))
+
+    def release(self) -> None:
+        """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
+        self._captured, self._seen, self._scopes = [], [], {}
+        unregister(self)
+
+    def stats(self) -> dict[str, int]:
+        """Counts since this object was made.
+
+        Returns:
+            ``captures``; ``replays`` of graphs, the one that follows each capture included; ``misses``, calls that no
+            capture was for once there were some; ``eager_calls``; ``bytes`` of memory that the graphs hold now.
+        """
+        return {**self._counts, "bytes": sum(entry.nbytes for entry in self._captured)}
+
+    def info(self) -> dict[str, Any]:
+        """What ``te_graph.info`` tells, with the keys of ``.te_graph.info()`` of a graphed callable."""
+        return {
+            "name": f"graphed {self._label}",
+            "forward_replays": self._counts["replays"],
+            "eager_calls": {"not captured": count} if (count := self._counts["eager_calls"]) else {},
+            "signatures": len(self._captured),
+            "graphs": len(self._captured),
+            "nodes": sum(entry.nodes for entry in self._captured),
+            "bytes": sum(entry.nbytes for entry in self._captured),
+            "capture_seconds": sum(entry.seconds for entry in self._captured),
+            "recaptures": max(0, self._counts["captures"] - len(self._captured)),
+        }
+
+    def graphs(self) -> list[_C.CapturedGraph]:
+        """One for each signature that is captured now, the one that was replayed last first."""
+        return [entry.graph for entry in self._captured]
+
+    def pool(self) -> Any:
+        """The memory pool of the graph that was replayed last, for ``pool=`` of other graphs; None without a GPU."""
+        return self._pool or (self._captured[0].pool if self._captured else None)
+
+
+def _graphed_as(function: Callable[..., Any], on_change: str) -> GraphedSequence:
+    return GraphedSequence(function, on_change, None, None)
+
+
+def _must_be_plain() -> bool:
+    """True inside other captures, and where a mode or a compiler wants to see the operations."""
+    if torch.compiler.is_compiling() or _C.is_observed():
+        return True
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        return True  # it asks each operation of a backward for NaN
+    modes = function_modes()
+    return bool(modes) and not all(map(_sets_default_device, modes))
+
+
+def _sets_default_device(mode: Any) -> bool:
+    """True for what ``torch.set_default_device`` and ``with torch.device(...)`` enter, which guards compare."""
+    loaded = sys.modules.get("torch.utils._device")
+    return loaded is not None and isinstance(mode, loaded.DeviceContext)
+
+
+def graphed(
+    fn: Callable[..., Any] | None = None,
+    *,
+    on_change: str = "recapture",
+    pool: Any = None,
+    stream: torch.cuda.Stream | None = None,
+) -> Any:
+    """Let calls of a function that launches a short sequence of kernels replay a graph of them.
+
+    For what surrounds forward and backward: accumulating gradients, their norm, clipping, a whole optimizer step. The
+    first call with a given signature runs as it is; the second one captures, and replays; later ones replay. In each
+    case the effects of the function happen once. Usable as a decorator, on methods too.
+
+    The signature is: addresses, shapes, strides and dtypes of the tensors that the function uses; lengths and keys of
+    containers; values of numbers, strings, bools, None and dtypes; which modules, optimizers and other objects there
+    are. They are looked for in the arguments, the bound object, closure variables, defaults and globals used, and in
+    what these hold, with optimizer state and ``.grad`` and ``.main_grad`` of parameters. All of it is compared at every
+    call, in C++. Containers, dataclasses and functions may be made anew each time if they hold the same. Python numbers
+    that change at every step (a learning rate) are a change; as tensors on the device they are not. (torch's optimizers
+    take such a learning rate with ``fused=True`` or, on a GPU, ``capturable=True``.)
+
+    Args:
+        fn: called with any arguments. On CUDA tensors its work is captured into a CUDA graph, on the device alone;
+            where all tensors are on the CPU a ``Recorder`` takes its place.
+        on_change: what a call does that is like none captured so far: "recapture" runs it as it is, and captures if the
+            next one is like it; "eager" runs it as it is, the captures stay; "raise" names the change. The eight
+            signatures used last are kept.
+        pool: memory pool for what the graphs make (``torch.cuda.graph_pool_handle()``); one for each graph if None.
+            Sharing one with other graphs follows torch's rule: same order, no overlap.
+        stream: to capture on; the one of ``torch.cuda.graph`` if None.
+
+    Returns:
+        What replays. Arguments are read in place. Results that the function computed lie in the same memory at every
+        replay: the next one overwrites them, as it does the in-place effects, and moves their version counters on, so
+        that autograd tells if it had saved one. Results that are arguments, or views of
+        them, are these. ``stats()`` counts captures, replays, misses, eager calls and bytes; ``pool()`` is the memory
+        pool of the last graph; ``release()`` frees the graphs, and the next call is a first one. The user's tensors and
+        objects are not kept alive, except by a recorder, whose recording holds the memory that it reads.
+
+        Calls on several threads are right, and come one after the other; while one runs the function itself, or
+        captures, those of other threads run eagerly. Copies, deep copies and what is pickled know no capture.
+        Generators of ``nn.Module`` (``parameters()``) are drained before the call; with other iterators among the
+        arguments every call is eager.
+
+        Inside other captures, under dispatch and function modes, where ``torch.autograd.detect_anomaly`` looks for NaN,
+        with ``TE_GRAPH_DISABLE=1`` calls run the function as it is. A graphed function that is called by another one is
+        part of that one's graph.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+        CaptureError: from the second call, which then leaves no trace: the function does what a replay would get wrong,
+            or would not do. It reads a tensor on the host, works on CPU tensors while it uses a GPU, leaves a tensor
+            that it computed in an attribute, a list or a ``.grad``, changes a number or a container at every call, uses
+            a tensor that cannot be found, returns one that requires a gradient. Names the operation and the line, or
+            the attribute.
+        RuntimeError: ``on_change="raise"`` and something has changed; or what ``te_graph.capturing.before_replay`` was
+            told to check.
+
+    Stream and capture: a capture synchronizes the device. Replays go to the current stream and wait for the last replay
+        of this object if that was on another. They do not synchronize. The capture error mode is "thread_local".
+    """
+    if on_change not in _ON_CHANGE:
+        raise ValueError(f"graphed: expected on_change in {_ON_CHANGE}, got {on_change!r}")
+    check_pool("graphed", pool)
+    check_stream("graphed", stream)
+    if fn is None:
+        return functools.partial(graphed, on_change=on_change, pool=pool, stream=stream)
+    if not callable(fn) or isinstance(fn, type):
+        raise TypeError(f"graphed: expected fn to be a function, got {type(fn).__name__}")
+    return GraphedSequence(fn, on_change, pool, stream)

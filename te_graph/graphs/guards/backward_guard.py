@@ -1,0 +1,93 @@
+"""What Python code reads that runs in a backward: functions of autograd, hooks on tensors, checkpoints.
+
+The guard of a callable is looked at in each forward. Such code runs later in eager execution, where it sees what has
+changed in between.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.common.dispatch import storage_key
+from te_graph.graphs.guards.code_reader import Reader
+from te_graph.graphs.guards.module_guard import Homes, guard_module, guard_place
+from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.tracing.code_watch import CodeWatch
+from te_graph.graphs.tracing.names import strings_in
+
+_Kind = _C.StepKind
+_CALL_OF_MODULES = id(nn.Module._call_impl.__code__)
+_LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
+_OWNERS = ("__globals__", "_parameters", "_buffers", "_modules")
+_DEFAULTS = ("__defaults__", "__kwdefaults__")
+_WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__")
+
+
+def backward_guard(reader: Reader, watch: CodeWatch, used: Collection[int]) -> _C.Guard | None:
+    """The guard over what the code that ``watch`` has seen in a backward may read, of the places that ``reader`` knows.
+
+    None where it reads nothing there: a replay then has nothing to look at.
+
+    Args:
+        used: identities of the storages that the capture uses.
+    """
+    ran = [code for _, code in watch.users_codes()]
+    if not ran and _CALL_OF_MODULES not in watch.codes:
+        return None
+    names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
+    reads_all = _CALL_OF_MODULES in watch.codes or not _LOOKS_AT_ALL.isdisjoint(names)
+    reads = _Reads(frozenset(ran), None if reads_all else frozenset(names))
+    root, *places = reader.places()
+    homes = Homes()
+    root.step = homes.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
+    homes.guard.expect_same_object(root.step, root.obj)
+    if reads_all and isinstance(root.obj, nn.Module):
+        guard_module(root, homes, is_callable=True)
+    for place in places:
+        if not reads.may_read(place):
+            continue
+        if isinstance(place.obj, nn.Module) or (isinstance(place.obj, Tensor) and storage_key(place.obj) in used):
+            homes.enter(place)
+            if reads_all and isinstance(place.obj, nn.Module) and place.again is None:
+                guard_module(place, homes, is_callable=False)
+        else:
+            guard_place(place, homes)
+    return homes.guard if homes.guard.steps > 1 else None
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What code may read.
+
+    Attributes:
+        ran: that code.
+        names: all that it says; None: it may read everything.
+    """
+
+    ran: frozenset[types.CodeType]
+    names: frozenset[str] | None
+
+    def may_read(self, place: Place) -> bool:
+        """Whether the code may read what stands at ``place``; variables of a thread or context are not its own."""
+        above, key = place.parent, place.key
+        if above is None or place.kind in (_Kind.KNOWN, _Kind.CONTEXT_VAR) or isinstance(above.obj, threading.local):
+            return False
+        if place.kind == _Kind.CELL:
+            return self._says(above.name)
+        if key in _DEFAULTS:
+            return self.names is None or above.obj.__code__ in self.ran
+        is_named = (
+            place.kind in (_Kind.ATTRIBUTE, _Kind.TYPE_ITEM, _Kind.INSTANCE_DICT) or above.kind == _Kind.INSTANCE_DICT
+        )
+        if (is_named or above.key in _OWNERS) and key not in _WITHIN:
+            return self._says(key)
+        return self.may_read(above)
+
+    def _says(self, name: str) -> bool:
+        return self.names is None or name in self.names

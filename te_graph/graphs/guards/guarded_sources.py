@@ -1,0 +1,118 @@
+"""The places that a function can be seen to use, and what kinds of object there are."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextvars
+import dataclasses
+import functools
+import sys
+import threading
+import types
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.common.dispatch import has_subclass, is_dense
+from te_graph.graphs.guards.sources import Place
+
+_Kind = _C.StepKind
+_ENDS = frozenset(
+    [_Kind.GRAD, _Kind.ABSENT, _Kind.TYPE_ABSENT, _Kind.TYPE_VERSION, _Kind.NO_ATTRIBUTE, _Kind.LENGTH, _Kind.NEVER]
+)
+VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
+ORDERED_VIEWS = tuple(type(getattr(collections.OrderedDict(), name)()) for name in ("keys", "values", "items"))
+VIEWS = (*VIEWS, *ORDERED_VIEWS)
+WRAPPERS = {property: ("fget", "fset"), staticmethod: ("__func__",), classmethod: ("__func__",)}
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_PLUMBING = (list, tuple, dict, collections.deque, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
+_OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_SEEN_INTO = (
+    *NAMESPACES,
+    weakref.WeakSet,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    functools.partialmethod,
+    functools.singledispatchmethod,
+    collections.UserDict,
+    collections.UserList,
+    collections.UserString,
+    collections.ChainMap,
+    threading.local,
+    contextvars.ContextVar,
+)
+
+
+class Inlined:
+    """A callable that stands for ``__wrapped__``: captures see through it."""
+
+
+@dataclass(eq=False)
+class Fact(Place):
+    """A place whose contents matter to a call.
+
+    Attributes:
+        depth: functions and objects on the way here, containers, modules and tensors not counted.
+        is_fleeting: another object may be here at each call, as long as it holds the same.
+        is_given: here are the arguments, or the keyword arguments.
+        same_as: the place where the object was met first.
+        value: of an object that is made of constants: what they are.
+    """
+
+    depth: int = 0
+    is_fleeting: bool = False
+    is_given: bool = False
+    same_as: Fact | None = None
+    value: _C.Value | None = None
+
+    @property
+    def is_grad(self) -> bool:
+        """True for the ``.grad`` of a tensor."""
+        return self.kind == _Kind.GRAD
+
+    @property
+    def is_end(self) -> bool:
+        """True where no object is to be looked into."""
+        return self.kind in _ENDS
+
+    @property
+    def is_dense_tensor(self) -> bool:
+        """True when a tensor with one storage is here, of a class without a dispatch of its own."""
+        return isinstance(self.obj, Tensor) and not has_subclass([type(self.obj)]) and is_dense(self.obj)
+
+    def never(self, reason: str) -> Fact:
+        """That what is here cannot be compared."""
+        return self.child(None, reason, _Kind.NEVER)
+
+
+def slots_of(kind: type) -> list[str]:
+    """Names of the attributes that instances of ``kind`` have outside of a dictionary."""
+    return [
+        name
+        for base in reversed(kind.__mro__)
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    ]
+
+
+def is_plumbing(obj: Any) -> bool:
+    """True for what may be made anew for each call: only what it leads to matters."""
+    if isinstance(obj, _PLUMBING):
+        return True
+    if isinstance(obj, type):
+        return False
+    return dataclasses.is_dataclass(obj) or (type(obj).__weakrefoffset__ == 0 and bool(slots_of(type(obj))))
+
+
+def is_opaque(obj: Any) -> bool:
+    """True for what is compared by identity alone, and whose inside is nobody's business."""
+    if isinstance(obj, _OPAQUE):
+        return True
+    return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _SEEN_INTO)

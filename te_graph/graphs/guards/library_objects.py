@@ -1,0 +1,87 @@
+"""What objects of Python's library and of NumPy hold that code can read, but for lists, tuples, sets, dictionaries."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import ctypes
+import gc
+import io
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from te_graph import _C
+from te_graph.graphs.guards.guarded_sources import VIEWS
+from te_graph.graphs.guards.plain_values import holds_values
+from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.values import bytes_of, np
+
+_Kind = _C.StepKind
+_ARRAYS = (bytearray, memoryview, array.array, *(() if np is None else (np.ndarray,)))
+_CTYPES = ctypes._SimpleCData.__base__
+_INNER = {
+    collections.UserDict: "data",
+    collections.UserList: "data",
+    collections.UserString: "data",
+    collections.ChainMap: "maps",
+    weakref.WeakKeyDictionary: "data",
+    weakref.WeakValueDictionary: "data",
+    weakref.WeakSet: "data",
+}
+
+
+def is_array(obj: Any) -> bool:
+    """True for what holds nothing but values and can change: arrays of numbers, and queues of values."""
+    if isinstance(obj, collections.deque):
+        return type(obj) is collections.deque and holds_values(obj)
+    return isinstance(obj, (*_ARRAYS, _CTYPES))
+
+
+def remembered(obj: Any) -> Any:
+    """What tells whether the array ``obj`` changes; of one that is too large to be compared, nothing."""
+    return _C.value_of(obj) and (tuple(obj) if isinstance(obj, collections.deque) else bytes_of(obj))
+
+
+def is_iterator(obj: Any) -> bool:
+    """True for what gives one item after the other and is then used up; files are not meant."""
+    step = getattr(type(obj), "__next__", None)
+    return not (
+        step is None or isinstance(step, types.FunctionType) or isinstance(obj, (io.IOBase, *weakref.ProxyTypes))
+    )
+
+
+def inside(place: Place) -> Iterator[Place]:
+    """What the object at ``place`` leads to, if it is one of those that are known here."""
+    obj, name = place.obj, place.name
+    if isinstance(obj, collections.deque):
+        if not is_array(obj):
+            for index, value in enumerate(obj):
+                yield place.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
+    elif isinstance(obj, VIEWS):
+        yield place.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
+    elif isinstance(obj, weakref.ref):
+        yield place.child(obj(), name, _Kind.WEAK_REFERENCE)
+    elif isinstance(obj, weakref.ProxyTypes):
+        if hasattr(obj, "__dict__"):
+            yield place.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
+    elif isinstance(obj, contextvars.ContextVar):
+        yield place.child(_value_of(obj), f"value of {name}", _Kind.CONTEXT_VAR)
+    elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
+        if not isinstance(obj.__self__, types.ModuleType | type | None):
+            yield place.child(obj.__self__, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
+    elif isinstance(obj, tuple(_INNER)):
+        yield place.attributes().item(next(key for kind, key in _INNER.items() if isinstance(obj, kind)), name)
+    elif type(obj) is threading.local:
+        members = place.attributes()
+        yield from (members.item(key, f"{name}.{key}") for key in list(members.obj))
+
+
+def _value_of(variable: contextvars.ContextVar) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return NotImplemented  # as guards have it

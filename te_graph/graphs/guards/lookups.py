@@ -1,0 +1,69 @@
+"""What a function finds by name when it runs: modules that it imports or asks for, and variables that are not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from te_graph import _C
+from te_graph.common.dispatch import is_own_file
+from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.tracing.names import imports_of, strings_in
+
+_Kind = _C.StepKind
+_ASKS_FOR_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"}))
+
+
+def is_own_module(module: Any) -> bool:
+    """True for modules that are neither of Python nor installed; some are made by hand and have no file."""
+    if not isinstance(module, types.ModuleType):  # something else may stand in ``sys.modules``
+        return False
+    file = getattr(module, "__file__", None)
+    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
+    return is_own_file(file) if file else not is_of_python
+
+
+def modules_of(place: Place, said: Collection[str]) -> Iterator[Place]:
+    """The modules that the function at ``place`` imports, and those that it may ask for by strings: of its own, or
+    where they are the user's among the names ``said``."""
+    function = place.obj
+    code, scope = function.__code__, function.__globals__
+    package = scope.get("__package__") or ""
+    names = {
+        importlib.util.resolve_name("." * level + name, package) if level and package else name
+        for name, level in imports_of(code)
+    }
+    if _asks_for_modules(code):
+        names |= strings_in(code)
+        others = sys.modules.keys() & {*said, scope.get("__name__")}
+        names.update(name for name in others if is_own_module(sys.modules[name]))
+    table = _loaded(place)
+    yield from (table.item(name, f"module {name}") for name in sorted(names & sys.modules.keys()))
+
+
+def missing(place: Place) -> Iterator[Place]:
+    """What is not there and the code of the function at ``place`` may find later: variables of the function around it
+    that are not assigned yet, or no longer, and modules."""
+    code = place.obj.__code__
+    cells = place.child(place.obj.__closure__, place.name, _Kind.ATTRIBUTE, "__closure__")
+    for index, variable in enumerate(code.co_freevars):
+        cell = cells.child(cells.obj[index], variable, _Kind.POSITION, index=index)
+        try:
+            cell.obj.cell_contents  # noqa: B018
+        except ValueError:
+            yield cell.child(cell.obj, f"closure variable {variable}", _Kind.NO_ATTRIBUTE, "cell_contents")
+    if _asks_for_modules(code):
+        table = _loaded(place)
+        for name in sorted(strings_in(code) - sys.modules.keys()):
+            yield table.child(table.obj, f"module {name}", _Kind.ABSENT, name)
+
+
+def _asks_for_modules(code: types.CodeType) -> bool:
+    return any(names <= strings_in(code) for names in _ASKS_FOR_MODULES)
+
+
+def _loaded(place: Place) -> Place:
+    return place.child(sys.modules, "", _Kind.KNOWN)

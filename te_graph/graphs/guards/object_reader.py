@@ -1,0 +1,353 @@
+"""What an object leads to: of its attributes and its class, what code may read that says certain names."""
+
+from __future__ import annotations
+
+import collections
+import contextvars
+import functools
+import gc
+import io
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.common.dispatch import has_subclass, is_user_file
+from te_graph.common.own_objects import OwnObject
+from te_graph.graphs.guards import parametrizations
+from te_graph.graphs.guards.guarded_sources import NAMESPACES, VIEWS, WRAPPERS, Fact, Inlined, is_opaque, slots_of
+from te_graph.graphs.guards.lookups import is_own_module, missing, modules_of
+from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
+from te_graph.graphs.guards.values import value_of
+from te_graph.graphs.tracing.names import (
+    GETTERS,
+    Names,
+    codes_of,
+    globals_of,
+    is_for_making,
+    is_implicit,
+    is_of_library,
+    strings_of,
+    user_classes,
+)
+
+_Kind = _C.StepKind
+_MAX_DEPTH = 16
+_MAIN_GRAD = "main_grad"
+_HOOKS_OF_ALL = {
+    "torch.nn.modules.module": tuple(
+        name for name, hooks in vars(nn.modules.module).items() if name.endswith("_hooks") and isinstance(hooks, dict)
+    ),
+    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
+}
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Tells what the object at a place leads to.
+
+    Attributes:
+        names: that code says which may run.
+        everything: attributes count that no code names, too.
+    """
+
+    names: Names
+    everything: bool
+    _cache: dict[type, frozenset[str]] = field(default_factory=dict)
+
+    def contents(self, fact: Fact) -> Iterator[Fact]:
+        """The places one step further."""
+        obj, name = fact.obj, fact.name
+        if isinstance(obj, Tensor):
+            yield from self._tensor_contents(fact)
+        elif fact.is_given:
+            for child in contents(fact):
+                child.name = f"argument {child.index if name == 'arguments' else child.key}"
+                yield child
+        elif fact.key in _TABLES and isinstance(fact.parent.parent.obj, nn.Module):
+            yield from _table_contents(fact)
+        elif isinstance(obj, Inlined):
+            yield fact.attributes().item("__wrapped__", name)
+            yield from self._attributes_of_function(fact, obj.__name__)
+        elif isinstance(obj, OwnObject):
+            return
+        elif isinstance(obj, types.FunctionType):
+            if fact.depth < _MAX_DEPTH:
+                yield from self._function_contents(fact)
+        elif isinstance(obj, type):
+            if fact.depth < _MAX_DEPTH:
+                yield from self._class_contents(fact)
+        elif isinstance(obj, types.ModuleType):
+            yield from self._library_contents(fact)
+        elif isinstance(obj, nn.Module):
+            yield from self._module_contents(fact)
+            yield from self._class_of(fact, fact.attributes())
+        else:
+            yield from _builtin_contents(fact)
+            if fact.depth < _MAX_DEPTH:
+                yield from self._opaque_contents(fact) if is_opaque(obj) else self._object_contents(fact)
+
+    def contents_of_value(self, fact: Fact) -> Iterator[Fact]:
+        """The places one step further from what is compared by value: objects in sets, and what a class adds."""
+        if isinstance(fact.obj, set | frozenset):
+            members = (member for member in fact.obj if value_of(member) is None)
+            yield from (fact.child(member, f"a member of {fact.name}", _Kind.KNOWN) for member in members)
+        elif user_classes(type(fact.obj)) and fact.depth < _MAX_DEPTH:
+            yield from self._object_contents(fact)
+
+    def _reads(self, obj: Any, attribute: str) -> bool:
+        return self.everything or self.names.may_read(obj, attribute)
+
+    def _tensor_contents(self, fact: Fact) -> Iterator[Fact]:
+        tensor = fact.obj
+        if has_subclass([type(tensor)]):
+            yield from self._object_contents(fact)
+            return
+        if type(tensor) not in (Tensor, nn.Parameter):
+            yield from self._class_of(fact, fact.attributes())
+        is_parameter = tensor.is_leaf and tensor.requires_grad
+        if tensor.is_leaf:
+            yield fact.child(tensor.grad, name_of("grad", fact.name), _Kind.GRAD)
+        hooks = {key: getattr(tensor, key) for key in _HOOKS_OF_TENSORS}
+        if any(hooks.values()):  # else the guard sees that there are none
+            for key, value in hooks.items():
+                yield fact.child(value, f"hooks on the gradient of {fact.name}", _Kind.ATTRIBUTE, key)
+        members = fact.attributes()
+        yield from (members.item(key, name_of(key, fact.name)) for key in list(members.obj))
+        expected = frozenset() if fact.is_fleeting else self.names.asked
+        if is_parameter:
+            expected |= self.names.optional | ({_MAIN_GRAD} & self.names.said)
+        for key in sorted(expected - members.obj.keys()):
+            if not hasattr(type(tensor), key):
+                yield members.child(None, name_of(key, fact.name), _Kind.ABSENT, key)
+
+    def _module_contents(self, fact: Fact) -> Iterator[Fact]:
+        members = fact.attributes()
+        for key in list(members.obj):
+            if key in _TABLES:
+                yield members.item(key, name_of(key.strip("_"), fact.name))
+            elif key != "te_graph" and self._reads(fact.obj, key):
+                yield members.item(key, name_of(HOOK_DICTS.get(key, key), fact.name))
+
+    def _library_contents(self, fact: Fact) -> Iterator[Fact]:
+        """What the code names of a module of Python that the user wrote."""
+        if is_own_module(fact.obj):
+            members = fact.attributes()
+            yield from (members.item(key, f"{fact.name}.{key}") for key in list(members.obj) if key in self.names.said)
+            for key in sorted(self.names.optional - members.obj.keys()):
+                yield members.child(None, f"{fact.name}.{key}", _Kind.ABSENT, key)
+
+    def _function_contents(self, fact: Fact) -> Iterator[Fact]:
+        function = fact.obj
+        code = function.__code__
+        yield fact.child(code, f"function {function.__name__}", _Kind.ATTRIBUTE, "__code__")
+        if not is_user_file(code.co_filename):  # a wrapper, perhaps, around a function of the user's
+            yield from (child for child in contents(fact) if child.kind == _Kind.CELL)
+            return
+        yield from contents(fact)
+        scope = fact.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+        for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until somebody hides it
+            yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
+        yield from self._attributes_of_function(fact, function.__name__)
+        if "globals" in code.co_names:
+            named = {key for key in self.names.said - globals_of(code) if not is_implicit(key)}
+            for key in sorted(named):
+                variable = f"global variable {key}"
+                is_there = key in scope.obj
+                yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
+        yield from modules_of(fact, self.names.said)
+        yield from missing(fact)
+
+    def _attributes_of_function(self, fact: Fact, owner: str) -> Iterator[Fact]:
+        """Those that the code names; of what replays a function they are its own, not those of the function."""
+        members = fact.attributes()
+        for key in list(members.obj):
+            if key in self.names.said:
+                yield members.item(key, f"{owner}.{key}")
+        for key in sorted(self.names.optional - members.obj.keys()):
+            yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
+
+    def _object_contents(self, fact: Fact) -> Iterator[Fact]:
+        """Attributes of an object, and its class."""
+        obj, owner = fact.obj, fact.name or "self"
+        members = fact.attributes()
+        if members is not None and not self.names.is_enough:
+            yield members  # who asks for all attributes sees that there are more
+        elif members is not None:
+            keys = [key for key in members.obj if self._reads(obj, key)]
+            yield from (members.item(key, f"{owner}.{key}") for key in keys)
+        for key in slots_of(type(obj)):
+            if self._reads(obj, key):
+                yield _slot(fact, f"{owner}.{key}", key)
+        yield from self._class_of(fact, members)
+
+    def _opaque_contents(self, fact: Fact) -> Iterator[Fact]:
+        """Of an object of Python's library: attributes that the code names, or that methods of it name that ran."""
+        members = fact.attributes()
+        if members is None:
+            return
+        methods = (member for base in type(fact.obj).__mro__ for member in vars(base).values())
+        named = self.names.said.union(*(strings_of(one) for one in methods if self.names.has_run(one)))
+        for key in list(members.obj):
+            if key in named and not is_implicit(key):
+                yield members.item(key, f"{fact.name}.{key}")
+
+    def _class_of(self, fact: Fact, members: Fact | None) -> Iterator[Fact]:
+        """The class, and that the instance has no attribute of its own in the place of what the class has."""
+        kind, owner = type(fact.obj), fact.name or "self"
+        yield fact.child(kind, kind.__name__, _Kind.TYPE)
+        if members is None:
+            return
+        for key in sorted((self._hidden(kind) | self._expected(kind)) - members.obj.keys()):
+            yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
+
+    def _hidden(self, kind: type) -> frozenset[str]:
+        """What the code may use of a class and an attribute of the instance would hide."""
+        if kind not in self._cache:
+            found = {key for base in kind.__mro__ for key in vars(base) if self._may_use(base, key)}
+            self._cache[kind] = frozenset(key for key in found if not is_implicit(key))
+        return self._cache[kind]
+
+    def _expected(self, kind: type) -> frozenset[str]:
+        """Attributes that instances may get, and that code asks for also while they have not."""
+        users = user_classes(kind)
+        names = self.names.optional if users else self.names.asked
+        if issubclass(kind, NAMESPACES) or any("__getattr__" in vars(base) for base in users):
+            names = self.names.said
+        return frozenset(key for key in names if not is_implicit(key))
+
+    def _may_use(self, base: type, key: str) -> bool:
+        """Whether the code may use what the class ``base`` itself has under ``key``."""
+        member = vars(base)[key]
+        if is_implicit(key) and next(codes_of(member), None) is not None:
+            return True
+        is_any = not (self.names.is_enough or is_of_library(base) or is_implicit(key))
+        return ((key in self.names.said or is_any) and not is_for_making(key)) or self.names.has_run(member)
+
+    def _class_contents(self, fact: Fact) -> Iterator[Fact]:
+        """What the code names of a class, also where it is hidden; of classes of torch, that they do not change."""
+        kind, classes = fact.obj, user_classes(fact.obj)
+        if user_classes(type(kind)):
+            yield fact.child(type(kind), type(kind).__name__, _Kind.TYPE)
+        bases = fact.child(kind.__mro__, f"bases of {fact.name}", _Kind.ATTRIBUTE, "__mro__")
+        found: set[str] = set()
+        for index, base in enumerate(kind.__mro__):
+            if base not in classes:
+                continue
+            below = fact if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
+            for key, member in vars(base).items():
+                is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
+                if is_shown and self._may_use(base, key):
+                    yield (below if key in found else fact).child(member, f"{fact.name}.{key}", _Kind.TYPE_ITEM, key)
+                    found.add(key)
+        if classes:
+            above = type(kind)
+            expected = self._expected(above) | self._hidden(above) if user_classes(above) else self._expected(kind)
+            for key in sorted(expected):
+                if not any(key in vars(base) for base in kind.__mro__):
+                    yield fact.child(None, f"{fact.name}.{key}", _Kind.TYPE_ABSENT, key)
+        library = next((index for index, base in enumerate(kind.__mro__) if _is_of_torch(base)), None)
+        if library is not None:
+            base = kind.__mro__[library]
+            below = fact if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=library)
+            yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.version_of(base))
+
+
+def hooks_of_all(root: Fact) -> Iterator[Fact]:
+    """The hooks of all modules and of all optimizers, and the cache of all parametrizations."""
+    modules = root.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
+    for name, kinds in _HOOKS_OF_ALL.items():
+        members = modules.item(name, f"module {name}").attributes()
+        for kind in kinds:
+            hooks = members.item(kind, f"{kind.strip('_').replace('_', ' ')} of torch")
+            if hooks.obj:
+                yield hooks
+            else:
+                yield hooks.child(None, f"number of {hooks.name}", _Kind.LENGTH, index=0)
+    cache = modules.item(parametrizations.WHERE, "").attributes().item(parametrizations.NAME, parametrizations.WHAT)
+    yield root.never(f"{cache.name} is on") if cache.obj else cache
+
+
+def _is_of_torch(kind: type) -> bool:
+    """Tensors are left out: who watches a capture exchanges methods of theirs."""
+    return kind.__module__.partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
+
+
+def _shows_memory(obj: Any) -> bool:
+    """True for arrays and the like; their elements are compared where that is possible."""
+    try:
+        memoryview(obj).release()
+    except (TypeError, ValueError, BufferError):
+        return False
+    return True
+
+
+def _slot(fact: Fact, name: str, key: str) -> Fact:
+    if hasattr(fact.obj, key):
+        return fact.child(getattr(fact.obj, key), name, _Kind.ATTRIBUTE, key)
+    return fact.child(None, name, _Kind.NO_ATTRIBUTE, key)
+
+
+def _table_contents(fact: Fact) -> Iterator[Fact]:
+    """Submodules, parameters or buffers of a module, under the names that they have in messages."""
+    owner = fact.parent.name
+    for child in contents(fact):
+        child.name = f"{owner}.{child.key}".lstrip(".") if fact.key == "_modules" else name_of(child.key, owner)
+        yield child
+
+
+def _builtin_contents(fact: Fact) -> Iterator[Fact]:
+    """What containers and the like hold, which are classes of Python's own, or derived from them."""
+    obj, name = fact.obj, fact.name
+    if isinstance(obj, types.MethodType):
+        yield fact.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
+        yield fact.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
+    elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
+        owner = obj.__self__
+        if owner is not None and not isinstance(owner, types.ModuleType | type):
+            yield fact.child(owner, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
+    elif isinstance(obj, dict):
+        for key, value in obj.items():
+            if value_of(key) is not None:
+                yield fact.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
+        if isinstance(obj, collections.defaultdict):
+            yield fact.child(obj.default_factory, f"default of {name}", _Kind.ATTRIBUTE, "default_factory")
+    elif isinstance(obj, list | tuple | functools.partial):
+        yield from contents(fact)
+    elif isinstance(obj, collections.deque):
+        for index, value in enumerate(obj):
+            yield fact.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
+    elif isinstance(obj, VIEWS):
+        yield fact.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
+    elif isinstance(obj, contextvars.ContextVar):
+        try:
+            yield fact.child(obj.get(), f"value of {name}", _Kind.CONTEXT_VAR)
+        except LookupError:
+            yield fact.child(NotImplemented, f"value of {name}", _Kind.CONTEXT_VAR)
+    elif isinstance(obj, weakref.ref):
+        yield fact.child(obj(), name, _Kind.WEAK_REFERENCE)
+    elif isinstance(obj, tuple(WRAPPERS)):
+        for key in next(keys for kind, keys in WRAPPERS.items() if isinstance(obj, kind)):
+            if (function := getattr(obj, key)) is not None:
+                yield fact.child(function, name, _Kind.ATTRIBUTE, key)
+    elif isinstance(obj, GETTERS):
+        held = [part for part in gc.get_referents(obj) if isinstance(part, tuple | dict)]
+        yield from (fact.child(part, f"arguments of {name}", _Kind.KNOWN) for part in held)
+    elif isinstance(obj, functools.cached_property | functools._lru_cache_wrapper):
+        key = "func" if isinstance(obj, functools.cached_property) else "__wrapped__"
+        yield fact.attributes().item(key, name)
+    elif isinstance(obj, set | frozenset):
+        if value_of(obj) is None:
+            yield fact.never(f"{name} is a set of objects without weak references, which cannot be compared")
+    elif _shows_memory(obj):
+        yield fact.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
+    elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase):
+        yield fact.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")

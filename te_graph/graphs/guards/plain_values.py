@@ -1,0 +1,77 @@
+"""What code can read of objects without tensors: values that are compared, and containers of nothing else."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import pathlib
+import sys
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from te_graph.graphs.arguments.signature import is_constant
+
+_IMMUTABLE = (
+    range,
+    decimal.Decimal,
+    fractions.Fraction,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    pathlib.PurePath,
+    uuid.UUID,
+)
+MOST_MEMBERS = 1000  # of a dictionary, list or set of values that is compared at each call
+_CONTAINERS = (list, dict, collections.OrderedDict, set)
+
+
+def is_value(obj: Any) -> bool:
+    """True for what cannot change and is compared by value: constants, scalars of NumPy, tuples of them."""
+    if isinstance(obj, tuple | frozenset):
+        return holds_values(obj)
+    if is_constant(obj) or isinstance(obj, _IMMUTABLE):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(obj, numpy.generic)
+
+
+def holds_values(members: Iterable[Any]) -> bool:
+    """True when there is nothing but values among ``members``; of a million numbers in milliseconds."""
+    kinds = {kind: None for kind in map(type, members)}
+    if not any(issubclass(kind, tuple | frozenset) for kind in kinds):
+        return all(map(is_value, _one_of_each(members, kinds)))
+    return all(map(is_value, members))
+
+
+def _one_of_each(members: Iterable[Any], kinds: dict[type, None]) -> list[Any]:
+    """Whether something is a value is a matter of its type, unless that is a container."""
+    found, left = [], set(kinds)
+    for member in members:
+        if type(member) in left:
+            left.discard(type(member))
+            found.append(member)
+            if not left:
+                break
+    return found
+
+
+def is_bulk(obj: Any) -> bool:
+    """True for a list, dictionary or set that leads nowhere: of values alone, not of a derived class. The keys of a
+    large dictionary are not looked at."""
+    if type(obj) not in _CONTAINERS:
+        return False
+    if not isinstance(obj, dict):
+        return holds_values(obj)
+    return holds_values(obj.values()) and (len(obj) > MOST_MEMBERS or holds_values(obj))
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two values, or containers of values, are of one type and equal; NaN is equal to itself."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    return bool(one == other) or bool(one != one and other != other)

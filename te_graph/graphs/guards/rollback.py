@@ -1,0 +1,110 @@
+"""What Python code may leave behind in the objects of a callable, undone when its capture fails."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from te_graph import _C
+from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.guards.plain_values import is_bulk, is_value
+from te_graph.graphs.guards.sources import Place
+
+_CONTAINERS = (dict, list, set, deque)
+
+
+class ContainerState:
+    """The contents of the attributes, dictionaries, lists, sets and deques that a callable refers to.
+
+    Args:
+        places: the callable and what it refers to. References to what they hold are kept until this object goes.
+    """
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._kept: list[tuple[Any, Any]] = []
+        for place in places:
+            if place.again is None:
+                self._keep_contents(place.obj)
+
+    def _keep_contents(self, obj: object) -> None:
+        if isinstance(obj, _CONTAINERS):
+            self._keep(obj)
+        elif (members := instance_dict(obj)) is not None:
+            self._keep(members)
+            if isinstance(obj, nn.Module):
+                tables = (obj._parameters, obj._buffers, obj._modules)
+                for table in filter(lambda table: isinstance(table, dict), tables):  # not so of ScriptModules
+                    self._keep(table)
+
+    def _keep(self, container: dict | list | set | deque) -> None:
+        # Of the plain kinds: copy() of a derived class may be the user's, or miss.
+        kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+        self._kept.append((container, kind(container)))
+
+    def restore(self) -> None:
+        """Put back the contents, object by object."""
+        for container, contents in self._kept:
+            if isinstance(container, list):
+                if not _are_the_same(container, contents):
+                    container[:] = contents
+            elif isinstance(container, set | deque):
+                if not _are_the_same(container, contents):
+                    container.clear()
+                    container.update(contents) if isinstance(container, set) else container.extend(contents)
+            elif not (_are_the_same(container, contents) and _are_the_same(container.values(), contents.values())):
+                container.clear()
+                container.update(contents)
+
+
+def _are_the_same(now: Iterable[object], before: Iterable[object]) -> bool:
+    """Whether two containers hold the very same objects in the same order."""
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+class Bindings:
+    """What variables, closure cells, attributes of classes and context variables are bound to, one by one.
+
+    Args:
+        places: as for ``ContainerState``.
+    """
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        kinds = (_C.StepKind.ITEM, _C.StepKind.CELL, _C.StepKind.TYPE_ITEM, _C.StepKind.CONTEXT_VAR)
+        self._places = [place for place in places if place.kind in kinds]
+
+    def restore(self) -> None:
+        """Bind them again."""
+        for place in self._places:
+            owner, kind = place.parent.obj, place.kind
+            if kind == _C.StepKind.ITEM:
+                if owner.get(place.key, place) is not place.obj:
+                    owner[place.key] = place.obj
+            elif kind == _C.StepKind.CELL:
+                owner.cell_contents = place.obj
+            elif kind == _C.StepKind.TYPE_ITEM:
+                holder = next((base for base in owner.__mro__ if place.key in vars(base)), owner)
+                if vars(holder).get(place.key) is not place.obj:
+                    setattr(holder, place.key, place.obj)
+            elif place.obj is not NotImplemented and owner.get(None) is not place.obj:
+                owner.set(place.obj)
+
+
+def variables(places: Iterable[Place]) -> Iterator[Place]:
+    """Those of ``places`` that are variables, in a closure or global, and hold a value."""
+    for place in places:
+        if place.parent is None or not is_value(place.obj):
+            continue
+        if isinstance(place.parent.obj, types.CellType) or place.parent.key == "__globals__":
+            yield place
+
+
+def global_containers(places: Iterable[Place]) -> Iterator[Place]:
+    """Those of ``places`` that are global variables and hold a container of values alone."""
+    for place in places:
+        if place.parent is not None and place.parent.key == "__globals__" and is_bulk(place.obj):
+            yield place

@@ -1,0 +1,219 @@
+"""What a callable refers to: the steps by which a guard gets from it to modules, tensors and everything else."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.graphs.arguments.nest import instance_dict, own_attribute
+from te_graph.graphs.arguments.signature import is_constant
+from te_graph.graphs.guards.plain_values import is_bulk, is_value
+from te_graph.graphs.tracing.names import globals_of
+
+HOOK_DICTS = {
+    "_forward_hooks": "forward hooks",
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_backward_hooks": "backward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+}
+_MAX_DISTANCE = 6
+MAX_OBJECTS = 100_000
+_OPAQUE = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.BuiltinFunctionType, torch.dtype)
+_Kind = _C.StepKind
+
+
+@dataclass(eq=False)
+class Place:
+    """An object and the step that leads to it from its parent's.
+
+    Attributes:
+        name: what messages call the object.
+        distance: steps from the callable; submodules, parameters and buffers are as far as their module.
+        again: the first place where the object was met, if that was another one.
+        key_place: for an item of a dict whose key is an object: where that is found.
+    """
+
+    obj: Any
+    name: str
+    parent: Place | None = None
+    kind: Any = None
+    key: Any = None
+    index: int = 0
+    distance: int = 0
+    step: int = -1  # its number in the guard, once it is there
+    in_guard: bool = False
+    again: Place | None = None
+    key_place: Place | None = None
+
+    def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0, distance: int = 1) -> Place:
+        return type(self)(obj, name, self, kind, key, index, self.distance + distance)
+
+    def attributes(self) -> Place | None:
+        """The instance dictionary, or None for objects without one."""
+        members = instance_dict(self.obj)
+        if isinstance(self.obj, threading.local):  # another one on each thread
+            return self.child(members, self.name, _Kind.ATTRIBUTE, "__dict__", distance=0)
+        return None if members is None else self.child(members, self.name, _Kind.INSTANCE_DICT, distance=0)
+
+    def item(self, key: Any, name: str, distance: int = 1) -> Place:
+        return self.child(self.obj[key], name, _Kind.ITEM, key, distance=distance)
+
+    def top_module(self) -> Place | None:
+        """The first module on the way here."""
+        above = self.parent.top_module() if self.parent is not None else None
+        return above or (self if isinstance(self.obj, nn.Module) else None)
+
+
+def plain_call_guard() -> _C.Guard:
+    """A guard that passes while a call of a module does nothing but call the ``forward`` of its class."""
+    guard = _C.Guard()
+    members = guard.add_step(_Kind.INSTANCE_DICT, -1, None, 0, None, "attributes")
+    for name in ("forward", "_call_impl", "_compiled_call_impl"):
+        guard.add_step(_Kind.ABSENT, members, name, 0, None, name)
+    for name, what in HOOK_DICTS.items():
+        hooks = guard.add_step(_Kind.ITEM, members, name, 0, None, what)
+        guard.add_step(_Kind.LENGTH, hooks, None, 0, None, f"number of {what}")
+    return guard
+
+
+def walk(
+    root: Any, inside: Callable[[Place], Iterable[Place]] | None = None, reach: int = _MAX_DISTANCE
+) -> Iterator[Place]:
+    """Everything that ``root`` refers to, near things first, under each of its names; looked into once.
+
+    ``inside`` tells what a place leads to; None: everything that can lead to a tensor. What is more than ``reach``
+    steps away is not looked into.
+
+    Raises:
+        RuntimeError: one of them is a weak proxy of a module or tensor.
+    """
+    inside = inside or _everything_inside
+    seen: dict[int, Place] = {}
+    queue = deque([Place(root, "")])
+    while queue and len(seen) < MAX_OBJECTS:
+        place = queue.popleft()
+        if type(place.obj) in weakref.ProxyTypes and isinstance(place.obj, nn.Module | Tensor):  # says the proxy
+            raise RuntimeError(f"{place.name} is a weak proxy, which cannot be compared: use weakref.ref")
+        # Values of classes of the user's, enumerations among them, may have attributes.
+        is_leaf = is_value(place.obj) and own_attribute(place.obj, "__dict__") is NotImplemented
+        first = place if is_leaf else seen.setdefault(id(place.obj), place)
+        if first is not place and not isinstance(place.obj, Tensor):  # those count under each of their names
+            place.again = first
+        yield place
+        if is_leaf or first is not place or place.distance > reach:
+            continue
+        inner = list(itertools.islice(inside(place), MAX_OBJECTS))
+        queue.extendleft(reversed([child for child in inner if child.distance == place.distance]))
+        queue.extend(child for child in inner if child.distance > place.distance)
+
+
+def _everything_inside(place: Place) -> Iterable[Place]:
+    if isinstance(place.obj, nn.Module):
+        return _module_contents(place)
+    return () if is_bulk(place.obj) else contents(place)
+
+
+def _module_contents(place: Place) -> Iterator[Place]:
+    members = place.attributes()
+    for key, value in list(members.obj.items()):
+        if key == "_modules":
+            yield from submodules(place)
+        elif key in ("_parameters", "_buffers"):
+            table = members.item(key, name_of(key, place.name), distance=0)
+            names = [name for name, tensor in value.items() if tensor is not None]
+            yield from (table.item(name, name_of(name, place.name), distance=0) for name in names)
+        elif key not in HOOK_DICTS and key != "te_graph":
+            yield members.item(key, name_of(key, place.name))
+
+
+def submodules(place: Place) -> Iterator[Place]:
+    table = place.attributes().item("_modules", name_of("_modules", place.name), distance=0)
+    for name, module in table.obj.items():
+        if module is not None:
+            yield table.item(name, f"{place.name}.{name}".lstrip("."), distance=0)
+
+
+def name_of(name: str, owner: str) -> str:
+    return f"{name} of {owner}" if owner else name
+
+
+def contents(place: Place) -> Iterator[Place]:
+    """What an object that is no module refers to."""
+    obj, name = place.obj, place.name
+    if isinstance(obj, _OPAQUE):
+        return
+    if isinstance(obj, dict):
+        for key, value in obj.items():
+            if is_constant(key):
+                yield place.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
+    elif isinstance(obj, list | tuple):
+        for index, value in enumerate(obj):
+            yield place.child(value, f"{name}[{index}]", _Kind.POSITION, index=index)
+    elif isinstance(obj, types.FunctionType):
+        yield from _function_contents(place)
+    elif isinstance(obj, types.MethodType):
+        yield place.child(obj.__self__, name, _Kind.ATTRIBUTE, "__self__")
+        yield place.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
+    elif isinstance(obj, functools.partial):
+        for key in ("func", "args", "keywords"):
+            yield place.child(getattr(obj, key), f"{name} {key}".lstrip(), _Kind.ATTRIBUTE, key)
+    elif (members := place.attributes()) is not None:
+        for key in list(members.obj):
+            yield members.item(key, f"{name}.{key}".lstrip("."))
+        if place.parent is None:  # a callable object: what its method refers to
+            kind = place.child(type(obj), name, _Kind.ATTRIBUTE, "__class__")
+            method = type(obj).__call__
+            if isinstance(method, types.FunctionType):
+                yield kind.child(method, name, _Kind.ATTRIBUTE, "__call__")
+
+
+def items_in(place: Place) -> Iterator[Place]:
+    """What a dictionary holds, under keys that are compared by value or found by themselves."""
+    for number, (key, value) in enumerate(list(place.obj.items())):
+        if is_value(key):
+            yield place.child(value, f"{place.name}[{key!r}]", _Kind.ITEM, key)
+        elif isinstance(key, weakref.ref):
+            yield place.child(value, f"{place.name}[{number}]", _Kind.ITEM, key)
+        else:
+            item = place.child(value, f"{place.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)
+            item.key_place = place.child(key, f"key of {place.name}", _Kind.KNOWN)
+            yield from (item.key_place, item)
+
+
+def members_in(place: Place) -> Iterator[Place]:
+    """Of a set: objects that others may refer to weakly; the others are compared as the set is."""
+    for member in place.obj:
+        obj = member() if isinstance(member, weakref.ref) else member
+        if not is_value(obj) and type(obj).__weakrefoffset__:
+            yield place.child(obj, f"a member of {place.name}", _Kind.KNOWN)
+
+
+def _function_contents(place: Place) -> Iterator[Place]:
+    function = place.obj
+    if function.__closure__:
+        cells = place.child(function.__closure__, place.name, _Kind.ATTRIBUTE, "__closure__")
+        for index, (variable, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__, strict=True)):
+            where = cells.child(cell, variable, _Kind.POSITION, index=index)
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            yield where.child(value, f"closure variable {variable}", _Kind.CELL)
+    for key in ("__defaults__", "__kwdefaults__"):
+        if getattr(function, key):
+            yield place.child(getattr(function, key), f"default of {function.__name__}", _Kind.ATTRIBUTE, key)
+    scope = place.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+    for variable in sorted(globals_of(function.__code__)):
+        if variable in function.__globals__:
+            yield scope.item(variable, f"global variable {variable}")

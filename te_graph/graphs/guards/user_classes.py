@@ -1,0 +1,89 @@
+"""Which classes and functions the user wrote, as far as captures of callables are concerned."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Container, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_graph.common.dispatch import is_user_file
+from te_graph.graphs.guards.guarded_sources import NAMESPACES
+from te_graph.graphs.tracing.names import codes_of
+
+_STANDARD = frozenset({*sys.stdlib_module_names, "builtins", "te_graph"})
+
+
+def is_opaque(kind: type) -> bool:
+    """True for classes of Python, torch and this package: the code of a user reads no more of them than it names."""
+    if issubclass(kind, nn.Module) or kind in NAMESPACES:
+        return False
+    return _package_of(kind) in _STANDARD
+
+
+def _package_of(kind: type) -> str:
+    module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"  # metaclasses of Cython tell none
+    return module.partition(".")[0]
+
+
+def bases_of(kind: type) -> list[type]:
+    """``kind`` and the classes below it that the user wrote."""
+
+    def is_theirs(base: type) -> bool:
+        if is_opaque(base):
+            return False
+        functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
+        files = [function.__code__.co_filename for function in functions]
+        return all(map(is_user_file, files)) if files else _package_of(base) != "torch"
+
+    return [base for base in kind.__mro__ if is_theirs(base)]
+
+
+def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
+    """The methods that instances of ``kind`` have, by name, as far as the user wrote them."""
+    found: dict[str, types.FunctionType] = {}
+    for base in reversed(kind.__mro__):
+        for name, member in vars(base).items():
+            if isinstance(function := written_by_user(_function_behind(member)), types.FunctionType):
+                found[name] = function
+    return found
+
+
+def members_below(kind: type, ran: Container[int]) -> Iterator[tuple[type, str, Any]]:
+    """What code gets to by ``super()``, as (class, name, member): where a function of a class below ``kind`` ran whose
+    name a class above it has as well, what each class below has under this name; NotImplemented where it has nothing.
+
+    Args:
+        ran: identities of the code that was seen to run.
+    """
+    below = [base for base in kind.__mro__[1:] if base not in (nn.Module, *Tensor.__mro__)]
+    above = set(vars(kind))
+    names: dict[str, None] = {}
+    for base in below:
+        hidden = [(name, member) for name, member in vars(base).items() if name in above]
+        names.update((name, None) for name, member in hidden if any(id(code) in ran for code in codes_of(member)))
+        above |= vars(base).keys()
+    for base in reversed(below):  # so that the one which has it is named first
+        for name in names:
+            yield base, name, next((vars(one)[name] for one in base.__mro__ if name in vars(one)), NotImplemented)
+
+
+def _function_behind(member: Any) -> Any:
+    """The function of a method, class or static method, or property."""
+    if isinstance(member, staticmethod | classmethod):
+        return member.__func__
+    if isinstance(member, property):
+        return member.fget
+    return member.func if isinstance(member, functools.cached_property | functools.partialmethod) else member
+
+
+def written_by_user(function: Any) -> types.FunctionType | None:
+    """The function itself, or what it wraps: decorators of torch and Python wrap what the user wrote."""
+    while isinstance(function, types.FunctionType | functools._lru_cache_wrapper):
+        if isinstance(function, types.FunctionType) and is_user_file(function.__code__.co_filename):
+            return function
+        function = getattr(function, "__wrapped__", None)
+    return None

@@ -1,0 +1,1 @@
+"""What is seen of the code that is captured: dispatcher calls, host work, Python functions."""

@@ -1,0 +1,248 @@
+"""Which Python functions run while a function is watched, whoever calls them: torch, Python or the user's code."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gc
+import inspect
+import itertools
+import sys
+import threading
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from te_graph.common.dispatch import is_own_file, is_user_file
+from te_graph.graphs.tracing.names import is_users_module
+from te_graph.graphs.tracing.patches import NameWatch
+from te_graph.graphs.tracing.source_lines import run_region
+
+_CALL = run_region.__code__  # below it runs what is watched
+_ASIDE = ("<frozen importlib", typing.__file__)
+_MOST_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
+_LONGEST_NAME = 64
+_MOST_STARTS = 64  # of one piece of code that are told from each other
+
+
+class CodeWatch:
+    """Context that notes the code of every function that starts on this thread, or in a backward on any thread.
+
+    What an import runs, or the making of a type for an annotation, is left out: it runs once. So is what the
+    garbage collector runs, its callbacks and finalizers, which may be at any time.
+
+    Args:
+        aside: callables that are left out as well, with all that they call.
+        listens: whether ``names`` are wanted.
+
+    Attributes:
+        names: of attributes that the user's code asks for by ``getattr`` and the like.
+        codes: it, by identity: equal code may be there twice, with other globals.
+        variables: of such code of the user's as has variables of the function around it: what these held when it
+            started, for each of its starts. They tell which of several functions it was.
+        scopes: the globals that each of ``codes`` ran with first.
+    """
+
+    def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
+        self.names: set[str] = set()
+        self.codes: dict[int, types.CodeType] = {}
+        self.variables: dict[int, list[tuple]] = {}
+        self.scopes: dict[int, dict[str, Any]] = {}
+        self._thread = threading.get_ident()
+        self._undo = contextlib.ExitStack()
+        self._aside = {_code_of(callback) for callback in (*gc.callbacks, *aside)}
+        self._collects_on: int | None = None  # thread
+        self._is_profiling = False
+        self._name_watch = NameWatch(self._note_name) if listens else contextlib.nullcontext()
+
+    def __enter__(self) -> CodeWatch:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._name_watch)
+            gc.callbacks.append(self._on_collection)
+            stack.callback(gc.callbacks.remove, self._on_collection)
+            stack.callback(self._monitored() if hasattr(sys, "monitoring") else self._profiled())
+            self._undo = stack.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._undo.close()
+
+    def users_codes(self) -> Iterator[tuple[int, types.CodeType]]:
+        """What the user wrote of ``codes``, or had made from text outside of installed packages."""
+        for key, code in self.codes.items():
+            scope = self.scopes[key]
+            is_theirs = is_user_file(code.co_filename) and is_users_module(scope.get("__name__", ""))
+            if is_theirs and (not is_generated(code) or is_own_file(scope.get("__file__") or "")):
+                yield key, code
+
+    def _on_collection(self, phase: str, info: dict[str, int]) -> None:
+        self._collects_on = threading.get_ident() if phase == "start" else None
+
+    def _is_aside(self, frame: types.FrameType | None) -> bool:
+        """True below what runs once, or at any time."""
+        if self._collects_on == threading.get_ident():
+            return True
+        while frame is not None and frame.f_code is not _CALL:
+            code = frame.f_code
+            if code.co_filename.startswith(_ASIDE) or code in self._aside:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _is_ours(self) -> bool:
+        """Whether what happens on this thread belongs to what is watched."""
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+    def _note_name(self, name: str) -> None:
+        if len(name) < _LONGEST_NAME and name.isidentifier() and self._is_ours():
+            self.names.add(name)
+
+    def _note(self, frame: types.FrameType) -> None:
+        """Of a function that starts."""
+        code = frame.f_code
+        is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
+        if (id(code) in self.codes and not is_closure) or self._is_aside(frame):
+            return
+        self.codes[id(code)] = code
+        self.scopes.setdefault(id(code), frame.f_globals)
+        if is_closure and len(starts := self.variables.setdefault(id(code), [])) < _MOST_STARTS:
+            held = frame.f_locals
+            starts.append(tuple(held.get(name) for name in code.co_freevars))
+            # Before Python 3.13 that is a copy, which would keep what the function lets go of. What a profile function
+            # leaves in it becomes the variables again.
+            if isinstance(held, dict) and not self._is_profiling:
+                held.clear()
+
+    def _monitored(self) -> Callable[[], None]:
+        monitoring = sys.monitoring
+        tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), None)
+        if tool is None:
+            return self._profiled()
+
+        def note(code: types.CodeType, offset: int) -> None:
+            if self._is_ours():
+                self._note(sys._getframe(1))
+
+        def stop() -> None:
+            monitoring.set_events(tool, 0)
+            monitoring.register_callback(tool, monitoring.events.PY_START, None)
+            monitoring.free_tool_id(tool)
+
+        monitoring.use_tool_id(tool, "te_graph")
+        monitoring.register_callback(tool, monitoring.events.PY_START, note)
+        monitoring.set_events(tool, monitoring.events.PY_START)
+        return stop
+
+    def _profiled(self) -> Callable[[], None]:
+        """Where Python has no events for many: of this thread alone."""
+        outer = sys.getprofile()
+        self._is_profiling = True
+
+        def note(frame: types.FrameType, event: str, given: Any) -> None:
+            if event == "call":
+                self._note(frame)
+            if outer is not None:
+                outer(frame, event, given)
+
+        sys.setprofile(note)
+        return lambda: sys.setprofile(outer)
+
+
+def _code_of(callback: Any) -> types.CodeType | None:
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    function = callback if hasattr(callback, "__code__") else type(callback).__call__
+    return getattr(function, "__code__", None)
+
+
+def is_generated(code: types.CodeType) -> bool:
+    """True for code that was compiled from text, as the methods of dataclasses are."""
+    return code.co_filename.startswith("<")
+
+
+def _is_users(function: types.FunctionType) -> bool:
+    return is_users_module(function.__globals__.get("__name__", ""))
+
+
+def functions_of(watch: CodeWatch, known: Iterable[types.FunctionType]) -> list[types.FunctionType]:
+    """The functions of the user's that ``watch`` can have seen to run and that are not ``known``, as far as there are
+    any at present. What the code around it ran to make is gone with the call, and made anew by the next one."""
+    by_code: dict[int, list[types.FunctionType]] = {}
+    for function in known:
+        by_code.setdefault(id(function.__code__), []).append(function)
+    found: dict[int, list[types.FunctionType]] = {}
+    unknown: list[types.CodeType] = []
+    made = {id(inner) for code in watch.codes.values() for inner in code.co_consts}
+    for key, code in watch.users_codes():
+        if key in made or _are_all(by_code.get(key, []), code, watch.variables.get(key)):
+            continue
+        named = None if code.co_flags & inspect.CO_NESTED else _by_name(code, watch.scopes[key])
+        found[key] = [] if named is None else [named]
+        if named is None:
+            unknown.append(code)
+    for holder in gc.get_referrers(*unknown) if unknown else ():
+        if isinstance(holder, types.FunctionType) and id(holder.__code__) in found and _is_users(holder):
+            found[id(holder.__code__)].append(holder)
+    kept = set(map(id, itertools.chain(*by_code.values())))
+    ran = (one for key, functions in found.items() for one in _that_ran(functions, watch.variables.get(key)))
+    return [function for function in ran if id(function) not in kept]
+
+
+def too_many(functions: Iterable[types.FunctionType]) -> str:
+    """Why ``functions``, which no place leads to, cannot be compared at each call; empty if they can."""
+    counts = collections.Counter(function.__code__ for function in functions)
+    code, count = next(iter(counts.most_common(1)), (None, 0))
+    if count <= _MOST_INSTANCES:
+        return ""
+    return f"{count} functions {code.co_name} are more than can be compared: let a list or attribute hold them"
+
+
+def _are_all(functions: list[types.FunctionType], code: types.CodeType, starts: list[tuple] | None) -> bool:
+    """Whether no other function of ``code`` than ``functions`` can have run, or none that would differ from these."""
+    if not functions or not code.co_flags & inspect.CO_NESTED:
+        return bool(functions)  # what is written inside no function is made once
+    if not code.co_freevars:
+        return not (functions[0].__defaults__ or functions[0].__kwdefaults__)
+    if not starts or len(starts) == _MOST_STARTS:
+        return False
+    return all(any(_shares(one, held) for one in functions) for held in starts)
+
+
+def _by_name(code: types.CodeType, scope: dict[str, Any]) -> types.FunctionType | None:
+    """The function of ``code``, where the name that it was given leads there."""
+    first, *rest = getattr(code, "co_qualname", code.co_name).split(".")  # it is of Python 3.11 and newer
+    found = scope.get(first)
+    for name in rest:
+        found = vars(found).get(name) if isinstance(found, type) else None
+    parts = (found, getattr(found, "__func__", None), getattr(found, "fget", None))
+    return next((one for one in parts if isinstance(one, types.FunctionType) and one.__code__ is code), None)
+
+
+def _that_ran(functions: list[types.FunctionType], starts: list[tuple] | None) -> list[types.FunctionType]:
+    """Those of ``functions``, of one code, that started with such variables as ``starts`` has; all if none did."""
+    if len(functions) < 2 or not starts or len(starts) == _MOST_STARTS:
+        return functions
+    return [one for one in functions if any(_may_have_held(one, held) for held in starts)] or functions
+
+
+def _may_have_held(function: types.FunctionType, held: tuple) -> bool:
+    """Whether one of its variables is what it was, or all are plain values, which it may have counted on."""
+    values = [*map(_content, function.__closure__), *held]
+    return _shares(function, held) or not any(map(gc.is_tracked, values))
+
+
+def _shares(function: types.FunctionType, held: tuple) -> bool:
+    """Whether one of its variables is an object that other functions hardly have."""
+    pairs = zip(map(_content, function.__closure__), held, strict=True)
+    return any(one is other and gc.is_tracked(one) for one, other in pairs)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

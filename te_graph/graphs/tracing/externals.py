@@ -1,0 +1,233 @@
+"""The table of external tensors: what a region reads or writes and did not make itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, KeysView, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from te_graph.common.dispatch import (
+    base_name,
+    belongs_to_torch,
+    bypass_modes,
+    has_subclass,
+    is_dense,
+    is_operator,
+    storage_key,
+    tensors_in,
+    written_tensors,
+)
+from te_graph.graphs.tracing.source_lines import user_site
+
+
+@dataclass(eq=False)
+class External:
+    """One storage that a region uses and does not own.
+
+    Attributes:
+        tensor: [...] detached alias of the tensor as first seen; keeps the storage alive.
+        op: first operator that touched it, such as ``aten.mul.Tensor``.
+        site: the user's line of that call, or ``backward (...)``.
+        originals: the very objects seen on this storage: the first, if it was a leaf, and every ``nn.Parameter``
+            (several when parameters are views of one flat buffer).
+        read: an operator used its value.
+        written: an operator wrote it in place.
+        saved: autograd saved it for backward while ``TensorWatch.saved_tensors()`` was active.
+    """
+
+    tensor: Tensor
+    op: str
+    site: str
+    originals: list[Tensor] = field(default_factory=list)
+    read: bool = False
+    written: bool = False
+    saved: bool = False
+
+    @property
+    def original(self) -> Tensor | None:
+        """[...] the object first seen on this storage if it was a leaf, else the first parameter seen, else None."""
+        return self.originals[0] if self.originals else None
+
+
+class TensorWatch(TorchDispatchMode):
+    """Dispatch mode that finds the external tensors of a region and can undo the region's writes to them.
+
+    A tensor is external when an operator takes it as an argument and its storage was neither made by an operator of
+    the region nor given in ``owned``. Forward and backward are both seen: the autograd engine hands the mode to its
+    threads. The mode may be entered several times, one after the other; tables and snapshots go on.
+
+    Before the first write to an external tensor its value is cloned, so ``restore()`` can undo every write, also after
+    the region raised. Tensors in ``owned`` are not restored, but writes to them are reported in ``mutated_owned``.
+
+    Not seen: what a higher-order operator does inside (its tensor arguments count as read), and memory that kernels
+    reach without the dispatcher. Subclasses with ``__torch_dispatch__`` (DTensor) are left to themselves: the
+    calls they make on plain tensors are what is watched.
+
+    Args:
+        owned: tensors [...] that belong to the region, such as its static inputs. Not mutated.
+        restorable: False saves the clones, where nothing is to be undone: ``restore()`` then does nothing.
+
+    Attributes:
+        externals: storage identity -> External, in order of first use. The storages are kept alive.
+        mutated_owned: storage identity -> (op, site) of the first write to a tensor in ``owned``.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, owned: Sequence[Tensor] = (), restorable: bool = True) -> None:
+        super().__init__()
+        self._restorable = restorable
+        self.externals: dict[int, External] = {}
+        self.mutated_owned: dict[int, tuple[str, str]] = {}
+        self._owned = {storage_key(tensor): tensor.detach() for tensor in owned}
+        # Weak references pin the identity of a storage (no later storage gets the same one) but not its memory.
+        self._produced: dict[int, StorageWeakRef] = {}
+        self._saved: dict[int, StorageWeakRef] = {}
+        self._snapshots: dict[tuple, tuple[Tensor, Tensor]] = {}
+        self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def produced_storages(self) -> KeysView[int]:
+        """Identities of the storages made inside the region, alive or not."""
+        return self._produced.keys()
+
+    @property
+    def saved_storages(self) -> KeysView[int]:
+        """Identities of all storages that autograd saved under ``saved_tensors()``: external, owned or produced."""
+        return self._saved.keys()
+
+    @contextlib.contextmanager
+    def saved_tensors(self) -> Iterator[None]:
+        """Note what autograd saves for backward inside this context; what is saved stays the same.
+
+        Hooks that the region itself installs (activation checkpointing, ``save_on_cpu``) come before this one: what
+        they take is not noted.
+        """
+        with torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
+            yield
+
+    def restore(self) -> None:
+        """Copy back the value that each external tensor had before the region's first write to it.
+
+        Writes the external storages without touching version counters; modes see nothing. May be called again.
+        """
+        with bypass_modes(), torch.no_grad():
+            # Backwards: where overlapping views were written one after the other, the oldest value wins.
+            for alias, value in reversed(self._snapshots.values()):
+                alias.copy_(value)
+
+    def restore_grads(self) -> None:
+        """Give the leaves that the region has used, or that ``keep_grads`` was told of, the ``.grad`` that they had:
+        a ``backward()`` inside the region may have given them another one."""
+        with bypass_modes(), torch.no_grad():
+            for leaf, grad in self._grads.values():
+                if leaf.is_leaf and leaf.grad is not grad:
+                    leaf.grad = grad
+
+    def keep_grads(self, tensor: Tensor) -> None:
+        """Remember the ``.grad`` of ``tensor`` [...] if it is a leaf, else of the leaves that it was computed from."""
+        if not tensor.requires_grad or id(tensor) in self._grads:
+            return
+        with bypass_modes():
+            self._grads[id(tensor)] = (tensor, tensor.grad if tensor.is_leaf else None)
+            for leaf in leaves_below(tensor):
+                self._grads.setdefault(id(leaf), (leaf, leaf.grad))
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if has_subclass(types):
+            return NotImplemented
+        written, not_ours = dict[int, bool](), set[int]()
+        if is_operator(func):
+            not_ours = belongs_to_torch(func, args, kwargs)
+            written = {id(tensor): keeps for tensor, keeps in written_tensors(func, args, kwargs)}
+            if base_name(func) == "lift_fresh":
+                # The first sight of a tensor just built from Python data.
+                self._add_produced(args)
+        for tensor in tensors_in((args, kwargs)):
+            if is_dense(tensor) and id(tensor) not in not_ours:
+                self._see(tensor, str(func), written.get(id(tensor)))
+        result = func(*args, **kwargs)
+        if is_operator(func) and base_name(func) == "set_":
+            # The tensor got a storage that was there before; cuDNN's LSTM takes hold of its flat weights in this way.
+            self._see(result, str(func), None)
+        else:
+            self._add_produced(result)
+        return result
+
+    def note_use(self, tensor: Tensor) -> None:
+        """Count ``tensor`` [...] as read, which no operator needs to have touched."""
+        self._see(tensor, "the result", None)
+
+    def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
+        """Enter an argument [...] in the tables; ``keeps`` is None unless the call writes it."""
+        key = storage_key(tensor)
+        if key in self._produced:
+            return
+        is_written = keeps is not None
+        if key in self._owned:
+            if is_written:
+                self.mutated_owned.setdefault(key, (op, user_site()))
+            return
+        if tensor.requires_grad:
+            self.keep_grads(tensor)
+        external = self.externals.get(key)
+        if external is None:
+            with bypass_modes():
+                external = External(tensor.detach(), op, user_site(), saved=key in self._saved)
+            self.externals[key] = external
+            if tensor.is_leaf:
+                external.originals.append(tensor)
+        elif isinstance(tensor, torch.nn.Parameter) and all(seen is not tensor for seen in external.originals):
+            external.originals.append(tensor)
+        external.read |= not is_written or keeps
+        external.written |= is_written
+        if is_written:
+            self.keep(tensor)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Clone the value of ``tensor`` [...], unless that was done before, for ``restore()``."""
+        view = (storage_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if self._restorable and view not in self._snapshots:
+            with bypass_modes(), torch.no_grad():
+                alias = tensor.detach()
+                self._snapshots[view] = (alias, alias.clone())
+
+    def _add_produced(self, tree: Any) -> None:
+        for tensor in tensors_in(tree):
+            if is_dense(tensor):
+                key = storage_key(tensor)
+                if key not in self._produced and key not in self.externals and key not in self._owned:
+                    self._produced[key] = StorageWeakRef(tensor.untyped_storage())
+
+    def _note_saved(self, tensor: Tensor) -> Tensor:
+        if is_dense(tensor):
+            key = storage_key(tensor)
+            self._saved[key] = StorageWeakRef(tensor.untyped_storage())
+            if key in self.externals:
+                self.externals[key].saved = True
+        # Not the tensor itself: autograd would then hold an output together with its own node, a reference cycle.
+        with bypass_modes():
+            return tensor.detach()
+
+
+def leaves_below(output: Tensor) -> list[Tensor]:
+    """The leaves that autograd would accumulate into if ``output`` [...] got a gradient, each once."""
+    if output.grad_fn is None:
+        return [output] if output.requires_grad else []
+    leaves, seen, stack = {}, {output.grad_fn}, [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves[id(node.variable)] = node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return list(leaves.values())

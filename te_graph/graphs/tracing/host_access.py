@@ -1,0 +1,106 @@
+"""Sees what a region does to tensors on the host, without a function mode.
+
+While a function mode is on, ``torch.overrides.has_torch_function`` says yes to everybody. Code that asks, such as the
+fast path of ``torch.nn.TransformerEncoderLayer``, would take another branch in a capture than in eager execution. So
+the methods of ``torch.Tensor`` are exchanged for as long as somebody captures.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph.graphs.tracing.patches import Exchange
+from te_graph.graphs.tracing.refusals import Refusals, refuse_host_access
+
+_METHODS = ("tolist", "numpy", "__array__", "__repr__", "cpu", "cuda", "to")
+_PROPERTIES = ("data", "grad")
+_of_thread = threading.local()  # watches: those under way, outermost first
+
+GET_GRAD = torch.Tensor.grad.__get__
+_USE_GRAD = (GET_GRAD, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)
+
+
+def _seen(func: Callable) -> Callable:
+    @functools.wraps(func)
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        watches = getattr(_of_thread, "watches", ())
+        if watches and not torch._C._is_torch_function_all_disabled():
+            for watch in reversed(watches):
+                watch.see(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    return seen
+
+
+class _Methods(Exchange):
+    """The methods of ``torch.Tensor``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: dict[str, Any] = {}
+
+    def _exchange(self) -> None:
+        # It makes tables of the methods when it is first imported, which torch does for the first dispatch mode.
+        import torch._dynamo
+
+        own = vars(torch.Tensor)
+        self._own = {name: own[name] for name in (*_METHODS, *_PROPERTIES) if name in own}
+        for name in _METHODS:
+            setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name)))
+        for name in _PROPERTIES:
+            member = getattr(torch.Tensor, name)
+            parts = _seen(member.__get__), _seen(member.__set__), _seen(member.__delete__)
+            setattr(torch.Tensor, name, property(*parts))
+
+    def _put_back(self) -> None:
+        for name in (*_METHODS, *_PROPERTIES):
+            if name in self._own:
+                setattr(torch.Tensor, name, self._own[name])
+            else:
+                delattr(torch.Tensor, name)
+
+
+_methods = _Methods()
+
+
+class MethodWatch:
+    """Context in which ``see`` is told, on this thread, of some calls of methods of ``torch.Tensor`` beforehand."""
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        _of_thread.watches = [*getattr(_of_thread, "watches", ()), self]
+        _methods.begin(self)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        _methods.end(self)
+        _of_thread.watches = _of_thread.watches[:-1]
+
+
+class GradWatch(MethodWatch):
+    """Calls ``on_use`` with each tensor, [...], whose ``.grad`` is about to be read, set or deleted."""
+
+    def __init__(self, on_use: Callable[[Tensor], None]) -> None:
+        self._on_use = on_use
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        if func in _USE_GRAD:
+            self._on_use(args[0])
+
+
+class HostAccessWatch(MethodWatch):
+    """Refuses what ``HostAccessMode`` refuses."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        self._refusals = refusals
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        refuse_host_access(self._refusals, func, args, kwargs)

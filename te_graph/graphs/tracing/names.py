@@ -1,0 +1,239 @@
+"""Which attribute names the code of a function can say: what it never names it can hardly read."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import inspect
+import itertools
+import operator
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from te_graph.common.dispatch import is_user_file
+
+_UNNAMED = frozenset({"__dict__", "vars", "dir", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
+BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
+_NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})
+GETTERS = (operator.attrgetter, operator.methodcaller)
+_USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names and strings in the code that a function may run.
+
+    Attributes:
+        said: all of them.
+        optional: those that code may look for without relying on them (``getattr`` with a default).
+        asked: of those, the ones that code asks for as a string or in a pattern.
+        ran: identities of the code that was seen to run, by which methods count that Python calls by itself.
+        is_enough: no code looks at attributes without naming them.
+    """
+
+    said: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    asked: frozenset[str] = frozenset()
+    ran: frozenset[int] = frozenset()
+
+    @property
+    def is_enough(self) -> bool:
+        return not self.said & _UNNAMED
+
+    @property
+    def asks_for_names(self) -> bool:
+        """Code has strings for names of attributes, which it may put together at run time."""
+        return not self.said.isdisjoint(BY_NAME)
+
+    def may_read(self, obj: Any, attribute: str) -> bool:
+        """Whether the code may read ``attribute`` of ``obj``."""
+        if not self.is_enough or attribute in self.said or not is_user_type(type(obj)):
+            return True
+        return isinstance(obj, nn.Module) and attribute in _own_attributes_of_modules()
+
+    def with_code(self, running: Iterable[types.CodeType], types_met: Iterable[type]) -> Names:
+        """These, and those in the code that is ``running`` and of the methods of ``types_met`` that it names."""
+        kinds = dict.fromkeys(types_met)
+        names, optional, asked = set(self.said), set(self.optional), set(self.asked)
+        if any(issubclass(kind, nn.Module) for kind in kinds):
+            names.add("forward")  # which torch calls
+        done: set[types.CodeType] = set()
+        methods = [pair for kind in kinds for pair in _methods(kind)]
+        codes = [*running, *(code for name, code in methods if self._may_run(name, code, names))]
+        while codes:
+            for code in codes:
+                names.update(strings_in(code))
+                optional.update(_optional_in(code))
+                asked.update(_optional_in(code) - set(code.co_names))
+            done.update(codes)
+            codes = [code for name, code in methods if code not in done and self._may_run(name, code, names)]
+        if PATTERN in names:
+            names.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
+        return replace(self, said=frozenset(names), optional=frozenset(optional), asked=frozenset(asked))
+
+    def with_strings(self, strings: Iterable[str]) -> Names:
+        """These, and ``strings``, which code may pass to ``getattr``, if any code does."""
+        if not self.asks_for_names:
+            return self
+        found = {string for string in strings if string.isidentifier()}
+        return replace(self, said=self.said | found, optional=self.optional | found, asked=self.asked | found)
+
+    def with_getters(self, getters: Iterable[Any]) -> Names:
+        """These, and the names in objects of ``operator`` that read attributes or call methods."""
+        return replace(self, said=self.said.union(*map(names_of_getter, getters)))
+
+    def _may_run(self, name: str, code: types.CodeType, names: set[str]) -> bool:
+        is_called = is_implicit(name) or (name in names and not is_for_making(name))
+        return is_called or id(code) in self.ran
+
+    def has_run(self, member: Any) -> bool:
+        """Whether ``member``, of a class, was seen to run."""
+        return any(id(code) in self.ran for code in codes_of(member))
+
+
+def names_of_getter(getter: Any) -> set[str]:
+    """The names that an object of ``operator`` reads or calls."""
+    return {part for name in _strings_below(getter) for part in name.split(".")}
+
+
+def _strings_below(obj: Any) -> Iterator[str]:
+    for part in gc.get_referents(obj):
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, tuple):
+            yield from _strings_below(part)
+
+
+def is_user_type(kind: type) -> bool:
+    """True when all methods of ``kind`` are known to ``Names``: no base is of torch or the standard library."""
+    return not any(is_of_library(base) for base in kind.__mro__ if base not in (object, nn.Module))
+
+
+@functools.cache
+def _own_attributes_of_modules() -> frozenset[str]:
+    return frozenset(vars(nn.Module()))
+
+
+def user_classes(kind: type) -> list[type]:
+    """Of ``kind`` and its bases, those that the user wrote."""
+    return [base for base in kind.__mro__ if not is_of_library(base)]
+
+
+def is_of_library(kind: type) -> bool:
+    """True for classes of Python, torch and this package, and those of extension modules."""
+    return not _is_user_written(kind)
+
+
+def _is_user_written(kind: type) -> bool:
+    """By where it is defined: torch and Python put functions of their own into classes of the user's."""
+    is_of_python = bool(kind.__flags__ & _HEAP_TYPE) and type(kind).__module__ != "pybind11_builtins"
+    return is_of_python and is_users_module(kind.__module__)
+
+
+def is_users_module(name: str) -> bool:
+    """True unless the module of this name is of torch, Python or this package. One made by hand has no file."""
+    package = name.partition(".")[0]
+    if package in ("torch", "te_graph", "builtins"):
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return is_user_file(file) if file else package not in sys.stdlib_module_names
+
+
+def is_for_making(name: str) -> bool:
+    """True for methods that run when an object is made, shown or gone: what they name counts once they have run."""
+    return name in _NOT_RUN
+
+
+def is_implicit(name: str) -> bool:
+    """True for methods that Python calls by itself, and not only when an object is made or shown."""
+    return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN
+
+
+def _methods(kind: type) -> Iterator[tuple[str, types.CodeType]]:
+    """The functions of a class that the user wrote, as (name, code)."""
+    for base in user_classes(kind):
+        for name, member in vars(base).items():
+            yield from ((name, code) for code in codes_of(member) if is_user_file(code.co_filename))
+
+
+def codes_of(member: Any) -> Iterator[types.CodeType]:
+    """The code of what a class has as a method, a property or the like."""
+    if isinstance(member, property):
+        parts = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property | functools.partialmethod | functools.singledispatchmethod):
+        parts = [member.func]
+    elif isinstance(member, types.FunctionType | staticmethod | classmethod):
+        parts = [inspect.unwrap(getattr(member, "__func__", member))]
+    else:
+        return
+    yield from (part.__code__ for part in parts if isinstance(part, types.FunctionType))
+
+
+def strings_of(member: Any) -> frozenset[str]:
+    """Names and strings in the code of what a class has."""
+    return frozenset().union(*(strings_in(code) for code in codes_of(member)))
+
+
+@functools.lru_cache(maxsize=4096)
+def strings_in(code: types.CodeType) -> frozenset[str]:
+    """Names and strings in ``code``, and in the functions written inside it."""
+    strings = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            strings.add(constant)
+        elif isinstance(constant, types.CodeType):
+            strings |= strings_in(constant)
+        elif isinstance(constant, tuple | frozenset):
+            strings.update(part for part in constant if isinstance(part, str))
+    if any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code)):
+        strings.add(PATTERN)
+    return frozenset(strings)
+
+
+@functools.lru_cache(maxsize=4096)
+def _optional_in(code: types.CodeType) -> frozenset[str]:
+    strings = strings_in(code)
+    if strings.isdisjoint(BY_NAME) and not may_do_without(code):
+        return frozenset()
+    return frozenset(string for string in strings if string.isidentifier() and not is_implicit(string))
+
+
+def may_do_without(code: types.CodeType) -> bool:
+    """Whether it may go on after an attribute was not there."""
+    return not strings_in(code).isdisjoint(_SWALLOWS | {PATTERN}) or _catches_everything(code)
+
+
+def _catches_everything(code: types.CodeType) -> bool:
+    """Whether it has an ``except`` without a class."""
+    steps = [step.opname for step in dis.get_instructions(code)]
+    return any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
+
+
+@functools.lru_cache(maxsize=4096)
+def globals_of(code: types.CodeType) -> frozenset[str]:
+    """Names that a function and the functions written inside it look up as globals, or set."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in _USES_GLOBAL}
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(names.union(*(globals_of(constant) for constant in inner)))
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_of(code: types.CodeType) -> frozenset[tuple[str, int]]:
+    """Modules that a function, or one written inside it, imports when it runs: (name, level)."""
+    found, constants = set(), [None]
+    for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            found.add((step.argval, next((c for c in reversed(constants) if isinstance(c, int)), 0)))
+        elif step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants.append(step.argval)
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found.union(*(imports_of(constant) for constant in inner)))

@@ -1,0 +1,1 @@
+"""Operations over lists of tensors: norms, clipping, gradient accumulation."""

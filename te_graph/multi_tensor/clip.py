@@ -1,0 +1,134 @@
+"""Gradient clipping on the device: two launches, no host sync, nothing written when nothing is clipped."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.multi_tensor.norms import raise_if_nonfinite, total_norm
+from te_graph.multi_tensor.tensor_lists import Part, as_number, as_sequence, check_operands, is_dtensor, moved, parts_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_EPS = 1e-6
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    process_groups: Sequence[ProcessGroup] = (),
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """Scale all gradients so that their norm is at most ``max_norm``; takes the place of ``torch.nn.utils``' function.
+
+    ``grad *= min(1, max_norm / (total_norm + 1e-6))``, where the factor is computed on the device and, when it is 1,
+    no gradient is read again or written: it stays as it is bit for bit. A NaN norm makes all gradients NaN, an infinite
+    one makes finite gradients 0, as in torch, unless ``found_inf`` is given.
+
+    Args:
+        parameters: [...] each; those without a gradient are passed over. Their ``.grad`` is mutated. As for
+            ``get_total_norm``: any dtypes and devices, DTensors (FSDP2, tensor parallel) by their shards.
+        max_norm: a number, 0 or positive; ``inf`` clips nothing.
+        norm_type, error_if_nonfinite, foreach, process_groups: as for ``get_total_norm``.
+        found_inf: [] or [1] float32 on the gradients' device. Set to 1 if the norm is not finite, in which case, or if
+            it was set before, no gradient is touched. ``torch.optim.AdamW(fused=True)`` reads it as its attribute
+            ``found_inf`` and skips the step. Mutated.
+
+    Returns:
+        The total norm before clipping, [] float32 (float64 with float64 gradients), a plain tensor, as from
+        ``get_total_norm``; without gradients 0 on the device of the group or of the parameters.
+
+    Raises:
+        As ``get_total_norm``; ValueError also for a negative or NaN ``max_norm`` and for one gradient met twice.
+
+    Stream and capture: two launches and a memset on the current stream for up to 2000 gradients; see
+    ``get_total_norm``. ``MultiTensorPlan.clip_norm_`` does the same to a prepared list.
+
+    Semantics: torch/nn/utils/clip_grad.py; products are rounded once, from fp32.
+    """
+    max_norm, norm_type = as_max_norm(max_norm), as_number(norm_type, "norm_type")
+    check_operands("clip_grad_norm_", found_inf=found_inf)
+    sequence = _parameters(parameters)
+    if not process_groups and not error_if_nonfinite:
+        norm = _C.clip_plain_gradients(sequence, max_norm, norm_type, found_inf)
+        if norm is not None:
+            return norm
+    parts = parts_of(sequence, True, norm_type)
+    norm = total_norm(parts, norm_type, process_groups, sequence)
+    if error_if_nonfinite:
+        raise_if_nonfinite(norm, norm_type)
+    clip_parts(parts, max_norm, norm, _EPS, found_inf)
+    return norm
+
+
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+    *,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Scale all gradients for a norm that is known: the second half of ``clip_grad_norm_``, with its arguments.
+
+    Args:
+        parameters: [...] each; their ``.grad`` is mutated.
+        max_norm: a number, 0 or positive.
+        total_norm: one element of any floating dtype, on any device. Not mutated.
+        foreach: taken for compatibility.
+        found_inf: as for ``clip_grad_norm_``. Mutated.
+
+    Stream and capture: one launch for up to 2000 gradients; no allocation where ``total_norm`` is float32 on the
+    gradients' device; no host sync unless it is on the CPU and they are not.
+    """
+    max_norm = as_max_norm(max_norm)
+    if not isinstance(total_norm, Tensor):
+        raise TypeError(f"te_graph: expected total_norm to be a tensor, got {type(total_norm).__name__}")
+    check_operands("clip_grads_with_norm_", found_inf=found_inf)
+    parts = parts_of(_parameters(parameters), True)
+    clip_parts(parts, max_norm, total_norm, _EPS, found_inf)
+
+
+def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float, found_inf: Tensor | None) -> None:
+    """Scale all parts by ``min(1, max_norm / (norm + eps))``, ``norm`` of one element; checks all, then writes."""
+    if is_dtensor(norm):
+        norm = norm.full_tensor()
+    dtype = torch.float64 if norm.dtype == torch.float64 else torch.float32
+    if len(parts) > 1:
+        _C.check_distinct("multi_tensor_clip_", [part.tensors for part in parts], [])
+        for part in parts:
+            part.tensors.check_clip(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
+    for part in parts:
+        part.tensors.clip_(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
+    if not parts and found_inf is not None:
+        torch.ops.te_graph.multi_tensor_clip_(
+            [], moved(norm.detach(), found_inf.device, dtype), max_norm, eps=eps, found_inf=found_inf
+        )
+
+
+def as_max_norm(max_norm: float) -> float:
+    """``max_norm`` as a float that is no less than 0."""
+    if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
+        raise TypeError("te_graph: expected max_norm to be a number, got a tensor on " + str(max_norm.device))
+    max_norm = as_number(max_norm, "max_norm")
+    if not max_norm >= 0:
+        raise ValueError(f"te_graph: expected max_norm to be 0 or positive, got {max_norm}")
+    return max_norm
+
+
+def _parameters(parameters: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
+    sequence = as_sequence(parameters, "parameters")
+    if isinstance(parameters, types.GeneratorType) and not sequence:
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
+    return sequence

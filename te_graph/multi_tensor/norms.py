@@ -1,0 +1,156 @@
+"""Norms over lists of tensors, devices and process groups: fp32, no host sync, independent of how they are split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.multi_tensor.tensor_lists import Part, as_number, as_sequence, check_operands, moved, parts_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    process_groups: Sequence[ProcessGroup] = (),
+) -> Tensor:
+    """Norm of all elements of all tensors together, as if they were one vector.
+
+    ``(sum |x|^p)^(1/p)``; for p = inf ``max |x|``; for p = 0 the number of elements that are not zero. Takes the place
+    of ``torch.nn.utils.get_total_norm``, with a result in fp32 that depends neither on the order of the list nor on its
+    grouping by dtype, device or rank, and is the same bits in every run: sums of chunks of 8192 elements are taken in
+    fp32 and then added exactly (csrc/multi_tensor/norm.h).
+
+    Args:
+        tensors: [...] each, any mix of float32, float64, float16, bfloat16 and devices, empty ones included; complex
+            for ``norm_type=2``. DTensors count with all their shards, replicated ones once. Not mutated.
+        norm_type: p; 0, positive or ``inf``.
+        error_if_nonfinite: raise if the norm is NaN or infinite. The only thing here that waits for the device.
+        foreach: taken for compatibility; there is one implementation.
+        process_groups: groups whose ranks hold other parts of the same vector (pipeline stages, tensor-parallel or
+            sharded parameters). One all-reduce of 576 bytes each.
+
+    Returns:
+        [] on the device of the first tensor: float32, or float64 if there are float64 tensors here. New memory. 0 for
+        an empty list, on the device that the groups communicate on, on the CPU without groups.
+
+    Raises:
+        ValueError: ``norm_type`` is negative or NaN; a tensor's elements overlap; a DTensor is a partial sum.
+        TypeError: integer or sparse tensors, or complex ones with another ``norm_type`` than 2; in ``process_groups``
+            something else than process groups that this rank is in.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+
+    Stream and capture: one launch on the current stream for up to 2000 tensors and one memset, allocates 576 bytes and
+    the result. In a capture the addresses of the tensors are frozen; ``te_graph.graphed`` guards them, and
+    ``MultiTensorPlan`` makes them exchangeable.
+
+    Semantics: torch/nn/utils/clip_grad.py, but for the dtype of the result, p = 0 and empty lists.
+    """
+    sequence, norm_type = as_sequence(tensors, "tensors"), as_number(norm_type, "norm_type")
+    norm = total_norm(parts_of(sequence, False, norm_type), norm_type, process_groups, sequence)
+    if error_if_nonfinite:
+        raise_if_nonfinite(norm, norm_type)
+    return norm
+
+
+def total_norm(
+    parts: Sequence[Part], norm_type: float, process_groups: Sequence[ProcessGroup], tensors: Sequence[Tensor] = ()
+) -> Tensor:
+    """Norm of all parts and ranks, []; of nothing, 0 on the device of ``process_groups`` or else of ``tensors``."""
+    p, process_groups = float(norm_type), _own_groups(process_groups)
+    if not p >= 0:
+        raise ValueError(f"te_graph: expected norm_type to be 0, positive or inf, got {norm_type}")
+    if len(parts) == 1 and not parts[0].groups and not process_groups:
+        return parts[0].tensors.norm(p)
+    partials: dict[tuple, tuple[Tensor, Sequence[ProcessGroup]]] = {}
+    for part in parts:
+        key = tuple(group.group_name for group in part.groups)
+        partial = part.tensors.norm_partial(p)
+        if key in partials:
+            partial = _joined(partials[key][0], partial, p)
+        partials[key] = partial, part.groups
+    device = parts[0].tensors.device if parts else _device_for(process_groups, tensors)
+    partial = torch.zeros(_C.NORM_STATE_WORDS, dtype=torch.int64, device=device)
+    for own, groups in partials.values():
+        partial = _joined(partial, _reduced(own, groups, p), p)
+    dtype = torch.float64 if any(part.tensors.has_double for part in parts) else torch.float32
+    return torch.ops.te_graph.multi_tensor_norm_finish(_reduced(partial, process_groups, p), p, dtype)
+
+
+def new_sum_squares(device: torch.device | str) -> Tensor:
+    """An exact sum of squares of nothing, [72] int64, for ``update_hp_grads(sum_squares=)``; ``zero_()`` resets it."""
+    return torch.zeros(_C.NORM_STATE_WORDS, dtype=torch.int64, device=device)
+
+
+def norm_of_sum_squares(sum_squares: Tensor, process_groups: Sequence[ProcessGroup] = ()) -> Tensor:
+    """The 2-norm of everything whose squares ``sum_squares`` [72] int64 has, [] fp32; bit for bit what
+    ``get_total_norm`` finds in the tensors that were written. Not mutated."""
+    check_operands("norm_of_sum_squares", sum_squares=sum_squares)
+    reduced = _reduced(sum_squares, _own_groups(process_groups), 2.0)
+    return torch.ops.te_graph.multi_tensor_norm_finish(reduced, 2.0)
+
+
+def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
+    """Wait for ``norm`` [] and raise unless it is a finite number."""
+    if not math.isfinite(norm.item()):
+        raise RuntimeError(
+            f"The total norm of order {float(norm_type)} for gradients from `parameters` is non-finite, so it cannot "
+            "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
+        )
+
+
+def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
+    """Two partial norms [72] as one, on the device of the first."""
+    b = moved(b, a.device, b.dtype)
+    return torch.maximum(a, b) if math.isinf(p) else a + b
+
+
+def _own_groups(process_groups: Sequence[ProcessGroup]) -> Sequence[ProcessGroup]:
+    """As given; torch passes over the operations of groups that this rank is not in, and its norm would be another."""
+    if not process_groups:
+        return ()
+    if not isinstance(process_groups, Iterable):
+        raise TypeError(f"te_graph: expected process_groups to be a sequence of them, got {process_groups!r:.100}")
+    groups = tuple(process_groups)
+    for number, group in enumerate(groups):
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"te_graph: expected process_groups[{number}] to be a process group that this rank is in, got "
+                f"{group!r:.100}"
+            )
+    return groups
+
+
+def _reduced(partial: Tensor, groups: Sequence[ProcessGroup], p: float) -> Tensor:
+    """``partial`` [72] of all ranks of the groups; integers, so the order of the ranks does not matter."""
+    if groups:
+        partial = partial.clone()
+    for group in groups:
+        dist.all_reduce(partial, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group)
+    return partial
+
+
+def _device_for(groups: Sequence[ProcessGroup], tensors: Sequence[Tensor]) -> torch.device:
+    if groups:
+        return torch.device("cuda", torch.cuda.current_device()) if _uses_nccl(groups[0]) else torch.device("cpu")
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _uses_nccl(group: ProcessGroup) -> bool:
+    """Whether ranks of the group have their tensors on GPUs: gloo, too, names CUDA among its devices."""
+    try:
+        return "nccl" in group._get_backend(torch.device("cuda")).name().lower()
+    except RuntimeError:
+        return False

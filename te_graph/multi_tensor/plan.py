@@ -1,0 +1,135 @@
+"""A list of tensors prepared once for the multi-tensor ops."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.common.capture_state import before_replay, is_capturing
+from te_graph.multi_tensor.tensor_lists import as_number, as_sequence, check_operands
+
+_NAME = "MultiTensorPlan"
+
+
+class MultiTensorPlan:
+    """Multi-tensor ops over a list whose table lies on the device.
+
+    A call passes a few pointers instead of the list, and takes as long for 20000 tensors as for one but for a look at
+    each of them. A captured call works on the tensors that the table names when it is replayed: ``update`` exchanges
+    them between replays, without a new capture.
+
+    The plan does not own its tensors. Before each op it looks whether they still exist where they were.
+
+    Args:
+        tensors: [...] each, on one device, without gaps in memory and without overlap; float32, float64, float16 and
+            bfloat16 mixed. What norm, clip, scale and zero work on, and what accumulate and copy write.
+        sources: for accumulate and copy: one for each tensor, laid out like it.
+
+    Raises:
+        ValueError: an empty list, tensors on several devices, with gaps, overlapping, or with the negative bit; sources
+            that do not fit or overlap tensors. From the methods: a number or flag that lies in one of the lists;
+            ``zero_source`` with sources that overlap.
+        TypeError: dtypes other than the above; tensors that wrap others, such as DTensors.
+        NotImplementedError, from methods that write: a tensor that was a result that requires a gradient when the plan
+            was made or updated, in grad mode, as nothing is recorded; or one with a tangent.
+
+    Stream and capture: making a plan allocates on the device and waits for the copy of the table, so it comes before a
+    capture. The ops neither allocate (norms: the result) nor wait. Plans and their ops belong on one stream at a time:
+    the partial sums of a norm lie in the plan.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
+        self._plan = _C.Plan(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
+        # Where a capture that uses the plan finds what it reads.
+        self._device_memory = (self._plan.table, self._plan.chunks, self._plan.state)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a tensor no longer exists, moved, or changed its size, strides or dtype; it names the
+        first one."""
+        self._plan.check(False, False)
+
+    def update(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
+        """Take other tensors of the same number, sizes and dtypes.
+
+        Launches and replays that are on the current stream already work on the old ones, later ones on the new ones.
+        One small launch for each 128 tensors that changed; nothing is waited for.
+
+        Raises:
+            ValueError: a size, dtype or number differs, or as for the constructor.
+            RuntimeError: called during a capture, whose replays would set the table back.
+        """
+        device = self._plan.table.device
+        if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError(f"{_NAME}: expected update() outside of captures, between replays")
+        self._plan.update(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
+
+    def norm(self, p: float = 2.0) -> Tensor:
+        """Norm of all tensors together, [] float32 (float64 with float64 tensors), as ``te_graph.get_total_norm``."""
+        self._before_replay()
+        return self._plan.norm(as_number(p, "p"))
+
+    def clip_(self, total_norm: Tensor, max_norm: float, *, found_inf: Tensor | None = None) -> None:
+        """Scale all tensors by ``min(1, max_norm / (total_norm + 1e-6))``; see ``te_graph.clip_grads_with_norm_``.
+
+        Args:
+            total_norm: [] or [1], float32 or float64 on the plan's device.
+            max_norm: 0 or positive.
+            found_inf: [] or [1] float32; as for ``te_graph.clip_grad_norm_``. Mutated.
+        """
+        check_operands(_NAME, total_norm=total_norm, found_inf=found_inf)
+        self._before_replay(writes_tensors=True)
+        self._plan.clip_(total_norm, as_number(max_norm, "max_norm"), 1e-6, found_inf)
+
+    def clip_norm_(self, max_norm: float, p: float = 2.0, *, found_inf: Tensor | None = None) -> Tensor:
+        """``norm`` and ``clip_``: two launches, one look at the tensors. Returns the norm before clipping, []."""
+        check_operands(_NAME, found_inf=found_inf)
+        self._before_replay(writes_tensors=True)
+        return self._plan.clip_norm_(as_number(max_norm, "max_norm"), as_number(p, "p"), found_inf)
+
+    def scale_(self, scale: Tensor, *, found_inf: Tensor | None = None) -> None:
+        """Multiply all tensors by ``scale``, [] or [1], float32 or float64; ``found_inf`` is set if a result is not
+        finite. Mutated: the tensors, ``found_inf``."""
+        check_operands(_NAME, scale=scale, found_inf=found_inf)
+        self._before_replay(writes_tensors=True)
+        self._plan.scale_(scale, found_inf)
+
+    def zero_(self) -> None:
+        """Set all tensors to zero."""
+        self._before_replay(writes_tensors=True)
+        self._plan.zero_()
+
+    def copy_(self, *, scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """Write the sources, times ``scale`` ([] or [1]), into the tensors; any dtypes."""
+        check_operands(_NAME, scale=scale, found_inf=found_inf)
+        self._before_replay(writes_tensors=True)
+        self._plan.accumulate_(True, False, scale, None, found_inf, None)
+
+    def accumulate_(
+        self,
+        *,
+        store: bool = False,
+        zero_source: bool = False,
+        scale: Tensor | None = None,
+        sum_squares: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        noop: Tensor | None = None,
+    ) -> None:
+        """Add the sources into the tensors; arguments as for ``te_graph.update_hp_grads`` (``zero_source`` zeroes the
+        sources, ``scale``, [] or [1], multiplies them)."""
+        check_operands(_NAME, scale=scale, sum_squares=sum_squares, found_inf=found_inf, noop=noop)
+        self._before_replay(writes_tensors=True, writes_sources=zero_source)
+        self._plan.accumulate_(store, zero_source, scale, sum_squares, found_inf, noop)
+
+    def _before_replay(self, writes_tensors: bool = False, writes_sources: bool = False) -> None:
+        """Let ``graphed()``, if it captures this, look at the tensors before each replay as each op does."""
+        before_replay(
+            functools.partial(self._plan.check, writes_tensors, writes_sources),
+            functools.partial(self._plan.tensors, writes_tensors, writes_sources),
+        )
