@@ -19,15 +19,15 @@ from twins import assert_bitwise_equal
 
 from te_graph import graphed
 from te_graph.common.capture_state import before_replay
-from te_graph.graphs.guards.function_guard import Surroundings
-from te_graph.graphs.guards.source_walker import Explorer, Frame
+from te_graph.graphs.guards.function_guard import FunctionGuard
+from te_graph.graphs.guards.source_walker import Frame, SourceWalker
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
 
-def guard_of(function: Callable, *args: object) -> tuple[Surroundings, Frame]:
+def guard_of(function: Callable, *args: object) -> tuple[FunctionGuard, Frame]:
     frame = (function, args, {})
-    return Surroundings(Explorer().explore(frame), used=None), frame
+    return FunctionGuard(SourceWalker().explore(frame), used=None), frame
 
 
 def microseconds(check: Callable[[], str]) -> float:
@@ -211,8 +211,8 @@ def test_who_is_called_in_vain_says_so_and_stops_looking_so_often(
     device: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[int] = []
-    explore = Explorer.explore
-    monkeypatch.setattr(Explorer, "explore", lambda *args, **given: looked.append(1) or explore(*args, **given))
+    explore = SourceWalker.explore
+    monkeypatch.setattr(SourceWalker, "explore", lambda *args, **given: looked.append(1) or explore(*args, **given))
     scale, x = graphed(lambda t, by: t * by), torch.ones(2, device=device)
     with caplog.at_level(logging.WARNING, logger="te_graph"):
         for by in range(64):

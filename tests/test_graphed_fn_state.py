@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from twins import assert_bitwise_equal
 
 from te_graph import graphed
-from te_graph.graphs.guards import source_walker as explorer
+from te_graph.graphs.guards import source_walker
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -348,13 +348,13 @@ def test_large_containers_of_numbers_cost_microseconds() -> None:
 def test_more_places_than_can_be_compared_run_eagerly(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explorer, "_MAX_PLACES", 1000)
+    monkeypatch.setattr(source_walker, "_MAX_SOURCES", 1000)
     objects, x = [[object()] for _ in range(600)], torch.ones(2)
     sequence = graphed(lambda t: t * len(objects))
     with caplog.at_level(logging.WARNING, logger="te_graph"):
         assert_bitwise_equal(called(sequence, 4, x), x * 600)
     assert counts(sequence) == (0, 0, 0, 4)
-    assert "refers to more places than can be compared" in caplog.text
+    assert "refers to more sources than can be compared" in caplog.text
 
 
 def test_keyword_arguments_and_explicit_defaults_are_calls_of_their_own() -> None:

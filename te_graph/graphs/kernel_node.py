@@ -11,7 +11,7 @@ from te_graph import _C
 from te_graph.common.capture_state import is_capturing
 from te_graph.graphs.callables.handle import Handle
 from te_graph.graphs.capture.options import is_disabled
-from te_graph.graphs.functions.graphed import GraphedSequence
+from te_graph.graphs.functions.graphed import GraphedFunction
 from te_graph.graphs.tracing.recorder import RecordedCall, Recorder
 
 
@@ -127,7 +127,7 @@ def _graphs_of(graph: Any) -> list[_C.CapturedGraph]:
     if isinstance(graph, tuple):
         return [one for part in graph for one in _graphs_of(part)]
     owner = getattr(graph, "te_graph", graph)
-    if not isinstance(owner, Handle | GraphedSequence):
+    if not isinstance(owner, Handle | GraphedFunction):
         raise TypeError(
             "KernelNode.find: expected graph to be a torch.cuda.CUDAGraph, a Recorder, or what make_graphed_callables "
             f"or graphed returned, got {type(graph).__name__}"

@@ -309,7 +309,7 @@ class Handle:
         }
 
 
-class GraphedFunction:
+class FunctionProxy:
     """A function that replays its graph; ``te_graph`` is its handle."""
 
     def __init__(self, function: Callable[..., Any], handle: Handle) -> None:
@@ -349,10 +349,10 @@ def prepare(targets: list[Any]) -> None:
             set_class(target, kind)
 
 
-def install(target: nn.Module | Callable[..., Any], handle: Handle) -> nn.Module | GraphedFunction:
+def install(target: nn.Module | Callable[..., Any], handle: Handle) -> nn.Module | FunctionProxy:
     """Make ``target`` replay through ``handle``: a module in place, a function by wrapping it."""
     if not isinstance(target, nn.Module):
-        return GraphedFunction(target, handle)
+        return FunctionProxy(target, handle)
     kind = graphed_class(type(target))
     handle.own_forward = vars(target).pop("forward", None)
     vars(target)["te_graph"] = handle

@@ -35,7 +35,7 @@ from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
 from te_graph.graphs.guards.code_reader import Reader
 from te_graph.graphs.guards.module_calls import ModuleCalls
-from te_graph.graphs.guards.module_guard import check_hooks, find_homes
+from te_graph.graphs.guards.module_guard import build_module_guard, check_hooks
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
@@ -61,7 +61,7 @@ class CallableCapture:
     Attributes:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         gradients: what the backward computes, once warmed up.
-        homes: the guard and the tensors outside that the capture uses, once warmed up.
+        module_guard: the guard and the tensors outside that the capture uses, once warmed up.
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
         plan: where the results lie, once warmed up.
         output_numbers: which outputs require a gradient.
@@ -93,14 +93,14 @@ class CallableCapture:
         self.changed = ChangedInputs()
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
         self._reader = Reader(root, group.options.ignore_attributes)
-        places = list(walk(root))
-        self._places = self._reader.places()
+        sources = list(walk(root))
+        self._sources = self._reader.sources()
         check_attributes(label, signature.distinct_names, samples, self._reader)
-        check_cache(label, places)
-        own = (place for place in places if "global variable" not in place.name)
-        self._containers = ContainerState(itertools.chain(own, global_containers(self._places)))
-        self._bindings = Bindings(variables(self._places))
-        below = [place.obj for place in places if isinstance(place.obj, nn.Module) and place.obj is not root]
+        check_cache(label, sources)
+        own = (source for source in sources if "global variable" not in source.name)
+        self._containers = ContainerState(itertools.chain(own, global_containers(self._sources)))
+        self._bindings = Bindings(variables(self._sources))
+        below = [source.obj for source in sources if isinstance(source.obj, nn.Module) and source.obj is not root]
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
         # Hooks are there to look, or freeze what they compute: what else they do is not repeated.
         self._hooks = [hook for module in below for key in HOOK_DICTS for hook in vars(module).get(key, {}).values()]
@@ -158,7 +158,7 @@ class CallableCapture:
         isolation = _C.LeafIsolation(
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
-        generators = HostRandom(self._places)
+        generators = HostRandom(self._sources)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
                 tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
@@ -175,9 +175,9 @@ class CallableCapture:
         check_escapes(self.label, self.root, self.watch)
         check_host_work(self.label, self._reader.obstacle, *self._host_work)
         try:
-            self.homes = find_homes(
+            self.module_guard = build_module_guard(
                 self._reader,
-                self._places,
+                self._sources,
                 self.watch.externals,
                 self.gradients.parameters,
                 calls.called,
@@ -189,8 +189,8 @@ class CallableCapture:
     def _refuse_hooks(self, module: nn.Module) -> None:
         """Of a ``module`` that is about to be called, and before they are: they are not for samples."""
         if self.group.options.hooks == "refuse" and module is not self.root:
-            place = next((place for place in self._places if place.obj is module), None)
-            check_hooks(module, f"{self.label}: {(place and place.name) or type(module).__name__}")
+            source = next((source for source in self._sources if source.obj is module), None)
+            check_hooks(module, f"{self.label}: {(source and source.name) or type(module).__name__}")
 
     def _iterate(self, iterations: int) -> list[Tensor]:
         """The iterations of the warm-up; returns the results of the last one, [...] each."""
@@ -200,11 +200,11 @@ class CallableCapture:
         for watch in watches:
             is_last = watch is self.watch
             if is_last:
-                places = self._reader.places()
-                effects, generators = SideEffects(places), HostRandom(places)
+                sources = self._reader.sources()
+                effects, generators = SideEffects(sources), HostRandom(sources)
             code = CodeWatch(aside=self._hooks, listens=self._reader.asks_for_names)
             with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
-                refusing = functools.partial(refuse_grad, self.label, self._places, watch)
+                refusing = functools.partial(refuse_grad, self.label, self._sources, watch)
                 with nothing if watch is nothing else GradWatch(refusing), code:
                     given = self.changed.given(inputs)
                     tensors = self._call(inputs, given)
@@ -225,10 +225,10 @@ class CallableCapture:
                 self._reader.note(code)
                 self._reader.note(in_backward)
         # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
-        self._host_work = effects.first(self._reader.places()), generators.drawn_from()
+        self._host_work = effects.first(self._reader.sources()), generators.drawn_from()
         self._reader.note(code)
         self._reader.note(in_backward)
-        self._places = self._reader.places()
+        self._sources = self._reader.sources()
         self.backward_guard = backward_guard(self._reader, in_backward, self.watch.externals.keys())
         return tensors
 
@@ -270,10 +270,10 @@ class CallableCapture:
         """Capture the forward into a new slot."""
         slot = Slot([self._static_input(number) for number in range(len(self.samples))])
         self.slots.append(slot)
-        before = [version_of(tensor) for tensor in self.homes.tensors]
+        before = [version_of(tensor) for tensor in self.module_guard.tensors]
         with self.backend.capture(pool) as slot.forward:
             slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
-        self.versions_bumped = [version_of(t) != old for t, old in zip(self.homes.tensors, before, strict=True)]
+        self.versions_bumped = [version_of(t) != old for t, old in zip(self.module_guard.tensors, before, strict=True)]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
         slot.use_grads = [[] for _ in slot.inputs]
@@ -407,7 +407,7 @@ class CallableCapture:
         made_inside = self.watch.produced_storages | set(map(storage_key, inputs))  # the latter: x.detach()
         found = itertools.chain.from_iterable(leaves.values() for leaves in reached)
         leaves = {id(leaf): leaf for leaf in found if storage_key(leaf) not in made_inside}
-        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(self.root), *self._reader.places()])
+        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(self.root), *self._reader.sources()])
         self._leaves = leaves
         self.gradients = Gradients(parameters, [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], [])
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]

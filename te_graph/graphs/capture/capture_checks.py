@@ -12,7 +12,7 @@ from te_graph.common.dispatch import is_dense, storage_key
 from te_graph.graphs.arguments.signature import subclass_of
 from te_graph.graphs.capture.results import ResultPlan
 from te_graph.graphs.guards.code_reader import Reader
-from te_graph.graphs.guards.sources import Place, walk
+from te_graph.graphs.guards.sources import Source, walk
 from te_graph.graphs.tracing.externals import TensorWatch
 
 
@@ -89,11 +89,11 @@ def check_made(
 
 def check_escapes(label: str, root: Any, watch: TensorWatch) -> None:
     """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
-    for place in walk(root):
-        is_tensor = isinstance(place.obj, Tensor) and is_dense(place.obj)
-        if is_tensor and storage_key(place.obj) in watch.produced_storages:
+    for source in walk(root):
+        is_tensor = isinstance(source.obj, Tensor) and is_dense(source.obj)
+        if is_tensor and storage_key(source.obj) in watch.produced_storages:
             raise RuntimeError(
-                f"{label}: the callable leaves a tensor that it computed in {place.name}; a replay would not run that "
+                f"{label}: the callable leaves a tensor that it computed in {source.name}; a replay would not run that "
                 "assignment: return the tensor, or write a buffer in place"
             )
 
@@ -115,15 +115,15 @@ def check_host_work(label: str, obstacle: str | None, effect: str | None, genera
         )
 
 
-def refuse_grad(label: str, places: Iterable[Place], watch: TensorWatch, tensor: Tensor) -> None:
+def refuse_grad(label: str, sources: Iterable[Source], watch: TensorWatch, tensor: Tensor) -> None:
     """Refuse that a callable uses ``.grad`` of ``tensor`` [...], unless it made that in the iteration of ``watch``.
 
     Raises:
-        RuntimeError: names the tensor, if it is at one of ``places``.
+        RuntimeError: names the tensor, if it is at one of ``sources``.
     """
     if is_dense(tensor) and storage_key(tensor) in watch.produced_storages:
         return
-    name = next((place.name for place in places if place.obj is tensor), "an argument or tensor outside")
+    name = next((source.name for source in sources if source.obj is tensor), "an argument or tensor outside")
     raise RuntimeError(
         f"{label}: the forward uses .grad of {name}, and a replay would go on with what it was at capture, or "
         "leave the change out: call zero_grad(), or read gradients, outside of the callable"

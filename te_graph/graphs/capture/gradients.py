@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_graph import _C
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.sources import Source
 
 
 class GradientState:
@@ -129,16 +129,16 @@ def gradients_of(
 
 
 def leaves_outside(
-    leaves: dict[int, Tensor], before: dict[int, Tensor], places: Callable[[], Iterable[Place]]
+    leaves: dict[int, Tensor], before: dict[int, Tensor], sources: Callable[[], Iterable[Source]]
 ) -> list[Tensor]:
     """Those of ``leaves`` [...], by identity, that a callable has not made itself, as ``w.detach().requires_grad_()``
-    is, over memory from outside: what it uses in each iteration, or what stands at one of its ``places``.
+    is, over memory from outside: what it uses in each iteration, or what stands at one of its ``sources``.
 
     Args:
         before: leaves [...] of the iteration before, kept until now: none of the new ones is at the address of one.
     """
     if leaves.keys() - before.keys() and before:
-        standing = {id(place.obj) for place in places()}
+        standing = {id(source.obj) for source in sources()}
         return [leaf for key, leaf in leaves.items() if key in before or key in standing]
     return list(leaves.values())
 

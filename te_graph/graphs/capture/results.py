@@ -15,8 +15,8 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.dispatch import bypass_modes, storage_key
-from te_graph.graphs.capture.view_order import places
-from te_graph.graphs.guards.module_guard import Homes
+from te_graph.graphs.capture.view_order import positions
+from te_graph.graphs.guards.module_guard import ModuleGuard
 from te_graph.graphs.tracing.externals import TensorWatch
 
 _log = logging.getLogger("te_graph")
@@ -71,24 +71,24 @@ class Result:
         tensor = (outputs if self.source == _Source.OUTPUT else inputs)[self.number]
         return tensor if self.view is None else self.view.of(tensor.detach())
 
-    def spec(self, label: str, homes: Homes) -> _C.ResultSpec:
-        """For C++; ``homes`` are those of the external tensors.
+    def spec(self, label: str, module_guard: ModuleGuard) -> _C.ResultSpec:
+        """For C++; ``module_guard`` are those of the external tensors.
 
         Raises:
             RuntimeError: it is part of a tensor outside that is found as something else, by other views.
         """
         if self.tensor is None:
             return _C.ResultSpec(self.source, self.number, self.view, self.is_early)
-        number = homes.index_of(self.tensor)
+        number = module_guard.index_of(self.tensor)
         if number < 0 and self.tensor._is_view():
-            number = homes.index_of(self.tensor._base)
+            number = module_guard.index_of(self.tensor._base)
         if number < 0:
             key = storage_key(self.tensor)
-            number = next(i for i, home in enumerate(homes.tensors) if storage_key(home) == key)
-        found = _as_view(self.tensor, homes.tensors[number])
+            number = next(i for i, known in enumerate(module_guard.tensors) if storage_key(known) == key)
+        found = _as_view(self.tensor, module_guard.tensors[number])
         if found is None:
             raise RuntimeError(
-                f"{label}: a result of shape {list(self.tensor.shape)} lies in {homes.names[number]} in a "
+                f"{label}: a result of shape {list(self.tensor.shape)} lies in {module_guard.names[number]} in a "
                 "way that cannot be found again at each call: return a clone"
             )
         return _C.ResultSpec(self.source, number, found.view, self.is_early)
@@ -121,9 +121,9 @@ class ResultPlan:
             for number, source in enumerate(sources)
             if results[number].grad_fn is not None and (source.source != _Source.OUTPUT or source.view is not None)
         }
-        for number, place in places(views, outputs).items():
-            is_early = place.is_first and not place.is_last and sources[number].source != _Source.OUTPUT
-            is_apart = place.is_tangled or not (place.is_last or is_early)
+        for number, position in positions(views, outputs).items():
+            is_early = position.is_first and not position.is_last and sources[number].source != _Source.OUTPUT
+            is_apart = position.is_tangled or not (position.is_last or is_early)
             sources[number] = dataclasses.replace(sources[number], is_early=is_early, is_added_apart=is_apart)
         return dataclasses.replace(plan, results=tuple(sources))
 

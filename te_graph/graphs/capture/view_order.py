@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Of the making of one view among the uses of its base inside the callable.
 
     Attributes:
@@ -29,8 +29,8 @@ class Place:
     is_tangled: bool
 
 
-def places(views: Mapping[int, tuple[Tensor, Tensor | None]], outputs: list[Tensor]) -> dict[int, Place]:
-    """The places of ``views``, by their numbers.
+def positions(views: Mapping[int, tuple[Tensor, Tensor | None]], outputs: list[Tensor]) -> dict[int, Position]:
+    """The positions of ``views``, by their numbers.
 
     Args:
         views: each with its base, [...] each; None: a leaf.
@@ -39,7 +39,7 @@ def places(views: Mapping[int, tuple[Tensor, Tensor | None]], outputs: list[Tens
     edges = _edges(outputs)
     makers = {number: nodes for number, (view, base) in views.items() if (nodes := _makers(view, base))}
     return {
-        number: _place(nodes, edges, [(other > number, makers[other]) for other in makers if other != number])
+        number: _position(nodes, edges, [(other > number, makers[other]) for other in makers if other != number])
         for number, nodes in makers.items()
     }
 
@@ -68,8 +68,8 @@ def _makers(view: Tensor, base: Tensor | None) -> list[Node]:
     return nodes
 
 
-def _place(makers: list[Node], edges: list[tuple[Node, Node]], others: list[tuple[bool, list[Node]]]) -> Place:
-    """The place of the view that ``makers`` make; ``others`` make other views, returned after it or not."""
+def _position(makers: list[Node], edges: list[tuple[Node, Node]], others: list[tuple[bool, list[Node]]]) -> Position:
+    """The position of the view that ``makers`` make; ``others`` make other views, returned after it or not."""
     base, own = _base(makers), makers[-1]._sequence_nr()  # of the node whose gradient goes to the base
     uses = [node._sequence_nr() for node, following in edges if following is base and node not in makers]
     later = sum(number > own for number in uses)
@@ -79,7 +79,7 @@ def _place(makers: list[Node], edges: list[tuple[Node, Node]], others: list[tupl
         if _base(nodes) is base and not is_of_one:
             is_made_after = nodes[-1]._sequence_nr() > own
             is_tangled |= is_made_after != is_after or not set(nodes).isdisjoint(makers)
-    return Place(later == len(uses), later == 0, is_tangled)
+    return Position(later == len(uses), later == 0, is_tangled)
 
 
 def _base(makers: list[Node]) -> Node:

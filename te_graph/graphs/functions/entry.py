@@ -20,10 +20,10 @@ from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.checks import check_circumstances
 from te_graph.graphs.capture.session import garbage_collection_off
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
-from te_graph.graphs.guards.function_guard import Surroundings, homeless
-from te_graph.graphs.guards.guarded_sources import Fact, is_opaque
+from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
+from te_graph.graphs.guards.guarded_sources import GuardedSource, is_opaque
 from te_graph.graphs.guards.rollback import Bindings, ContainerState
-from te_graph.graphs.guards.source_walker import Explorer
+from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.guards.values import random_state, set_random_state
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 from te_graph.graphs.tracing.calls import Frame, call
@@ -40,7 +40,7 @@ _CHANGES_STATE = (
 
 
 @dataclass(frozen=True)
-class Home:
+class ResultSource:
     """A result that the function did not make: found anew at each call.
 
     Attributes:
@@ -59,7 +59,7 @@ class Home:
 
 
 @dataclass(eq=False)
-class SequenceEntry:
+class FunctionEntry:
     """What is known of one signature: how to tell it, and once captured, how to replay it.
 
     Attributes:
@@ -74,9 +74,9 @@ class SequenceEntry:
         results: nest of the results.
         own: those that the graph made, [...] each.
         special: numbers of those that are more than a plain tensor, and the same object at each call.
-        homes: where the others are found.
-        home_steps: their steps of the guard.
-        order: of each result, the number among ``own``, then ``homes``.
+        found_sources: where the others are found.
+        found_steps: their steps of the guard.
+        order: of each result, the number among ``own``, then ``found_sources``.
         checks: what ``before_replay`` was given in the capture.
         nbytes: memory that belongs to the graph.
         nodes: of the graph.
@@ -96,8 +96,8 @@ class SequenceEntry:
     results: ResultSpec | None = None
     own: list[Tensor] = field(default_factory=list)
     special: list[int] = field(default_factory=list)
-    homes: list[Home] = field(default_factory=list)
-    home_steps: list[int] = field(default_factory=list)
+    found_sources: list[ResultSource] = field(default_factory=list)
+    found_steps: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     nbytes: int = 0
@@ -117,7 +117,7 @@ class SequenceEntry:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
         if self.checks:  # which come in between
             return self.change(frame), []
-        return self.guard.begin(self.settings, frame, self.home_steps)
+        return self.guard.begin(self.settings, frame, self.found_steps)
 
     def refuse_if_undone(self, frame: Frame) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
@@ -130,58 +130,64 @@ class SequenceEntry:
             for check in self.checks:
                 check()
             # They are the user's code, and what follows relies on what the guard has met.
-            change, found = self.guard.begin(self.settings, frame, self.home_steps)
+            change, found = self.guard.begin(self.settings, frame, self.found_steps)
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
-        homes = [home.result(one) for home, one in zip(self.homes, found, strict=True)]
+        others = [source.result(one) for source, one in zip(self.found_sources, found, strict=True)]
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
         made = scope.replay(self.graph, self.own)
         for number in self.special:
             made[number] = self.own[number]
-        pool = [*made, *homes]
+        pool = [*made, *others]
         return self.results.unflatten([pool[number] for number in self.order])
 
-    def take(self, tensors: list[Tensor | Home]) -> None:
+    def take(self, tensors: list[Tensor | ResultSource]) -> None:
         """Enter the results, [...] each: the graph's own, or where others are found."""
-        self.homes = [one for one in tensors if isinstance(one, Home)]
-        self.home_steps = [home.step for home in self.homes]
+        self.found_sources = [one for one in tensors if isinstance(one, ResultSource)]
+        self.found_steps = [source.step for source in self.found_sources]
         own = {id(one): one for one in tensors if isinstance(one, Tensor)}
         self.own = list(own.values())
         self.special = [n for n, one in enumerate(self.own) if type(one) is not Tensor or vars(one)]
-        numbers = {key: number for number, key in enumerate([*own, *map(id, self.homes)])}
+        numbers = {key: number for number, key in enumerate([*own, *map(id, self.found_sources)])}
         self.order = [numbers[id(one)] for one in tensors]
 
 
-def _is_itself(fact: Fact) -> bool:
+def _is_itself(source: GuardedSource) -> bool:
     """True for objects, no tensors, that are results as they are: code can tell them from what holds the same."""
-    if fact.is_end or fact.is_given or fact.parent is None or fact.same_as is not None or isinstance(fact.obj, Tensor):
+    if (
+        source.is_end
+        or source.is_given
+        or source.parent is None
+        or source.same_as is not None
+        or isinstance(source.obj, Tensor)
+    ):
         return False
-    return fact.value is None or fact.value.is_mutable
+    return source.value is None or source.value.is_mutable
 
 
-def run_first(label: str, frame: Frame, explorer: Explorer) -> tuple[Any, SequenceEntry | None]:
+def run_first(label: str, frame: Frame, walker: SourceWalker) -> tuple[Any, FunctionEntry | None]:
     """Run the function as it is; return its result and an entry that recognises the next such call, if that can be."""
-    facts = explorer.explore(frame)
-    if explorer.is_at_a_loss:
+    sources = walker.explore(frame)
+    if walker.has_too_many_sources:
         return call(frame), None
-    before = Surroundings(facts, used=set(), is_strict=False).guard
-    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=explorer.asks_for_names)
+    before = FunctionGuard(sources, used=set(), is_strict=False).guard
+    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=walker.asks_for_names)
     with capturing(), reads, watch, code:
         result = call(frame)
-    explorer.note(code)
+    walker.note(code)
     used = {*watch.externals, *watch.produced_storages}
-    facts = explorer.explore(frame)
-    if explorer.is_at_a_loss:
+    sources = walker.explore(frame)
+    if walker.has_too_many_sources:
         return result, None
-    surroundings = Surroundings(facts, used, asked=reads.asked, runs_backward=watch.runs_backward)
+    function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
     effect = before.check_in_passing(frame)
-    entry = SequenceEntry(
-        label, surroundings.guard, watch.devices, watch.multiplies, effect, before if effect else None
+    entry = FunctionEntry(
+        label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
     )
     return result, entry
 
 
-def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, stream: Any) -> SequenceEntry:
+def capture(first: FunctionEntry, frame: Frame, walker: SourceWalker, pool: Any, stream: Any) -> FunctionEntry:
     """Capture the function, without effect on tensors; return the entry that replays it.
 
     Raises:
@@ -196,7 +202,7 @@ def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, s
     check_circumstances(device, f"graphed({label})")
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()
-    attempt = _Attempt(label, frame, explorer, device)
+    attempt = _Attempt(label, frame, walker, device)
     with explained(label, "the capture", Notes()):
         graph, checks, entry = _capture(attempt, first, backend, pool)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -208,8 +214,8 @@ def capture(first: SequenceEntry, frame: Frame, explorer: Explorer, pool: Any, s
 
 
 def _capture(
-    attempt: _Attempt, first: SequenceEntry, backend: Any, pool: Any
-) -> tuple[Any, list[Callable[[], None]], SequenceEntry]:
+    attempt: _Attempt, first: FunctionEntry, backend: Any, pool: Any
+) -> tuple[Any, list[Callable[[], None]], FunctionEntry]:
     """The graph, the checks before its replays, and the entry that it belongs to."""
     with one_at_a_time(), garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
         if first.multiplies and first.device.type == "cuda":
@@ -238,19 +244,21 @@ class _Attempt:
         watch: sees its tensors, and puts back those that a recorder has written.
     """
 
-    def __init__(self, label: str, frame: Frame, explorer: Explorer, device: torch.device) -> None:
+    def __init__(self, label: str, frame: Frame, walker: SourceWalker, device: torch.device) -> None:
         self._label = label
         self._frame = frame
-        self._explorer = explorer
+        self._walker = walker
         is_gpu = device.type == "cuda"
         self._is_gpu = is_gpu
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
         self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
         self._reads = GradReads()
-        self._before = explorer.explore(frame, everything=True)
-        self._state_before = Surroundings(self._before, used=None, is_strict=False)
+        self._before = walker.explore(frame, everything=True)
+        self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
         self._containers = ContainerState(
-            fact for fact in self._before if isinstance(fact.obj, dict | list | set | deque) or not is_opaque(fact.obj)
+            source
+            for source in self._before
+            if isinstance(source.obj, dict | list | set | deque) or not is_opaque(source.obj)
         )
         self._bindings = Bindings(self._before)
         self._result: Any = None
@@ -258,19 +266,19 @@ class _Attempt:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         on_gpu = DeviceAccessMode(self.watch.refusals) if self._is_gpu else contextlib.nullcontext()
-        for fact in self._before:
-            if isinstance(fact.obj, Tensor):
-                self.watch.keep_grads(fact.obj)
+        for source in self._before:
+            if isinstance(source.obj, Tensor):
+                self.watch.keep_grads(source.obj)
         with on_gpu, self._reads, self.watch, torch.autograd.set_detect_anomaly(False):  # it reads values on the host
             yield
 
     def run(self) -> None:
-        before, code = random_state(), CodeWatch(listens=self._explorer.asks_for_names)
+        before, code = random_state(), CodeWatch(listens=self._walker.asks_for_names)
         try:
             with code:
                 self._result = call(self._frame)
         finally:
-            self._explorer.note(code)
+            self._walker.note(code)
             after = random_state()
             set_random_state(before)
         if after != before:
@@ -292,42 +300,44 @@ class _Attempt:
         finally:
             self.watch.restore()
 
-    def entry(self, devices: set[torch.device]) -> SequenceEntry:
+    def entry(self, devices: set[torch.device]) -> FunctionEntry:
         """Check what the run did; return an entry without its graph."""
-        everything = self._explorer.explore(self._frame, everything=True)
+        everything = self._walker.explore(self._frame, everything=True)
         self._check_effects(everything)
-        facts = self._explorer.explore(self._frame)
-        if homeless(self.watch.externals, facts) is not None:
-            facts = everything  # code that does not name what it reads
-            self._check_homes(facts)
+        sources = self._walker.explore(self._frame)
+        if without_source(self.watch.externals, sources) is not None:
+            sources = everything  # code that does not name what it reads
+            self._check_sources(sources)
         written = {key for key, external in self.watch.externals.items() if external.written}
         used, is_backward = set(self.watch.externals), self.watch.runs_backward
-        reads_addresses = self._explorer.reads_addresses
-        surroundings = Surroundings(facts, None if reads_addresses else used, written, self._reads.asked, is_backward)
-        kept = {id(fact.obj): fact for fact in facts if _is_itself(fact)}
+        reads_addresses = self._walker.reads_addresses
+        function_guard = FunctionGuard(
+            sources, None if reads_addresses else used, written, self._reads.asked, is_backward
+        )
+        kept = {id(source.obj): source for source in sources if _is_itself(source)}
         try:
             results, found = ResultSpec.of(self._label, self._result, kept)
         except TypeError as error:
             raise CaptureError(str(error)) from None
-        entry = SequenceEntry(self._label, surroundings.guard, devices, results=results)
-        at = {key: Home(surroundings.step_of(fact), False, None) for key, fact in kept.items()}
-        ends = [at.get(id(one)) or self._home_of(n, one, facts, surroundings) for n, one in enumerate(found)]
+        entry = FunctionEntry(self._label, function_guard.guard, devices, results=results)
+        at = {key: ResultSource(function_guard.step_of(source), False, None) for key, source in kept.items()}
+        ends = [at.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
         entry.take(ends)
         return entry
 
-    def _check_effects(self, facts: list[Fact]) -> None:
-        for fact in facts:
-            if fact.is_dense_tensor and storage_key(fact.obj) in self.watch.produced_storages:
+    def _check_effects(self, sources: list[GuardedSource]) -> None:
+        for source in sources:
+            if source.is_dense_tensor and storage_key(source.obj) in self.watch.produced_storages:
                 raise CaptureError(
-                    f"{self._label}: leaves a tensor that it computed in {fact.name}; a replay would not run that "
+                    f"{self._label}: leaves a tensor that it computed in {source.name}; a replay would not run that "
                     "assignment: return the tensor, or write in place into one that is there"
                 )
         change = self._state_before.guard.check_in_passing(self._frame)
         if change:
             raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
 
-    def _check_homes(self, facts: list[Fact]) -> None:
-        lost = homeless(self.watch.externals, facts)
+    def _check_sources(self, sources: list[GuardedSource]) -> None:
+        lost = without_source(self.watch.externals, sources)
         if lost is not None:
             raise CaptureError(
                 f"{self._label}: {lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an "
@@ -335,7 +345,9 @@ class _Attempt:
                 f"seen to hold, so a replay could not tell when it moves: pass it as an argument; at {lost.site}"
             )
 
-    def _home_of(self, number: int, tensor: Tensor, facts: list[Fact], surroundings: Surroundings) -> Tensor | Home:
+    def _source_of(
+        self, number: int, tensor: Tensor, sources: list[GuardedSource], function_guard: FunctionGuard
+    ) -> Tensor | ResultSource:
         name = f"result {number}"
         if tensor.layout != torch.strided:
             raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {tensor.layout}")
@@ -347,11 +359,11 @@ class _Attempt:
             )
         if key in self.watch.produced_storages:
             return tensor
-        homes = [fact for fact in facts if fact.is_dense_tensor and storage_key(fact.obj) == key]
-        home = next((fact for fact in homes if fact.obj is tensor), homes[0] if homes else None)
-        if home is None:
+        known = [source for source in sources if source.is_dense_tensor and storage_key(source.obj) == key]
+        source = next((one for one in known if one.obj is tensor), known[0] if known else None)
+        if source is None:
             raise CaptureError(f"{self._label}: {name} is neither computed nor an argument: return a clone")
         view = None
-        if home.obj is not tensor:
+        if source.obj is not tensor:
             view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-        return Home(surroundings.step_of(home.parent if home.is_grad else home), home.is_grad, view)
+        return ResultSource(function_guard.step_of(source.parent if source.is_grad else source), source.is_grad, view)

@@ -19,9 +19,9 @@ from te_graph.common.capture_state import try_to_be_alone
 from te_graph.common.dispatch import function_modes
 from te_graph.common.reporters import register, unregister
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
-from te_graph.graphs.functions.entry import SequenceEntry, capture, run_first
+from te_graph.graphs.functions.entry import FunctionEntry, capture, run_first
 from te_graph.graphs.guards.guarded_sources import Inlined
-from te_graph.graphs.guards.source_walker import Explorer
+from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Frame, call, frame_of
 
 _log = logging.getLogger("te_graph")
@@ -39,7 +39,7 @@ _ADVICE = {
 }
 
 
-class GraphedSequence(Inlined):
+class GraphedFunction(Inlined):
     """What ``graphed`` returns; described there. ``__wrapped__`` is the function.
 
     Its own state is in slots. Attributes are the user's: code of the function that names it reads and sets them here.
@@ -59,10 +59,10 @@ class GraphedSequence(Inlined):
         self._pool = pool
         self._stream = stream
         self._is_disabled = is_disabled()
-        self._explorer = Explorer()
+        self._walker = SourceWalker()
         self._scopes: dict[torch.device, _C.Scope] = {}  # one for each device: they order replays
-        self._captured: list[SequenceEntry] = []  # the one used last comes first
-        self._seen: list[SequenceEntry] = []  # of calls that ran as they are, once each
+        self._captured: list[FunctionEntry] = []  # the one used last comes first
+        self._seen: list[FunctionEntry] = []  # of calls that ran as they are, once each
         self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
         self._lock = threading.Lock()  # of everything here, and of the guards of the entries
         self._thread: int | None = None  # that has it
@@ -113,18 +113,18 @@ class GraphedSequence(Inlined):
             entry.refuse_if_undone(frame)
         return self._replay_nothing(frame, change)
 
-    def _replay(self, entry: SequenceEntry, frame: Frame, found: list[Any]) -> Any:
+    def _replay(self, entry: FunctionEntry, frame: Frame, found: list[Any]) -> Any:
         self._in_vain = 0
         result = entry.replay(frame, self._scopes[entry.device], found)
         self._counts["replays"] += 1
         return result
 
-    def _capture_and_replay(self, first: SequenceEntry, frame: Frame) -> Any:
+    def _capture_and_replay(self, first: FunctionEntry, frame: Frame) -> Any:
         alone = try_to_be_alone()
         if alone is None:  # the next such call captures
             return self._run(frame)
         with alone, self._python():
-            entry = capture(first, frame, self._explorer, self._pool, self._stream)
+            entry = capture(first, frame, self._walker, self._pool, self._stream)
         self._seen.remove(first)
         if not self._captured:
             register(self)
@@ -152,13 +152,13 @@ class GraphedSequence(Inlined):
             change = change or next((entry.change(frame) for entry in self._seen), "")
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
-        if (self._in_vain > _PATIENCE or self._explorer.is_at_a_loss) and self._in_vain % _PATIENCE:
+        if (self._in_vain > _PATIENCE or self._walker.has_too_many_sources) and self._in_vain % _PATIENCE:
             return self._run(frame)
         with self._python():
-            result, entry = run_first(self._label, frame, self._explorer)
+            result, entry = run_first(self._label, frame, self._walker)
         self._counts["eager_calls"] += 1
         if entry is None:
-            self._tell("refers to more places than can be compared (runs eagerly)")
+            self._tell("refers to more sources than can be compared (runs eagerly)")
             return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
@@ -183,12 +183,12 @@ class GraphedSequence(Inlined):
             self._told.add(reason)
             _log.warning("%s: %s", self._label, change)
 
-    def __copy__(self) -> GraphedSequence:
-        return GraphedSequence(self.__wrapped__, self._on_change, None, self._stream)
+    def __copy__(self) -> GraphedFunction:
+        return GraphedFunction(self.__wrapped__, self._on_change, None, self._stream)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedSequence:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedFunction:
         """One that knows no capture, around a copy of the function. (Python does not copy functions, but methods.)"""
-        return GraphedSequence(copy.deepcopy(self.__wrapped__, memo), self._on_change, None, self._stream)
+        return GraphedFunction(copy.deepcopy(self.__wrapped__, memo), self._on_change, None, self._stream)
 
     def __reduce__(self) -> str | tuple:
         """Where a name in a module stands for this object, that name; else the function, and how it was graphed."""
@@ -235,8 +235,8 @@ class GraphedSequence(Inlined):
         return self._pool or (self._captured[0].pool if self._captured else None)
 
 
-def _graphed_as(function: Callable[..., Any], on_change: str) -> GraphedSequence:
-    return GraphedSequence(function, on_change, None, None)
+def _graphed_as(function: Callable[..., Any], on_change: str) -> GraphedFunction:
+    return GraphedFunction(function, on_change, None, None)
 
 
 def _must_be_plain() -> bool:
@@ -324,4 +324,4 @@ def graphed(
         return functools.partial(graphed, on_change=on_change, pool=pool, stream=stream)
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"graphed: expected fn to be a function, got {type(fn).__name__}")
-    return GraphedSequence(fn, on_change, pool, stream)
+    return GraphedFunction(fn, on_change, pool, stream)

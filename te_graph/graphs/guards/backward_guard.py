@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
 from te_graph.graphs.guards.code_reader import Reader
-from te_graph.graphs.guards.module_guard import Homes, guard_module, guard_place
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.module_guard import ModuleGuard, guard_module, guard_source
+from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.names import strings_in
 
@@ -30,7 +30,7 @@ _WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "_
 
 
 def backward_guard(reader: Reader, watch: CodeWatch, used: Collection[int]) -> _C.Guard | None:
-    """The guard over what the code that ``watch`` has seen in a backward may read, of the places that ``reader`` knows.
+    """The guard over what the code that ``watch`` has seen in a backward may read, of the sources ``reader`` knows.
 
     None where it reads nothing there: a replay then has nothing to look at.
 
@@ -43,22 +43,22 @@ def backward_guard(reader: Reader, watch: CodeWatch, used: Collection[int]) -> _
     names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
     reads_all = _CALL_OF_MODULES in watch.codes or not _LOOKS_AT_ALL.isdisjoint(names)
     reads = _Reads(frozenset(ran), None if reads_all else frozenset(names))
-    root, *places = reader.places()
-    homes = Homes()
-    root.step = homes.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
-    homes.guard.expect_same_object(root.step, root.obj)
+    root, *sources = reader.sources()
+    module_guard = ModuleGuard()
+    root.step = module_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
+    module_guard.guard.expect_same_object(root.step, root.obj)
     if reads_all and isinstance(root.obj, nn.Module):
-        guard_module(root, homes, is_callable=True)
-    for place in places:
-        if not reads.may_read(place):
+        guard_module(root, module_guard, is_callable=True)
+    for source in sources:
+        if not reads.may_read(source):
             continue
-        if isinstance(place.obj, nn.Module) or (isinstance(place.obj, Tensor) and storage_key(place.obj) in used):
-            homes.enter(place)
-            if reads_all and isinstance(place.obj, nn.Module) and place.again is None:
-                guard_module(place, homes, is_callable=False)
+        if isinstance(source.obj, nn.Module) or (isinstance(source.obj, Tensor) and storage_key(source.obj) in used):
+            module_guard.enter(source)
+            if reads_all and isinstance(source.obj, nn.Module) and source.again is None:
+                guard_module(source, module_guard, is_callable=False)
         else:
-            guard_place(place, homes)
-    return homes.guard if homes.guard.steps > 1 else None
+            guard_source(source, module_guard)
+    return module_guard.guard if module_guard.guard.steps > 1 else None
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,17 @@ class _Reads:
     ran: frozenset[types.CodeType]
     names: frozenset[str] | None
 
-    def may_read(self, place: Place) -> bool:
-        """Whether the code may read what stands at ``place``; variables of a thread or context are not its own."""
-        above, key = place.parent, place.key
-        if above is None or place.kind in (_Kind.KNOWN, _Kind.CONTEXT_VAR) or isinstance(above.obj, threading.local):
+    def may_read(self, source: Source) -> bool:
+        """Whether the code may read what stands at ``source``; variables of a thread or context are not its own."""
+        above, key = source.parent, source.key
+        if above is None or source.kind in (_Kind.KNOWN, _Kind.CONTEXT_VAR) or isinstance(above.obj, threading.local):
             return False
-        if place.kind == _Kind.CELL:
+        if source.kind == _Kind.CELL:
             return self._says(above.name)
         if key in _DEFAULTS:
             return self.names is None or above.obj.__code__ in self.ran
         is_named = (
-            place.kind in (_Kind.ATTRIBUTE, _Kind.TYPE_ITEM, _Kind.INSTANCE_DICT) or above.kind == _Kind.INSTANCE_DICT
+            source.kind in (_Kind.ATTRIBUTE, _Kind.TYPE_ITEM, _Kind.INSTANCE_DICT) or above.kind == _Kind.INSTANCE_DICT
         )
         if (is_named or above.key in _OWNERS) and key not in _WITHIN:
             return self._says(key)

@@ -22,7 +22,7 @@ from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
     MAX_OBJECTS,
-    Place,
+    Source,
     contents,
     items_in,
     members_in,
@@ -116,27 +116,27 @@ class Reader:
         self._asked: set[str] = set()
         self._functions: dict[types.CodeType, None] = {}
         self._ran: dict[int, types.CodeType] = {}  # by identity
-        self._elsewhere: list[types.FunctionType] = []  # that were seen to run, and no place leads to
-        self._at_places: list[types.FunctionType] = []
+        self._elsewhere: list[types.FunctionType] = []  # that were seen to run, and no source leads to
+        self._at_sources: list[types.FunctionType] = []
         self._classes: dict[type, dict[str, types.FunctionType]] = {}
         self._replayed: type | None = None  # class of the module whose forward is captured, if met there alone
         self._library: dict[type, dict[str, set[str]]] = {}
         self._library_of_modules: dict[type, frozenset[str]] = {}
 
-    def places(self) -> list[Place]:
-        """All places that the code can get to."""
+    def sources(self) -> list[Source]:
+        """All sources that the code can get to."""
         while True:
             known = len(self._functions), len(self._classes), len(self._said)
             found = []
-            for place in walk(self._root, self._inside, _REACH):
-                found.append(place)
-                if place.again is None:
-                    self._learn(place.obj)
+            for source in walk(self._root, self._inside, _REACH):
+                found.append(source)
+                if source.again is None:
+                    self._learn(source.obj)
             self._learn_methods()
             if PATTERN in self._said:
                 self._said.update(*(getattr(kind, PATTERN, ()) for kind in self._classes))
             if known == (len(self._functions), len(self._classes), len(self._said)):
-                self._at_places = [place.obj for place in found if isinstance(place.obj, types.FunctionType)]
+                self._at_sources = [source.obj for source in found if isinstance(source.obj, types.FunctionType)]
                 return found
 
     def note(self, watch: CodeWatch) -> None:
@@ -144,7 +144,7 @@ class Reader:
         self._ran.update(watch.codes)
         self._said |= watch.names
         self._asked |= watch.names
-        missed = functions_of(watch, [*self._at_places, *self._elsewhere])
+        missed = functions_of(watch, [*self._at_sources, *self._elsewhere])
         self._elsewhere += [one for one in missed if not one.__code__.co_filename.startswith(_CODE_OF_FX)]
         for _, code in watch.users_codes():
             self._learn_code(code)
@@ -156,7 +156,7 @@ class Reader:
 
     @property
     def elsewhere(self) -> list[types.FunctionType]:
-        """Functions that were seen to run and that no place leads to. One that nobody holds any more cannot run, and
+        """Functions that were seen to run and that no source leads to. One that nobody holds any more cannot run, and
         would be missed: who compares them keeps them."""
         return self._elsewhere
 
@@ -165,9 +165,9 @@ class Reader:
         """Why a guard cannot compare all that was seen to run; empty if it can."""
         return too_many(self._elsewhere)
 
-    def absent(self, place: Place) -> Iterator[str]:
-        """Attributes that the object at ``place`` has not of its own, and that would change what the code does."""
-        obj = place.obj
+    def absent(self, source: Source) -> Iterator[str]:
+        """Attributes that the object at ``source`` has not of its own, and that would change what the code does."""
+        obj = source.obj
         members = vars(obj)
         kind = type(obj)
         own = {name for name in self._methods_of(kind) if name in self._said}
@@ -177,13 +177,13 @@ class Reader:
         tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
         for name in sorted((own | asked) - {"forward"}):
             is_there = name in members or any(name in table for table in tables)
-            if not (is_there or name.startswith("__") or self._is_ignored(place.name, name)):
+            if not (is_there or name.startswith("__") or self._is_ignored(source.name, name)):
                 yield name
 
-    def empty_slots(self, place: Place) -> Iterator[str]:
-        """Of the slots of the object at ``place`` those in which there is nothing, and which the code may read."""
-        names = (name for name in slots_of(type(place.obj)) if self._reads(place, name))
-        yield from (name for name in names if not hasattr(place.obj, name))
+    def empty_slots(self, source: Source) -> Iterator[str]:
+        """Of the slots of the object at ``source`` those in which there is nothing, and which the code may read."""
+        names = (name for name in slots_of(type(source.obj)) if self._reads(source, name))
+        yield from (name for name in names if not hasattr(source.obj, name))
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
@@ -225,10 +225,10 @@ class Reader:
         """True for classes that the user wrote, and whose methods the code may run, or those of their class."""
         return bool(self._methods_of(kind) or bases_of(type(kind)))
 
-    def functions(self, places: Iterable[Place]) -> Iterator[types.FunctionType]:
-        """Those that the user wrote, among ``places``."""
-        for place in places:
-            if place.again is None and (function := written_by_user(place.obj)) is not None:
+    def functions(self, sources: Iterable[Source]) -> Iterator[types.FunctionType]:
+        """Those that the user wrote, among ``sources``."""
+        for source in sources:
+            if source.again is None and (function := written_by_user(source.obj)) is not None:
                 yield function
 
     def _learn(self, obj: Any) -> None:
@@ -274,15 +274,15 @@ class Reader:
     def _methods_of(self, kind: type) -> dict[str, types.FunctionType]:
         return self._classes.get(kind, {})
 
-    def _reads(self, place: Place, name: str) -> bool:
-        """Whether the code may read the attribute ``name`` of the object at ``place``."""
-        if name == _OWN or self._is_ignored(place.name, name):
+    def _reads(self, source: Source, name: str) -> bool:
+        """Whether the code may read the attribute ``name`` of the object at ``source``."""
+        if name == _OWN or self._is_ignored(source.name, name):
             return False
         if name in self._said or self._said & _LOOKS_AT_ALL:
             return True
-        if name == "_value_" and isinstance(place.obj, enum.Enum):
+        if name == "_value_" and isinstance(source.obj, enum.Enum):
             return True
-        return name in self._library_names(type(place.obj))
+        return name in self._library_names(type(source.obj))
 
     def _is_ignored(self, owner: str, name: str) -> bool:
         return name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
@@ -332,97 +332,97 @@ class Reader:
             if key in self._said and key not in values and not key.startswith("__") and _holds_more(value)
         }
 
-    def _inside(self, place: Place) -> Iterator[Place]:
-        obj = place.obj
-        if place.parent is None:
-            yield from (place.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
+    def _inside(self, source: Source) -> Iterator[Source]:
+        obj = source.obj
+        if source.parent is None:
+            yield from (source.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
         if isinstance(obj, nn.Module):
-            yield from self._inside_module(place)
+            yield from self._inside_module(source)
         elif isinstance(obj, Tensor):
-            yield from self._inside_tensor(place)
+            yield from self._inside_tensor(source)
         elif isinstance(obj, dict):
             if not is_bulk(obj):
-                yield from itertools.islice(items_in(place), MAX_OBJECTS)
+                yield from itertools.islice(items_in(source), MAX_OBJECTS)
         elif isinstance(obj, list | tuple):
             if not is_bulk(obj):
-                yield from contents(place)
+                yield from contents(source)
         elif isinstance(obj, set | frozenset):
             if not holds_values(obj):
-                yield from members_in(place)
+                yield from members_in(source)
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
             if isinstance(vars(obj).get("registry"), types.MappingProxyType):  # of functools.singledispatch
-                yield place.attributes().item("registry", f"functions of {obj.__name__}")
+                yield source.attributes().item("registry", f"functions of {obj.__name__}")
             if (function := written_by_user(obj)) is not None and function is not obj:
-                yield place.child(function, place.name, _Kind.KNOWN)
+                yield source.child(function, source.name, _Kind.KNOWN)
             elif function is not None:
-                yield from (child for child in contents(place) if not self._is_ignored_variable(child))
-                yield from modules_of(place, self._said)
-                yield from self._inside_object(place, obj.__name__)
+                yield from (child for child in contents(source) if not self._is_ignored_variable(child))
+                yield from modules_of(source, self._said)
+                yield from self._inside_object(source, obj.__name__)
         elif isinstance(obj, type):
             if not is_opaque(obj):
-                yield from self._inside_class(place)
+                yield from self._inside_class(source)
         elif isinstance(obj, types.ModuleType):
             if is_own_module(obj):
-                yield from self._inside_object(place, place.name)
+                yield from self._inside_object(source, source.name)
         elif isinstance(obj, types.MethodType | functools.partial):
-            yield from contents(place)
+            yield from contents(source)
         elif isinstance(obj, functools.singledispatchmethod):
-            yield place.attributes().item("dispatcher", place.name)
+            yield source.attributes().item("dispatcher", source.name)
         else:
-            yield from inside(place)
+            yield from inside(source)
             if not is_opaque(type(obj)):
-                yield from self._inside_object(place, place.name or "self")
-                yield from self._inside_methods(place)
+                yield from self._inside_object(source, source.name or "self")
+                yield from self._inside_methods(source)
 
-    def _inside_module(self, place: Place) -> Iterator[Place]:
-        members = place.attributes()
+    def _inside_module(self, source: Source) -> Iterator[Source]:
+        members = source.attributes()
         for key, value in list(members.obj.items()):
             if key == "_modules":
-                yield from submodules(place)
+                yield from submodules(source)
             elif key in _TABLES and isinstance(value, dict):  # those of TorchScript are not
-                table = members.item(key, name_of(key, place.name), distance=0)
-                yield from (table.item(name, name_of(name, place.name), distance=0) for name in value)
-            elif key not in HOOK_DICTS and key not in ("training", "forward") and self._reads(place, key):
-                yield members.item(key, name_of(key, place.name))
-        yield from self._inside_methods(place)
+                table = members.item(key, name_of(key, source.name), distance=0)
+                yield from (table.item(name, name_of(name, source.name), distance=0) for name in value)
+            elif key not in HOOK_DICTS and key not in ("training", "forward") and self._reads(source, key):
+                yield members.item(key, name_of(key, source.name))
+        yield from self._inside_methods(source)
 
-    def _inside_tensor(self, place: Place) -> Iterator[Place]:
+    def _inside_tensor(self, source: Source) -> Iterator[Source]:
         """What was put on a parameter or another tensor, and the code names."""
-        members = place.attributes()
+        members = source.attributes()
         for key in list(members.obj) if members is not None else ():
-            if self._reads(place, key):
-                yield members.item(key, name_of(key, place.name))
+            if self._reads(source, key):
+                yield members.item(key, name_of(key, source.name))
 
-    def _inside_object(self, place: Place, owner: str) -> Iterator[Place]:
+    def _inside_object(self, source: Source, owner: str) -> Iterator[Source]:
         """Attributes, of the object itself and in slots."""
-        members = place.attributes()
+        members = source.attributes()
         for key in list(members.obj) if members is not None else ():
-            if self._reads(place, key) and not key.startswith("__"):
+            if self._reads(source, key) and not key.startswith("__"):
                 yield members.item(key, f"{owner}.{key}")
-        for key in slots_of(type(place.obj)):
-            if self._reads(place, key) and hasattr(place.obj, key):
-                yield place.child(getattr(place.obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
+        for key in slots_of(type(source.obj)):
+            if self._reads(source, key) and hasattr(source.obj, key):
+                yield source.child(getattr(source.obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
 
-    def _inside_class(self, place: Place) -> Iterator[Place]:
+    def _inside_class(self, source: Source) -> Iterator[Source]:
         """Constants that a class holds for all instances, and what its methods refer to."""
-        for key, value in self._class_values(place.obj).items():
-            if not self._is_ignored(place.name, key):
-                yield place.child(value, f"{place.name}.{key}", _Kind.ATTRIBUTE, key)
-        for key, value in self._class_objects(place.obj).items():
-            if not self._is_ignored(place.name, key):
-                yield place.child(value, f"{place.name}.{key}", _Kind.TYPE_ITEM, key)
-        for name, function in self._methods_of(place.obj).items():
+        for key, value in self._class_values(source.obj).items():
+            if not self._is_ignored(source.name, key):
+                yield source.child(value, f"{source.name}.{key}", _Kind.ATTRIBUTE, key)
+        for key, value in self._class_objects(source.obj).items():
+            if not self._is_ignored(source.name, key):
+                yield source.child(value, f"{source.name}.{key}", _Kind.TYPE_ITEM, key)
+        for name, function in self._methods_of(source.obj).items():
             if name in self._said or _is_implicit(name):
-                yield place.child(function, name, _Kind.KNOWN, distance=0)
-        if (kind := type(place.obj)) in bases_of(kind):
-            yield place.child(kind, kind.__name__, _Kind.KNOWN)
+                yield source.child(function, name, _Kind.KNOWN, distance=0)
+        if (kind := type(source.obj)) in bases_of(kind):
+            yield source.child(kind, kind.__name__, _Kind.KNOWN)
 
-    def _inside_methods(self, place: Place) -> Iterator[Place]:
+    def _inside_methods(self, source: Source) -> Iterator[Source]:
         """The classes of an object, which lead to what their methods refer to."""
-        yield from (place.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(place.obj)))
+        yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(source.obj)))
 
-    def _is_ignored_variable(self, place: Place) -> bool:
-        variable = place.name.rpartition(" variable ")[2]
+    def _is_ignored_variable(self, source: Source) -> bool:
+        variable = source.name.rpartition(" variable ")[2]
         return variable in self._ignored
 
 

@@ -6,19 +6,19 @@ from collections import deque
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
-from te_graph.graphs.guards.guarded_sources import Fact, is_plumbing
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.guarded_sources import GuardedSource, is_transparent
+from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
 
 _Kind = _C.StepKind
 
 
-class Surroundings:
-    """The guard over the places of one call.
+class FunctionGuard:
+    """The guard over the sources of one call.
 
     Args:
-        facts: as an ``Explorer`` found them.
+        facts: as an ``SourceWalker`` found them.
         used: identities of the storages whose memory matters; None: all.
         written: of those that a replay writes.
         asked: identities of the tensors that the function asks for their gradients, so that one that appears or goes is
@@ -29,7 +29,7 @@ class Surroundings:
 
     def __init__(
         self,
-        facts: list[Fact],
+        sources: list[GuardedSource],
         used: set[int] | None,
         written: set[int] = frozenset(),
         asked: set[int] | None = None,
@@ -39,76 +39,78 @@ class Surroundings:
         self.guard = _C.Guard()
         self._runs_backward = runs_backward
         self._steps: dict[int, int] = {}
-        self._incomparable = {id(fact.parent) for fact in facts if fact.kind == _Kind.NEVER}
-        for fact in facts:
-            is_used = fact.is_dense_tensor and (used is None or storage_key(fact.obj) in used)
-            if fact.is_grad and not (is_used or (_matters(fact, asked) and (fact.obj is None or fact.is_dense_tensor))):
+        self._incomparable = {id(source.parent) for source in sources if source.kind == _Kind.NEVER}
+        for source in sources:
+            is_used = source.is_dense_tensor and (used is None or storage_key(source.obj) in used)
+            if source.is_grad and not (
+                is_used or (_matters(source, asked) and (source.obj is None or source.is_dense_tensor))
+            ):
                 continue
-            if fact.kind == _Kind.NEVER and not is_strict:
+            if source.kind == _Kind.NEVER and not is_strict:
                 continue
-            self._expect(fact, self._enter(fact), is_used, is_used and storage_key(fact.obj) in written)
+            self._expect(source, self._enter(source), is_used, is_used and storage_key(source.obj) in written)
 
-    def step_of(self, fact: Place) -> int:
-        """The number of the step that leads to ``fact``."""
-        return self._steps[id(fact)]
+    def step_of(self, source: Source) -> int:
+        """The number of the step that leads to ``source``."""
+        return self._steps[id(source)]
 
-    def _enter(self, fact: Fact) -> int:
-        if fact.parent is None:
+    def _enter(self, source: GuardedSource) -> int:
+        if source.parent is None:
             return -1
-        if id(fact) in self._steps:
-            return self._steps[id(fact)]
-        parent = self._enter(fact.parent)
-        index = fact.index if fact.key_place is None else self._enter(fact.key_place)
-        is_fleeting = fact.parent.is_fleeting
-        step = self.guard.add_step(fact.kind, parent, fact.key, index, None, fact.name, is_fleeting)
-        if fact.kind == _Kind.KNOWN:
-            self.guard.expect_same_object(step, fact.obj)
-        self._steps[id(fact)] = step
+        if id(source) in self._steps:
+            return self._steps[id(source)]
+        parent = self._enter(source.parent)
+        index = source.index if source.key_source is None else self._enter(source.key_source)
+        is_ephemeral = source.parent.is_ephemeral
+        step = self.guard.add_step(source.kind, parent, source.key, index, None, source.name, is_ephemeral)
+        if source.kind == _Kind.KNOWN:
+            self.guard.expect_same_object(step, source.obj)
+        self._steps[id(source)] = step
         return step
 
-    def _expect(self, fact: Fact, step: int, is_used: bool, is_written: bool) -> None:
-        guard, obj, name = self.guard, fact.obj, fact.name
-        if fact.same_as is not None:
-            guard.expect_same(step, self._steps[id(fact.same_as)])
-        elif fact.is_end and not fact.is_grad:
+    def _expect(self, source: GuardedSource, step: int, is_used: bool, is_written: bool) -> None:
+        guard, obj, name = self.guard, source.obj, source.name
+        if source.same_as is not None:
+            guard.expect_same(step, self._steps[id(source.same_as)])
+        elif source.is_end and not source.is_grad:
             return
-        elif fact.value is not None:
+        elif source.value is not None:
             at = (
-                guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, fact.is_fleeting)
-                if fact.value.is_mutable
+                guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, source.is_ephemeral)
+                if source.value.is_mutable
                 else step
             )
-            guard.expect_value(at, fact.value)
-        elif fact.is_dense_tensor:
+            guard.expect_value(at, source.value)
+        elif source.is_dense_tensor:
             is_leaf = obj.is_leaf and obj.requires_grad
             guard.add_tensor(step, obj, is_used, is_written, compares_hooks=self._runs_backward and is_leaf)
-        elif fact.is_grad:
+        elif source.is_grad:
             guard.expect_value(step, value_of(None))
         elif isinstance(obj, dict):
             guard.expect_type(step, type(obj))
-            self._expect_keys(fact, step)
+            self._expect_keys(source, step)
         elif isinstance(obj, list | tuple | deque):
             guard.expect_type(step, type(obj))
             guard.add_step(_Kind.LENGTH, step, None, len(obj), None, _size(name, "length"))
-        elif is_plumbing(obj):
+        elif is_transparent(obj):
             guard.expect_type(step, type(obj))
-        elif id(fact) not in self._incomparable:
+        elif id(source) not in self._incomparable:
             guard.expect_same_object(step, obj)
 
-    def _expect_keys(self, fact: Fact, step: int) -> None:
+    def _expect_keys(self, source: GuardedSource, step: int) -> None:
         """The keys of a function's globals, and attributes, are no business of its callers': they are parents only."""
-        keys, subject = _C.keys_of(fact.obj), _size(fact.name, "keys")
-        if fact.is_given:
-            self.guard.add_step(_Kind.LENGTH, step, None, len(fact.obj), None, subject, True)
+        keys, subject = _C.keys_of(source.obj), _size(source.name, "keys")
+        if source.is_given:
+            self.guard.add_step(_Kind.LENGTH, step, None, len(source.obj), None, subject, True)
         if keys is not None:
-            at = self.guard.add_step(_Kind.CONTENTS, step, None, 0, None, fact.name, fact.is_fleeting)
+            at = self.guard.add_step(_Kind.CONTENTS, step, None, 0, None, source.name, source.is_ephemeral)
             self.guard.expect_value(at, keys)
         else:
             self.guard.add_step(_Kind.NEVER, step, None, 0, None, f"{subject} cannot be compared")
 
 
-def _matters(grad: Fact, asked: set[int] | None) -> bool:
-    """Whether the gradient at a place may be asked for while it is not used."""
+def _matters(grad: GuardedSource, asked: set[int] | None) -> bool:
+    """Whether the gradient at a source may be asked for while it is not used."""
     owner = grad.parent.obj
     return asked is None or id(owner) in asked or (bool(asked) and owner.requires_grad)
 
@@ -117,7 +119,7 @@ def _size(name: str, what: str) -> str:
     return f"number of {name}" if name in ("arguments", "keyword arguments") else f"{what} of {name}"
 
 
-def homeless(externals: dict[int, External], facts: list[Fact]) -> External | None:
-    """The first of the external tensors that is at none of the places."""
-    known = {storage_key(fact.obj) for fact in facts if fact.is_dense_tensor}
+def without_source(externals: dict[int, External], sources: list[GuardedSource]) -> External | None:
+    """The first of the external tensors that is at none of the sources."""
+    known = {storage_key(source.obj) for source in sources if source.is_dense_tensor}
     return next((external for key, external in externals.items() if key not in known), None)

@@ -1,4 +1,4 @@
-"""The places that a function can be seen to use, and what kinds of object there are."""
+"""The sources that a function can be seen to use, and what kinds of object there are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_dense
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.sources import Source
 
 _Kind = _C.StepKind
 _ENDS = frozenset(
@@ -30,7 +30,7 @@ ORDERED_VIEWS = tuple(type(getattr(collections.OrderedDict(), name)()) for name 
 VIEWS = (*VIEWS, *ORDERED_VIEWS)
 WRAPPERS = {property: ("fget", "fset"), staticmethod: ("__func__",), classmethod: ("__func__",)}
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-_PLUMBING = (list, tuple, dict, collections.deque, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
+_TRANSPARENT = (list, tuple, dict, collections.deque, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)
 _OPAQUE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, torch.Generator)
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _SEEN_INTO = (
@@ -54,21 +54,21 @@ class Inlined:
 
 
 @dataclass(eq=False)
-class Fact(Place):
-    """A place whose contents matter to a call.
+class GuardedSource(Source):
+    """A source whose contents matter to a call.
 
     Attributes:
         depth: functions and objects on the way here, containers, modules and tensors not counted.
-        is_fleeting: another object may be here at each call, as long as it holds the same.
+        is_ephemeral: another object may be here at each call, as long as it holds the same.
         is_given: here are the arguments, or the keyword arguments.
-        same_as: the place where the object was met first.
+        same_as: the source where the object was met first.
         value: of an object that is made of constants: what they are.
     """
 
     depth: int = 0
-    is_fleeting: bool = False
+    is_ephemeral: bool = False
     is_given: bool = False
-    same_as: Fact | None = None
+    same_as: GuardedSource | None = None
     value: _C.Value | None = None
 
     @property
@@ -86,7 +86,7 @@ class Fact(Place):
         """True when a tensor with one storage is here, of a class without a dispatch of its own."""
         return isinstance(self.obj, Tensor) and not has_subclass([type(self.obj)]) and is_dense(self.obj)
 
-    def never(self, reason: str) -> Fact:
+    def never(self, reason: str) -> GuardedSource:
         """That what is here cannot be compared."""
         return self.child(None, reason, _Kind.NEVER)
 
@@ -102,9 +102,9 @@ def slots_of(kind: type) -> list[str]:
     ]
 
 
-def is_plumbing(obj: Any) -> bool:
+def is_transparent(obj: Any) -> bool:
     """True for what may be made anew for each call: only what it leads to matters."""
-    if isinstance(obj, _PLUMBING):
+    if isinstance(obj, _TRANSPARENT):
         return True
     if isinstance(obj, type):
         return False

@@ -17,7 +17,7 @@ from typing import Any
 from te_graph import _C
 from te_graph.graphs.guards.guarded_sources import VIEWS
 from te_graph.graphs.guards.plain_values import holds_values
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import bytes_of, np
 
 _Kind = _C.StepKind
@@ -54,29 +54,29 @@ def is_iterator(obj: Any) -> bool:
     )
 
 
-def inside(place: Place) -> Iterator[Place]:
-    """What the object at ``place`` leads to, if it is one of those that are known here."""
-    obj, name = place.obj, place.name
+def inside(source: Source) -> Iterator[Source]:
+    """What the object at ``source`` leads to, if it is one of those that are known here."""
+    obj, name = source.obj, source.name
     if isinstance(obj, collections.deque):
         if not is_array(obj):
             for index, value in enumerate(obj):
-                yield place.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
+                yield source.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
     elif isinstance(obj, VIEWS):
-        yield place.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
+        yield source.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
     elif isinstance(obj, weakref.ref):
-        yield place.child(obj(), name, _Kind.WEAK_REFERENCE)
+        yield source.child(obj(), name, _Kind.WEAK_REFERENCE)
     elif isinstance(obj, weakref.ProxyTypes):
         if hasattr(obj, "__dict__"):
-            yield place.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
+            yield source.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
     elif isinstance(obj, contextvars.ContextVar):
-        yield place.child(_value_of(obj), f"value of {name}", _Kind.CONTEXT_VAR)
+        yield source.child(_value_of(obj), f"value of {name}", _Kind.CONTEXT_VAR)
     elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
         if not isinstance(obj.__self__, types.ModuleType | type | None):
-            yield place.child(obj.__self__, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
+            yield source.child(obj.__self__, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
     elif isinstance(obj, tuple(_INNER)):
-        yield place.attributes().item(next(key for kind, key in _INNER.items() if isinstance(obj, kind)), name)
+        yield source.attributes().item(next(key for kind, key in _INNER.items() if isinstance(obj, kind)), name)
     elif type(obj) is threading.local:
-        members = place.attributes()
+        members = source.attributes()
         yield from (members.item(key, f"{name}.{key}") for key in list(members.obj))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from te_graph import _C
 from te_graph.common.dispatch import is_own_file
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.names import imports_of, strings_in
 
 _Kind = _C.StepKind
@@ -26,10 +26,10 @@ def is_own_module(module: Any) -> bool:
     return is_own_file(file) if file else not is_of_python
 
 
-def modules_of(place: Place, said: Collection[str]) -> Iterator[Place]:
-    """The modules that the function at ``place`` imports, and those that it may ask for by strings: of its own, or
+def modules_of(source: Source, said: Collection[str]) -> Iterator[Source]:
+    """The modules that the function at ``source`` imports, and those that it may ask for by strings: of its own, or
     where they are the user's among the names ``said``."""
-    function = place.obj
+    function = source.obj
     code, scope = function.__code__, function.__globals__
     package = scope.get("__package__") or ""
     names = {
@@ -40,15 +40,15 @@ def modules_of(place: Place, said: Collection[str]) -> Iterator[Place]:
         names |= strings_in(code)
         others = sys.modules.keys() & {*said, scope.get("__name__")}
         names.update(name for name in others if is_own_module(sys.modules[name]))
-    table = _loaded(place)
+    table = _loaded(source)
     yield from (table.item(name, f"module {name}") for name in sorted(names & sys.modules.keys()))
 
 
-def missing(place: Place) -> Iterator[Place]:
-    """What is not there and the code of the function at ``place`` may find later: variables of the function around it
+def missing(source: Source) -> Iterator[Source]:
+    """What is not there and the code of the function at ``source`` may find later: variables of the function around it
     that are not assigned yet, or no longer, and modules."""
-    code = place.obj.__code__
-    cells = place.child(place.obj.__closure__, place.name, _Kind.ATTRIBUTE, "__closure__")
+    code = source.obj.__code__
+    cells = source.child(source.obj.__closure__, source.name, _Kind.ATTRIBUTE, "__closure__")
     for index, variable in enumerate(code.co_freevars):
         cell = cells.child(cells.obj[index], variable, _Kind.POSITION, index=index)
         try:
@@ -56,7 +56,7 @@ def missing(place: Place) -> Iterator[Place]:
         except ValueError:
             yield cell.child(cell.obj, f"closure variable {variable}", _Kind.NO_ATTRIBUTE, "cell_contents")
     if _asks_for_modules(code):
-        table = _loaded(place)
+        table = _loaded(source)
         for name in sorted(strings_in(code) - sys.modules.keys()):
             yield table.child(table.obj, f"module {name}", _Kind.ABSENT, name)
 
@@ -65,5 +65,5 @@ def _asks_for_modules(code: types.CodeType) -> bool:
     return any(names <= strings_in(code) for names in _ASKS_FOR_MODULES)
 
 
-def _loaded(place: Place) -> Place:
-    return place.child(sys.modules, "", _Kind.KNOWN)
+def _loaded(source: Source) -> Source:
+    return source.child(sys.modules, "", _Kind.KNOWN)

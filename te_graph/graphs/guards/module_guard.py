@@ -17,10 +17,10 @@ from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.code_reader import Reader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
 from te_graph.graphs.guards.lookups import missing
-from te_graph.graphs.guards.parametrizations import cache_place, is_parametrized
+from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import MOST_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
-from te_graph.graphs.guards.sources import HOOK_DICTS, Place, name_of, submodules, walk
+from te_graph.graphs.guards.sources import HOOK_DICTS, Source, name_of, submodules, walk
 from te_graph.graphs.guards.user_classes import bases_of, is_opaque
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
@@ -31,7 +31,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 @dataclass
-class Homes:
+class ModuleGuard:
     """The guard of one callable, with the external tensors in the order of the guard's numbering.
 
     Attributes:
@@ -43,73 +43,73 @@ class Homes:
     guard: _C.Guard = field(default_factory=lambda: _C.Guard())
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
     _steps: dict[tuple, int] = field(default_factory=dict)
     _classes: dict[tuple, int] = field(default_factory=dict)
     _below: set[tuple[int, str]] = field(default_factory=set)
 
     def index_of(self, tensor: Tensor) -> int:
-        """Number of ``tensor`` [...], by identity; -1 when it has no home."""
+        """Number of ``tensor`` [...], by identity; -1 when it has no source."""
         return next((i for i, known in enumerate(self.tensors) if known is tensor), -1)
 
-    def add(self, place: Place) -> int:
-        """Enter the tensor at ``place`` into the guard and return its number."""
-        tensor = place.obj
+    def add(self, source: Source) -> int:
+        """Enter the tensor at ``source`` into the guard and return its number."""
+        tensor = source.obj
         if has_subclass([type(tensor)]) or not is_dense(tensor):
             kind = f"{type(tensor).__name__} of layout {tensor.layout}"
-            raise TypeError(f"{place.name}: expected a dense torch.Tensor, got {kind}")
+            raise TypeError(f"{source.name}: expected a dense torch.Tensor, got {kind}")
         if tensor.grad_fn is not None:
             raise RuntimeError(
-                f"{place.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
+                f"{source.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
                 "pass it as an argument"
             )
         self.tensors.append(tensor)
-        self.names.append(place.name)
-        self.places.append(place)
-        return self.guard.add_tensor(self.enter(place), tensor)
+        self.names.append(source.name)
+        self.sources.append(source)
+        return self.guard.add_tensor(self.enter(source), tensor)
 
-    def enter(self, place: Place) -> int:
-        """Enter the steps to ``place`` into the guard, and that it is this very object which stands there.
+    def enter(self, source: Source) -> int:
+        """Enter the steps to ``source`` into the guard, and that it is this very object which stands there.
 
         Containers may be rebuilt as long as they lead to the same objects.
         """
-        if place.parent is not None and not place.in_guard:
-            step = self._step_to(place)
-            if not (isinstance(place.obj, dict | list | tuple | set) or is_array(place.obj) or place.obj is None):
-                self.guard.expect_identity(step, place.obj)
-        return place.step
+        if source.parent is not None and not source.in_guard:
+            step = self._step_to(source)
+            if not (isinstance(source.obj, dict | list | tuple | set) or is_array(source.obj) or source.obj is None):
+                self.guard.expect_identity(step, source.obj)
+        return source.step
 
-    def expect_value(self, place: Place) -> None:
-        """Let the guard compare what stands at ``place`` by value, or by identity where it has none."""
-        value = value_of(place.obj)
+    def expect_value(self, source: Source) -> None:
+        """Let the guard compare what stands at ``source`` by value, or by identity where it has none."""
+        value = value_of(source.obj)
         if value is None:
-            self.guard.expect_identity(self._step_to(place), place.obj)
+            self.guard.expect_identity(self._step_to(source), source.obj)
         else:
-            self.guard.expect_value(self._step_to(place), value)
+            self.guard.expect_value(self._step_to(source), value)
 
-    def expect_contents(self, place: Place, contents: _C.Value) -> None:
-        """Let the guard compare what the object at ``place`` holds."""
-        self.guard.expect_value(self._step_to(place.child(place.obj, place.name, _Kind.CONTENTS)), contents)
+    def expect_contents(self, source: Source, contents: _C.Value) -> None:
+        """Let the guard compare what the object at ``source`` holds."""
+        self.guard.expect_value(self._step_to(source.child(source.obj, source.name, _Kind.CONTENTS)), contents)
 
-    def expect_type(self, place: Place) -> None:
-        """Let the guard compare the type of what stands at ``place``."""
-        self.guard.expect_type(self._step_to(place), type(place.obj))
+    def expect_type(self, source: Source) -> None:
+        """Let the guard compare the type of what stands at ``source``."""
+        self.guard.expect_type(self._step_to(source), type(source.obj))
 
-    def expect_again(self, place: Place) -> None:
-        """Let the guard find at ``place`` the object of the place where it was met first."""
-        if not isinstance(place.obj, dict | list | tuple | set):
-            self.enter(place)
-        elif place.again.in_guard:
-            self.guard.expect_same(self._step_to(place), place.again.step)
+    def expect_again(self, source: Source) -> None:
+        """Let the guard find at ``source`` the object of the source where it was met first."""
+        if not isinstance(source.obj, dict | list | tuple | set):
+            self.enter(source)
+        elif source.again.in_guard:
+            self.guard.expect_same(self._step_to(source), source.again.step)
 
-    def expect_class(self, place: Place, name: str, members: Iterable[tuple[str, Any]]) -> None:
-        """Let the guard find ``members`` in the class of what stands at ``place``, or in the class that stands there.
+    def expect_class(self, source: Source, name: str, members: Iterable[tuple[str, Any]]) -> None:
+        """Let the guard find ``members`` in the class of what stands at ``source``, or in the class that stands there.
 
         Another class may take its place if it has them, too, and takes it everywhere.
         """
-        kind = plain_class(place.obj if isinstance(place.obj, type) else type(place.obj))
-        step = self._step_to(place.child(kind, f"class of {name}", _Kind.CLASS))
-        first = self._classes.setdefault((kind, place.parent is None), step)
+        kind = plain_class(source.obj if isinstance(source.obj, type) else type(source.obj))
+        step = self._step_to(source.child(kind, f"class of {name}", _Kind.CLASS))
+        first = self._classes.setdefault((kind, source.parent is None), step)
         if first != step:
             self.guard.expect_same(step, first)
             return
@@ -119,7 +119,7 @@ class Homes:
     def expect_members_below(self, members: Iterable[tuple[type, str, Any]]) -> None:
         """Let the guard find ``members``, as (class, name, member), in classes below those of objects."""
         for kind, key, member in members:
-            base = Place(kind, kind.__name__, kind=_Kind.KNOWN)
+            base = Source(kind, kind.__name__, kind=_Kind.KNOWN)
             self._step_to(base)
             step = self._step_to(base.child(kind, f"class {kind.__name__}", _Kind.CLASS))
             if (step, key) not in self._below:
@@ -138,34 +138,34 @@ class Homes:
         name = f"code of {function.__name__}"
         self.guard.add_step(_Kind.CODE, -1, weakref.ref(function), 0, function.__code__, name)
 
-    def _step_to(self, place: Place) -> int:
-        is_known = place.kind == _Kind.KNOWN  # is where it is, whatever it was found through
-        parent = -1 if is_known else self.enter(place.parent)
-        index = place.index if place.key_place is None else self._step_to(place.key_place)
-        step = place.kind, parent, place.key, id(place.obj) if is_known else index
+    def _step_to(self, source: Source) -> int:
+        is_known = source.kind == _Kind.KNOWN  # is where it is, whatever it was found through
+        parent = -1 if is_known else self.enter(source.parent)
+        index = source.index if source.key_source is None else self._step_to(source.key_source)
+        step = source.kind, parent, source.key, id(source.obj) if is_known else index
         if step not in self._steps:
-            expected = place.obj if is_known else None
-            self._steps[step] = self.guard.add_step(place.kind, parent, place.key, index, expected, place.name)
-        place.step, place.in_guard = self._steps[step], True
-        return place.step
+            expected = source.obj if is_known else None
+            self._steps[step] = self.guard.add_step(source.kind, parent, source.key, index, expected, source.name)
+        source.step, source.in_guard = self._steps[step], True
+        return source.step
 
     def add_main_grad(self, parameter: int) -> int:
         """Enter the ``main_grad`` of tensor number ``parameter`` and return its number."""
-        place = self.places[parameter]
-        return self.add(place.attributes().item("main_grad", f"main_grad of {place.name}"))
+        source = self.sources[parameter]
+        return self.add(source.attributes().item("main_grad", f"main_grad of {source.name}"))
 
 
-def find_homes(
+def build_module_guard(
     reader: Reader,
-    places: list[Place],
+    sources: list[Source],
     externals: dict[int, External],
     leaves: Iterable[Tensor] = (),
     called: Collection[int] = (),
     may_capture_hooks: bool = False,
-) -> Homes:
+) -> ModuleGuard:
     """Find where the external tensors of a capture are reached from, and build the guard over them.
 
-    ``places`` are those that the code of the callable can get to, as ``reader`` found them: what is there is guarded,
+    ``sources`` are those that the code of the callable can get to, as ``reader`` found them: what is there is guarded,
     modules whole (submodules, flags, hooks, tables), values by value, tensors that are used wherever they stand. A used
     tensor that is not among them is looked for in everything that the callable refers to. ``leaves``, [...] each, are
     looked for as well: what gets a gradient need not have been read, such as the weight of a layer that reads an FP8
@@ -175,59 +175,59 @@ def find_homes(
         RuntimeError: an external tensor cannot be reached, so nobody could tell when it moves; or a module that is
             called has hooks and ``may_capture_hooks`` is False.
     """
-    homes = Homes()
-    root = places[0].obj
+    module_guard = ModuleGuard()
+    root = sources[0].obj
     wanted = {*externals, *map(storage_key, leaves)}
-    found = [place for place in places if _has_tensor_of(place, wanted)]
-    if missing := wanted - {storage_key(place.obj) for place in found}:
+    found = [source for source in sources if _has_tensor_of(source, wanted)]
+    if missing := wanted - {storage_key(source.obj) for source in found}:
         found += _nearest(root, missing)
         _check_all_are_found(externals, found)
     guarded: set[int] = set()
-    modules: list[Place] = []
-    tops = [place for place in places if isinstance(place.obj, nn.Module) and place.again is None]
-    for top in [*tops, *filter(None, (place.top_module() for place in found))]:
-        for place in _modules_below(top):
-            if id(place.obj) not in guarded:
-                guarded.add(id(place.obj))
-                guard_module(place, homes, place.obj is root)
-                if id(place.obj) in called:
-                    _guard_hooks(place, homes, may_capture_hooks)
-                modules.append(place)
-    if any(is_parametrized(place.obj) for place in modules):
-        homes.expect_value(cache_place(places[0]))
-    for place in found:
-        homes.add(place)
-    for place in modules:
-        _guard_tables(place, homes, reader.goes_through_tables(place.obj))
-    used = {id(place) for place in found}
-    for place in places:
-        if id(place) not in used and place.parent is not None:
-            guard_place(place, homes)
-        if place.again is None:
-            _guard_absence(place, homes, reader)
-    _guard_code(places, modules, homes, reader)
-    return homes
+    modules: list[Source] = []
+    tops = [source for source in sources if isinstance(source.obj, nn.Module) and source.again is None]
+    for top in [*tops, *filter(None, (source.top_module() for source in found))]:
+        for source in _modules_below(top):
+            if id(source.obj) not in guarded:
+                guarded.add(id(source.obj))
+                guard_module(source, module_guard, source.obj is root)
+                if id(source.obj) in called:
+                    _guard_hooks(source, module_guard, may_capture_hooks)
+                modules.append(source)
+    if any(is_parametrized(source.obj) for source in modules):
+        module_guard.expect_value(cache_source(sources[0]))
+    for source in found:
+        module_guard.add(source)
+    for source in modules:
+        _guard_tables(source, module_guard, reader.goes_through_tables(source.obj))
+    used = {id(source) for source in found}
+    for source in sources:
+        if id(source) not in used and source.parent is not None:
+            guard_source(source, module_guard)
+        if source.again is None:
+            _guard_absence(source, module_guard, reader)
+    _guard_code(sources, modules, module_guard, reader)
+    return module_guard
 
 
-def _has_tensor_of(place: Place, storages: set[int]) -> bool:
-    return isinstance(place.obj, Tensor) and is_dense(place.obj) and storage_key(place.obj) in storages
+def _has_tensor_of(source: Source, storages: set[int]) -> bool:
+    return isinstance(source.obj, Tensor) and is_dense(source.obj) and storage_key(source.obj) in storages
 
 
-def _nearest(root: Any, storages: set[int]) -> list[Place]:
-    """Where tensors of ``storages`` stand that the code does not name, as far as the furthest of their first places."""
-    found: list[Place] = []
+def _nearest(root: Any, storages: set[int]) -> list[Source]:
+    """Where tensors of ``storages`` stand that the code does not name, as far as the furthest of their first ones."""
+    found: list[Source] = []
     missing = set(storages)
-    for place in walk(root):
-        if not missing and place.distance > max(home.distance for home in found):
+    for source in walk(root):
+        if not missing and source.distance > max(one.distance for one in found):
             break
-        if _has_tensor_of(place, storages):
-            found.append(place)
-            missing.discard(storage_key(place.obj))
+        if _has_tensor_of(source, storages):
+            found.append(source)
+            missing.discard(storage_key(source.obj))
     return found
 
 
-def _check_all_are_found(externals: dict[int, External], found: list[Place]) -> None:
-    known = {storage_key(place.obj) for place in found}
+def _check_all_are_found(externals: dict[int, External], found: list[Source]) -> None:
+    known = {storage_key(source.obj) for source in found}
     for key, lost in externals.items():
         if key not in known:
             raise RuntimeError(
@@ -237,34 +237,34 @@ def _check_all_are_found(externals: dict[int, External], found: list[Place]) -> 
             )
 
 
-def _modules_below(top: Place) -> list[Place]:
+def _modules_below(top: Source) -> list[Source]:
     """The tree of modules from ``top`` on, parents first."""
     stack, seen, found = [top], set(), []
     while stack:
-        place = stack.pop()
-        if id(place.obj) not in seen:
-            seen.add(id(place.obj))
-            found.append(place)
-            stack.extend(reversed(list(submodules(place))))
+        source = stack.pop()
+        if id(source.obj) not in seen:
+            seen.add(id(source.obj))
+            found.append(source)
+            stack.extend(reversed(list(submodules(source))))
     return found
 
 
-def guard_module(place: Place, homes: Homes, is_callable: bool) -> None:
+def guard_module(source: Source, module_guard: ModuleGuard, is_callable: bool) -> None:
     """Guard the training flag of a module, which submodules it has, and, but for the callable itself, its forward."""
-    members = place.attributes()
-    name = place.name or type(place.obj).__name__
+    members = source.attributes()
+    name = source.name or type(source.obj).__name__
     if "training" in members.obj:  # what torch.compile made has that of its original
-        homes.enter(members.item("training", f"training flag of {name}"))
+        module_guard.enter(members.item("training", f"training flag of {name}"))
     table = members.item("_modules", f"number of submodules of {name}")
-    homes.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
-    for child in submodules(place):
-        homes.enter(child)
+    module_guard.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
+    for child in submodules(source):
+        module_guard.enter(child)
     if is_callable:
         return  # its forward is what replays
     if "forward" in members.obj:
-        homes.enter(members.item("forward", f"forward of {name}"))
+        module_guard.enter(members.item("forward", f"forward of {name}"))
     else:
-        homes.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
+        module_guard.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
 
 
 def check_hooks(module: nn.Module, name: str) -> None:
@@ -277,120 +277,120 @@ def check_hooks(module: nn.Module, name: str) -> None:
             )
 
 
-def _guard_hooks(place: Place, homes: Homes, may_capture_hooks: bool) -> None:
-    members = place.attributes()
-    name = place.name or type(place.obj).__name__
+def _guard_hooks(source: Source, module_guard: ModuleGuard, may_capture_hooks: bool) -> None:
+    members = source.attributes()
+    name = source.name or type(source.obj).__name__
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
         if not may_capture_hooks:
-            check_hooks(place.obj, name)
-        homes.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+            check_hooks(source.obj, name)
+        module_guard.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
         for hook in hooks.obj:
-            homes.enter(hooks.item(hook, hooks.name))
+            module_guard.enter(hooks.item(hook, hooks.name))
 
 
-def _guard_tables(place: Place, homes: Homes, in_order: bool) -> None:
+def _guard_tables(source: Source, module_guard: ModuleGuard, in_order: bool) -> None:
     """Which parameters, buffers and submodules there are, and which of them are None."""
-    members = place.attributes()
-    name = place.name or type(place.obj).__name__
+    members = source.attributes()
+    name = source.name or type(source.obj).__name__
     for key, what in (("_modules", "submodules"), ("_parameters", "parameters"), ("_buffers", "buffers")):
         table = members.item(key, f"{what} of {name}")
         for entry in [entry for entry, value in table.obj.items() if value is None]:
-            homes.expect_value(table.item(entry, name_of(entry, place.name)))
+            module_guard.expect_value(table.item(entry, name_of(entry, source.name)))
         kind, entries = (_Kind.KEYS, tuple(table.obj)) if in_order else (_Kind.LENGTH, None)
         what = "order of " if in_order else "number of "
-        homes.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
+        module_guard.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
 
 
-def guard_place(place: Place, homes: Homes) -> None:
-    """Guard what stands at a place that leads to no tensor that is used."""
-    obj = place.obj
+def guard_source(source: Source, module_guard: ModuleGuard) -> None:
+    """Guard what stands at a source that leads to no tensor that is used."""
+    obj = source.obj
     if isinstance(obj, Tensor):
-        homes.expect_type(place)
+        module_guard.expect_type(source)
     elif is_value(obj):
-        homes.expect_value(place)
-    elif place.again is not None:
-        homes.expect_again(place)
+        module_guard.expect_value(source)
+    elif source.again is not None:
+        module_guard.expect_again(source)
     elif isinstance(obj, list | tuple | dict | set):
-        _guard_container(place, homes)
+        _guard_container(source, module_guard)
     elif is_array(obj):
-        _guard_array(place, homes)
+        _guard_array(source, module_guard)
     elif isinstance(obj, deque):
-        homes.enter(place.child(obj, f"length of {place.name}", _Kind.LENGTH, index=len(obj)))
+        module_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=len(obj)))
     elif is_iterator(obj):
         raise RuntimeError(
-            f"{place.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
+            f"{source.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
             "list, or list the attribute in ignore_attributes= to freeze it"
         )
-    elif not (isinstance(obj, _GUARDED_ELSEWHERE) or place.kind == _Kind.KNOWN or _is_library(place)):
-        homes.enter(place)
+    elif not (isinstance(obj, _GUARDED_ELSEWHERE) or source.kind == _Kind.KNOWN or _is_library(source)):
+        module_guard.enter(source)
 
 
-def _guard_array(place: Place, homes: Homes) -> None:
-    value = value_of(place.obj)
+def _guard_array(source: Source, module_guard: ModuleGuard) -> None:
+    value = value_of(source.obj)
     if value is None:
         raise RuntimeError(
-            f"{place.name} is a {type(place.obj).__name__} that is too large to be compared at each call, or holds "
+            f"{source.name} is a {type(source.obj).__name__} that is too large to be compared at each call, or holds "
             "objects: make it a tensor, or list the attribute in ignore_attributes= to freeze it"
         )
-    homes.expect_contents(place, value)
+    module_guard.expect_contents(source, value)
 
 
-def _is_library(place: Place) -> bool:
+def _is_library(source: Source) -> bool:
     """True for functions, classes and libraries that code refers to by global names and that the user did not write."""
-    obj = place.obj
-    if place.parent.key != "__globals__":
+    obj = source.obj
+    if source.parent.key != "__globals__":
         return False
     if isinstance(obj, types.FunctionType):
         return not is_own_file(obj.__code__.co_filename)
     return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_opaque(type(obj))
 
 
-def _guard_absence(place: Place, homes: Homes, reader: Reader) -> None:
+def _guard_absence(source: Source, module_guard: ModuleGuard, reader: Reader) -> None:
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
-    members = place.attributes()
-    if isinstance(place.obj, types.FunctionType) and is_user_file(place.obj.__code__.co_filename):
-        for absent in missing(place):
-            homes.enter(absent)
-    if isinstance(place.obj, (*_CODE, Tensor)) or (is_value(place.obj) and members is None):
+    members = source.attributes()
+    if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
+        for absent in missing(source):
+            module_guard.enter(absent)
+    if isinstance(source.obj, (*_CODE, Tensor)) or (is_value(source.obj) and members is None):
         return
-    for name in reader.absent(place) if members is not None else ():
-        homes.enter(members.child(members.obj, name_of(name, place.name), _Kind.ABSENT, name))
-    for name in reader.empty_slots(place):
-        homes.enter(place.child(place.obj, name_of(name, place.name), _Kind.NO_ATTRIBUTE, name))
+    for name in reader.absent(source) if members is not None else ():
+        module_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
+    for name in reader.empty_slots(source):
+        module_guard.enter(source.child(source.obj, name_of(name, source.name), _Kind.NO_ATTRIBUTE, name))
 
 
-def _guard_code(places: list[Place], modules: list[Place], homes: Homes, reader: Reader) -> None:
+def _guard_code(sources: list[Source], modules: list[Source], module_guard: ModuleGuard, reader: Reader) -> None:
     """What classes have for the code to run, and the code of functions."""
-    for place in modules:
-        homes.expect_class(place, place.name or type(place.obj).__name__, reader.members(place.obj))
-    for place in places:
-        obj = place.obj
-        if place.again is not None or place.kind == _Kind.KNOWN:
+    for source in modules:
+        module_guard.expect_class(source, source.name or type(source.obj).__name__, reader.members(source.obj))
+    for source in sources:
+        obj = source.obj
+        if source.again is not None or source.kind == _Kind.KNOWN:
             continue
         if isinstance(obj, type) and reader.has_code(obj):
-            homes.expect_class(place.child(obj, place.name, _Kind.KNOWN), place.name, reader.members(obj))
+            module_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
         elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.has_code(type(obj)):
-            homes.expect_class(place, place.name or "self", reader.members(obj))
-    homes.expect_members_below(reader.members_below())
-    for function in reader.functions(places):
-        homes.expect_code(function)
+            module_guard.expect_class(source, source.name or "self", reader.members(obj))
+    module_guard.expect_members_below(reader.members_below())
+    for function in reader.functions(sources):
+        module_guard.expect_code(function)
 
 
-def _guard_container(place: Place, homes: Homes) -> None:
-    """Its members stand at places of their own; here it is about how many there are, and about values in bulk."""
-    obj, name = place.obj, place.name
+def _guard_container(source: Source, module_guard: ModuleGuard) -> None:
+    """Its members stand at sources of their own; here it is about how many there are, and about values in bulk."""
+    obj, name = source.obj, source.name
     if isinstance(obj, set):
         if len(obj) <= MOST_MEMBERS and (contents := value_of(obj)) is not None:
-            homes.expect_contents(place, contents)
+            module_guard.expect_contents(source, contents)
         else:
-            homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+            module_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif is_bulk(obj) and len(obj) <= MOST_MEMBERS:
-        homes.expect_value(place.child(obj, name, _Kind.CONTENTS))
+        module_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
-        homes.enter(place.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+        module_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):
         # One that holds tensors may be a cache, which grows whenever other code runs.
         is_few = len(obj) <= MOST_MEMBERS and all(map(is_value, obj))
         kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)
-        homes.enter(place.child(obj, f"keys of {name}", kind, key, index=len(obj)))
+        module_guard.enter(source.child(obj, f"keys of {name}", kind, key, index=len(obj)))

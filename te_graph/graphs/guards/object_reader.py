@@ -21,7 +21,15 @@ from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_user_file
 from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards import parametrizations
-from te_graph.graphs.guards.guarded_sources import NAMESPACES, VIEWS, WRAPPERS, Fact, Inlined, is_opaque, slots_of
+from te_graph.graphs.guards.guarded_sources import (
+    NAMESPACES,
+    VIEWS,
+    WRAPPERS,
+    GuardedSource,
+    Inlined,
+    is_opaque,
+    slots_of,
+)
 from te_graph.graphs.guards.lookups import is_own_module, missing, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
@@ -52,7 +60,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 @dataclass(frozen=True)
 class Reader:
-    """Tells what the object at a place leads to.
+    """Tells what the object at a source leads to.
 
     Attributes:
         names: that code says which may run.
@@ -63,122 +71,124 @@ class Reader:
     everything: bool
     _cache: dict[type, frozenset[str]] = field(default_factory=dict)
 
-    def contents(self, fact: Fact) -> Iterator[Fact]:
-        """The places one step further."""
-        obj, name = fact.obj, fact.name
+    def contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        """The sources one step further."""
+        obj, name = source.obj, source.name
         if isinstance(obj, Tensor):
-            yield from self._tensor_contents(fact)
-        elif fact.is_given:
-            for child in contents(fact):
+            yield from self._tensor_contents(source)
+        elif source.is_given:
+            for child in contents(source):
                 child.name = f"argument {child.index if name == 'arguments' else child.key}"
                 yield child
-        elif fact.key in _TABLES and isinstance(fact.parent.parent.obj, nn.Module):
-            yield from _table_contents(fact)
+        elif source.key in _TABLES and isinstance(source.parent.parent.obj, nn.Module):
+            yield from _table_contents(source)
         elif isinstance(obj, Inlined):
-            yield fact.attributes().item("__wrapped__", name)
-            yield from self._attributes_of_function(fact, obj.__name__)
+            yield source.attributes().item("__wrapped__", name)
+            yield from self._attributes_of_function(source, obj.__name__)
         elif isinstance(obj, OwnObject):
             return
         elif isinstance(obj, types.FunctionType):
-            if fact.depth < _MAX_DEPTH:
-                yield from self._function_contents(fact)
+            if source.depth < _MAX_DEPTH:
+                yield from self._function_contents(source)
         elif isinstance(obj, type):
-            if fact.depth < _MAX_DEPTH:
-                yield from self._class_contents(fact)
+            if source.depth < _MAX_DEPTH:
+                yield from self._class_contents(source)
         elif isinstance(obj, types.ModuleType):
-            yield from self._library_contents(fact)
+            yield from self._library_contents(source)
         elif isinstance(obj, nn.Module):
-            yield from self._module_contents(fact)
-            yield from self._class_of(fact, fact.attributes())
+            yield from self._module_contents(source)
+            yield from self._class_of(source, source.attributes())
         else:
-            yield from _builtin_contents(fact)
-            if fact.depth < _MAX_DEPTH:
-                yield from self._opaque_contents(fact) if is_opaque(obj) else self._object_contents(fact)
+            yield from _builtin_contents(source)
+            if source.depth < _MAX_DEPTH:
+                yield from self._opaque_contents(source) if is_opaque(obj) else self._object_contents(source)
 
-    def contents_of_value(self, fact: Fact) -> Iterator[Fact]:
-        """The places one step further from what is compared by value: objects in sets, and what a class adds."""
-        if isinstance(fact.obj, set | frozenset):
-            members = (member for member in fact.obj if value_of(member) is None)
-            yield from (fact.child(member, f"a member of {fact.name}", _Kind.KNOWN) for member in members)
-        elif user_classes(type(fact.obj)) and fact.depth < _MAX_DEPTH:
-            yield from self._object_contents(fact)
+    def contents_of_value(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        """The sources one step further from what is compared by value: objects in sets, and what a class adds."""
+        if isinstance(source.obj, set | frozenset):
+            members = (member for member in source.obj if value_of(member) is None)
+            yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
+        elif user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:
+            yield from self._object_contents(source)
 
     def _reads(self, obj: Any, attribute: str) -> bool:
         return self.everything or self.names.may_read(obj, attribute)
 
-    def _tensor_contents(self, fact: Fact) -> Iterator[Fact]:
-        tensor = fact.obj
+    def _tensor_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        tensor = source.obj
         if has_subclass([type(tensor)]):
-            yield from self._object_contents(fact)
+            yield from self._object_contents(source)
             return
         if type(tensor) not in (Tensor, nn.Parameter):
-            yield from self._class_of(fact, fact.attributes())
+            yield from self._class_of(source, source.attributes())
         is_parameter = tensor.is_leaf and tensor.requires_grad
         if tensor.is_leaf:
-            yield fact.child(tensor.grad, name_of("grad", fact.name), _Kind.GRAD)
+            yield source.child(tensor.grad, name_of("grad", source.name), _Kind.GRAD)
         hooks = {key: getattr(tensor, key) for key in _HOOKS_OF_TENSORS}
         if any(hooks.values()):  # else the guard sees that there are none
             for key, value in hooks.items():
-                yield fact.child(value, f"hooks on the gradient of {fact.name}", _Kind.ATTRIBUTE, key)
-        members = fact.attributes()
-        yield from (members.item(key, name_of(key, fact.name)) for key in list(members.obj))
-        expected = frozenset() if fact.is_fleeting else self.names.asked
+                yield source.child(value, f"hooks on the gradient of {source.name}", _Kind.ATTRIBUTE, key)
+        members = source.attributes()
+        yield from (members.item(key, name_of(key, source.name)) for key in list(members.obj))
+        expected = frozenset() if source.is_ephemeral else self.names.asked
         if is_parameter:
             expected |= self.names.optional | ({_MAIN_GRAD} & self.names.said)
         for key in sorted(expected - members.obj.keys()):
             if not hasattr(type(tensor), key):
-                yield members.child(None, name_of(key, fact.name), _Kind.ABSENT, key)
+                yield members.child(None, name_of(key, source.name), _Kind.ABSENT, key)
 
-    def _module_contents(self, fact: Fact) -> Iterator[Fact]:
-        members = fact.attributes()
+    def _module_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        members = source.attributes()
         for key in list(members.obj):
             if key in _TABLES:
-                yield members.item(key, name_of(key.strip("_"), fact.name))
-            elif key != "te_graph" and self._reads(fact.obj, key):
-                yield members.item(key, name_of(HOOK_DICTS.get(key, key), fact.name))
+                yield members.item(key, name_of(key.strip("_"), source.name))
+            elif key != "te_graph" and self._reads(source.obj, key):
+                yield members.item(key, name_of(HOOK_DICTS.get(key, key), source.name))
 
-    def _library_contents(self, fact: Fact) -> Iterator[Fact]:
+    def _library_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a module of Python that the user wrote."""
-        if is_own_module(fact.obj):
-            members = fact.attributes()
-            yield from (members.item(key, f"{fact.name}.{key}") for key in list(members.obj) if key in self.names.said)
+        if is_own_module(source.obj):
+            members = source.attributes()
+            yield from (
+                members.item(key, f"{source.name}.{key}") for key in list(members.obj) if key in self.names.said
+            )
             for key in sorted(self.names.optional - members.obj.keys()):
-                yield members.child(None, f"{fact.name}.{key}", _Kind.ABSENT, key)
+                yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
-    def _function_contents(self, fact: Fact) -> Iterator[Fact]:
-        function = fact.obj
+    def _function_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        function = source.obj
         code = function.__code__
-        yield fact.child(code, f"function {function.__name__}", _Kind.ATTRIBUTE, "__code__")
+        yield source.child(code, f"function {function.__name__}", _Kind.ATTRIBUTE, "__code__")
         if not is_user_file(code.co_filename):  # a wrapper, perhaps, around a function of the user's
-            yield from (child for child in contents(fact) if child.kind == _Kind.CELL)
+            yield from (child for child in contents(source) if child.kind == _Kind.CELL)
             return
-        yield from contents(fact)
-        scope = fact.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+        yield from contents(source)
+        scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
         for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until somebody hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
-        yield from self._attributes_of_function(fact, function.__name__)
+        yield from self._attributes_of_function(source, function.__name__)
         if "globals" in code.co_names:
             named = {key for key in self.names.said - globals_of(code) if not is_implicit(key)}
             for key in sorted(named):
                 variable = f"global variable {key}"
                 is_there = key in scope.obj
                 yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
-        yield from modules_of(fact, self.names.said)
-        yield from missing(fact)
+        yield from modules_of(source, self.names.said)
+        yield from missing(source)
 
-    def _attributes_of_function(self, fact: Fact, owner: str) -> Iterator[Fact]:
+    def _attributes_of_function(self, source: GuardedSource, owner: str) -> Iterator[GuardedSource]:
         """Those that the code names; of what replays a function they are its own, not those of the function."""
-        members = fact.attributes()
+        members = source.attributes()
         for key in list(members.obj):
             if key in self.names.said:
                 yield members.item(key, f"{owner}.{key}")
         for key in sorted(self.names.optional - members.obj.keys()):
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
 
-    def _object_contents(self, fact: Fact) -> Iterator[Fact]:
+    def _object_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """Attributes of an object, and its class."""
-        obj, owner = fact.obj, fact.name or "self"
-        members = fact.attributes()
+        obj, owner = source.obj, source.name or "self"
+        members = source.attributes()
         if members is not None and not self.names.is_enough:
             yield members  # who asks for all attributes sees that there are more
         elif members is not None:
@@ -186,24 +196,24 @@ class Reader:
             yield from (members.item(key, f"{owner}.{key}") for key in keys)
         for key in slots_of(type(obj)):
             if self._reads(obj, key):
-                yield _slot(fact, f"{owner}.{key}", key)
-        yield from self._class_of(fact, members)
+                yield _slot(source, f"{owner}.{key}", key)
+        yield from self._class_of(source, members)
 
-    def _opaque_contents(self, fact: Fact) -> Iterator[Fact]:
+    def _opaque_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """Of an object of Python's library: attributes that the code names, or that methods of it name that ran."""
-        members = fact.attributes()
+        members = source.attributes()
         if members is None:
             return
-        methods = (member for base in type(fact.obj).__mro__ for member in vars(base).values())
+        methods = (member for base in type(source.obj).__mro__ for member in vars(base).values())
         named = self.names.said.union(*(strings_of(one) for one in methods if self.names.has_run(one)))
         for key in list(members.obj):
             if key in named and not is_implicit(key):
-                yield members.item(key, f"{fact.name}.{key}")
+                yield members.item(key, f"{source.name}.{key}")
 
-    def _class_of(self, fact: Fact, members: Fact | None) -> Iterator[Fact]:
+    def _class_of(self, source: GuardedSource, members: GuardedSource | None) -> Iterator[GuardedSource]:
         """The class, and that the instance has no attribute of its own in the place of what the class has."""
-        kind, owner = type(fact.obj), fact.name or "self"
-        yield fact.child(kind, kind.__name__, _Kind.TYPE)
+        kind, owner = type(source.obj), source.name or "self"
+        yield source.child(kind, kind.__name__, _Kind.TYPE)
         if members is None:
             return
         for key in sorted((self._hidden(kind) | self._expected(kind)) - members.obj.keys()):
@@ -232,36 +242,38 @@ class Reader:
         is_any = not (self.names.is_enough or is_of_library(base) or is_implicit(key))
         return ((key in self.names.said or is_any) and not is_for_making(key)) or self.names.has_run(member)
 
-    def _class_contents(self, fact: Fact) -> Iterator[Fact]:
+    def _class_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a class, also where it is hidden; of classes of torch, that they do not change."""
-        kind, classes = fact.obj, user_classes(fact.obj)
+        kind, classes = source.obj, user_classes(source.obj)
         if user_classes(type(kind)):
-            yield fact.child(type(kind), type(kind).__name__, _Kind.TYPE)
-        bases = fact.child(kind.__mro__, f"bases of {fact.name}", _Kind.ATTRIBUTE, "__mro__")
+            yield source.child(type(kind), type(kind).__name__, _Kind.TYPE)
+        bases = source.child(kind.__mro__, f"bases of {source.name}", _Kind.ATTRIBUTE, "__mro__")
         found: set[str] = set()
         for index, base in enumerate(kind.__mro__):
             if base not in classes:
                 continue
-            below = fact if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
+            below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
             for key, member in vars(base).items():
                 is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
                 if is_shown and self._may_use(base, key):
-                    yield (below if key in found else fact).child(member, f"{fact.name}.{key}", _Kind.TYPE_ITEM, key)
+                    yield (below if key in found else source).child(
+                        member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key
+                    )
                     found.add(key)
         if classes:
             above = type(kind)
             expected = self._expected(above) | self._hidden(above) if user_classes(above) else self._expected(kind)
             for key in sorted(expected):
                 if not any(key in vars(base) for base in kind.__mro__):
-                    yield fact.child(None, f"{fact.name}.{key}", _Kind.TYPE_ABSENT, key)
+                    yield source.child(None, f"{source.name}.{key}", _Kind.TYPE_ABSENT, key)
         library = next((index for index, base in enumerate(kind.__mro__) if _is_of_torch(base)), None)
         if library is not None:
             base = kind.__mro__[library]
-            below = fact if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=library)
+            below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=library)
             yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.version_of(base))
 
 
-def hooks_of_all(root: Fact) -> Iterator[Fact]:
+def hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:
     """The hooks of all modules and of all optimizers, and the cache of all parametrizations."""
     modules = root.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
     for name, kinds in _HOOKS_OF_ALL.items():
@@ -290,64 +302,64 @@ def _shows_memory(obj: Any) -> bool:
     return True
 
 
-def _slot(fact: Fact, name: str, key: str) -> Fact:
-    if hasattr(fact.obj, key):
-        return fact.child(getattr(fact.obj, key), name, _Kind.ATTRIBUTE, key)
-    return fact.child(None, name, _Kind.NO_ATTRIBUTE, key)
+def _slot(source: GuardedSource, name: str, key: str) -> GuardedSource:
+    if hasattr(source.obj, key):
+        return source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
+    return source.child(None, name, _Kind.NO_ATTRIBUTE, key)
 
 
-def _table_contents(fact: Fact) -> Iterator[Fact]:
+def _table_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     """Submodules, parameters or buffers of a module, under the names that they have in messages."""
-    owner = fact.parent.name
-    for child in contents(fact):
-        child.name = f"{owner}.{child.key}".lstrip(".") if fact.key == "_modules" else name_of(child.key, owner)
+    owner = source.parent.name
+    for child in contents(source):
+        child.name = f"{owner}.{child.key}".lstrip(".") if source.key == "_modules" else name_of(child.key, owner)
         yield child
 
 
-def _builtin_contents(fact: Fact) -> Iterator[Fact]:
+def _builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     """What containers and the like hold, which are classes of Python's own, or derived from them."""
-    obj, name = fact.obj, fact.name
+    obj, name = source.obj, source.name
     if isinstance(obj, types.MethodType):
-        yield fact.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
-        yield fact.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
+        yield source.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
+        yield source.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
     elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
         owner = obj.__self__
         if owner is not None and not isinstance(owner, types.ModuleType | type):
-            yield fact.child(owner, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
+            yield source.child(owner, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
     elif isinstance(obj, dict):
         for key, value in obj.items():
             if value_of(key) is not None:
-                yield fact.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
+                yield source.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
         if isinstance(obj, collections.defaultdict):
-            yield fact.child(obj.default_factory, f"default of {name}", _Kind.ATTRIBUTE, "default_factory")
+            yield source.child(obj.default_factory, f"default of {name}", _Kind.ATTRIBUTE, "default_factory")
     elif isinstance(obj, list | tuple | functools.partial):
-        yield from contents(fact)
+        yield from contents(source)
     elif isinstance(obj, collections.deque):
         for index, value in enumerate(obj):
-            yield fact.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
+            yield source.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
     elif isinstance(obj, VIEWS):
-        yield fact.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
+        yield source.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
     elif isinstance(obj, contextvars.ContextVar):
         try:
-            yield fact.child(obj.get(), f"value of {name}", _Kind.CONTEXT_VAR)
+            yield source.child(obj.get(), f"value of {name}", _Kind.CONTEXT_VAR)
         except LookupError:
-            yield fact.child(NotImplemented, f"value of {name}", _Kind.CONTEXT_VAR)
+            yield source.child(NotImplemented, f"value of {name}", _Kind.CONTEXT_VAR)
     elif isinstance(obj, weakref.ref):
-        yield fact.child(obj(), name, _Kind.WEAK_REFERENCE)
+        yield source.child(obj(), name, _Kind.WEAK_REFERENCE)
     elif isinstance(obj, tuple(WRAPPERS)):
         for key in next(keys for kind, keys in WRAPPERS.items() if isinstance(obj, kind)):
             if (function := getattr(obj, key)) is not None:
-                yield fact.child(function, name, _Kind.ATTRIBUTE, key)
+                yield source.child(function, name, _Kind.ATTRIBUTE, key)
     elif isinstance(obj, GETTERS):
         held = [part for part in gc.get_referents(obj) if isinstance(part, tuple | dict)]
-        yield from (fact.child(part, f"arguments of {name}", _Kind.KNOWN) for part in held)
+        yield from (source.child(part, f"arguments of {name}", _Kind.KNOWN) for part in held)
     elif isinstance(obj, functools.cached_property | functools._lru_cache_wrapper):
         key = "func" if isinstance(obj, functools.cached_property) else "__wrapped__"
-        yield fact.attributes().item(key, name)
+        yield source.attributes().item(key, name)
     elif isinstance(obj, set | frozenset):
         if value_of(obj) is None:
-            yield fact.never(f"{name} is a set of objects without weak references, which cannot be compared")
+            yield source.never(f"{name} is a set of objects without weak references, which cannot be compared")
     elif _shows_memory(obj):
-        yield fact.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
+        yield source.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
     elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase):
-        yield fact.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")
+        yield source.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")

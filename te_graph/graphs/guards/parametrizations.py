@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from te_graph import _C
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.sources import Source
 
 WHERE, NAME = "torch.nn.utils.parametrize", "_cache_enabled"
 WHAT = "the cache of parametrizations (torch.nn.utils.parametrize.cached)"
@@ -23,14 +23,14 @@ def is_parametrized(obj: Any) -> bool:
     return isinstance(obj, nn.Module) and parametrize.is_parametrized(obj)
 
 
-def cache_place(root: Place) -> Place:
-    """Where it says whether the cache is on; ``root`` is any place."""
+def cache_source(root: Source) -> Source:
+    """Where it says whether the cache is on; ``root`` is any source."""
     return root.child(vars(parametrize), WHERE, _C.StepKind.KNOWN).item(NAME, WHAT)
 
 
-def check_cache(label: str, places: Iterable[Place]) -> None:
-    """Raise RuntimeError if the cache is on, and one of the ``places`` of a callable is a module that would use it."""
-    if getattr(parametrize, NAME) and (found := next((p for p in places if is_parametrized(p.obj)), None)):
+def check_cache(label: str, sources: Iterable[Source]) -> None:
+    """Raise RuntimeError if the cache is on, and one of the ``sources`` of a callable is a module that would use it."""
+    if getattr(parametrize, NAME) and (found := next((p for p in sources if is_parametrized(p.obj)), None)):
         raise RuntimeError(
             f"{label}: {WHAT} is on, and shares with other calls what the parametrizations of "
             f"{found.name or type(found.obj).__name__} compute: capture, and call, outside of it"

@@ -13,7 +13,7 @@ from torch import nn
 from te_graph import _C
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.sources import Source
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -22,14 +22,14 @@ class ContainerState:
     """The contents of the attributes, dictionaries, lists, sets and deques that a callable refers to.
 
     Args:
-        places: the callable and what it refers to. References to what they hold are kept until this object goes.
+        sources: the callable and what it refers to. References to what they hold are kept until this object goes.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, sources: Iterable[Source]) -> None:
         self._kept: list[tuple[Any, Any]] = []
-        for place in places:
-            if place.again is None:
-                self._keep_contents(place.obj)
+        for source in sources:
+            if source.again is None:
+                self._keep_contents(source.obj)
 
     def _keep_contents(self, obj: object) -> None:
         if isinstance(obj, _CONTAINERS):
@@ -70,41 +70,41 @@ class Bindings:
     """What variables, closure cells, attributes of classes and context variables are bound to, one by one.
 
     Args:
-        places: as for ``ContainerState``.
+        sources: as for ``ContainerState``.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, sources: Iterable[Source]) -> None:
         kinds = (_C.StepKind.ITEM, _C.StepKind.CELL, _C.StepKind.TYPE_ITEM, _C.StepKind.CONTEXT_VAR)
-        self._places = [place for place in places if place.kind in kinds]
+        self._sources = [source for source in sources if source.kind in kinds]
 
     def restore(self) -> None:
         """Bind them again."""
-        for place in self._places:
-            owner, kind = place.parent.obj, place.kind
+        for source in self._sources:
+            owner, kind = source.parent.obj, source.kind
             if kind == _C.StepKind.ITEM:
-                if owner.get(place.key, place) is not place.obj:
-                    owner[place.key] = place.obj
+                if owner.get(source.key, source) is not source.obj:
+                    owner[source.key] = source.obj
             elif kind == _C.StepKind.CELL:
-                owner.cell_contents = place.obj
+                owner.cell_contents = source.obj
             elif kind == _C.StepKind.TYPE_ITEM:
-                holder = next((base for base in owner.__mro__ if place.key in vars(base)), owner)
-                if vars(holder).get(place.key) is not place.obj:
-                    setattr(holder, place.key, place.obj)
-            elif place.obj is not NotImplemented and owner.get(None) is not place.obj:
-                owner.set(place.obj)
+                holder = next((base for base in owner.__mro__ if source.key in vars(base)), owner)
+                if vars(holder).get(source.key) is not source.obj:
+                    setattr(holder, source.key, source.obj)
+            elif source.obj is not NotImplemented and owner.get(None) is not source.obj:
+                owner.set(source.obj)
 
 
-def variables(places: Iterable[Place]) -> Iterator[Place]:
-    """Those of ``places`` that are variables, in a closure or global, and hold a value."""
-    for place in places:
-        if place.parent is None or not is_value(place.obj):
+def variables(sources: Iterable[Source]) -> Iterator[Source]:
+    """Those of ``sources`` that are variables, in a closure or global, and hold a value."""
+    for source in sources:
+        if source.parent is None or not is_value(source.obj):
             continue
-        if isinstance(place.parent.obj, types.CellType) or place.parent.key == "__globals__":
-            yield place
+        if isinstance(source.parent.obj, types.CellType) or source.parent.key == "__globals__":
+            yield source
 
 
-def global_containers(places: Iterable[Place]) -> Iterator[Place]:
-    """Those of ``places`` that are global variables and hold a container of values alone."""
-    for place in places:
-        if place.parent is not None and place.parent.key == "__globals__" and is_bulk(place.obj):
-            yield place
+def global_containers(sources: Iterable[Source]) -> Iterator[Source]:
+    """Those of ``sources`` that are global variables and hold a container of values alone."""
+    for source in sources:
+        if source.parent is not None and source.parent.key == "__globals__" and is_bulk(source.obj):
+            yield source

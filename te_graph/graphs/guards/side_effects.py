@@ -14,63 +14,63 @@ from torch import Tensor, nn
 from te_graph.graphs.guards.library_objects import is_array, remembered
 from te_graph.graphs.guards.plain_values import are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
-from te_graph.graphs.guards.sources import Place
+from te_graph.graphs.guards.sources import Source
 
 _LEFT_OUT = (Tensor, nn.Module, ComputedInGraph)
 
 
 class SideEffects:
-    """Compares what stands at the places of a callable before and after one of its iterations.
+    """Compares what stands at the sources of a callable before and after one of its iterations.
 
     Args:
-        places: where its code can get to, before the iteration.
+        sources: where its code can get to, before the iteration.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self._before = {_path(place): (place, _remembered(place.obj)) for place in places}
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self._before = {_path(source): (source, _remembered(source.obj)) for source in sources}
 
-    def first(self, places: Iterable[Place]) -> str | None:
-        """What the iteration has changed, of ``places`` after it: the first of them, with both values; else None.
+    def first(self, sources: Iterable[Source]) -> str | None:
+        """What the iteration has changed, of ``sources`` after it: the first of them, with both values; else None.
 
         Tensors are left out: what is written into them is part of a graph, as is what hooks compute.
         """
-        after = {_path(place): place for place in places}
-        for path, place in after.items():
-            if isinstance(place.obj, _LEFT_OUT):
+        after = {_path(source): source for source in sources}
+        for path, source in after.items():
+            if isinstance(source.obj, _LEFT_OUT):
                 continue
             if path not in self._before:
-                return f"{place.name} (set to {_shown(place.obj)})"
+                return f"{source.name} (set to {_shown(source.obj)})"
             old = self._before[path][1]
-            now = _remembered(place.obj)
+            now = _remembered(source.obj)
             if not isinstance(old, Tensor) and not are_equal(old, now):
-                is_told = is_value(place.obj) or is_bulk(place.obj)
-                return f"{place.name} (from {_shown(old)} to {_shown(now)})" if is_told else place.name
-        gone = (place for path, (place, _) in self._before.items() if path not in after)
-        return next((f"{place.name} (deleted)" for place in gone if not isinstance(place.obj, _LEFT_OUT)), None)
+                is_told = is_value(source.obj) or is_bulk(source.obj)
+                return f"{source.name} (from {_shown(old)} to {_shown(now)})" if is_told else source.name
+        gone = (source for path, (source, _) in self._before.items() if path not in after)
+        return next((f"{source.name} (deleted)" for source in gone if not isinstance(source.obj, _LEFT_OUT)), None)
 
 
 class HostRandom:
     """The states of the random generators outside of torch that a callable may draw from.
 
     Args:
-        places: where its code can get to: generators of its own may be there.
+        sources: where its code can get to: generators of its own may be there.
     """
 
-    def __init__(self, places: Iterable[Place]) -> None:
+    def __init__(self, sources: Iterable[Source]) -> None:
         self._generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
             "Python's random module": (random.getstate, random.setstate)
         }
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._generators["numpy.random"] = numpy.get_state, numpy.set_state
-        for place in places:
-            if isinstance(place.obj, random.Random) and not isinstance(place.obj, random.SystemRandom):
-                self._generators[place.name] = place.obj.getstate, place.obj.setstate
-            elif numpy is not None and isinstance(place.obj, numpy.RandomState):
-                self._generators[place.name] = place.obj.get_state, place.obj.set_state
-            elif numpy is not None and isinstance(place.obj, numpy.Generator):
-                bits = place.obj.bit_generator
-                self._generators[place.name] = (
+        for source in sources:
+            if isinstance(source.obj, random.Random) and not isinstance(source.obj, random.SystemRandom):
+                self._generators[source.name] = source.obj.getstate, source.obj.setstate
+            elif numpy is not None and isinstance(source.obj, numpy.RandomState):
+                self._generators[source.name] = source.obj.get_state, source.obj.set_state
+            elif numpy is not None and isinstance(source.obj, numpy.Generator):
+                bits = source.obj.bit_generator
+                self._generators[source.name] = (
                     functools.partial(getattr, bits, "state"),
                     functools.partial(setattr, bits, "state"),
                 )
@@ -92,12 +92,12 @@ class HostRandom:
         return {name: get() for name, (get, _) in self._generators.items()}
 
 
-def _path(place: Place) -> tuple:
-    if place.parent is None:
+def _path(source: Source) -> tuple:
+    if source.parent is None:
         return ()
     return (
-        *_path(place.parent),
-        (place.kind, place.key if place.kind != place.kind.KNOWN else place.name, place.index),
+        *_path(source.parent),
+        (source.kind, source.key if source.kind != source.kind.KNOWN else source.name, source.index),
     )
 
 

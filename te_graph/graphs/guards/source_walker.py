@@ -1,4 +1,4 @@
-"""What a function is called with and refers to: places that a guard follows at every call."""
+"""What a function is called with and refers to: sources that a guard follows at every call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import is_user_file
-from te_graph.graphs.guards.guarded_sources import Fact, is_plumbing
+from te_graph.graphs.guards.guarded_sources import GuardedSource, is_transparent
 from te_graph.graphs.guards.object_reader import Reader, hooks_of_all
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Frame
@@ -21,21 +21,21 @@ from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, is_gener
 from te_graph.graphs.tracing.names import GETTERS, Names
 
 _Kind = _C.StepKind
-_MAX_PLACES = 100_000
+_MAX_SOURCES = 100_000
 _MAX_STRINGS = 1000
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 
 
-def _is_object(fact: Fact) -> bool:
+def _is_object(source: GuardedSource) -> bool:
     """True for what can be the key of a dict in which something is to be found."""
-    return not fact.is_end and fact.same_as is None and fact.value is None
+    return not source.is_end and source.same_as is None and source.value is None
 
 
-class Explorer:
-    """Finds the places that calls of one function can be seen to use; remembers which names its code says.
+class SourceWalker:
+    """Finds the sources that calls of one function can be seen to use; remembers which names its code says.
 
     Attributes:
-        is_at_a_loss: the last call referred to more places than can be compared.
+        has_too_many_sources: the last call referred to more sources than can be compared.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Explorer:
         self._ran: dict[int, types.CodeType] = {}
         self._running: list[types.CodeType] = []  # the user's, of that
         self._seen_to_run: dict[types.FunctionType, None] = {}  # kept: guards would miss what is gone
-        self._at_places: list[weakref.ref[types.FunctionType]] = []
-        self.is_at_a_loss = False
+        self._at_sources: list[weakref.ref[types.FunctionType]] = []
+        self.has_too_many_sources = False
 
     @property
     def asks_for_names(self) -> bool:
@@ -53,13 +53,13 @@ class Explorer:
 
     def note(self, watch: CodeWatch) -> None:
         """Remember what a call was seen to run, by identity, and to ask for by name."""
-        at_places = _live(self._at_places)
-        functions = functions_of(watch, at_places)
+        at_sources = _live(self._at_sources)
+        functions = functions_of(watch, at_sources)
         self._seen_to_run.update(dict.fromkeys(functions))
         new = {key: code for key, code in watch.codes.items() if key not in self._ran}
         self._ran.update(new)
         self._names = replace(self._names, ran=frozenset(self._ran)).with_strings(watch.names)
-        known = {id(function.__code__) for function in [*at_places, *functions]}
+        known = {id(function.__code__) for function in [*at_sources, *functions]}
         codes = [code for code in new.values() if is_user_file(code.co_filename)]
         self._running += [code for code in codes if id(code) in known or not is_generated(code)]
 
@@ -68,9 +68,9 @@ class Explorer:
         """The code asks where tensors lie, perhaps for a kernel that no dispatcher sees: all of them count as used."""
         return not self._names.said.isdisjoint(_ADDRESSES)
 
-    def explore(self, frame: Frame, everything: bool = False) -> list[Fact]:
-        """All places, near ones first: the function and its arguments, containers, closure variables, defaults, globals
-        used, attributes, classes, modules, optimizers and their state, gradients.
+    def explore(self, frame: Frame, everything: bool = False) -> list[GuardedSource]:
+        """All sources, near ones first: the function and its arguments, containers, closure variables, defaults,
+        globals used, attributes, classes, modules, optimizers and their state, gradients.
 
         Attributes of the user's own classes that no code names which the function may run are left out, unless
         ``everything`` is wanted.
@@ -78,12 +78,12 @@ class Explorer:
         names = self._names
         elsewhere: list[types.FunctionType] = []
         while True:
-            facts = _walk(frame, elsewhere, names, everything)
+            sources = _walk(frame, elsewhere, names, everything)
             if not everything:
-                self.is_at_a_loss = facts[-1].kind == _Kind.NEVER and len(facts) > _MAX_PLACES
-                if self.is_at_a_loss:
-                    return facts
-            known = [fact.obj for fact in facts if fact.same_as is None]
+                self.has_too_many_sources = sources[-1].kind == _Kind.NEVER and len(sources) > _MAX_SOURCES
+                if self.has_too_many_sources:
+                    return sources
+            known = [source.obj for source in sources if source.same_as is None]
             functions = [obj for obj in known if isinstance(obj, types.FunctionType)]
             met = [function.__code__ for function in functions if is_user_file(function.__code__.co_filename)]
             classes = [obj if isinstance(obj, type) else type(obj) for obj in known]
@@ -92,14 +92,14 @@ class Explorer:
             more = more.with_getters(obj for obj in known if isinstance(obj, GETTERS))
             more_elsewhere = [*elsewhere, *self._not_among(functions)]
             if more == names and len(more_elsewhere) == len(elsewhere):
-                self._at_places = [*map(weakref.ref, functions)]
+                self._at_sources = [*map(weakref.ref, functions)]
                 break
             names, elsewhere = more, more_elsewhere
         if reason := too_many(elsewhere):
-            facts.append(facts[0].never(reason))
+            sources.append(sources[0].never(reason))
         if not everything:  # which meets code, too, that the function does not run
             self._names = names
-        return facts
+        return sources
 
     def _not_among(self, functions: list[types.FunctionType]) -> list[types.FunctionType]:
         """Functions that were seen to run and are reached in ways that are not followed."""
@@ -120,81 +120,83 @@ def _strings_of(obj: Any) -> Iterator[str]:
         yield from (item for item in obj.values() if type(item) is str)
 
 
-def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, everything: bool) -> list[Fact]:
+def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, everything: bool) -> list[GuardedSource]:
     reader = Reader(names, everything)
-    facts: list[Fact] = []
-    seen: dict[int, Fact] = {}
-    valued: dict[int, Fact] = {}
-    waiting: list[Fact] = []  # dicts whose keys are objects
+    sources: list[GuardedSource] = []
+    seen: dict[int, GuardedSource] = {}
+    valued: dict[int, GuardedSource] = {}
+    waiting: list[GuardedSource] = []  # dicts whose keys are objects
     queue = deque(_beginnings(frame, elsewhere))
     while queue or waiting:
         if not queue:
-            by_object = {id(fact.obj): fact for fact in facts if _is_object(fact)}
-            queue.extend(child for fact in waiting for child in _items_of_objects(fact, by_object))
+            by_object = {id(source.obj): source for source in sources if _is_object(source)}
+            queue.extend(child for source in waiting for child in _items_of_objects(source, by_object))
             waiting = []
             continue
-        fact = queue.popleft()
-        if type(fact.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
-            facts.append(fact.parent.never(f"{fact.name} is a weak proxy, which cannot be compared: use weakref.ref"))
+        source = queue.popleft()
+        if type(source.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
+            sources.append(
+                source.parent.never(f"{source.name} is a weak proxy, which cannot be compared: use weakref.ref")
+            )
             continue
-        facts.append(fact)
-        if len(facts) >= _MAX_PLACES:
-            facts.append(fact.never(f"{fact.name or 'the function'} refers to more than {_MAX_PLACES} places"))
+        sources.append(source)
+        if len(sources) >= _MAX_SOURCES:
+            sources.append(source.never(f"{source.name or 'the function'} refers to more than {_MAX_SOURCES} sources"))
             break
-        if fact.is_end:
+        if source.is_end:
             continue
-        fact.value = None if fact.is_given else value_of(fact.obj)
-        if fact.value is not None:
-            if id(fact.obj) not in valued:
-                valued[id(fact.obj)] = fact
-                queue.extend(_settled(fact, child) for child in reader.contents_of_value(fact))
+        source.value = None if source.is_given else value_of(source.obj)
+        if source.value is not None:
+            if id(source.obj) not in valued:
+                valued[id(source.obj)] = source
+                queue.extend(_settled(source, child) for child in reader.contents_of_value(source))
             continue
-        fact.same_as = seen.get(id(fact.obj))
-        if fact.same_as is not None:
+        source.same_as = seen.get(id(source.obj))
+        if source.same_as is not None:
             continue
-        seen[id(fact.obj)] = fact
-        if isinstance(fact.obj, dict) and not all(value_of(key) is not None for key in fact.obj):
-            waiting.append(fact)
-        queue.extend(_settled(fact, child) for child in reader.contents(fact))
-    return facts
+        seen[id(source.obj)] = source
+        if isinstance(source.obj, dict) and not all(value_of(key) is not None for key in source.obj):
+            waiting.append(source)
+        queue.extend(_settled(source, child) for child in reader.contents(source))
+    return sources
 
 
-def _beginnings(frame: Frame, elsewhere: list[types.FunctionType]) -> Iterator[Fact]:
-    root = Fact(frame, "", is_fleeting=True)
+def _beginnings(frame: Frame, elsewhere: list[types.FunctionType]) -> Iterator[GuardedSource]:
+    root = GuardedSource(frame, "", is_ephemeral=True)
     yield root.child(frame[0], "", _Kind.POSITION, index=0)
     for index, name in ((1, "arguments"), (2, "keyword arguments")):
         given = root.child(frame[index], name, _Kind.POSITION, index=index)
-        given.is_fleeting = given.is_given = True
+        given.is_ephemeral = given.is_given = True
         yield given
     yield from hooks_of_all(root)
     yield from (root.child(function, f"function {function.__name__}", _Kind.KNOWN) for function in elsewhere)
 
 
-def _settled(parent: Fact, child: Fact) -> Fact:
+def _settled(parent: GuardedSource, child: GuardedSource) -> GuardedSource:
     """``child`` with what it takes over from ``parent``, an object further up."""
     is_far = isinstance(parent.obj, types.FunctionType) or not (
-        is_plumbing(parent.obj) or isinstance(parent.obj, nn.Module | Tensor)
+        is_transparent(parent.obj) or isinstance(parent.obj, nn.Module | Tensor)
     )
     child.depth = parent.depth + is_far
-    child.is_fleeting = parent.is_fleeting and is_plumbing(parent.obj)
+    child.is_ephemeral = parent.is_ephemeral and is_transparent(parent.obj)
     between = child.parent
     while between is not parent:
-        between.is_fleeting = child.is_fleeting
+        between.is_ephemeral = child.is_ephemeral
         between = between.parent
     return child
 
 
-def _items_of_objects(fact: Fact, by_object: dict[int, Fact]) -> Iterator[Fact]:
+def _items_of_objects(source: GuardedSource, by_object: dict[int, GuardedSource]) -> Iterator[GuardedSource]:
     """Where a key is found nowhere else, the dict leads to it, too."""
-    if _C.keys_of(fact.obj) is None:
+    if _C.keys_of(source.obj) is None:
         return
-    for number, (key, value) in enumerate(fact.obj.items()):
+    for number, (key, value) in enumerate(source.obj.items()):
         if value_of(key) is not None:
             continue
-        key_place = by_object.get(id(key))
-        if key_place is None:
-            key_place = _settled(fact, fact.child(key, f"key {number} of {fact.name}", _Kind.KNOWN))
-            yield key_place
-        child = _settled(fact, fact.child(value, f"{fact.name}[{key_place.name or number}]", _Kind.ITEM_OF))
-        child.key_place = key_place
+        key_source = by_object.get(id(key))
+        if key_source is None:
+            key_source = _settled(source, source.child(key, f"key {number} of {source.name}", _Kind.KNOWN))
+            yield key_source
+        child = _settled(source, source.child(value, f"{source.name}[{key_source.name or number}]", _Kind.ITEM_OF))
+        child.key_source = key_source
         yield child

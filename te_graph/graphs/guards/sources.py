@@ -34,42 +34,42 @@ _Kind = _C.StepKind
 
 
 @dataclass(eq=False)
-class Place:
+class Source:
     """An object and the step that leads to it from its parent's.
 
     Attributes:
         name: what messages call the object.
         distance: steps from the callable; submodules, parameters and buffers are as far as their module.
-        again: the first place where the object was met, if that was another one.
+        again: the first source where the object was met, if that was another one.
         key_place: for an item of a dict whose key is an object: where that is found.
     """
 
     obj: Any
     name: str
-    parent: Place | None = None
+    parent: Source | None = None
     kind: Any = None
     key: Any = None
     index: int = 0
     distance: int = 0
     step: int = -1  # its number in the guard, once it is there
     in_guard: bool = False
-    again: Place | None = None
-    key_place: Place | None = None
+    again: Source | None = None
+    key_source: Source | None = None
 
-    def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0, distance: int = 1) -> Place:
+    def child(self, obj: Any, name: str, kind: Any, key: Any = None, index: int = 0, distance: int = 1) -> Source:
         return type(self)(obj, name, self, kind, key, index, self.distance + distance)
 
-    def attributes(self) -> Place | None:
+    def attributes(self) -> Source | None:
         """The instance dictionary, or None for objects without one."""
         members = instance_dict(self.obj)
         if isinstance(self.obj, threading.local):  # another one on each thread
             return self.child(members, self.name, _Kind.ATTRIBUTE, "__dict__", distance=0)
         return None if members is None else self.child(members, self.name, _Kind.INSTANCE_DICT, distance=0)
 
-    def item(self, key: Any, name: str, distance: int = 1) -> Place:
+    def item(self, key: Any, name: str, distance: int = 1) -> Source:
         return self.child(self.obj[key], name, _Kind.ITEM, key, distance=distance)
 
-    def top_module(self) -> Place | None:
+    def top_module(self) -> Source | None:
         """The first module on the way here."""
         above = self.parent.top_module() if self.parent is not None else None
         return above or (self if isinstance(self.obj, nn.Module) else None)
@@ -88,121 +88,121 @@ def plain_call_guard() -> _C.Guard:
 
 
 def walk(
-    root: Any, inside: Callable[[Place], Iterable[Place]] | None = None, reach: int = _MAX_DISTANCE
-) -> Iterator[Place]:
+    root: Any, inside: Callable[[Source], Iterable[Source]] | None = None, reach: int = _MAX_DISTANCE
+) -> Iterator[Source]:
     """Everything that ``root`` refers to, near things first, under each of its names; looked into once.
 
-    ``inside`` tells what a place leads to; None: everything that can lead to a tensor. What is more than ``reach``
+    ``inside`` tells what a source leads to; None: everything that can lead to a tensor. What is more than ``reach``
     steps away is not looked into.
 
     Raises:
         RuntimeError: one of them is a weak proxy of a module or tensor.
     """
     inside = inside or _everything_inside
-    seen: dict[int, Place] = {}
-    queue = deque([Place(root, "")])
+    seen: dict[int, Source] = {}
+    queue = deque([Source(root, "")])
     while queue and len(seen) < MAX_OBJECTS:
-        place = queue.popleft()
-        if type(place.obj) in weakref.ProxyTypes and isinstance(place.obj, nn.Module | Tensor):  # says the proxy
-            raise RuntimeError(f"{place.name} is a weak proxy, which cannot be compared: use weakref.ref")
+        source = queue.popleft()
+        if type(source.obj) in weakref.ProxyTypes and isinstance(source.obj, nn.Module | Tensor):  # says the proxy
+            raise RuntimeError(f"{source.name} is a weak proxy, which cannot be compared: use weakref.ref")
         # Values of classes of the user's, enumerations among them, may have attributes.
-        is_leaf = is_value(place.obj) and own_attribute(place.obj, "__dict__") is NotImplemented
-        first = place if is_leaf else seen.setdefault(id(place.obj), place)
-        if first is not place and not isinstance(place.obj, Tensor):  # those count under each of their names
-            place.again = first
-        yield place
-        if is_leaf or first is not place or place.distance > reach:
+        is_leaf = is_value(source.obj) and own_attribute(source.obj, "__dict__") is NotImplemented
+        first = source if is_leaf else seen.setdefault(id(source.obj), source)
+        if first is not source and not isinstance(source.obj, Tensor):  # those count under each of their names
+            source.again = first
+        yield source
+        if is_leaf or first is not source or source.distance > reach:
             continue
-        inner = list(itertools.islice(inside(place), MAX_OBJECTS))
-        queue.extendleft(reversed([child for child in inner if child.distance == place.distance]))
-        queue.extend(child for child in inner if child.distance > place.distance)
+        inner = list(itertools.islice(inside(source), MAX_OBJECTS))
+        queue.extendleft(reversed([child for child in inner if child.distance == source.distance]))
+        queue.extend(child for child in inner if child.distance > source.distance)
 
 
-def _everything_inside(place: Place) -> Iterable[Place]:
-    if isinstance(place.obj, nn.Module):
-        return _module_contents(place)
-    return () if is_bulk(place.obj) else contents(place)
+def _everything_inside(source: Source) -> Iterable[Source]:
+    if isinstance(source.obj, nn.Module):
+        return _module_contents(source)
+    return () if is_bulk(source.obj) else contents(source)
 
 
-def _module_contents(place: Place) -> Iterator[Place]:
-    members = place.attributes()
+def _module_contents(source: Source) -> Iterator[Source]:
+    members = source.attributes()
     for key, value in list(members.obj.items()):
         if key == "_modules":
-            yield from submodules(place)
+            yield from submodules(source)
         elif key in ("_parameters", "_buffers"):
-            table = members.item(key, name_of(key, place.name), distance=0)
+            table = members.item(key, name_of(key, source.name), distance=0)
             names = [name for name, tensor in value.items() if tensor is not None]
-            yield from (table.item(name, name_of(name, place.name), distance=0) for name in names)
+            yield from (table.item(name, name_of(name, source.name), distance=0) for name in names)
         elif key not in HOOK_DICTS and key != "te_graph":
-            yield members.item(key, name_of(key, place.name))
+            yield members.item(key, name_of(key, source.name))
 
 
-def submodules(place: Place) -> Iterator[Place]:
-    table = place.attributes().item("_modules", name_of("_modules", place.name), distance=0)
+def submodules(source: Source) -> Iterator[Source]:
+    table = source.attributes().item("_modules", name_of("_modules", source.name), distance=0)
     for name, module in table.obj.items():
         if module is not None:
-            yield table.item(name, f"{place.name}.{name}".lstrip("."), distance=0)
+            yield table.item(name, f"{source.name}.{name}".lstrip("."), distance=0)
 
 
 def name_of(name: str, owner: str) -> str:
     return f"{name} of {owner}" if owner else name
 
 
-def contents(place: Place) -> Iterator[Place]:
+def contents(source: Source) -> Iterator[Source]:
     """What an object that is no module refers to."""
-    obj, name = place.obj, place.name
+    obj, name = source.obj, source.name
     if isinstance(obj, _OPAQUE):
         return
     if isinstance(obj, dict):
         for key, value in obj.items():
             if is_constant(key):
-                yield place.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
+                yield source.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
     elif isinstance(obj, list | tuple):
         for index, value in enumerate(obj):
-            yield place.child(value, f"{name}[{index}]", _Kind.POSITION, index=index)
+            yield source.child(value, f"{name}[{index}]", _Kind.POSITION, index=index)
     elif isinstance(obj, types.FunctionType):
-        yield from _function_contents(place)
+        yield from _function_contents(source)
     elif isinstance(obj, types.MethodType):
-        yield place.child(obj.__self__, name, _Kind.ATTRIBUTE, "__self__")
-        yield place.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
+        yield source.child(obj.__self__, name, _Kind.ATTRIBUTE, "__self__")
+        yield source.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
     elif isinstance(obj, functools.partial):
         for key in ("func", "args", "keywords"):
-            yield place.child(getattr(obj, key), f"{name} {key}".lstrip(), _Kind.ATTRIBUTE, key)
-    elif (members := place.attributes()) is not None:
+            yield source.child(getattr(obj, key), f"{name} {key}".lstrip(), _Kind.ATTRIBUTE, key)
+    elif (members := source.attributes()) is not None:
         for key in list(members.obj):
             yield members.item(key, f"{name}.{key}".lstrip("."))
-        if place.parent is None:  # a callable object: what its method refers to
-            kind = place.child(type(obj), name, _Kind.ATTRIBUTE, "__class__")
+        if source.parent is None:  # a callable object: what its method refers to
+            kind = source.child(type(obj), name, _Kind.ATTRIBUTE, "__class__")
             method = type(obj).__call__
             if isinstance(method, types.FunctionType):
                 yield kind.child(method, name, _Kind.ATTRIBUTE, "__call__")
 
 
-def items_in(place: Place) -> Iterator[Place]:
+def items_in(source: Source) -> Iterator[Source]:
     """What a dictionary holds, under keys that are compared by value or found by themselves."""
-    for number, (key, value) in enumerate(list(place.obj.items())):
+    for number, (key, value) in enumerate(list(source.obj.items())):
         if is_value(key):
-            yield place.child(value, f"{place.name}[{key!r}]", _Kind.ITEM, key)
+            yield source.child(value, f"{source.name}[{key!r}]", _Kind.ITEM, key)
         elif isinstance(key, weakref.ref):
-            yield place.child(value, f"{place.name}[{number}]", _Kind.ITEM, key)
+            yield source.child(value, f"{source.name}[{number}]", _Kind.ITEM, key)
         else:
-            item = place.child(value, f"{place.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)
-            item.key_place = place.child(key, f"key of {place.name}", _Kind.KNOWN)
-            yield from (item.key_place, item)
+            item = source.child(value, f"{source.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)
+            item.key_source = source.child(key, f"key of {source.name}", _Kind.KNOWN)
+            yield from (item.key_source, item)
 
 
-def members_in(place: Place) -> Iterator[Place]:
+def members_in(source: Source) -> Iterator[Source]:
     """Of a set: objects that others may refer to weakly; the others are compared as the set is."""
-    for member in place.obj:
+    for member in source.obj:
         obj = member() if isinstance(member, weakref.ref) else member
         if not is_value(obj) and type(obj).__weakrefoffset__:
-            yield place.child(obj, f"a member of {place.name}", _Kind.KNOWN)
+            yield source.child(obj, f"a member of {source.name}", _Kind.KNOWN)
 
 
-def _function_contents(place: Place) -> Iterator[Place]:
-    function = place.obj
+def _function_contents(source: Source) -> Iterator[Source]:
+    function = source.obj
     if function.__closure__:
-        cells = place.child(function.__closure__, place.name, _Kind.ATTRIBUTE, "__closure__")
+        cells = source.child(function.__closure__, source.name, _Kind.ATTRIBUTE, "__closure__")
         for index, (variable, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__, strict=True)):
             where = cells.child(cell, variable, _Kind.POSITION, index=index)
             try:
@@ -212,8 +212,8 @@ def _function_contents(place: Place) -> Iterator[Place]:
             yield where.child(value, f"closure variable {variable}", _Kind.CELL)
     for key in ("__defaults__", "__kwdefaults__"):
         if getattr(function, key):
-            yield place.child(getattr(function, key), f"default of {function.__name__}", _Kind.ATTRIBUTE, key)
-    scope = place.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+            yield source.child(getattr(function, key), f"default of {function.__name__}", _Kind.ATTRIBUTE, key)
+    scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
     for variable in sorted(globals_of(function.__code__)):
         if variable in function.__globals__:
             yield scope.item(variable, f"global variable {variable}")
