@@ -5,7 +5,7 @@
 #include "collectives/bindings.h"
 #include "common/math_bits.h"
 #include "fp8/bindings.h"
-#include "graph/bindings.h"
+#include "graphs/bindings.h"
 #include "multi_tensor/bindings.h"
 
 // Mutated arguments are marked (a!); ops that mutate return (). What autograd follows is not mutated
@@ -123,7 +123,7 @@ PYBIND11_MODULE(_C, m) {
         return std::map<std::string, std::string>{
             {"torch", TE_GRAPH_TORCH_VERSION}, {"cuda", TE_GRAPH_CUDA_VERSION}, {"archs", TE_GRAPH_ARCHS}};
     });
-    te_graph::graph::bind(m);
+    te_graph::graphs::bind(m);
     te_graph::multi_tensor::bind(m);
     te_graph::fp8::bind(m);
     te_graph::collectives::bind(m);

@@ -45,7 +45,7 @@ def test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds() -> None:
     given = [torch.ones(2) for _ in range(1000)]
     listed, frame = guard_of(lambda ts: None, given)
     assert listed.guard.tensors == 1000
-    assert microseconds(lambda: listed.guard.check_in_passing((frame[0], (list(given),), {}))) < 250
+    assert microseconds(lambda: listed.guard.check_call((frame[0], (list(given),), {}))) < 250
 
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(200)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -54,7 +54,7 @@ def test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds() -> None:
     optimizer.step()
     stepped, frame = guard_of(lambda: optimizer.step())
     assert stepped.guard.tensors == 1000
-    assert microseconds(lambda: stepped.guard.check_in_passing(frame)) < 250
+    assert microseconds(lambda: stepped.guard.check_call(frame)) < 250
 
 
 def test_dictionaries_are_looked_at_again_after_a_change() -> None:
@@ -66,7 +66,7 @@ def test_dictionaries_are_looked_at_again_after_a_change() -> None:
     surroundings, frame = guard_of(lambda: optimizer.step())
 
     def change() -> str:
-        return surroundings.guard.check_in_passing(frame)
+        return surroundings.guard.check_call(frame)
 
     assert change() == change() == ""
     state = optimizer.state[parameters[1]]
@@ -94,11 +94,9 @@ def test_containers_that_die_between_calls_are_not_followed() -> None:
     a, b = torch.ones(2), torch.ones(2)
     surroundings, frame = guard_of(lambda table: None, {"x": a, "y": [b]})
     for _ in range(100):
-        assert surroundings.guard.check_in_passing((frame[0], ({"x": a, "y": [b]},), {})) == ""
-        assert surroundings.guard.check_in_passing((frame[0], ({"x": a, "y": [a]},), {})) != ""
-        assert (
-            surroundings.guard.check_in_passing((frame[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
-        )
+        assert surroundings.guard.check_call((frame[0], ({"x": a, "y": [b]},), {})) == ""
+        assert surroundings.guard.check_call((frame[0], ({"x": a, "y": [a]},), {})) != ""
+        assert surroundings.guard.check_call((frame[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
         gc.collect(0)
 
 
@@ -115,7 +113,7 @@ def test_an_object_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
     del owner
     for _ in range(50):
         again = Owner(tensor)
-        assert surroundings.guard.check_in_passing((function, (again,), {})) != ""
+        assert surroundings.guard.check_call((function, (again,), {})) != ""
         del again
 
 

@@ -144,11 +144,11 @@ cudaError_t launch_scales(const float* amax, float* scale, int64_t count, const 
     return cudaGetLastError();
 }
 
-const graph::KernelInfo& amax_update_kernel_info() {
-    static const graph::KernelInfo info{
+const graphs::KernelInfo& amax_update_kernel_info() {
+    static const graphs::KernelInfo info{
         .name = "amax_and_scale_update",
         .functions = {&amax_and_scale_update<false>},
-        .arguments = {{"update_weight_scale_inv", 9, graph::KernelInfo::Argument::kBool}},
+        .arguments = {{"update_weight_scale_inv", 9, graphs::KernelInfo::Argument::kBool}},
     };
     return info;
 }

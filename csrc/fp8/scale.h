@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "fp8/format.h"
-#include "graph/kernel_info.h"
+#include "graphs/kernel_info.h"
 
 #ifdef TE_GRAPH_CUDA
 #include <cuda_runtime_api.h>
@@ -99,7 +99,7 @@ cudaError_t launch_update(const Update& update, cudaStream_t stream);
 cudaError_t launch_current_scale(const CurrentScale& work, cudaStream_t stream);
 cudaError_t launch_scales(const float* amax, float* scale, int64_t count, const ScaleRule& rule, cudaStream_t stream);
 
-const graph::KernelInfo& amax_update_kernel_info();
+const graphs::KernelInfo& amax_update_kernel_info();
 #endif
 
 }  // namespace te_graph::fp8

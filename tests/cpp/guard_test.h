@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "graph/guard.h"
-#include "graph/value.h"
+#include "graphs/guard.h"
+#include "graphs/value.h"
 
 namespace py = pybind11;
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 
 using namespace pybind11::literals;
 
@@ -57,4 +57,4 @@ protected:
     std::vector<at::Tensor> found;
 };
 
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

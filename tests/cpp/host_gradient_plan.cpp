@@ -1,11 +1,11 @@
 // plan_gradient against a table that says for each action, without regard to order, when it is the right one.
-#include "graph/gradient_plan.h"
+#include "graphs/gradient_plan.h"
 
 #include <gtest/gtest.h>
 
 #include <ostream>
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 
 std::ostream& operator<<(std::ostream& out, const GradientSituation& now) {
     return out << "reached " << now.reached << ", inputs only " << now.inputs_only << ", through autograd "
@@ -95,4 +95,4 @@ TEST(PlanGradient, OfAPlainParameterStoresFirstAndAddsAfterwards) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

@@ -1,6 +1,6 @@
 // The slot state machine: free -> leased, also several times -> free, on whatever thread a lease is dropped; a slot in
 // use keeps the slots of its number in the predecessors busy.
-#include "graph/slot_pool.h"
+#include "graphs/slot_pool.h"
 
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@
 
 #include "seed.h"
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 namespace {
 
 using Pool = std::shared_ptr<SlotPool>;
@@ -317,4 +317,4 @@ TEST(SlotLease, MayBeTakenAndDroppedByManyThreadsOnAllPoolsOfAChainAtOnce) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

@@ -1,5 +1,5 @@
 // FoundTensors: objects are held, and tensors are not, so that the garbage collector sees all there is.
-#include "graph/found_tensors.h"
+#include "graphs/found_tensors.h"
 
 #include <ATen/ops/rand.h>
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 namespace py = pybind11;
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 namespace {
 
 class FoundTensorsTest : public testing::Test {
@@ -75,4 +75,4 @@ TEST_F(FoundTensorsTest, MayBeDroppedByAThreadWithoutTheGil) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

@@ -1,5 +1,5 @@
 // GradientTable: what the host says of each gradient, and when the table that the captured launch reads is changed.
-#include "graph/gradient_table.h"
+#include "graphs/gradient_table.h"
 
 #include <ATen/ops/_neg_view.h>
 #include <ATen/ops/arange.h>
@@ -11,7 +11,7 @@
 
 #include <cstring>
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 namespace {
 
 using multi_tensor::Chunk;
@@ -315,4 +315,4 @@ TEST_F(BoundTable, ReplaysStoreThenAddThenSkipAsTold) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

@@ -8,7 +8,7 @@
 
 #include "guard_test.h"
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 namespace {
 
 TEST_F(GuardTest, WithoutStepsFindsNothingChanged) { EXPECT_EQ(check(none), ""); }
@@ -400,4 +400,4 @@ TEST_F(GuardTest, CheckTensorsNamesTheOneOfSeveralThatMoved) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

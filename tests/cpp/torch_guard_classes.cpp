@@ -4,7 +4,7 @@
 
 #include "guard_test.h"
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 namespace {
 
 using testing::HasSubstr;
@@ -13,11 +13,11 @@ using testing::HasSubstr;
 class Program {
 public:
     explicit Program(const char* text) { run(text); }
-    void run(const char* text) { py::exec(text, scope_); }
-    py::object operator[](const char* name) const { return scope_[name]; }
+    void run(const char* text) { py::exec(text, replay_order_); }
+    py::object operator[](const char* name) const { return replay_order_[name]; }
 
 private:
-    py::dict scope_;
+    py::dict replay_order_;
 };
 
 class ClassTest : public GuardTest {
@@ -184,4 +184,4 @@ TEST_F(CodeTest, WhatIsNoFunctionHasNoCode) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

@@ -3,7 +3,7 @@
 
 #include "guard_test.h"
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 namespace {
 
 // A key that counts how often it is looked up.
@@ -17,17 +17,17 @@ class Key(str):
         Key.lookups += 1
         return str.__hash__(self)
 )",
-                 scope);
-        key = scope["Key"](name);
+                 replay_order);
+        key = replay_order["Key"](name);
     }
     // Since the last question.
     int lookups() {
-        const int count = scope["Key"].attr("lookups").cast<int>();
-        scope["Key"].attr("lookups") = 0;
+        const int count = replay_order["Key"].attr("lookups").cast<int>();
+        replay_order["Key"].attr("lookups") = 0;
         return count;
     }
 
-    py::dict scope;
+    py::dict replay_order;
     py::object key;
 };
 
@@ -171,4 +171,4 @@ TEST_F(GuardTest, ListsCellsAndInstancesThatChangeWhileNoDictDoesAreNoticed) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

@@ -1,12 +1,12 @@
 // TensorFacts: which changes of a tensor are told from the tensor that was seen, and which are not changes.
-#include "graph/tensor_facts.h"
+#include "graphs/tensor_facts.h"
 
 #include <ATen/ops/_neg_view.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
-namespace te_graph::graph {
+namespace te_graph::graphs {
 namespace {
 
 bool is_at_address(const TensorFacts& facts, const at::Tensor& tensor) {
@@ -133,4 +133,4 @@ TEST_F(Facts, TellASparseTensorOfTheSameShape) {
 }
 
 }  // namespace
-}  // namespace te_graph::graph
+}  // namespace te_graph::graphs

@@ -31,7 +31,7 @@ from te_graph.graphs.guards.sources import plain_call_guard
 from te_graph.graphs.step_state import StepState
 
 _log = logging.getLogger("te_graph")
-_Kind = _C.Refusal.Kind
+_Kind = _C.ReplayMiss.Kind
 _DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
 _CAPTURING = "inside another capture"
@@ -122,7 +122,7 @@ class Handle:
         return None
 
     def _replay_otherwise(
-        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, miss: _C.ReplayMiss | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
 
@@ -130,41 +130,41 @@ class Handle:
             ValueError, RuntimeError: the user chose an error, or the eager result would not be right.
         """
         for entry in list(self._others):
-            if refusal.kind not in _OTHER_ARGUMENTS:
+            if miss.kind not in _OTHER_ARGUMENTS:
                 break
             outputs = entry.replay(root, args, kwargs)
             if type(outputs) is list or outputs.kind not in _OTHER_ARGUMENTS:
                 self._make_current(entry)
                 if type(outputs) is list:
                     return outputs, None
-                refusal = outputs
+                miss = outputs
             elif outputs.kind in _DISCERNIBLE:
-                refusal = outputs
-        kind, options = refusal.kind, self._group.options
+                miss = outputs
+        kind, options = miss.kind, self._group.options
         if kind == _Kind.CAPTURING:
             self._check_main_grads(f"{self.label}: {_CAPTURING}")
             return [], _CAPTURING
         if kind == _Kind.MODE:
-            return [], self._fall_back(refusal.message)
+            return [], self._fall_back(miss.message)
         lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
         if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
-            return self._capture_again(refusal, root, args, kwargs)
+            return self._capture_again(miss, root, args, kwargs)
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
         if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt):
             if kind == _Kind.ARGUMENTS:
-                raise ValueError(f'{refusal.message}; on_mismatch="eager" or "capture" lets such calls run')
+                raise ValueError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run')
             if kind == _Kind.EXHAUSTED:
-                raise RuntimeError(f'{refusal.message}; on_exhausted="eager" lets such calls run')
-            raise RuntimeError(refusal.message)
-        return [], self._fall_back(refusal.message)
+                raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
+            raise RuntimeError(miss.message)
+        return [], self._fall_back(miss.message)
 
     def _capture_again(
-        self, refusal: _C.Refusal | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, miss: _C.ReplayMiss | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """Capture what is called; where that fails, a reason to run eagerly."""
         group = self._group
         if self._captures >= group.options.max_captures:
-            return [], self._fall_back(f"{refusal.message}; max_captures={group.options.max_captures} are made")
+            return [], self._fall_back(f"{miss.message}; max_captures={group.options.max_captures} are made")
         counted = self._eager_calls.copy()  # without those that the capture makes
         try:
             check_circumstances(group.device)
@@ -173,11 +173,11 @@ class Handle:
             self._captures += 1
             entry = capture_all(group, [job], is_chain=False)[0]
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
-            return [], self._fall_back(f"{refusal.message}; capturing again failed: {error}")
+            return [], self._fall_back(f"{miss.message}; capturing again failed: {error}")
         finally:
             self._eager_calls = counted
-        _log.info("%s: captured again: %s", self.label, refusal.message)
-        if refusal.kind not in _OTHER_ARGUMENTS:
+        _log.info("%s: captured again: %s", self.label, miss.message)
+        if miss.kind not in _OTHER_ARGUMENTS:
             self._retire(self._entry)
         self._add(entry)
         outputs = entry.replay(root, args, kwargs)

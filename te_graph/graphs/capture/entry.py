@@ -27,7 +27,7 @@ class Doubt(enum.Enum):
 
 @dataclass(frozen=True)
 class Doubtful:
-    """A refusal like ``_C.Refusal``."""
+    """A replay miss like ``_C.ReplayMiss``."""
 
     kind: Doubt
     message: str
@@ -74,7 +74,7 @@ class Entry:
         self.is_flat = self.signature.is_flat and self.changed is None
         self.has_hooked_values = ARGUMENT in self.signature.shape.children[1].keys
 
-    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.Refusal | Doubtful:
+    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.ReplayMiss | Doubtful:
         """The tensors of the results of a replay, or why there was none."""
         if self.is_flat and not kwargs and self.signature.is_plain(args):
             return self.graphed.forward(root, args)
@@ -86,7 +86,7 @@ class Entry:
         except DiscernibleError as error:
             return Doubtful(Doubt.DISCERNIBLE, str(error))
         except ValueError as error:
-            return _C.Refusal(_C.Refusal.Kind.ARGUMENTS, str(error))
+            return _C.ReplayMiss(_C.ReplayMiss.Kind.ARGUMENTS, str(error))
         if self.changed is None:
             return self.graphed.forward(root, tensors)
         if obstacle := self.changed.obstacle(tensors):

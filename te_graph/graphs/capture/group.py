@@ -23,7 +23,7 @@ class Group:
 
     Attributes:
         backend: makes the graphs; see ``te_graph.backends``.
-        scope: orders their replays.
+        replay_order: orders their replays.
         backward_pool: memory pool of all their backward graphs.
     """
 
@@ -33,7 +33,7 @@ class Group:
         self.backend: Any = (
             CudaBackend(device, options.capture_error_mode) if device.type == "cuda" else RecorderBackend()
         )
-        self.scope = _C.Scope(device)
+        self.replay_order = _C.ReplayOrder(device)
         self.backward_pool = options.pool or self.backend.new_pool()
         self._stagings: dict[tuple, _C.Staging] = {}
 

@@ -298,7 +298,7 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
     graphed = _C.GraphedCallable(
         name=capture.label,
         device=group.device,
-        scope=group.scope,
+        replay_order=group.replay_order,
         guard=module_guard.guard,
         inputs=inputs,
         parameters=parameters,

@@ -111,7 +111,7 @@ class FunctionEntry:
 
     def change(self, frame: Frame) -> str:
         """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
-        return self.guard.check_in_passing(frame) or self.settings.change()
+        return self.guard.check_call(frame) or self.settings.change()
 
     def begin(self, frame: Frame) -> tuple[str, list[Any]]:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
@@ -121,10 +121,10 @@ class FunctionEntry:
 
     def refuse_if_undone(self, frame: Frame) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
-        if self.before is not None and not self.before.check_in_passing(frame):
+        if self.before is not None and not self.before.check_call(frame):
             raise CaptureError(_CHANGES_STATE.format(self.label, self.effect) + advice_on_change(self.effect))
 
-    def replay(self, frame: Frame, scope: _C.Scope, found: list[Any]) -> Any:
+    def replay(self, frame: Frame, replay_order: _C.ReplayOrder, found: list[Any]) -> Any:
         """Replay and return the results; right after ``begin`` found no change, and what is given here."""
         if self.checks:
             for check in self.checks:
@@ -135,7 +135,7 @@ class FunctionEntry:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         others = [source.result(one) for source, one in zip(self.found_sources, found, strict=True)]
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
-        made = scope.replay(self.graph, self.own)
+        made = replay_order.replay(self.graph, self.own)
         for number in self.special:
             made[number] = self.own[number]
         pool = [*made, *others]
@@ -180,7 +180,7 @@ def run_first(label: str, frame: Frame, walker: SourceWalker) -> tuple[Any, Func
     if walker.has_too_many_sources:
         return result, None
     function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
-    effect = before.check_in_passing(frame)
+    effect = before.check_call(frame)
     entry = FunctionEntry(
         label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
     )
@@ -332,7 +332,7 @@ class _Attempt:
                     f"{self._label}: leaves a tensor that it computed in {source.name}; a replay would not run that "
                     "assignment: return the tensor, or write in place into one that is there"
                 )
-        change = self._state_before.guard.check_in_passing(self._frame)
+        change = self._state_before.guard.check_call(self._frame)
         if change:
             raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
 

@@ -60,7 +60,7 @@ class GraphedFunction(Inlined):
         self._stream = stream
         self._is_disabled = is_disabled()
         self._walker = SourceWalker()
-        self._scopes: dict[torch.device, _C.Scope] = {}  # one for each device: they order replays
+        self._replay_orders: dict[torch.device, _C.ReplayOrder] = {}  # one for each device: they order replays
         self._captured: list[FunctionEntry] = []  # the one used last comes first
         self._seen: list[FunctionEntry] = []  # of calls that ran as they are, once each
         self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
@@ -115,7 +115,7 @@ class GraphedFunction(Inlined):
 
     def _replay(self, entry: FunctionEntry, frame: Frame, found: list[Any]) -> Any:
         self._in_vain = 0
-        result = entry.replay(frame, self._scopes[entry.device], found)
+        result = entry.replay(frame, self._replay_orders[entry.device], found)
         self._counts["replays"] += 1
         return result
 
@@ -129,7 +129,7 @@ class GraphedFunction(Inlined):
         if not self._captured:
             register(self)
         self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
-        self._scopes.setdefault(entry.device, _C.Scope(entry.device))
+        self._replay_orders.setdefault(entry.device, _C.ReplayOrder(entry.device))
         self._counts["captures"] += 1
         _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
         # Its guard has not looked yet, and a replay needs what it finds.
@@ -200,7 +200,7 @@ class GraphedFunction(Inlined):
 
     def release(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
-        self._captured, self._seen, self._scopes = [], [], {}
+        self._captured, self._seen, self._replay_orders = [], [], {}
         unregister(self)
 
     def stats(self) -> dict[str, int]:

@@ -1,0 +1,318 @@
+#include "graphs/guard.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "graphs/dict_watch.h"
+
+namespace py = pybind11;
+
+namespace te_graph::graphs {
+Guard::Identity::Identity(const py::object& object) {
+    if (object.is_none()) return;
+    address_ = object.ptr();
+    weak_ = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
+    if (!weak_) PyErr_Clear();
+}
+
+bool Guard::Identity::matches(PyObject* found) const { return !address_ || (found == address_ && live() == found); }
+
+PyObject* Guard::Identity::live() const {
+    if (!weak_) return address_;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* found = nullptr;
+    PyWeakref_GetRef(weak_.ptr(), &found);
+    Py_XDECREF(found);  // somebody else holds it
+    return found;
+#else
+    PyObject* const found = PyWeakref_GetObject(weak_.ptr());
+    return found == Py_None ? nullptr : found;
+#endif
+}
+
+void Guard::Identity::release() { weak_.release(); }
+
+Guard::~Guard() {
+    if (!Py_IsInitialized()) {
+        for (Step& step : steps_) {  // the interpreter is gone, and with it the objects
+            step.key.release();
+            step.expected.release();
+            step.type.release();
+            step.held.release();
+        }
+        return;
+    }
+    const py::gil_scoped_acquire gil;
+    steps_.clear();
+}
+
+int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py::object expected, std::string subject,
+                    bool is_ephemeral) {
+    steps_.push_back({kind, parent, std::move(key), index, Identity(expected), std::move(subject), is_ephemeral});
+    if (is_attribute(steps_.back())) name_attribute(steps_.back().key.ptr());
+    return static_cast<int>(steps_.size()) - 1;
+}
+
+void Guard::expect_same_object(int step, const py::object& object) {
+    steps_[step].expected = Identity(object);
+    if (!steps_[step].expected.is_weak()) steps_[step].held = object;
+}
+
+int Guard::add_tensor(int step, const at::Tensor& tensor, bool is_used, bool is_written, bool compares_hooks) {
+    steps_[step].tensor = static_cast<int>(tensors_.size());
+    tensors_.push_back({step, TensorFacts(tensor), tensor.requires_grad(), is_used, is_written, compares_hooks,
+                        compares_hooks && has_gradient_hooks(tensor)});
+    return steps_[step].tensor;
+}
+
+// Items of dictionaries, except those of a function's globals, which training scripts change all the time, and of
+// instances where Python keeps their values in the object: attributes then change without a word to who watches.
+bool Guard::is_in_watched_dict(const Step& step) const {
+    constexpr bool kHasValuesInObjects = PY_VERSION_HEX >= 0x030D0000;
+    const bool is_dict = step.kind == StepKind::kItem || step.kind == StepKind::kAbsent ||
+                         step.kind == StepKind::kLength || step.kind == StepKind::kKeys ||
+                         step.kind == StepKind::kItemOf ||
+                         (step.kind == StepKind::kContents && step.value && step.value->is_watchable());
+    if (!is_dict || step.is_ephemeral) return false;
+    if (step.parent < 0) return true;
+    const StepKind parent = steps_[step.parent].kind;
+    return parent != StepKind::kAttribute && !(kHasValuesInObjects && parent == StepKind::kInstanceDict);
+}
+
+// One attribute of an object, by name: what happens to the others does not matter.
+bool Guard::is_attribute(const Step& step) const {
+    return (step.kind == StepKind::kItem || step.kind == StepKind::kAbsent) && step.parent >= 0 &&
+           steps_[step.parent].kind == StepKind::kInstanceDict && PyUnicode_CheckExact(step.key.ptr());
+}
+
+bool Guard::watch(const Step& step, PyObject* parent) const {
+    if (step.kind == StepKind::kCode) return watch_functions();
+    if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
+    // An OrderedDict keeps its order elsewhere.
+    const bool has_order = step.kind == StepKind::kKeys || step.kind == StepKind::kContents;
+    if (has_order && PyODict_Check(parent)) return false;
+    return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
+}
+
+std::string Guard::check(PyObject* root, Tensors& found) const {
+    // Where Python code runs, of keys and destructors, other threads may come in: they look for themselves.
+    const bool is_alone = !is_in_check_;
+    const auto done = c10::make_scope_exit([&] {
+        if (is_alone) is_in_check_ = false;
+    });
+    is_in_check_ = true;
+    if (is_alone && is_as_last_time(root)) {
+        found = found_;
+        return {};
+    }
+    if (is_alone) forget();
+    const uint64_t changes = dict_changes();
+    std::vector<PyObject*> tensors(tensors_.size());
+    Walk met;
+    Held held;
+    if (std::string change = walk(root, &tensors, met, held); !change.empty()) return change;
+    found = std::make_shared<FoundTensors>(std::move(tensors));
+    if (is_alone) {
+        found_ = found;
+        std::swap(last_, met);
+        root_ = root;
+        changes_ = changes;
+    }
+    return {};
+}
+
+std::string Guard::check_call(PyObject* root) const {
+    Held held;
+    return check_call(root, held);
+}
+
+std::string Guard::check_call(PyObject* root, Held& held) const {
+    if (is_as_before(root, held)) return {};
+    root_ = nullptr;
+    const uint64_t changes = dict_changes();
+    Walk met;
+    if (std::string change = walk(root, nullptr, met, held); !change.empty()) return change;
+    std::swap(last_, met);
+    note_what_is_watched();
+    root_ = root;
+    changes_ = changes;
+    return {};
+}
+
+std::string Guard::begin(PyObject* root, const std::vector<int>& steps, std::vector<py::object>& found) const {
+    Held held;
+    if (std::string change = check_call(root, held); !change.empty()) return change;
+    bump_versions();
+    for (const int step : steps) found.push_back(py::reinterpret_borrow<py::object>(last_.reached.at(step)));
+    return {};
+}
+
+void Guard::bump_versions() const {
+    for (const ExpectedTensor& expected : tensors_) {
+        if (!expected.is_written) continue;
+        PyObject* const object = last_.reached[expected.step];
+        const at::Tensor& tensor =
+            steps_[expected.step].kind == StepKind::kGrad ? grad_of(object) : THPVariable_Unpack(object);
+        if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+}
+
+void Guard::forget() const {
+    root_ = nullptr;
+    const Tensors last = std::move(found_);  // dropped once this is in order: objects may call back
+    found_ = nullptr;
+}
+
+PyObject* Guard::take(const Step& step, PyObject* parent, const std::vector<PyObject*>& reached) {
+    if (step.kind == StepKind::kKnown) return step.expected.live();
+    PyObject* const key = step.kind == StepKind::kItemOf ? reached[step.index] : step.key.ptr();
+    return take_step(step.kind, parent, key, step.index);
+}
+
+bool Guard::is_expected(const Step& step, PyObject* object, const std::vector<PyObject*>& reached) {
+    if (step.same_as >= 0 && object != reached[step.same_as]) return false;
+    if (step.value && !step.value->matches(object)) return false;
+    return step.type.matches(reinterpret_cast<PyObject*>(Py_TYPE(object))) && step.expected.matches(object);
+}
+
+bool Guard::has_tensor(const Step& step, PyObject* parent, PyObject* object) const {
+    const ExpectedTensor& expected = tensors_[step.tensor];
+    if (step.kind == StepKind::kGrad) return object != Py_None && is_same(expected, grad_of(parent), true);
+    return THPVariable_Check(object) && is_same(expected, THPVariable_Unpack(object), true);
+}
+
+bool Guard::is_as_last_time(PyObject* root) const {
+    if (root != root_ || changes_ != dict_changes()) return false;
+    for (const size_t i : last_.unwatched) {
+        const Step& step = steps_[i];
+        PyObject* const object = take(step, step.parent < 0 ? root : last_.reached[step.parent], last_.reached);
+        if (!object || object != last_.reached[i] || !is_expected(step, object, last_.reached)) return false;
+    }
+    for (const auto& [i, version] : last_.classes) {
+        PyObject* const parent = steps_[i].parent < 0 ? root : last_.reached[steps_[i].parent];
+        if (type_of(parent)->tp_version_tag != version || version == 0) return false;
+    }
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+        if (!found_->is_unswapped(i) || !is_same(tensors_[i], (*found_)[i], true)) return false;
+    }
+    return true;
+}
+
+// As the last check in passing found it, though some objects may be others. Those below which nothing is taken again
+// must not be. Where a step ran Python code, another thread may have changed a dictionary: then nothing below it counts.
+bool Guard::is_as_before(PyObject* root, Held& held) const {
+    if (!root_ || changes_ != dict_changes()) return false;
+    held.reserve(last_.unwatched.size());
+    for (const size_t i : last_.unwatched) {
+        const Step& step = steps_[i];
+        PyObject* const parent = step.parent < 0 ? root : last_.reached[step.parent];
+        PyObject* const object = held(take(step, parent, last_.reached));
+        if (!object || (object != last_.reached[i] && leads_to_watched_[i])) return false;
+        if (!is_expected(step, object, last_.reached) || changes_ != dict_changes()) return false;
+        last_.reached[i] = object;
+        if (step.tensor >= 0 && !has_tensor(step, parent, object)) return false;
+    }
+    return std::all_of(watched_tensors_.begin(), watched_tensors_.end(), [&](size_t i) {
+        return has_tensor(steps_[i], last_.reached[steps_[i].parent], last_.reached[i]);
+    });
+}
+
+void Guard::note_what_is_watched() const {
+    std::vector<char> is_taken(steps_.size(), 0);
+    for (const size_t i : last_.unwatched) is_taken[i] = 1;
+    leads_to_watched_.assign(steps_.size(), 0);
+    watched_tensors_.clear();
+    for (size_t i = 0; i < steps_.size(); ++i) {
+        if (is_taken[i]) continue;
+        const Step& step = steps_[i];
+        if (step.tensor >= 0) watched_tensors_.push_back(i);
+        if (step.parent >= 0) leads_to_watched_[step.parent] = 1;
+        if (step.kind == StepKind::kItemOf) leads_to_watched_[step.index] = 1;
+        if (step.same_as >= 0) leads_to_watched_[step.same_as] = 1;
+    }
+}
+
+std::string Guard::difference(const Step& step, PyObject* object) {
+    if (step.value && !step.value->matches(object)) return step.value->difference(step.subject, object);
+    if (!step.type.matches(reinterpret_cast<PyObject*>(Py_TYPE(object)))) {
+        return step.subject + " is now a " + Py_TYPE(object)->tp_name;
+    }
+    if (PyBool_Check(object)) return step.subject + (object == Py_True ? " is now True" : " is now False");
+    return step.subject + " was replaced by another object";
+}
+
+std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found, Walk& walk, Held& held) const {
+    std::vector<PyObject*>& reached = walk.reached;
+    reached.assign(steps_.size(), nullptr);
+    held.reserve(steps_.size());
+    for (size_t i = 0; i < steps_.size(); ++i) {
+        const Step& step = steps_[i];
+        PyObject* const parent = step.parent < 0 ? root : reached[step.parent];
+        const bool is_by_version = step.kind == StepKind::kClass || step.kind == StepKind::kMember;
+        if (!is_by_version && !watch(step, parent)) walk.unwatched.push_back(i);
+        PyObject* const object = held(take(step, parent, reached));
+        if (step.kind == StepKind::kClass) walk.classes.emplace_back(i, type_of(parent)->tp_version_tag);
+        reached[i] = object;
+        if (!object) {
+            if (step.kind == StepKind::kNever) return step.subject;
+            const bool is_count = step.kind == StepKind::kLength || step.kind == StepKind::kAbsent ||
+                                  step.kind == StepKind::kKeys || step.kind == StepKind::kTypeAbsent ||
+                                  step.kind == StepKind::kTypeVersion || step.kind == StepKind::kNoAttribute;
+            return step.subject + (is_count ? " changed" : " is gone");
+        }
+        if (step.tensor >= 0) {
+            const bool is_grad = step.kind == StepKind::kGrad;
+            if (is_grad ? object == Py_None : !THPVariable_Check(object)) {
+                return step.subject + " is no longer a tensor";
+            }
+            const at::Tensor& tensor = is_grad ? grad_of(parent) : THPVariable_Unpack(object);
+            if (std::string change = compare(tensors_[step.tensor], tensor, true); !change.empty()) {
+                return step.subject + change;
+            }
+            if (found) (*found)[step.tensor] = object;
+        }
+        if (!is_expected(step, object, reached)) return difference(step, object);
+    }
+    return {};
+}
+
+std::string Guard::check_tensors(const FoundTensors& found) const {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+        if (!found.is_unswapped(i)) return tensor_name(i) + " was swapped with another tensor";
+        if (is_same(tensors_[i], found[i], false)) continue;
+        if (std::string change = compare(tensors_[i], found[i], false); !change.empty()) return tensor_name(i) + change;
+    }
+    return {};
+}
+
+std::string Guard::compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad) {
+    // On every call of every tensor: no message, and no stream to build one, unless something differs.
+    if (is_same(expected, tensor, compare_requires_grad)) return {};
+    const TensorFacts& facts = expected.facts;
+    std::ostringstream change;
+    if (tensor.scalar_type() != facts.dtype()) {
+        change << " changed dtype from " << facts.dtype() << " to " << tensor.scalar_type();
+    } else if (tensor.sizes() != facts.sizes()) {
+        change << " changed shape from " << facts.sizes() << " to " << tensor.sizes();
+    } else if (tensor.device() != facts.device()) {
+        change << " changed device from " << facts.device() << " to " << tensor.device();
+    } else if (expected.is_used && !facts.is_address_of(*tensor.unsafeGetTensorImpl())) {
+        change << " moved to other memory";
+    } else if (tensor.strides() != facts.strides()) {
+        change << " changed strides from " << facts.strides() << " to " << tensor.strides();
+    } else if (!facts.has_bits_of(tensor)) {
+        change << " became, or is no longer, a conjugate or negative view";
+    } else if (expected.compares_hooks && has_gradient_hooks(tensor) != expected.has_hooks) {
+        change << (expected.has_hooks ? " has lost its gradient hooks" : " has gradient hooks now");
+    } else {
+        change << " changed requires_grad from " << (expected.requires_grad ? "True" : "False");
+    }
+    return change.str();
+}
+
+}  // namespace te_graph::graphs

@@ -1,0 +1,71 @@
+// Hooks on leaves: who has them, and how to keep them out of a capture.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <vector>
+
+#include "graphs/node_pointer.h"
+
+namespace te_graph::graphs {
+
+// What autograd knows of a tensor, or null. Called for every parameter at every call.
+inline const torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
+    return static_cast<const torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
+}
+
+// True when something would run if autograd accumulated into `leaf`: tensor hooks, post-accumulate-grad hooks, or hooks
+// on its AccumulateGrad node, where DistributedDataParallel has its own (Python cannot see those).
+inline bool has_gradient_hooks(const torch::autograd::AutogradMeta& leaf) {
+    if (!leaf.hooks_.empty() || leaf.post_acc_grad_hooks_) return true;
+    if (leaf.grad_accumulator_.expired()) return false;
+    const auto accumulator = leaf.grad_accumulator_.lock();
+    return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
+}
+inline bool has_gradient_hooks(const at::Tensor& leaf) {
+    const torch::autograd::AutogradMeta* const meta = meta_of(leaf);
+    return meta && has_gradient_hooks(*meta);
+}
+
+// True while an autograd graph leads to `leaf`: that of something computed from it outside the callable, or of a call
+// that has an edge to it.
+inline bool is_in_autograd_graph(const at::Tensor& leaf) {
+    const torch::autograd::AutogradMeta* const meta = meta_of(leaf);
+    return meta && !meta->grad_accumulator_.expired();
+}
+
+// Accumulates `grad` into `leaf` with its hooks, as the engine does at the end of an edge to `leaf`. For hooks that
+// were added after the forward, when there was no edge.
+void accumulate_with_hooks(const at::Tensor& leaf, at::Tensor grad);
+
+// Takes leaves out of the user's autograd graphs while a capture uses them, and puts them back.
+//
+// Their tensor hooks: torch.autograd.grad runs them on the gradients that it returns; a capture must not, because
+// autograd will run them on the replayed gradient. Their AccumulateGrad nodes: one that the user keeps alive belongs to
+// the stream that it was made on, which a capture must not wait for.
+class LeafIsolation {
+public:
+    // with_accumulators: only where the forward, too, runs inside; its edges lead to the nodes of its time.
+    LeafIsolation(std::vector<at::Tensor> leaves, bool with_accumulators);
+    ~LeafIsolation() { restore(); }
+    LeafIsolation(const LeafIsolation&) = delete;
+    LeafIsolation& operator=(const LeafIsolation&) = delete;
+    // Autograd graphs that were made meanwhile must be gone by now. May be called again.
+    void restore();
+
+private:
+    void exchange();
+
+    struct Kept {
+        std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks;
+        WeakNodePointer accumulator{NodePointer()};
+    };
+    const bool with_accumulators_;
+    std::vector<at::Tensor> leaves_;
+    std::vector<Kept> kept_;
+};
+
+}  // namespace te_graph::graphs

@@ -1,0 +1,64 @@
+#include "graphs/modes.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#ifdef TE_GRAPH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <torch/csrc/utils/device_lazy_init.h>
+#endif
+
+namespace py = pybind11;
+
+namespace te_graph::graphs {
+namespace {
+
+thread_local int sessions = 0;
+
+// Whether the current stream of the current GPU is being captured. Does not wake a GPU that nobody has used.
+bool is_current_stream_capturing() {
+#ifdef TE_GRAPH_CUDA
+    if (!c10::cuda::CUDACachingAllocator::get()->initialized() || torch::utils::is_device_in_bad_fork(at::kCUDA)) {
+        return false;
+    }
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#else
+    return false;
+#endif
+}
+
+}  // namespace
+
+void enter_session() { ++sessions; }
+void leave_session() { --sessions; }
+bool in_session() { return sessions > 0; }
+
+const char* observing_mode() {
+    if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return "called under a TorchDispatchMode";
+    if (c10::impl::tls_is_dispatch_key_included(at::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+        return "called under a transform of torch.func";
+    }
+    if (torch::jit::tracer::isTracing()) return "called while torch.jit.trace traces";
+    return nullptr;
+}
+
+bool has_saved_tensor_hooks() {
+    const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
+    if (hooks.empty()) return false;
+    const py::handle pack = hooks.top().first.ptr(getPyInterpreter());
+    const py::object module = py::getattr(pack, "__module__", py::none());
+    return !module.equal(py::str("torch.utils.checkpoint"));
+}
+
+bool is_observed() {
+    return in_session() || observing_mode() || has_saved_tensor_hooks() ||
+           torch::autograd::ForwardADLevel::try_get_by_idx(0) || is_current_stream_capturing();
+}
+
+}  // namespace te_graph::graphs

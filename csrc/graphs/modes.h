@@ -1,0 +1,23 @@
+// Modes of the calling thread that want to see every operation: a replay has none to show them.
+#pragma once
+
+namespace te_graph::graphs {
+
+// Marks this thread as capturing: calls then run eagerly, to be captured themselves.
+void enter_session();
+void leave_session();
+bool in_session();
+
+// A mode that is on, in the words of a replay miss ("called under a TorchDispatchMode"); nullptr when there is none.
+const char* observing_mode();
+
+// Whether somebody wants to see or exchange what autograd saves. Not activation checkpointing, which computes it again:
+// a replay needs none of that. With the GIL.
+bool has_saved_tensor_hooks();
+
+// Whether a graphed function has to run as it is: in a session, while somebody captures the current stream, under one of
+// these modes or such hooks, and while forward-mode derivatives are taken, which any tensor that it reaches may carry.
+// With the GIL.
+bool is_observed();
+
+}  // namespace te_graph::graphs

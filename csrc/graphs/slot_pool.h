@@ -1,0 +1,89 @@
+// Which of a callable's slots (graph pairs with their memory) hold activations that a backward still needs.
+// No Torch here.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace te_graph::graphs {
+
+class SlotPool;
+
+// Keeps one slot busy for as long as it lives. A slot is free when the last lease on it has been dropped, on any
+// thread.
+class SlotLease {
+public:
+    SlotLease(std::shared_ptr<SlotPool> pool, int slot) : pool_(std::move(pool)), slot_(slot) {}
+    SlotLease(SlotLease&& other) noexcept = default;
+    SlotLease& operator=(SlotLease&&) = delete;
+    SlotLease(const SlotLease&) = delete;
+    SlotLease& operator=(const SlotLease&) = delete;
+    inline ~SlotLease();
+
+    int slot() const { return slot_; }
+
+private:
+    std::shared_ptr<SlotPool> pool_;
+    int slot_;
+};
+
+class SlotPool : public std::enable_shared_from_this<SlotPool> {
+public:
+    // predecessor: the pool whose slots' results are read in place, each by the slot of its number, or null. A slot in
+    // use keeps that slot busy, and so on: a result that nobody waits for is still read, and must not be written
+    // again.
+    explicit SlotPool(std::shared_ptr<SlotPool> predecessor = nullptr) : predecessor_(std::move(predecessor)) {}
+
+    bool is_free(int slot) const {
+        const std::lock_guard lock(mutex_);
+        return leases_[slot] == 0;
+    }
+
+    // A slot may be leased several times: by the node of its forward, and by the slot of a successor.
+    SlotLease lease(int slot) {
+        hold(slot);
+        return {shared_from_this(), slot};
+    }
+
+    void add() {
+        const std::lock_guard lock(mutex_);
+        leases_.push_back(0);
+    }
+
+    int size() const {
+        const std::lock_guard lock(mutex_);
+        return static_cast<int>(leases_.size());
+    }
+
+    int in_flight() const {
+        const std::lock_guard lock(mutex_);
+        int count = 0;
+        for (const int leases : leases_) count += leases > 0;
+        return count;
+    }
+
+private:
+    friend class SlotLease;
+    // Locks are taken from a pool towards its predecessors, never the other way.
+    void hold(int slot) {
+        const std::lock_guard lock(mutex_);
+        if (leases_[slot]++ == 0 && predecessor_) predecessor_->hold(slot);
+    }
+    void release(int slot) {
+        const std::lock_guard lock(mutex_);
+        if (--leases_[slot] == 0 && predecessor_) predecessor_->release(slot);
+    }
+
+    const std::shared_ptr<SlotPool> predecessor_;
+    mutable std::mutex mutex_;
+    std::vector<int> leases_;
+};
+
+SlotLease::~SlotLease() {
+    if (pool_) pool_->release(slot_);
+}
+
+}  // namespace te_graph::graphs
