@@ -2,7 +2,7 @@
 #include "cpu/chunk_sum.h"
 #include "cpu/element.h"
 #include "multi_tensor/accumulate.h"
-#include "multi_tensor/factor.h"
+#include "multi_tensor/scale_factor.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -28,7 +28,7 @@ Destination combine(Source source, Destination destination, Mode mode, bool has_
 
 }  // namespace
 
-void accumulate_cpu(const Work& work, const Accumulation& accumulation) {
+void accumulate_cpu(const TensorTable& tensors, const Accumulation& accumulation) {
     if (accumulation.noop != nullptr && *accumulation.noop != 0) return;
     const double scale = read(accumulation.scale);
     const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
@@ -50,7 +50,7 @@ void accumulate_cpu(const Work& work, const Accumulation& accumulation) {
         const W sum = chunk_sum<kVector<Destination>, W>(begin, end, square, [](W a, W b) { return a + b; });
         add_exactly(sum, [&](int word, uint64_t amount) { accumulation.sum_squares[word] += amount; });
     };
-    for_each_chunk(work, [&](const Entry& entry, int64_t begin, int64_t end) {
+    for_each_chunk(tensors, [&](const Entry& entry, int64_t begin, int64_t end) {
         with_type(entry.source_dtype, [&]<typename Source>() {
             with_type(entry.destination_dtype, [&]<typename Destination>() {
                 accumulate.template operator()<Source, Destination>(entry, begin, end);

@@ -51,9 +51,9 @@ void write_norm(double value, NormResult result, int64_t index) {
 
 }  // namespace
 
-void norm_cpu(const Work& work, double p, uint64_t* state, NormResult result) {
+void norm_cpu(const TensorTable& tensors, double p, uint64_t* state, NormResult result) {
     const Norm norm = norm_of(p);
-    for_each_chunk(work, [&](const Entry& entry, int64_t begin, int64_t end) {
+    for_each_chunk(tensors, [&](const Entry& entry, int64_t begin, int64_t end) {
         with_type(entry.destination_dtype, [&]<typename T>() {
             add(chunk_norm(static_cast<const T*>(entry.destination), begin, end, norm, p), norm, state);
         });
@@ -63,10 +63,10 @@ void norm_cpu(const Work& work, double p, uint64_t* state, NormResult result) {
     std::fill_n(state, kStateWords, 0);
 }
 
-void norms_cpu(const Work& work, double p, NormResult result) {
-    for (int64_t i = 0; i < work.count; ++i) {
+void norms_cpu(const TensorTable& tensors, double p, NormResult result) {
+    for (int64_t i = 0; i < tensors.count; ++i) {
         uint64_t state[kStateWords] = {};
-        norm_cpu({.entries = work.entries + i, .count = 1}, p, state, {});
+        norm_cpu({.entries = tensors.entries + i, .count = 1}, p, state, {});
         write_norm(norm_value(state, norm_of(p), p), result, i);
     }
 }

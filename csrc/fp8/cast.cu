@@ -30,7 +30,7 @@ __device__ void cast_block(const Cast& cast, Findings<kCounting>& findings) {
 }
 
 template <bool kCounting>
-__global__ void __launch_bounds__(kThreads) cast_kernel(const __grid_constant__ Cast cast, const Flag noop) {
+__global__ void __launch_bounds__(kThreads) fp8_cast_kernel(const __grid_constant__ Cast cast, const Flag noop) {
     if (is_set(noop)) return;
     __shared__ BlockFindings<kCounting> block;
     Findings<kCounting> findings;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(const __grid_constant__ 
     if (blockIdx.x == 0 && threadIdx.x == 0 && cast.scale_inv) *cast.scale_inv = __frcp_rn(*cast.scale);
 }
 
-__global__ void __launch_bounds__(kThreads) dequantize_kernel(const Dequantization work) {
+__global__ void __launch_bounds__(kThreads) fp8_dequantize_kernel(const Dequantization work) {
     const float scale_inv = *work.scale_inv;
     const int64_t first = blockIdx.x * kBlockElements + threadIdx.x * 8;
     with_input(work.dtype, [&]<typename T>() {
@@ -80,7 +80,7 @@ unsigned blocks_for(int64_t numel) { return static_cast<unsigned>((numel + kBloc
 }  // namespace
 
 cudaError_t launch_cast(const Cast& cast, const Flag& noop, cudaStream_t stream) {
-    const auto kernel = cast.counts ? cast_kernel<true> : cast_kernel<false>;
+    const auto kernel = cast.counts ? fp8_cast_kernel<true> : fp8_cast_kernel<false>;
     // scale_inv is written even where there is nothing to cast.
     kernel<<<std::max(1u, blocks_for(cast.rows * cast.columns)), kThreads, 0, stream>>>(cast, noop);
     return cudaGetLastError();
@@ -88,7 +88,7 @@ cudaError_t launch_cast(const Cast& cast, const Flag& noop, cudaStream_t stream)
 
 cudaError_t launch_dequantize(const Dequantization& work, cudaStream_t stream) {
     if (work.numel == 0) return cudaSuccess;
-    dequantize_kernel<<<blocks_for(work.numel), kThreads, 0, stream>>>(work);
+    fp8_dequantize_kernel<<<blocks_for(work.numel), kThreads, 0, stream>>>(work);
     return cudaGetLastError();
 }
 

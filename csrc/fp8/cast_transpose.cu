@@ -38,7 +38,8 @@ static_assert(sizeof(InlineCasts<kManyCasts>) <= 32764 - 64);
 
 template <typename Kind, Extra kExtra, int kCasts>
 __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
-    inline_kernel(const __grid_constant__ InlineCasts<kCasts> table, const ColumnSums column_sums, const Flag noop) {
+    fp8_cast_transpose_kernel(const __grid_constant__ InlineCasts<kCasts> table, const ColumnSums column_sums,
+                              const Flag noop) {
     if (is_set(noop)) return;
     __shared__ Shared<kExtra> shared;
     const int entry = kCasts == 1 ? 0 : table.find(blockIdx.x);
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
 // while the tile before it is worked on.
 template <typename Kind, Extra kExtra>
 __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
-    table_kernel(const Cast* casts, const Tile* tiles, int64_t num_tiles, uint32_t* state, const Flag noop) {
+    fp8_cast_weights_kernel(const Cast* casts, const Tile* tiles, int64_t num_tiles, uint32_t* state, const Flag noop) {
     if (is_set(noop)) return;
     constexpr int kParts = sizeof(Cast) / sizeof(uint4);
     __shared__ Shared<kExtra> shared;
@@ -91,7 +92,8 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
 
 // One thread a column; adds the sums of the tiles in their order.
 template <typename T>
-__global__ void finish_sums_kernel(const float* partial, T* out, int64_t columns, int64_t tiles, const Flag noop) {
+__global__ void fp8_cast_transpose_dbias_kernel(const float* partial, T* out, int64_t columns, int64_t tiles,
+                                                const Flag noop) {
     const int64_t column = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     if (is_set(noop) || column >= columns) return;
     constexpr int kBatch = 16;  // so that few reads wait for others
@@ -109,7 +111,8 @@ __global__ void finish_sums_kernel(const float* partial, T* out, int64_t columns
 cudaError_t finish_sums(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>((cast.columns + kThreads - 1) / kThreads);
     const auto launch = [&]<typename T>(T* out) {
-        finish_sums_kernel<<<blocks, kThreads, 0, stream>>>(sums.partial, out, cast.columns, tiles_in(cast.rows), noop);
+        fp8_cast_transpose_dbias_kernel<<<blocks, kThreads, 0, stream>>>(sums.partial, out, cast.columns,
+                                                                         tiles_in(cast.rows), noop);
     };
     if (blocks > 0 && sums.dtype == DType::kFloat32) launch(static_cast<float*>(sums.out));
     if (blocks > 0 && sums.dtype == DType::kFloat16) launch(static_cast<__half*>(sums.out));
@@ -123,7 +126,7 @@ cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, cons
     const auto tiles = static_cast<unsigned>(std::max<int64_t>(1, tiles_of(cast)));
     const InlineCasts<1> table{{cast}, {0}, 1};
     const auto launch = [&]<typename Kind, Extra kExtra>() {
-        inline_kernel<Kind, kExtra, 1><<<tiles, kThreads, 0, stream>>>(table, sums, noop);
+        fp8_cast_transpose_kernel<Kind, kExtra, 1><<<tiles, kThreads, 0, stream>>>(table, sums, noop);
     };
     if (sums.out) {
         with_kind<true>(kind_of(cast), launch);
@@ -148,8 +151,8 @@ static cudaError_t launch_many(const Casts& work, const Flag& noop, cudaStream_t
             tiles += more;
             is_counting |= cast.counts != nullptr;
         }
-        const auto kernel = is_counting ? inline_kernel<Mixed, Extra::kSumsAndCounts, kManyCasts>
-                                        : inline_kernel<Mixed, Extra::kNone, kManyCasts>;
+        const auto kernel = is_counting ? fp8_cast_transpose_kernel<Mixed, Extra::kSumsAndCounts, kManyCasts>
+                                        : fp8_cast_transpose_kernel<Mixed, Extra::kNone, kManyCasts>;
         kernel<<<static_cast<unsigned>(tiles), kThreads, 0, stream>>>(table, {}, noop);
         if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
@@ -160,7 +163,7 @@ cudaError_t launch_casts(const Casts& casts, const Flag& noop, cudaStream_t stre
     if (!casts.tiles) return launch_many(casts, noop, stream);
     if (casts.num_tiles == 0) return cudaSuccess;
     with_kind<false>(casts.kind, [&]<typename Kind, Extra kExtra>() {
-        const auto kernel = table_kernel<Kind, kExtra>;
+        const auto kernel = fp8_cast_weights_kernel<Kind, kExtra>;
         int device = 0, multiprocessors = 0, resident = 0;
         cudaGetDevice(&device);
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

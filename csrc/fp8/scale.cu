@@ -15,9 +15,10 @@ constexpr int kColumns = 8, kDepth = 128, kHeld = 8, kPass = kDepth * kHeld;
 
 template <bool kReadsFlag>  // else update_weight_scale_inv, which can be set in a captured launch
 __global__ void __launch_bounds__(kColumns* kDepth)
-    amax_and_scale_update(float* history, int64_t row_stride, int64_t column_stride, int height, int columns,
-                          Strided<float> scale, Strided<float> scale_inv, Strided<const bool> mask, Flag flag,
-                          bool update_weight_scale_inv, float scaled_max, bool most_recent, bool skip_nonfinite) {
+    amax_and_scale_update_kernel(float* history, int64_t row_stride, int64_t column_stride, int height, int columns,
+                                 Strided<float> scale, Strided<float> scale_inv, Strided<const bool> mask, Flag flag,
+                                 bool update_weight_scale_inv, float scaled_max, bool most_recent,
+                                 bool skip_nonfinite) {
     __shared__ float largest[kDepth / 4][kColumns];
     const int column = blockIdx.x * kColumns + threadIdx.x % kColumns, depth = threadIdx.x / kColumns;
     const bool is_inside = column < columns;
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kColumns* kDepth)
 // Grid: as many blocks of 256 threads as are resident, each taking every n-th group of 2048 elements; the last one
 // through computes the scale. NaNs are passed on: as unsigned numbers their bits are above those of infinity.
 // Bytes per element: the input read once.
-__global__ void __launch_bounds__(kThreads) current_scale_kernel(const CurrentScale work) {
+__global__ void __launch_bounds__(kThreads) fp8_current_scale_kernel(const CurrentScale work) {
     __shared__ unsigned largest[kWarps];
     constexpr int kBatch = 4;
     unsigned amax = 0;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) current_scale_kernel(const CurrentSc
     *work.scale = scale_of(*work.amax, work.rule);
 }
 
-__global__ void scales_kernel(const float* amax, float* scale, int64_t count, const ScaleRule rule) {
+__global__ void fp8_scale_kernel(const float* amax, float* scale, int64_t count, const ScaleRule rule) {
     const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     if (i < count) scale[i] = scale_of(amax[i], rule);
 }
@@ -116,7 +117,7 @@ __global__ void scales_kernel(const float* amax, float* scale, int64_t count, co
 
 cudaError_t launch_update(const Update& u, cudaStream_t stream) {
     if (u.columns == 0) return cudaSuccess;
-    const auto kernel = u.flag.data ? amax_and_scale_update<true> : amax_and_scale_update<false>;
+    const auto kernel = u.flag.data ? amax_and_scale_update_kernel<true> : amax_and_scale_update_kernel<false>;
     kernel<<<(u.columns + kColumns - 1) / kColumns, kColumns * kDepth, 0, stream>>>(
         u.history, u.row_stride, u.column_stride, u.height, u.columns, u.scale, u.scale_inv, u.mask, u.flag,
         u.update_weight_scale_inv, u.scaled_max, u.most_recent, u.skip_nonfinite);
@@ -130,24 +131,24 @@ cudaError_t launch_current_scale(const CurrentScale& work, cudaStream_t stream) 
     int device = 0, multiprocessors = 0, resident = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, current_scale_kernel, kThreads, 0);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, fp8_current_scale_kernel, kThreads, 0);
     const int64_t needed = std::max<int64_t>(1, (work.numel + kThreads * 8 - 1) / (kThreads * 8));
     const auto blocks = static_cast<unsigned>(std::min(needed, int64_t{multiprocessors} * resident));
-    current_scale_kernel<<<blocks, kThreads, 0, stream>>>(work);
+    fp8_current_scale_kernel<<<blocks, kThreads, 0, stream>>>(work);
     return cudaGetLastError();
 }
 
 cudaError_t launch_scales(const float* amax, float* scale, int64_t count, const ScaleRule& rule, cudaStream_t stream) {
     if (count == 0) return cudaSuccess;
-    scales_kernel<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(amax, scale, count,
-                                                                                                     rule);
+    fp8_scale_kernel<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(amax, scale,
+                                                                                                        count, rule);
     return cudaGetLastError();
 }
 
 const graphs::KernelInfo& amax_update_kernel_info() {
     static const graphs::KernelInfo info{
         .name = "amax_and_scale_update",
-        .functions = {&amax_and_scale_update<false>},
+        .functions = {&amax_and_scale_update_kernel<false>},
         .arguments = {{"update_weight_scale_inv", 9, graphs::KernelInfo::Argument::kBool}},
     };
     return info;

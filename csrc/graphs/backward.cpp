@@ -273,7 +273,7 @@ void GraphedCallable::note_for_repetition(const PendingBackward& pending) {
 }
 
 // What the table shall say for a parameter.
-GradientTable::Order GraphedCallable::entry_of(const PendingBackward& pending, size_t parameter) const {
+GradientTable::EntryWrite GraphedCallable::entry_of(const PendingBackward& pending, size_t parameter) const {
     const at::Tensor& tensor = destination(pending, parameter);
     if (!tensor.defined()) return {Mode::kSkip, nullptr};
     const GradientAction action = slot_of(pending).updates[parameter].action;
@@ -282,7 +282,7 @@ GradientTable::Order GraphedCallable::entry_of(const PendingBackward& pending, s
 }
 
 // What the table shall say in any of its entries. The uses of a shared input go to autograd one by one.
-GradientTable::Order GraphedCallable::order_of(const PendingBackward& pending, size_t entry) const {
+GradientTable::EntryWrite GraphedCallable::order_of(const PendingBackward& pending, size_t entry) const {
     if (entry < parameters_.size()) return entry_of(pending, entry);
     const Slot& slot = slot_of(pending);
     const int input = slot.summed_inputs[entry - parameters_.size()];

@@ -202,8 +202,8 @@ private:
                      const at::Tensor& captured) const;
     bool repeats_last(const PendingBackward& pending) const;
     void note_for_repetition(const PendingBackward& pending);
-    GradientTable::Order entry_of(const PendingBackward& pending, size_t parameter) const;
-    GradientTable::Order order_of(const PendingBackward& pending, size_t entry) const;
+    GradientTable::EntryWrite entry_of(const PendingBackward& pending, size_t parameter) const;
+    GradientTable::EntryWrite order_of(const PendingBackward& pending, size_t entry) const;
     const at::Tensor& destination(const PendingBackward& pending, size_t parameter) const;
     const at::Tensor& main_grad_of(const PendingBackward& pending, size_t parameter) const;
     void separate_overlapping(const PendingBackward& pending) const;

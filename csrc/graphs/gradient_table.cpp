@@ -113,7 +113,7 @@ void GradientTable::bind(const std::vector<at::Tensor>& sources) {
     entries_.copy_(host);
 }
 
-void GradientTable::set(size_t index, Order order) {
+void GradientTable::set(size_t index, EntryWrite order) {
     if (!differs(index, order)) return;
     Entry& entry = current_[index];
     entry.mode = order.mode;

@@ -29,7 +29,7 @@ public:
     void bind(const std::vector<at::Tensor>& sources);
 
     // What is to be done with one gradient.
-    struct Order {
+    struct EntryWrite {
         multi_tensor::Mode mode;
         void* destination;
     };
@@ -45,7 +45,7 @@ public:
     }
 
     // Says what the next replay shall do with entry `index`. Nothing is sent until upload().
-    void set(size_t index, Order order);
+    void set(size_t index, EntryWrite order);
     // Sends entries that differ from what the device has, on the current stream.
     void upload();
 
@@ -54,7 +54,7 @@ public:
 
 private:
     // A skipped entry's destination is never read, so it may stay as it is.
-    bool differs(size_t index, Order order) const {
+    bool differs(size_t index, EntryWrite order) const {
         const multi_tensor::Entry& entry = current_[index];
         return entry.mode != order.mode ||
                (order.mode != multi_tensor::Mode::kSkip && entry.destination != order.destination);

@@ -6,8 +6,8 @@
 #include "multi_tensor/accumulate.h"
 
 #include "multi_tensor/block_sum.cuh"
-#include "multi_tensor/factor.h"
 #include "multi_tensor/inline_table.cuh"
+#include "multi_tensor/scale_factor.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -93,26 +93,26 @@ using PairWide =
     std::conditional_t<std::is_same_v<Source, double> || std::is_same_v<Destination, double>, double, float>;
 
 template <typename Source, typename Destination, typename Function>
-__device__ void with_pair(const Piece& piece, const Function& function) {
-    function(static_cast<Source*>(const_cast<void*>(piece.source)) + piece.begin,
-             static_cast<Destination*>(piece.destination) + piece.begin);
+__device__ void with_pair(const ChunkView& view, const Function& function) {
+    function(static_cast<Source*>(const_cast<void*>(view.source)) + view.begin,
+             static_cast<Destination*>(view.destination) + view.begin);
 }
 
 // Calls function(source, destination) with pointers to the chunk's elements, for the pairs that training uses. Returns
 // false for the others (fp16 <-> bf16, fp64 <-> anything else).
 template <typename Function>
-__device__ bool with_common_pair(const Piece& piece, const Function& function) {
-    const DType source = piece.source_dtype, destination = piece.destination_dtype;
+__device__ bool with_common_pair(const ChunkView& view, const Function& function) {
+    const DType source = view.source_dtype, destination = view.destination_dtype;
     if (source == destination) {
-        with_type(source, [&]<typename T>() { with_pair<T, T>(piece, function); });
+        with_type(source, [&]<typename T>() { with_pair<T, T>(view, function); });
     } else if (destination == DType::kFloat32 && source == DType::kBFloat16) {
-        with_pair<__nv_bfloat16, float>(piece, function);
+        with_pair<__nv_bfloat16, float>(view, function);
     } else if (destination == DType::kFloat32 && source == DType::kFloat16) {
-        with_pair<__half, float>(piece, function);
+        with_pair<__half, float>(view, function);
     } else if (source == DType::kFloat32 && destination == DType::kBFloat16) {
-        with_pair<float, __nv_bfloat16>(piece, function);
+        with_pair<float, __nv_bfloat16>(view, function);
     } else if (source == DType::kFloat32 && destination == DType::kFloat16) {
-        with_pair<float, __half>(piece, function);
+        with_pair<float, __half>(view, function);
     } else {
         return false;
     }
@@ -120,19 +120,19 @@ __device__ bool with_common_pair(const Piece& piece, const Function& function) {
 }
 
 // For pairs that are stored only, element by element through fp64, which holds all others exactly.
-__device__ void store_rare_pair(const Piece& piece, const Step<double>& step, bool& is_infinite) {
-    for (int64_t i = piece.begin + threadIdx.x; i < piece.begin + piece.count; i += kThreads) {
+__device__ void store_rare_pair(const ChunkView& view, const Step<double>& step, bool& is_infinite) {
+    for (int64_t i = view.begin + threadIdx.x; i < view.begin + view.count; i += kThreads) {
         double value = 0;
-        with_type(piece.source_dtype, [&]<typename Source>() {
-            auto* const place = static_cast<Source*>(const_cast<void*>(piece.source)) + i;
+        with_type(view.source_dtype, [&]<typename Source>() {
+            auto* const place = static_cast<Source*>(const_cast<void*>(view.source)) + i;
             value = widen(*place);
             if (step.zero_source) *place = Source{};
         });
         if (step.has_scale) value = __dmul_rn(value, step.scale);
-        with_type(piece.destination_dtype, [&]<typename Destination>() {
+        with_type(view.destination_dtype, [&]<typename Destination>() {
             const auto result = narrow<Destination>(value);
             is_infinite |= !is_finite(widen(result));
-            static_cast<Destination*>(piece.destination)[i] = result;
+            static_cast<Destination*>(view.destination)[i] = result;
         });
     }
 }
@@ -140,16 +140,16 @@ __device__ void store_rare_pair(const Piece& piece, const Step<double>& step, bo
 // What the gradients of a graph need, and most other calls.
 template <typename Table>
 __global__ void __launch_bounds__(kThreads)
-    plain_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
-    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
-        const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
+    multi_tensor_accumulate_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
+    for_each_chunk_of_block<Direction::kForward>(table, [&](const ChunkView& view) {
+        const Mode mode = accumulation.has_mode ? accumulation.mode : view.mode;
         if (mode == Mode::kSkip) return;
         const auto plain = [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
             const Step<PairWide<Source, Destination>> step{mode == Mode::kAdd, false, 1, false};
-            accumulate_chunk<false>(source, destination, piece.count, step, [](int, Destination) {});
+            accumulate_chunk<false>(source, destination, view.count, step, [](int, Destination) {});
         };
         bool is_infinite = false;
-        if (!with_common_pair(piece, plain)) store_rare_pair(piece, {false, false, 1, false}, is_infinite);
+        if (!with_common_pair(view, plain)) store_rare_pair(view, {false, false, 1, false}, is_infinite);
     });
 }
 
@@ -161,7 +161,7 @@ __device__ void zero_chunk(T* elements, int count) {
 // All that an Accumulation can ask for.
 template <typename Table>
 __global__ void __launch_bounds__(kThreads)
-    full_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
+    multi_tensor_accumulate_fused_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
     if (accumulation.noop != nullptr && *accumulation.noop != 0) return;
     __shared__ BlockState block;
     clear(block);
@@ -169,18 +169,18 @@ __global__ void __launch_bounds__(kThreads)
     const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
     bool is_infinite = false;
     int turn = 0;
-    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
-        const Mode mode = accumulation.has_mode ? accumulation.mode : piece.mode;
+    for_each_chunk_of_block<Direction::kForward>(table, [&](const ChunkView& view) {
+        const Mode mode = accumulation.has_mode ? accumulation.mode : view.mode;
         const bool is_common = with_common_pair(
-            piece, [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
+            view, [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
                 using W = PairWide<Source, Destination>;
                 if (mode == Mode::kSkip) {
-                    if (accumulation.zero_source) zero_chunk(source, piece.count);
+                    if (accumulation.zero_source) zero_chunk(source, view.count);
                     return;
                 }
                 const Step<W> step{mode == Mode::kAdd, has_scale, static_cast<W>(scale), accumulation.zero_source};
                 Wide<Destination> lanes[kVector<Destination>] = {};
-                accumulate_chunk<true>(source, destination, piece.count, step, [&](int k, Destination element) {
+                accumulate_chunk<true>(source, destination, view.count, step, [&](int k, Destination element) {
                     is_infinite |= !is_finite(widen(element));
                     lanes[k] = join<Norm::kSquare>(lanes[k], term<Norm::kSquare>(element, 2));
                 });
@@ -188,11 +188,11 @@ __global__ void __launch_bounds__(kThreads)
                     put_thread_sum<Norm::kSquare>(block, turn, lanes_sum<Norm::kSquare>(lanes));
                 }
             });
-        if (!is_common) store_rare_pair(piece, {false, has_scale, scale, accumulation.zero_source}, is_infinite);
+        if (!is_common) store_rare_pair(view, {false, has_scale, scale, accumulation.zero_source}, is_infinite);
         if (accumulation.sum_squares == nullptr || mode == Mode::kSkip) return;
         __syncthreads();
         if (threadIdx.x < 32) {
-            const bool is_double = piece.destination_dtype == DType::kFloat64;
+            const bool is_double = view.destination_dtype == DType::kFloat64;
             const double sum = chunk_sum<Norm::kSquare>(block, turn, is_double);
             if (threadIdx.x == 0) add_to_block<Norm::kSquare>(block, sum);
         }
@@ -207,7 +207,7 @@ struct UpdateBatch {
 };
 
 // Grid: one block; thread i applies update i.
-__global__ void update_entries_kernel(Entry* table, const __grid_constant__ UpdateBatch batch, int count) {
+__global__ void multi_tensor_update_entries_kernel(Entry* table, const __grid_constant__ UpdateBatch batch, int count) {
     const int i = threadIdx.x;
     if (i >= count) return;
     Entry& entry = table[batch.updates[i].entry];
@@ -218,11 +218,12 @@ __global__ void update_entries_kernel(Entry* table, const __grid_constant__ Upda
 
 }  // namespace
 
-cudaError_t launch_accumulate(const Work& work, const Accumulation& accumulation, cudaStream_t stream) {
-    return launch_over<true>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
+cudaError_t launch_accumulate(const TensorTable& tensors, const Accumulation& accumulation, cudaStream_t stream) {
+    return launch_over<true>(tensors, [&](const auto& table, int64_t chunks, int64_t, bool) {
         if (chunks == 0) return;
         using Table = std::decay_t<decltype(table)>;
-        const auto kernel = accumulation.is_plain() ? plain_kernel<Table> : full_kernel<Table>;
+        const auto kernel = accumulation.is_plain() ? multi_tensor_accumulate_kernel<Table>
+                                                    : multi_tensor_accumulate_fused_kernel<Table>;
         kernel<<<writing_blocks(kernel, chunks), kThreads, 0, stream>>>(table, accumulation);
     });
 }
@@ -232,7 +233,7 @@ cudaError_t launch_update_entries(Entry* table, const EntryUpdate* updates, int6
         const int size = static_cast<int>(std::min<int64_t>(kMaxUpdates, count - first));
         UpdateBatch batch{};
         std::copy_n(updates + first, size, batch.updates);
-        update_entries_kernel<<<1, kMaxUpdates, 0, stream>>>(table, batch, size);
+        multi_tensor_update_entries_kernel<<<1, kMaxUpdates, 0, stream>>>(table, batch, size);
         if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
     }
     return cudaSuccess;

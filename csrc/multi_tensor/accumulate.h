@@ -10,7 +10,7 @@
 // asked for: zeroing of the source, the sum of squares of what was written, and whether all of that was finite.
 #pragma once
 
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
 #include "multi_tensor/table.h"
 
 namespace te_graph::multi_tensor {
@@ -41,12 +41,12 @@ struct Accumulation {
 };
 
 // CPU: the executable specification.
-void accumulate_cpu(const Work& work, const Accumulation& accumulation);
+void accumulate_cpu(const TensorTable& tensors, const Accumulation& accumulation);
 void update_entries_cpu(Entry* table, const EntryUpdate* updates, int64_t count);
 
 #ifdef TE_GRAPH_CUDA
 // No allocation, no host sync. One launch for a table or up to kInlinePairs pairs, else several.
-cudaError_t launch_accumulate(const Work& work, const Accumulation& accumulation, cudaStream_t stream);
+cudaError_t launch_accumulate(const TensorTable& tensors, const Accumulation& accumulation, cudaStream_t stream);
 // updates: [count] in host memory, of distinct entries; read before the call returns.
 cudaError_t launch_update_entries(Entry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream);
 #endif

@@ -15,7 +15,7 @@
 #include "multi_tensor/operands.h"
 #include "multi_tensor/ops.h"
 #include "multi_tensor/plan.h"
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
 #include "multi_tensor/tensor_list.h"
 
 namespace py = pybind11;

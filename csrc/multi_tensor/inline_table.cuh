@@ -9,7 +9,7 @@
 namespace te_graph::multi_tensor {
 
 // One chunk as a kernel sees it.
-struct Piece {
+struct ChunkView {
     const void* source;
     void* destination;
     int64_t begin;  // first element
@@ -20,18 +20,18 @@ struct Piece {
     Mode mode;
 };
 
-// Both tables are asked in two steps, so that the first one can be taken long before the second: look(number, ...) for
-// a chunk, then piece(what it returned).
+// Both tables are read in two steps, so that the first one can be taken long before the second: locate(number, ...) for
+// a chunk, then chunk_view(what it returned).
 struct DeviceTable {
     const Entry* entries;
     const Chunk* chunks;
     int64_t num_chunks;
 
     static constexpr bool kIsInline = false;
-    using Look = Chunk;
-    __device__ Look look(int64_t number, const Look&) const { return chunks[number]; }
+    using Location = Chunk;
+    __device__ Location locate(int64_t number, const Location&) const { return chunks[number]; }
 
-    __device__ Piece piece(Look chunk) const {
+    __device__ ChunkView chunk_view(Location chunk) const {
         const Entry entry = entries[chunk.entry];
         const int64_t begin = chunk.index * kChunkElements;
         return {entry.source,
@@ -103,15 +103,15 @@ struct InlineTable {
         return low;
     }
 
-    struct Look {
+    struct Location {
         uint32_t chunk, begin, end;  // number within the launch; the first and the end of its tensor's chunks
         int entry;
     };
-    __device__ Look look_in(uint32_t chunk, int entry, uint32_t begin) const {
+    __device__ Location location_of(uint32_t chunk, int entry, uint32_t begin) const {
         return {chunk, begin, entry + 1 < count ? first_chunks[entry + 1] : num_chunks, entry};
     }
     // `last`: an earlier answer, often of the same tensor or the one before.
-    __device__ Look look(int64_t number, const Look& last) const {
+    __device__ Location locate(int64_t number, const Location& last) const {
         const auto chunk = static_cast<uint32_t>(number);
         if (last.begin <= chunk && chunk < last.end) return {chunk, last.begin, last.end, last.entry};
         int entry = 0;
@@ -121,11 +121,11 @@ struct InlineTable {
         } else {
             entry = find(chunk);
         }
-        return look_in(chunk, entry, first_chunks[entry]);
+        return location_of(chunk, entry, first_chunks[entry]);
     }
 
-    __device__ Piece piece(const Look& look) const {
-        const auto [chunk, begin, end, entry] = look;
+    __device__ ChunkView chunk_view(const Location& location) const {
+        const auto [chunk, begin, end, entry] = location;
         return {kPairs ? sources[entry] : nullptr,
                 destinations[entry],
                 (chunk - begin) * kChunkElements,
@@ -146,27 +146,27 @@ static_assert(sizeof(InlineTable<kInlinePairs, true>) <= 32764 - 128);
 
 // Which chunks a block takes: every n-th of a table on the device, n being the number of blocks, or a run of
 // neighbours of an inline one, which spares the search.
-enum class Order { kForwards, kBackwards };
+enum class Direction { kForward, kBackward };
 
-// Calls body(piece) for the block's chunks, early blocks having the first chunks or, backwards, the last. Where a chunk
+// Calls body(view) for the block's chunks, early blocks having the first chunks or, backwards, the last. Where a chunk
 // lies is read while the one before it is worked on.
-template <Order kOrder, typename Table, typename Body>
-__device__ void for_each_piece(const Table& table, const Body& body) {
-    constexpr bool kRuns = Table::kIsInline, kBackwards = kOrder == Order::kBackwards;
-    const int64_t count = table.num_chunks, run = kBackwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+template <Direction kDirection, typename Table, typename Body>
+__device__ void for_each_chunk_of_block(const Table& table, const Body& body) {
+    constexpr bool kRuns = Table::kIsInline, kBackward = kDirection == Direction::kBackward;
+    const int64_t count = table.num_chunks, run = kBackward ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int64_t step = kRuns ? 1 : gridDim.x;
     int64_t number = kRuns ? count * run / gridDim.x : blockIdx.x;
     const int64_t end = kRuns ? count * (run + 1) / gridDim.x : count;
-    const auto at = [=](int64_t i) { return kBackwards && !kRuns ? count - 1 - i : i; };
+    const auto at = [=](int64_t i) { return kBackward && !kRuns ? count - 1 - i : i; };
     if (number >= end) return;
-    auto look = table.look(at(number), {});
-    Piece next = table.piece(look);
-    if (number + step < end) look = table.look(at(number + step), look);
+    auto location = table.locate(at(number), {});
+    ChunkView next = table.chunk_view(location);
+    if (number + step < end) location = table.locate(at(number + step), location);
     for (; number < end; number += step) {
-        const Piece piece = next;
-        if (number + step < end) next = table.piece(look);
-        if (number + 2 * step < end) look = table.look(at(number + 2 * step), look);
-        body(piece);
+        const ChunkView view = next;
+        if (number + step < end) next = table.chunk_view(location);
+        if (number + 2 * step < end) location = table.locate(at(number + 2 * step), location);
+        body(view);
     }
 }
 
@@ -190,30 +190,31 @@ int64_t writing_blocks(Kernel kernel, int64_t chunks) {
 }
 
 template <typename Table, typename Launch>
-cudaError_t launch_inline(const Work& work, const Launch& launch) {
+cudaError_t launch_inline(const TensorTable& tensors, const Launch& launch) {
     Table table;
     int64_t next = 0;
     do {
         table.clear();
         const int64_t first = next;
-        while (next < work.count && table.has_room(work.entries[next])) table.add(work.entries[next++]);
+        while (next < tensors.count && table.has_room(tensors.entries[next])) table.add(tensors.entries[next++]);
         table.make_index();
-        launch(table, int64_t{table.num_chunks}, first, next == work.count);
+        launch(table, int64_t{table.num_chunks}, first, next == tensors.count);
         if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
-    } while (next < work.count);
+    } while (next < tensors.count);
     return cudaSuccess;
 }
 
 // Calls launch(table, number of chunks, number of the first entry, whether it is the last launch) until all is handed
 // over.
 template <bool kPairs, typename Launch>
-cudaError_t launch_over(const Work& work, const Launch& launch) {
-    if (work.chunks != nullptr) {
-        launch(DeviceTable{work.entries, work.chunks, work.num_chunks}, work.num_chunks, int64_t{0}, true);
+cudaError_t launch_over(const TensorTable& tensors, const Launch& launch) {
+    if (tensors.chunks != nullptr) {
+        launch(DeviceTable{tensors.entries, tensors.chunks, tensors.num_chunks}, tensors.num_chunks, int64_t{0}, true);
         return cudaGetLastError();
     }
-    if (work.count <= kFewInlineTensors) return launch_inline<InlineTable<kFewInlineTensors, kPairs>>(work, launch);
-    return launch_inline<InlineTable<kPairs ? kInlinePairs : kInlineTensors, kPairs>>(work, launch);
+    if (tensors.count <= kFewInlineTensors)
+        return launch_inline<InlineTable<kFewInlineTensors, kPairs>>(tensors, launch);
+    return launch_inline<InlineTable<kPairs ? kInlinePairs : kInlineTensors, kPairs>>(tensors, launch);
 }
 
 }  // namespace te_graph::multi_tensor

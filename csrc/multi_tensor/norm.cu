@@ -53,23 +53,23 @@ __device__ void write_norm(double value, NormResult result, int64_t index) {
 
 template <Norm kNorm, typename Table>
 __global__ void __launch_bounds__(kThreads)
-    norm_kernel(const __grid_constant__ Table table, int64_t first_entry, NormArguments arguments) {
+    multi_tensor_norm_kernel(const __grid_constant__ Table table, int64_t first_entry, NormArguments arguments) {
     __shared__ BlockState block;
     __shared__ bool is_last_block;
     clear(block);
     int turn = 0;
-    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
-        with_type(piece.destination_dtype, [&]<typename T>() {
-            const auto* const elements = static_cast<const T*>(piece.destination) + piece.begin;
+    for_each_chunk_of_block<Direction::kForward>(table, [&](const ChunkView& view) {
+        with_type(view.destination_dtype, [&]<typename T>() {
+            const auto* const elements = static_cast<const T*>(view.destination) + view.begin;
             const auto p = static_cast<Wide<T>>(arguments.p);
-            put_thread_sum<kNorm>(block, turn, thread_sum<kNorm>(elements, piece.count, p));
+            put_thread_sum<kNorm>(block, turn, thread_sum<kNorm>(elements, view.count, p));
         });
         // One barrier per chunk: until all are here again, the other half of `sums` is written.
         __syncthreads();
         if (threadIdx.x < 32) {
-            const double sum = chunk_sum<kNorm>(block, turn, piece.destination_dtype == DType::kFloat64);
+            const double sum = chunk_sum<kNorm>(block, turn, view.destination_dtype == DType::kFloat64);
             if (threadIdx.x == 0 && arguments.per_entry) {
-                add_to_global<kNorm>(arguments.state + (first_entry + piece.entry) * kStateWords, sum);
+                add_to_global<kNorm>(arguments.state + (first_entry + view.entry) * kStateWords, sum);
             } else if (threadIdx.x == 0) {
                 add_to_block<kNorm>(block, sum);
             }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Grid: one block per state.
-__global__ void finish_kernel(const uint64_t* states, Norm norm, double p, NormResult result) {
+__global__ void multi_tensor_finish_norm_kernel(const uint64_t* states, Norm norm, double p, NormResult result) {
     __shared__ uint64_t words[kStateWords];
     const uint64_t* const state = states + int64_t{blockIdx.x} * kStateWords;
     for (int i = threadIdx.x; i < kStateWords; i += blockDim.x) words[i] = state[i];
@@ -108,34 +108,34 @@ __global__ void finish_kernel(const uint64_t* states, Norm norm, double p, NormR
 }
 
 template <Norm kNorm>
-cudaError_t launch(const Work& work, NormArguments arguments, cudaStream_t stream) {
-    return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
+cudaError_t launch(const TensorTable& tensors, NormArguments arguments, cudaStream_t stream) {
+    return launch_over<false>(tensors, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
         arguments.is_last = is_last;
-        const auto kernel = norm_kernel<kNorm, std::decay_t<decltype(table)>>;
+        const auto kernel = multi_tensor_norm_kernel<kNorm, std::decay_t<decltype(table)>>;
         // A list without elements has a norm, too.
         const auto blocks = resident_blocks(kernel, std::max<int64_t>(1, chunks));
         kernel<<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
     });
 }
 
-cudaError_t launch(const Work& work, const NormArguments& arguments, cudaStream_t stream) {
+cudaError_t launch(const TensorTable& tensors, const NormArguments& arguments, cudaStream_t stream) {
     switch (norm_of(arguments.p)) {
         case Norm::kMaximum:
-            return launch<Norm::kMaximum>(work, arguments, stream);
+            return launch<Norm::kMaximum>(tensors, arguments, stream);
         case Norm::kCount:
-            return launch<Norm::kCount>(work, arguments, stream);
+            return launch<Norm::kCount>(tensors, arguments, stream);
         case Norm::kAbsolute:
-            return launch<Norm::kAbsolute>(work, arguments, stream);
+            return launch<Norm::kAbsolute>(tensors, arguments, stream);
         case Norm::kSquare:
-            return launch<Norm::kSquare>(work, arguments, stream);
+            return launch<Norm::kSquare>(tensors, arguments, stream);
         case Norm::kPower:
-            return launch<Norm::kPower>(work, arguments, stream);
+            return launch<Norm::kPower>(tensors, arguments, stream);
     }
     return cudaErrorInvalidValue;
 }
 
 cudaError_t finish(const uint64_t* states, int64_t count, double p, NormResult result, cudaStream_t stream) {
-    finish_kernel<<<static_cast<unsigned>(count), 96, 0, stream>>>(states, norm_of(p), p, result);
+    multi_tensor_finish_norm_kernel<<<static_cast<unsigned>(count), 96, 0, stream>>>(states, norm_of(p), p, result);
     return cudaGetLastError();
 }
 
@@ -145,18 +145,19 @@ cudaError_t launch_clear(uint64_t* state, cudaStream_t stream) {
     return cudaMemsetAsync(state, 0, kStateWords * sizeof(uint64_t), stream);
 }
 
-cudaError_t launch_norm(const Work& work, double p, uint64_t* state, NormResult result, cudaStream_t stream) {
-    return launch(work, {p, state, result, false, false}, stream);
+cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream) {
+    return launch(tensors, {p, state, result, false, false}, stream);
 }
 
-cudaError_t launch_norms(const Work& work, double p, uint64_t* states, NormResult result, cudaStream_t stream) {
-    if (work.count == 0) return cudaSuccess;
-    const size_t bytes = static_cast<size_t>(work.count) * kStateWords * sizeof(uint64_t);
+cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* states, NormResult result,
+                         cudaStream_t stream) {
+    if (tensors.count == 0) return cudaSuccess;
+    const size_t bytes = static_cast<size_t>(tensors.count) * kStateWords * sizeof(uint64_t);
     if (const cudaError_t error = cudaMemsetAsync(states, 0, bytes, stream); error != cudaSuccess) return error;
-    if (const cudaError_t error = launch(work, {p, states, result, true, false}, stream); error != cudaSuccess) {
+    if (const cudaError_t error = launch(tensors, {p, states, result, true, false}, stream); error != cudaSuccess) {
         return error;
     }
-    return finish(states, work.count, p, result, stream);
+    return finish(states, tensors.count, p, result, stream);
 }
 
 cudaError_t launch_finish_norm(const uint64_t* state, double p, NormResult result, cudaStream_t stream) {

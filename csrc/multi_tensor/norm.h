@@ -48,18 +48,19 @@ struct NormResult {
 };
 
 // state: [kStateWords], added to; if there is an `out`, it must be zero before and is zero afterwards.
-void norm_cpu(const Work& work, double p, uint64_t* state, NormResult result);
+void norm_cpu(const TensorTable& tensors, double p, uint64_t* state, NormResult result);
 // Norm of each entry on its own: out[i] is what norm_cpu gives of entry i alone.
-void norms_cpu(const Work& work, double p, NormResult result);
+void norms_cpu(const TensorTable& tensors, double p, NormResult result);
 void finish_norm_cpu(const uint64_t* state, double p, NormResult result);
 
 #ifdef TE_GRAPH_CUDA
 // Sets a state to zero.
 cudaError_t launch_clear(uint64_t* state, cudaStream_t stream);
 // As on the CPU. No allocation, no host sync. One launch for a table or up to kInlineTensors entries, else several.
-cudaError_t launch_norm(const Work& work, double p, uint64_t* state, NormResult result, cudaStream_t stream);
+cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream);
 // states: [count, kStateWords] scratch memory.
-cudaError_t launch_norms(const Work& work, double p, uint64_t* states, NormResult result, cudaStream_t stream);
+cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* states, NormResult result,
+                         cudaStream_t stream);
 cudaError_t launch_finish_norm(const uint64_t* state, double p, NormResult result, cudaStream_t stream);
 #endif
 

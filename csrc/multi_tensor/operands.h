@@ -26,7 +26,7 @@ public:
         check_apart(op, operands);
         for (const Argument& operand : operands) {
             if (operand.tensor == nullptr) continue;
-            places_[count_++] = {operand.tensor, span_of(*operand.tensor), operand.name, operand.is_written};
+            operands_[count_++] = {operand.tensor, span_of(*operand.tensor), operand.name, operand.is_written};
         }
     }
 
@@ -34,36 +34,36 @@ public:
     // have nothing in common with it, but what is written into the tensors afterwards would take its place.
     void check_beside(const TensorEntries& list, bool sources_are_written) const {
         const std::vector<Entry>& entries = list.entries();
-        for (const Place* place = places_.begin(); place != places_.begin() + count_; ++place) {
-            const bool is_beside_sources = sources_are_written || place->is_written;
+        for (const Operand* operand = operands_.begin(); operand != operands_.begin() + count_; ++operand) {
+            const bool is_beside_sources = sources_are_written || operand->is_written;
             for (size_t i = 0; i < entries.size(); ++i) {
                 const Entry& entry = entries[i];
                 // At first with the largest of element sizes, which is one comparison for nearly all.
                 const size_t most = static_cast<size_t>(entry.numel) * sizeof(double);
-                if (place->overlaps(entry.destination, most) &&
-                    place->overlaps(entry.destination, entry.numel * size_of(entry.destination_dtype))) {
-                    fail(*place, "tensor", i);
+                if (operand->overlaps(entry.destination, most) &&
+                    operand->overlaps(entry.destination, entry.numel * size_of(entry.destination_dtype))) {
+                    fail(*operand, "tensor", i);
                 }
-                if (is_beside_sources && entry.source != nullptr && place->overlaps(entry.source, most) &&
-                    place->overlaps(entry.source, entry.numel * size_of(entry.source_dtype))) {
-                    fail(*place, "source", i);
+                if (is_beside_sources && entry.source != nullptr && operand->overlaps(entry.source, most) &&
+                    operand->overlaps(entry.source, entry.numel * size_of(entry.source_dtype))) {
+                    fail(*operand, "source", i);
                 }
             }
             for (const TensorEntries::Copy& copy : list.copies()) {
-                if (copy.target && share_memory(*place->tensor, *copy.target)) fail(*place, copy.list, copy.i);
+                if (copy.target && share_memory(*operand->tensor, *copy.target)) fail(*operand, copy.list, copy.i);
             }
         }
     }
     void check_beside(const Extents& written, const Extents& sources, bool sources_are_written) const {
-        for (const Place* place = places_.begin(); place != places_.begin() + count_; ++place) {
-            if (const auto i = written.find(place->span.begin, place->span.size())) fail(*place, "tensor", *i);
-            if (!sources_are_written && !place->is_written) continue;
-            if (const auto i = sources.find(place->span.begin, place->span.size())) fail(*place, "source", *i);
+        for (const Operand* operand = operands_.begin(); operand != operands_.begin() + count_; ++operand) {
+            if (const auto i = written.find(operand->span.begin, operand->span.size())) fail(*operand, "tensor", *i);
+            if (!sources_are_written && !operand->is_written) continue;
+            if (const auto i = sources.find(operand->span.begin, operand->span.size())) fail(*operand, "source", *i);
         }
     }
 
 private:
-    struct Place {
+    struct Operand {
         const at::Tensor* tensor;  // the caller's
         Span span;
         const char* name;
@@ -75,14 +75,14 @@ private:
         }
     };
 
-    [[noreturn]] void fail(const Place& place, const char* list, size_t i) const {
+    [[noreturn]] void fail(const Operand& operand, const char* list, size_t i) const {
         C10_THROW_ERROR(ValueError,
-                        c10::str(op_, ": expected ", place.name, " apart from the lists, got one in the memory of ",
+                        c10::str(op_, ": expected ", operand.name, " apart from the lists, got one in the memory of ",
                                  list, " ", i, "; clone() it first"));
     }
 
     const char* op_;
-    std::array<Place, 4> places_;
+    std::array<Operand, 4> operands_;
     size_t count_ = 0;
 };
 

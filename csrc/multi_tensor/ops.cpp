@@ -41,7 +41,7 @@ at::Tensor norm(at::TensorList tensors, double p) {
     const TensorEntries entries(kNorm, tensors, false);
     const at::Tensor state = new_state(entries.device());
     const at::Tensor out = at::empty({}, state.options().dtype(norm_dtype(entries.has_double())));
-    run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
+    run_norm(entries.device(), entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
     return out;
 }
 
@@ -49,7 +49,7 @@ at::Tensor norm_partial(at::TensorList tensors, double p) {
     check_p("multi_tensor_norm_partial", p);
     const TensorEntries entries("multi_tensor_norm_partial", tensors, false);
     const at::Tensor state = new_state(entries.device());
-    run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), {});
+    run_norm(entries.device(), entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), {});
     return state;
 }
 
@@ -71,26 +71,26 @@ at::Tensor norm_finish(const at::Tensor& partial,  // [kStateWords] int64
 at::Tensor norms(at::TensorList tensors, double p) {
     check_p(kNorms, p);
     const TensorEntries entries(kNorms, tensors, false);
-    const Work work = entries.work();
+    const TensorTable table = entries.table();
     const at::Tensor out =
-        at::empty({work.count}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
-    const int64_t states = entries.device().is_cpu() ? 0 : work.count;
+        at::empty({table.count}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
+    const int64_t states = entries.device().is_cpu() ? 0 : table.count;
     const at::Tensor scratch = at::empty({states, kStateWords}, state_options(entries.device()));
     const NormResult result = result_in(out);
     [[maybe_unused]] auto* const words = static_cast<uint64_t*>(scratch.mutable_data_ptr());
     run_on(
-        entries.device(), [&] { norms_cpu(work, p, result); },
-        TE_GRAPH_LAUNCH(launch_norms(work, p, words, result, stream)));
+        entries.device(), [&] { norms_cpu(table, p, result); },
+        TE_GRAPH_LAUNCH(launch_norms(table, p, words, result, stream)));
     return out;
 }
 
 // Everything is checked and nothing written.
-struct PreparedRescaling {
+struct PreparedScaling {
     TensorEntries entries;
-    Rescaling rescaling;
+    Scaling scaling;
 
     void run() {
-        run_rescale(entries.device(), entries.work(), rescaling);
+        run_scale(entries.device(), entries.table(), scaling);
         entries.finish();
     }
 };
@@ -99,18 +99,18 @@ struct PreparedAccumulation {
     Accumulation accumulation;
 
     void run() {
-        run_accumulate(entries.device(), entries.work(), accumulation);
+        run_accumulate(entries.device(), entries.table(), accumulation);
         entries.finish();
     }
 };
 
-PreparedRescaling prepare_clip(at::TensorList tensors,
-                               const at::Tensor& total_norm,  // [] or [1]
-                               double max_norm, double eps,
-                               const std::optional<at::Tensor>& found_inf)  // [] or [1]
+PreparedScaling prepare_clip(at::TensorList tensors,
+                             const at::Tensor& total_norm,  // [] or [1]
+                             double max_norm, double eps,
+                             const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     TensorEntries entries(kClip, tensors, true);
-    const Rescaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device());
+    const Scaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, entries.device());
     Operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}}).check_beside(entries, false);
     return {std::move(entries), clip};
 }
@@ -123,8 +123,8 @@ void clip(at::TensorList tensors,
     if (!tensors.empty()) return prepare_clip(tensors, total_norm, max_norm, eps, found_inf).run();
     // A rank without gradients tells of the norm of all ranks as well.
     const Operands operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
-    const Rescaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, total_norm.device());
-    if (found_inf) run_rescale(total_norm.device(), {}, clip);
+    const Scaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, total_norm.device());
+    if (found_inf) run_scale(total_norm.device(), {}, clip);
 }
 
 at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
@@ -134,11 +134,11 @@ at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
     TensorEntries entries(kClipNorm, tensors, true);
     const at::Tensor out =
         at::empty({}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
-    const Rescaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
+    const Scaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
     Operands(kClipNorm, {{"found_inf", found_inf, true}}).check_beside(entries, false);
     const at::Tensor state = new_state(entries.device());
-    run_norm(entries.device(), entries.work(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
-    run_rescale(entries.device(), entries.work(), clip);
+    run_norm(entries.device(), entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
+    run_scale(entries.device(), entries.table(), clip);
     entries.finish();
     return out;
 }
@@ -149,10 +149,10 @@ void scale_by(at::TensorList tensors,
 {
     if (tensors.empty()) return;
     TensorEntries entries(kScale, tensors, true);
-    const Rescaling rescaling{.scale = scalar_of(kScale, "scale", scale, entries.device()),
-                              .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
+    const Scaling scaling{.scale = scalar_of(kScale, "scale", scale, entries.device()),
+                          .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
     Operands(kScale, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries, false);
-    PreparedRescaling{std::move(entries), rescaling}.run();
+    PreparedScaling{std::move(entries), scaling}.run();
 }
 
 void scale_by_number(at::TensorList tensors, double scale,
@@ -160,15 +160,15 @@ void scale_by_number(at::TensorList tensors, double scale,
 {
     if (tensors.empty()) return;
     TensorEntries entries(kScale, tensors, true);
-    const Rescaling rescaling{.scale = {.value = scale},
-                              .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
+    const Scaling scaling{.scale = {.value = scale},
+                          .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
     Operands(kScale, {{"found_inf", found_inf, true}}).check_beside(entries, false);
-    PreparedRescaling{std::move(entries), rescaling}.run();
+    PreparedScaling{std::move(entries), scaling}.run();
 }
 
 void zero(at::TensorList tensors) {
     TensorEntries entries(kZero, tensors, true);
-    run_zero(entries.device(), entries.work());
+    run_zero(entries.device(), entries.table());
     entries.finish();
 }
 

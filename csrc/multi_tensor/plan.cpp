@@ -72,21 +72,21 @@ Plan::Layout Plan::layout_of(const Tensors& tensors, const Tensors& sources) {
     return layout;
 }
 
-std::vector<Plan::Place> Plan::places_of(const Tensors& tensors) {
-    std::vector<Place> places;
-    places.reserve(tensors.size());
+std::vector<Plan::TensorReference> Plan::references_to(const Tensors& tensors) {
+    std::vector<TensorReference> references;
+    references.reserve(tensors.size());
     for (const at::Tensor& tensor : tensors) {
         const auto storage = tensor.storage().getWeakStorageImpl();
         const c10::StorageImpl* const memory = tensor.storage().unsafeGetStorageImpl();
-        places.push_back({decltype(Place::tensor)(tensor.getIntrusivePtr()), storage, memory, memory->data(),
-                          tensor.storage_offset(), tensor.numel(), strides_of(*tensor.unsafeGetTensorImpl()),
-                          tensor.dtype()});
+        references.push_back({decltype(TensorReference::tensor)(tensor.getIntrusivePtr()), storage, memory,
+                              memory->data(), tensor.storage_offset(), tensor.numel(),
+                              strides_of(*tensor.unsafeGetTensorImpl()), tensor.dtype()});
     }
-    return places;
+    return references;
 }
 
 Plan::Plan(const Tensors& tensors, const Tensors& sources)
-    : layout_(layout_of(tensors, sources)), tensors_(places_of(tensors)), sources_(places_of(sources)) {
+    : layout_(layout_of(tensors, sources)), tensors_(references_to(tensors)), sources_(references_to(sources)) {
     const at::Device device = tensors[0].device();
     std::vector<int64_t> numels;
     for (const Entry& entry : layout_.entries) {
@@ -100,7 +100,7 @@ Plan::Plan(const Tensors& tensors, const Tensors& sources)
     state_ = at::zeros({kStateWords}, at::TensorOptions().dtype(at::kLong).device(device));
 }
 
-bool Plan::Place::is_in_place() const {
+bool Plan::TensorReference::is_unmoved() const {
     const c10::TensorImpl* const now = tensor._unsafe_get_target();
     return now->unsafe_storage().unsafeGetStorageImpl() == memory && memory->data() == data &&
            now->storage_offset() == offset && now->numel() == numel && now->dtype() == dtype &&
@@ -108,23 +108,23 @@ bool Plan::Place::is_in_place() const {
            (strides == 0 ? now->is_contiguous() : now->is_non_overlapping_and_dense() && strides_of(*now) == strides);
 }
 
-void Plan::check(const std::vector<Place>& places, const char* list) {
-    for (size_t i = 0; i < places.size(); ++i) {
-        const Place& place = places[i];
-        TORCH_CHECK(place.is_alive(), kPlan, ": ", list, "[", i,
+void Plan::check(const std::vector<TensorReference>& references, const char* list) {
+    for (size_t i = 0; i < references.size(); ++i) {
+        const TensorReference& reference = references[i];
+        TORCH_CHECK(reference.is_alive(), kPlan, ": ", list, "[", i,
                     "] no longer exists; call update() with the tensors that took its place");
-        TORCH_CHECK(place.is_in_place(), kPlan, ": ", list, "[", i,
+        TORCH_CHECK(reference.is_unmoved(), kPlan, ": ", list, "[", i,
                     "] moved to other memory or changed its size, strides or dtype; call update() with the tensors "
                     "as they are now");
     }
 }
 
-void Plan::bump_versions(const std::vector<Place>& places) {
+void Plan::bump_versions(const std::vector<TensorReference>& references) {
     // Apart from the looks, which would wait for each of these. The counter lives as long as the object's memory.
-    for (const Place& place : places) place.tensor._unsafe_get_target()->bump_version();
+    for (const TensorReference& reference : references) reference.tensor._unsafe_get_target()->bump_version();
 }
 
-void Plan::look(bool writes_sources) const {
+void Plan::locate(bool writes_sources) const {
     check(tensors_, "tensors");
     check(sources_, "sources");
     if (!writes_sources || !layout_.read.overlap()) return;
@@ -133,14 +133,14 @@ void Plan::look(bool writes_sources) const {
 }
 
 void Plan::check(bool writes_tensors, bool writes_sources) const {
-    look(writes_sources);
+    locate(writes_sources);
     if (writes_tensors) bump_versions(tensors_);
     if (writes_sources) bump_versions(sources_);
 }
 
-void Plan::check_not_followed(const char* list, const std::vector<Place>& places, bool is_recorded) {
-    for (size_t i = 0; i < places.size(); ++i) {
-        TORCH_CHECK_NOT_IMPLEMENTED(!is_followed(*places[i].tensor._unsafe_get_target(), is_recorded), kPlan,
+void Plan::check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded) {
+    for (size_t i = 0; i < references.size(); ++i) {
+        TORCH_CHECK_NOT_IMPLEMENTED(!is_followed(*references[i].tensor._unsafe_get_target(), is_recorded), kPlan,
                                     ": has no derivative, and ", list, "[", i,
                                     "], which it writes, is followed by autograd; call it under torch.no_grad() or "
                                     "give it tensor.detach()");
@@ -148,7 +148,7 @@ void Plan::check_not_followed(const char* list, const std::vector<Place>& places
 }
 
 void Plan::check_write(bool writes_sources, const Operands& operands) const {
-    look(writes_sources);
+    locate(writes_sources);
     operands.check_beside(layout_.written, layout_.read, writes_sources);
     if (layout_.is_followed) {
         const bool is_recorded = at::GradMode::is_enabled();
@@ -161,9 +161,9 @@ void Plan::check_write(bool writes_sources, const Operands& operands) const {
 
 Plan::Tensors Plan::tensors(bool with_tensors, bool with_sources) const {
     Tensors alive;
-    const auto add = [&](const std::vector<Place>& places) {
-        for (const Place& place : places) {
-            const auto tensor = place.tensor.lock();
+    const auto add = [&](const std::vector<TensorReference>& references) {
+        for (const TensorReference& reference : references) {
+            const auto tensor = reference.tensor.lock();
             if (tensor.defined()) alive.emplace_back(tensor);
         }
     };
@@ -196,8 +196,8 @@ void Plan::update(const Tensors& tensors, const Tensors& sources) {
         table_.device(), [&] { update_entries_cpu(table, updates.data(), count); },
         TE_GRAPH_LAUNCH(launch_update_entries(table, updates.data(), count, stream)));
     layout_ = std::move(layout);
-    tensors_ = places_of(tensors);
-    sources_ = places_of(sources);
+    tensors_ = references_to(tensors);
+    sources_ = references_to(sources);
 }
 
 }  // namespace te_graph::multi_tensor

@@ -48,7 +48,7 @@ public:
 private:
     // What is remembered of one tensor. Weak references keep the objects readable, though not what they own, so a look
     // needs no lock on either: a tensor that another thread drops meanwhile might as well have died a moment later.
-    struct Place {
+    struct TensorReference {
         c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
         c10::weak_intrusive_ptr<c10::StorageImpl> storage;
         const c10::StorageImpl* memory;  // what `storage` refers to
@@ -58,7 +58,7 @@ private:
         caffe2::TypeMeta dtype;
 
         bool is_alive() const { return tensor.use_count() > 0; }
-        bool is_in_place() const;
+        bool is_unmoved() const;
     };
     // The lists as the table has them, and where they lie.
     struct Layout {
@@ -66,16 +66,16 @@ private:
         Extents written, read;
         bool is_followed;  // by autograd, a tensor or source: then each op that writes looks whether it may
     };
-    void look(bool writes_sources) const;
-    static void check(const std::vector<Place>& places, const char* list);
-    static void check_not_followed(const char* list, const std::vector<Place>& places, bool is_recorded);
-    static void bump_versions(const std::vector<Place>& places);
-    static std::vector<Place> places_of(const Tensors& tensors);
+    void locate(bool writes_sources) const;
+    static void check(const std::vector<TensorReference>& references, const char* list);
+    static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded);
+    static void bump_versions(const std::vector<TensorReference>& references);
+    static std::vector<TensorReference> references_to(const Tensors& tensors);
     static Layout layout_of(const Tensors& tensors, const Tensors& sources);
 
     Layout layout_;
-    std::vector<Place> tensors_;
-    std::vector<Place> sources_;
+    std::vector<TensorReference> tensors_;
+    std::vector<TensorReference> sources_;
     at::Tensor table_, chunks_, state_;
     at::ScalarType norm_dtype_ = at::kFloat;
     bool may_accumulate_ = true;

@@ -10,7 +10,7 @@
 #include "common/run_on.h"
 #include "multi_tensor/accumulate.h"
 #include "multi_tensor/norm.h"
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
 
 namespace te_graph::multi_tensor {
 
@@ -50,30 +50,30 @@ inline NormResult result_in(const at::Tensor& out) {
 
 inline at::ScalarType norm_dtype(bool has_double) { return has_double ? at::kDouble : at::kFloat; }
 
-inline void run_norm(at::Device device, const Work& work, double p, uint64_t* state, NormResult result) {
+inline void run_norm(at::Device device, const TensorTable& tensors, double p, uint64_t* state, NormResult result) {
     run_on(
-        device, [&] { norm_cpu(work, p, state, result); },
-        TE_GRAPH_LAUNCH(launch_norm(work, p, state, result, stream)));
+        device, [&] { norm_cpu(tensors, p, state, result); },
+        TE_GRAPH_LAUNCH(launch_norm(tensors, p, state, result, stream)));
 }
 
-inline void run_rescale(at::Device device, const Work& work, const Rescaling& rescaling) {
+inline void run_scale(at::Device device, const TensorTable& tensors, const Scaling& scaling) {
     run_on(
-        device, [&] { rescale_cpu(work, rescaling); }, TE_GRAPH_LAUNCH(launch_rescale(work, rescaling, stream)));
+        device, [&] { scale_cpu(tensors, scaling); }, TE_GRAPH_LAUNCH(launch_scale(tensors, scaling, stream)));
 }
 
-inline void run_zero(at::Device device, const Work& work) {
+inline void run_zero(at::Device device, const TensorTable& tensors) {
     run_on(
-        device, [&] { zero_cpu(work); }, TE_GRAPH_LAUNCH(launch_zero(work, stream)));
+        device, [&] { zero_cpu(tensors); }, TE_GRAPH_LAUNCH(launch_zero(tensors, stream)));
 }
 
-inline void run_accumulate(at::Device device, const Work& work, const Accumulation& accumulation) {
+inline void run_accumulate(at::Device device, const TensorTable& tensors, const Accumulation& accumulation) {
     run_on(
-        device, [&] { accumulate_cpu(work, accumulation); },
-        TE_GRAPH_LAUNCH(launch_accumulate(work, accumulation, stream)));
+        device, [&] { accumulate_cpu(tensors, accumulation); },
+        TE_GRAPH_LAUNCH(launch_accumulate(tensors, accumulation, stream)));
 }
 
-inline Rescaling clip_of(const char* op, const at::Tensor& total_norm, double max_norm, double eps,
-                         const std::optional<at::Tensor>& found_inf, at::Device device) {
+inline Scaling clip_of(const char* op, const at::Tensor& total_norm, double max_norm, double eps,
+                       const std::optional<at::Tensor>& found_inf, at::Device device) {
     TORCH_CHECK_VALUE(max_norm >= 0, op, ": expected max_norm to be 0 or positive, got ", max_norm);
     TORCH_CHECK_VALUE(eps >= 0, op, ": expected eps to be 0 or positive, got ", eps);
     return {.scale = scalar_of(op, "total_norm", total_norm, device),

@@ -67,7 +67,7 @@ constexpr bool is_supported(DType source, DType destination) {
 }
 
 // The tensors of one call.
-struct Work {
+struct TensorTable {
     const Entry* entries;           // [count], in device memory if there are chunks, else in host memory
     int64_t count;                  // of host entries; not looked at for a table on the device
     const Chunk* chunks = nullptr;  // [num_chunks] in device memory; nullptr: one call's worth of host entries
@@ -76,17 +76,17 @@ struct Work {
 
 // CPU ops read entries where they lie and split them into chunks as they go.
 template <typename Function>  // (entry, first element, end)
-void for_each_chunk(const Work& work, const Function& function) {
-    if (work.chunks != nullptr) {
-        for (int64_t i = 0; i < work.num_chunks; ++i) {
-            const Entry& entry = work.entries[work.chunks[i].entry];
-            const int64_t begin = work.chunks[i].index * kChunkElements;
+void for_each_chunk(const TensorTable& tensors, const Function& function) {
+    if (tensors.chunks != nullptr) {
+        for (int64_t i = 0; i < tensors.num_chunks; ++i) {
+            const Entry& entry = tensors.entries[tensors.chunks[i].entry];
+            const int64_t begin = tensors.chunks[i].index * kChunkElements;
             const int64_t rest = entry.numel - begin;
             function(entry, begin, begin + (rest < kChunkElements ? rest : kChunkElements));
         }
         return;
     }
-    for (const Entry* entry = work.entries; entry != work.entries + work.count; ++entry) {
+    for (const Entry* entry = tensors.entries; entry != tensors.entries + tensors.count; ++entry) {
         for (int64_t begin = 0; begin < entry->numel; begin += kChunkElements) {
             const int64_t rest = entry->numel - begin;
             function(*entry, begin, begin + (rest < kChunkElements ? rest : kChunkElements));

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int64_t kEntryWords = sizeof(Entry) / sizeof(int64_t);
 
-Work work_of(const char* op,
-             const at::Tensor& table,   // [entries, 4] int64
-             const at::Tensor& chunks)  // [chunks, 2] int32
+TensorTable table_of(const char* op,
+                     const at::Tensor& table,   // [entries, 4] int64
+                     const at::Tensor& chunks)  // [chunks, 2] int32
 {
     check_dtype(op, "table", table, at::kLong);
     check_dtype(op, "chunks", chunks, at::kInt);
@@ -37,10 +37,10 @@ at::Tensor norm_table(const at::Tensor& table,    // [entries, 4] int64
     check_p(kOp, p);
     TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kOp, ": expected dtype float32 or float64, got ",
                      dtype);
-    const Work work = work_of(kOp, table, chunks);
+    const TensorTable tensors = table_of(kOp, table, chunks);
     uint64_t* const state = state_of(kOp, "partial", partial, table.device());
     const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
-    run_norm(table.device(), work, p, state, result_in(out));
+    run_norm(table.device(), tensors, p, state, result_in(out));
     return out;
 }
 
@@ -52,8 +52,8 @@ void clip_table(const at::Tensor& table,       // [entries, 4] int64
 {
     constexpr const char* kOp = "multi_tensor_clip_table_";
     const Operands operands(kOp, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
-    run_rescale(table.device(), work_of(kOp, table, chunks),
-                clip_of(kOp, total_norm, max_norm, eps, found_inf, table.device()));
+    run_scale(table.device(), table_of(kOp, table, chunks),
+              clip_of(kOp, total_norm, max_norm, eps, found_inf, table.device()));
 }
 
 void scale_table(const at::Tensor& table,                     // [entries, 4] int64
@@ -63,15 +63,15 @@ void scale_table(const at::Tensor& table,                     // [entries, 4] in
 {
     constexpr const char* kOp = "multi_tensor_scale_table_";
     const Operands operands(kOp, {{"scale", scale, false}, {"found_inf", found_inf, true}});
-    run_rescale(table.device(), work_of(kOp, table, chunks),
-                {.scale = scalar_of(kOp, "scale", scale, table.device()),
-                 .found_inf = flag_of(kOp, "found_inf", found_inf, table.device())});
+    run_scale(table.device(), table_of(kOp, table, chunks),
+              {.scale = scalar_of(kOp, "scale", scale, table.device()),
+               .found_inf = flag_of(kOp, "found_inf", found_inf, table.device())});
 }
 
 void zero_table(const at::Tensor& table,   // [entries, 4] int64
                 const at::Tensor& chunks)  // [chunks, 2] int32
 {
-    run_zero(table.device(), work_of("multi_tensor_zero_table_", table, chunks));
+    run_zero(table.device(), table_of("multi_tensor_zero_table_", table, chunks));
 }
 
 void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
@@ -87,11 +87,11 @@ void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
                                   {"sum_squares", sum_squares, true},
                                   {"found_inf", found_inf, true},
                                   {"noop", noop, false}});
-    const Work work = work_of(kOp, table, chunks);
+    const TensorTable tensors = table_of(kOp, table, chunks);
     Accumulation accumulation = accumulation_of(kOp, scale, zero_source, sum_squares, found_inf, noop, table.device());
     accumulation.has_mode = store.has_value();
     accumulation.mode = store.value_or(false) ? Mode::kStore : Mode::kAdd;
-    run_accumulate(table.device(), work, accumulation);
+    run_accumulate(table.device(), tensors, accumulation);
 }
 
 void implement(torch::Library& m) {

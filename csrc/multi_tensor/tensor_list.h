@@ -28,7 +28,7 @@ public:
     // Pairs: sources[i] into destinations[i], of equal shape, or both contiguous with equally many elements.
     TensorEntries(const char* op, at::TensorList destinations, at::TensorList sources, bool sources_are_written);
 
-    Work work() const { return {.entries = entries_.data(), .count = static_cast<int64_t>(entries_.size())}; }
+    TensorTable table() const { return {.entries = entries_.data(), .count = static_cast<int64_t>(entries_.size())}; }
     const std::vector<Entry>& entries() const { return entries_; }
     at::Device device() const { return device_; }
     bool has_double() const { return has_double_; }  // among the destinations

@@ -32,9 +32,10 @@ struct Problem {
         }
         const std::vector<Chunk> chunks = make_chunks(numels);
         const Buffer device_table = upload(table), device_chunks = upload(chunks);
-        const Work in_table{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
-                            reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size())};
-        const Work inlined{.entries = table.data(), .count = static_cast<int64_t>(table.size())};
+        const TensorTable in_table{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
+                                   reinterpret_cast<const Chunk*>(device_chunks.at(0)),
+                                   static_cast<int64_t>(chunks.size())};
+        const TensorTable inlined{.entries = table.data(), .count = static_cast<int64_t>(table.size())};
         check(launch_accumulate(is_inline ? inlined : in_table, {}, nullptr));
         check(cudaDeviceSynchronize());
 
@@ -158,30 +159,31 @@ TEST(AccumulateDevice, TensorsOfMoreThanTwoToThe31ElementsAreAddedWholly) {
     const std::vector<Entry> table{{source.at(0), destination.at(0), kNumel, bf16, bf16, Mode::kAdd, {}}};
     const std::vector<Chunk> chunks = make_chunks({kNumel});
     const Buffer device_table = upload(table), device_chunks = upload(chunks);
-    const Work work{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
-                    reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size())};
-    check(launch_accumulate(work, {}, nullptr));
+    const TensorTable tensors{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
+                              reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size())};
+    check(launch_accumulate(tensors, {}, nullptr));
     check(cudaDeviceSynchronize());
 
     // All of it: added exactly once up to the last element, and untouched behind it.
     constexpr uint16_t kUnchanged = 0x3E3E, kAdded = 0x3EBE;
     for (Window& window : windows) accumulate_on_cpu({entry_of(window.source, window.destination, Mode::kAdd)});
-    std::vector<uint16_t> piece(kPiece / kElement);
+    std::vector<uint16_t> chunk_view(kPiece / kElement);
     for (size_t byte = 0; byte < kAllocated; byte += kPiece) {
-        destination.read(byte, piece.data(), kPiece);
+        destination.read(byte, chunk_view.data(), kPiece);
         const auto first = static_cast<int64_t>(byte / kElement);
-        const auto count = static_cast<int64_t>(piece.size());
+        const auto count = static_cast<int64_t>(chunk_view.size());
         for (const Window& window : windows) {
             for (int64_t i = 0; i < 32; ++i) {
                 const int64_t place = window.begin + i - first;
                 if (place < 0 || place >= count) continue;
-                ASSERT_EQ(piece[place], window.destination.get(i)) << "element " << first + place;
-                piece[place] = kAdded;
+                ASSERT_EQ(chunk_view[place], window.destination.get(i)) << "element " << first + place;
+                chunk_view[place] = kAdded;
             }
         }
         const int64_t inside = std::clamp<int64_t>(kNumel - first, 0, count);
-        ASSERT_EQ(std::count(piece.begin(), piece.begin() + inside, kAdded), inside) << "from element " << first;
-        ASSERT_EQ(std::count(piece.begin() + inside, piece.end(), kUnchanged), count - inside);
+        ASSERT_EQ(std::count(chunk_view.begin(), chunk_view.begin() + inside, kAdded), inside)
+            << "from element " << first;
+        ASSERT_EQ(std::count(chunk_view.begin() + inside, chunk_view.end(), kUnchanged), count - inside);
     }
 }
 
@@ -234,9 +236,9 @@ TEST(AccumulateDevice, ACapturedLaunchFollowsTheTableFromReplayToReplay) {
     cudaGraphExec_t replayable;
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    const Work work{entries, 0, reinterpret_cast<const Chunk*>(device_chunks.at(0)),
-                    static_cast<int64_t>(chunks.size())};
-    check(launch_accumulate(work, {}, stream));
+    const TensorTable tensors{entries, 0, reinterpret_cast<const Chunk*>(device_chunks.at(0)),
+                              static_cast<int64_t>(chunks.size())};
+    check(launch_accumulate(tensors, {}, stream));
     check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&replayable, graph, 0));
 

@@ -75,7 +75,7 @@ public:
         : table_(upload(entries)), chunks_(upload(chunks_of(entries))) {
         num_chunks_ = static_cast<int64_t>(chunks_of(entries).size());
     }
-    Work work() const {
+    TensorTable tensors() const {
         return {reinterpret_cast<const Entry*>(table_.at(0)), 0, reinterpret_cast<const Chunk*>(chunks_.at(0)),
                 num_chunks_};
     }

@@ -1,4 +1,4 @@
-// The kernels over lists and tables against the CPU loops, bit for bit: norms, rescaling, and all options of
+// The kernels over lists and tables against the CPU loops, bit for bit: norms, scaling, and all options of
 // accumulate.
 #include <cmath>
 #include <random>
@@ -6,7 +6,7 @@
 #include "device_memory.h"
 #include "multi_tensor/accumulate.h"
 #include "multi_tensor/norm.h"
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -41,16 +41,16 @@ public:
     }
     // Puts `value` as fp32 into some element of the sources.
     void spoil_source(float value) {
-        for (const Piece& piece : sources_) {
-            if (piece.dtype != DType::kFloat32 || piece.numel == 0) continue;
-            std::memcpy(reinterpret_cast<char*>(host_.data()) + piece.offset, &value, sizeof(value));
+        for (const ChunkView& chunk_view : sources_) {
+            if (chunk_view.dtype != DType::kFloat32 || chunk_view.numel == 0) continue;
+            std::memcpy(reinterpret_cast<char*>(host_.data()) + chunk_view.offset, &value, sizeof(value));
             device_->write(0, host_.data(), bytes_);
             return;
         }
     }
 
 private:
-    struct Piece {
+    struct ChunkView {
         DType dtype;
         int64_t numel;
         size_t offset;
@@ -58,39 +58,39 @@ private:
     static int64_t small_or_large(std::mt19937_64& generator) {
         return static_cast<int64_t>(generator() % 20 == 0 ? generator() % (3 * kChunkElements) : generator() % 100);
     }
-    Piece place(DType dtype, int64_t numel, std::mt19937_64& generator) {
+    ChunkView place(DType dtype, int64_t numel, std::mt19937_64& generator) {
         const size_t bytes = format_of(dtype).bytes;
         bytes_ = (bytes_ + 15) / 16 * 16 + (generator() % 2) * bytes;
-        const Piece piece{dtype, numel, bytes_};
+        const ChunkView chunk_view{dtype, numel, bytes_};
         bytes_ = (bytes_ + numel * bytes + 3) / 4 * 4;
-        return piece;
+        return chunk_view;
     }
     std::vector<Entry> entries(char* base) const {
         std::vector<Entry> result;
         for (size_t i = 0; i < destinations_.size(); ++i) {
-            const Piece &from = are_pairs_ ? sources_[i] : destinations_[i], &to = destinations_[i];
+            const ChunkView &from = are_pairs_ ? sources_[i] : destinations_[i], &to = destinations_[i];
             result.push_back({base + from.offset, base + to.offset, to.numel, from.dtype, to.dtype, Mode::kAdd, {}});
         }
         return result;
     }
 
     bool are_pairs_;
-    std::vector<Piece> sources_, destinations_;
+    std::vector<ChunkView> sources_, destinations_;
     size_t bytes_ = 0;
     std::vector<uint32_t> host_;
     std::unique_ptr<Buffer> device_;
 };
 
-// The work on the device as kernel arguments and as a table.
+// The list on the device as kernel arguments and as a table.
 template <typename Function>
 void for_both_tables(const Problem& problem, const Function& function) {
     const std::vector<Entry> entries = problem.device_entries();
-    function(Work{.entries = entries.data(), .count = static_cast<int64_t>(entries.size())});
+    function(TensorTable{.entries = entries.data(), .count = static_cast<int64_t>(entries.size())});
     const DeviceWork in_table(entries);
-    function(in_table.work());
+    function(in_table.tensors());
 }
 
-Work work_of(const std::vector<Entry>& entries) {
+TensorTable table_of(const std::vector<Entry>& entries) {
     return {.entries = entries.data(), .count = static_cast<int64_t>(entries.size())};
 }
 
@@ -102,14 +102,14 @@ TEST(NormDevice, StatesAndNormsHaveTheBitsOfTheCpuLoops) {
         for (const double p : {0.0, 1.0, 2.0, HUGE_VAL}) {
             double expected = 0;
             uint64_t state[kStateWords] = {};
-            norm_cpu(work_of(host), p, state, {&expected, true});
-            for_both_tables(problem, [&](const Work& work) {
+            norm_cpu(table_of(host), p, state, {&expected, true});
+            for_both_tables(problem, [&](const TensorTable& tensors) {
                 const Buffer device_state(kStateWords * sizeof(uint64_t)), out(sizeof(double));
                 device_state.fill(0);
                 double norm = NAN;
                 // Twice: the first launch leaves the state cleared.
                 for (int run = 0; run < 2; ++run) {
-                    check(launch_norm(work, p, reinterpret_cast<uint64_t*>(device_state.at(0)), {out.at(0), true},
+                    check(launch_norm(tensors, p, reinterpret_cast<uint64_t*>(device_state.at(0)), {out.at(0), true},
                                       nullptr));
                     out.read(0, &norm, sizeof(norm));
                     ASSERT_EQ(norm, expected) << count << " tensors, p = " << p;
@@ -125,11 +125,11 @@ TEST(NormDevice, OtherPowersAreCloseToTheCpuLoops) {
     for (const double p : {0.5, 3.0}) {
         double expected = 0, norm = 0;
         uint64_t state[kStateWords] = {};
-        norm_cpu(work_of(problem.host_entries()), p, state, {&expected, true});
-        for_both_tables(problem, [&](const Work& work) {
+        norm_cpu(table_of(problem.host_entries()), p, state, {&expected, true});
+        for_both_tables(problem, [&](const TensorTable& tensors) {
             const Buffer device_state(kStateWords * sizeof(uint64_t)), out(sizeof(double));
             device_state.fill(0);
-            check(launch_norm(work, p, reinterpret_cast<uint64_t*>(device_state.at(0)), {out.at(0), true}, nullptr));
+            check(launch_norm(tensors, p, reinterpret_cast<uint64_t*>(device_state.at(0)), {out.at(0), true}, nullptr));
             out.read(0, &norm, sizeof(norm));
             EXPECT_NEAR(norm / expected, 1, 1e-5) << p;
         });
@@ -141,40 +141,40 @@ TEST(NormDevice, NormsOfEachTensorHaveTheBitsOfTheCpuLoops) {
     for (const int count : kCounts) {
         Problem problem(count, generator, false);
         std::vector<float> expected(count), norms(count, NAN);
-        norms_cpu(work_of(problem.host_entries()), 2, {expected.data(), false});
+        norms_cpu(table_of(problem.host_entries()), 2, {expected.data(), false});
         const Buffer states(count * kStateWords * sizeof(uint64_t)), out(count * sizeof(float));
         states.fill(0xA5);
         const std::vector<Entry> entries = problem.device_entries();
         check(
-            launch_norms(work_of(entries), 2, reinterpret_cast<uint64_t*>(states.at(0)), {out.at(0), false}, nullptr));
+            launch_norms(table_of(entries), 2, reinterpret_cast<uint64_t*>(states.at(0)), {out.at(0), false}, nullptr));
         out.read(0, norms.data(), count * sizeof(float));
         EXPECT_EQ(norms, expected) << count;
     }
 }
 
-TEST(RescaleDevice, ScalesClipsAndZeroesAsTheCpuLoopsAndWritesNothingElse) {
+TEST(ScaleDevice, ScalesClipsAndZeroesAsTheCpuLoopsAndWritesNothingElse) {
     auto generator = seeded_generator();
     for (const int count : kCounts) {
         for (const double factor : {1.0, 0.37}) {
             Problem problem(count, generator, false);
-            const Rescaling scaling{.scale = {.value = factor}};
-            for_both_tables(problem, [&](const Work& work) {
-                check(launch_rescale(work, scaling, nullptr));
-                rescale_cpu(work_of(problem.host_entries()), scaling);
+            const Scaling scaling{.scale = {.value = factor}};
+            for_both_tables(problem, [&](const TensorTable& tensors) {
+                check(launch_scale(tensors, scaling, nullptr));
+                scale_cpu(table_of(problem.host_entries()), scaling);
                 ASSERT_TRUE(problem.has_equal_memory()) << count;
             });
         }
         Problem problem(count, generator, false);
         const float norm = 3;
         const Buffer device_norm(&norm, sizeof(norm));
-        for_both_tables(problem, [&](const Work& work) {
+        for_both_tables(problem, [&](const TensorTable& tensors) {
             for (const double max_norm : {5.0, 2.0}) {
-                check(launch_rescale(work, {{device_norm.at(0)}, true, max_norm, kClipEps, nullptr}, nullptr));
-                rescale_cpu(work_of(problem.host_entries()), {{&norm}, true, max_norm, kClipEps, nullptr});
+                check(launch_scale(tensors, {{device_norm.at(0)}, true, max_norm, kClipEps, nullptr}, nullptr));
+                scale_cpu(table_of(problem.host_entries()), {{&norm}, true, max_norm, kClipEps, nullptr});
                 ASSERT_TRUE(problem.has_equal_memory()) << count;
             }
-            check(launch_zero(work, nullptr));
-            zero_cpu(work_of(problem.host_entries()));
+            check(launch_zero(tensors, nullptr));
+            zero_cpu(table_of(problem.host_entries()));
             ASSERT_TRUE(problem.has_equal_memory()) << count;
         });
     }
@@ -203,9 +203,9 @@ TEST(AccumulateDevice, EveryOptionGivesTheMemoryAndTheFlagsOfTheCpuLoops) {
             on_device.found_inf = reinterpret_cast<float*>(device_flag.at(0));
             on_device.noop = reinterpret_cast<float*>(device_noop.at(0));
             if (options & 8) on_device.sum_squares = reinterpret_cast<uint64_t*>(device_state.at(0));
-            for_both_tables(problem, [&](const Work& work) {
-                check(launch_accumulate(work, on_device, nullptr));
-                accumulate_cpu(work_of(problem.host_entries()), on_cpu);
+            for_both_tables(problem, [&](const TensorTable& tensors) {
+                check(launch_accumulate(tensors, on_device, nullptr));
+                accumulate_cpu(table_of(problem.host_entries()), on_cpu);
                 ASSERT_TRUE(problem.has_equal_memory()) << count << " pairs, options " << options;
                 device_flag.read(0, &device_found_inf, sizeof(float));
                 ASSERT_EQ(device_found_inf, found_inf);
@@ -218,7 +218,7 @@ TEST(AccumulateDevice, EveryOptionGivesTheMemoryAndTheFlagsOfTheCpuLoops) {
             });
             const float set = 1;
             device_noop.write(0, &set, sizeof(set));
-            check(launch_accumulate(DeviceWork(problem.device_entries()).work(), on_device, nullptr));
+            check(launch_accumulate(DeviceWork(problem.device_entries()).tensors(), on_device, nullptr));
             check(cudaDeviceSynchronize());
             ASSERT_TRUE(problem.has_equal_memory()) << "noop";
         }

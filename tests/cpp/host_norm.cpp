@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "multi_tensor/norm.h"
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
 #include "seed.h"
 
 namespace te_graph::multi_tensor {
@@ -122,25 +122,25 @@ TEST(NormCpu, MinusZeroIsNotTheLargest) {
     EXPECT_FALSE(std::signbit(norm));
 }
 
-TEST(RescaleCpu, AClipThatHasNothingToDoWritesNothing) {
+TEST(ScaleCpu, AClipThatHasNothingToDoWritesNothing) {
     std::vector<float> values{1.0f, -0.0f, 3.0f};
     const Entry entry = entry_of(values);
     const float norm = 1.0f;
-    rescale_cpu({&entry, 1}, {.scale = {.data = &norm}, .is_clip = true, .max_norm = 2, .eps = 1e-6});
+    scale_cpu({&entry, 1}, {.scale = {.data = &norm}, .is_clip = true, .max_norm = 2, .eps = 1e-6});
     EXPECT_EQ(values, (std::vector<float>{1.0f, -0.0f, 3.0f}));
     EXPECT_TRUE(std::signbit(values[1]));
-    rescale_cpu({&entry, 1}, {.scale = {.data = &norm}, .is_clip = true, .max_norm = 0.5, .eps = 0});
+    scale_cpu({&entry, 1}, {.scale = {.data = &norm}, .is_clip = true, .max_norm = 0.5, .eps = 0});
     EXPECT_EQ(values, (std::vector<float>{0.5f, -0.0f, 1.5f}));
 }
 
-TEST(RescaleCpu, FoundInfIsSetByANormThatIsNotFiniteAndStopsTheClip) {
+TEST(ScaleCpu, FoundInfIsSetByANormThatIsNotFiniteAndStopsTheClip) {
     for (const float norm : {INFINITY, NAN, 1.0f}) {
         for (const float before : {0.0f, 1.0f}) {
             std::vector<float> values{4.0f};
             const Entry entry = entry_of(values);
             float found_inf = before;
-            rescale_cpu({&entry, 1},
-                        {.scale = {.data = &norm}, .is_clip = true, .max_norm = 0.5, .found_inf = &found_inf});
+            scale_cpu({&entry, 1},
+                      {.scale = {.data = &norm}, .is_clip = true, .max_norm = 0.5, .found_inf = &found_inf});
             const bool clips = norm == 1.0f && before == 0;
             EXPECT_EQ(found_inf, clips ? 0.0f : 1.0f);
             EXPECT_EQ(values[0], clips ? 2.0f : 4.0f);

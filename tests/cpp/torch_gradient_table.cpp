@@ -227,7 +227,7 @@ TEST_F(BoundTable, TheLastOfSeveralSetsBeforeAnUploadHolds) {
 
 // The same order for every entry.
 auto all(Mode mode, void* destination = nullptr) {
-    return [=](size_t) { return GradientTable::Order{mode, destination}; };
+    return [=](size_t) { return GradientTable::EntryWrite{mode, destination}; };
 }
 
 TEST(GradientTable, WithoutEntriesSaysWhateverItIsAskedFor) { EXPECT_TRUE(float_table({}).says(all(Mode::kAdd))); }
@@ -240,7 +240,9 @@ TEST_F(BoundTable, SaysAtFirstThatEveryEntryIsSkippedWhateverItsDestination) {
 }
 
 TEST_F(BoundTable, SaysAnOrderOnlyOnceItHasBeenSent) {
-    const auto orders = [&](size_t i) { return GradientTable::Order{i == 0 ? Mode::kStore : Mode::kAdd, memory[i]}; };
+    const auto orders = [&](size_t i) {
+        return GradientTable::EntryWrite{i == 0 ? Mode::kStore : Mode::kAdd, memory[i]};
+    };
     EXPECT_FALSE(table.says(orders));
     for (size_t i = 0; i < 2; ++i) table.set(i, orders(i));
     EXPECT_FALSE(table.says(orders));
@@ -251,11 +253,11 @@ TEST_F(BoundTable, SaysAnOrderOnlyOnceItHasBeenSent) {
 }
 
 TEST_F(BoundTable, SaysOfEachEntryModeAndDestination) {
-    const auto wanted = [&](size_t i) { return GradientTable::Order{Mode::kAdd, memory[i]}; };
+    const auto wanted = [&](size_t i) { return GradientTable::EntryWrite{Mode::kAdd, memory[i]}; };
     for (size_t i = 0; i < 2; ++i) table.set(i, wanted(i));
     table.upload();
     for (size_t other = 0; other < 2; ++other) {
-        const auto with = [&](GradientTable::Order order) {
+        const auto with = [&](GradientTable::EntryWrite order) {
             return table.says([=, this](size_t i) { return i == other ? order : wanted(i); });
         };
         EXPECT_TRUE(with({Mode::kAdd, memory[other]}));
@@ -271,7 +273,7 @@ TEST_F(BoundTable, SetAsItAlreadyIsLeavesNothingToSend) {
     table.set(0, {Mode::kAdd, memory[0]});
     table.set(1, {Mode::kSkip, memory[1]});
     EXPECT_TRUE(table.says([&](size_t i) {
-        return GradientTable::Order{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
+        return GradientTable::EntryWrite{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
     }));
     table.upload();
     EXPECT_EQ(table.uploads(), 1);
@@ -286,7 +288,7 @@ TEST_F(BoundTable, SetAndSetBackEndsAsItWas) {
     EXPECT_EQ(sent(table, 0).mode, Mode::kAdd);
     EXPECT_EQ(sent(table, 0).destination, memory[0]);
     EXPECT_TRUE(table.says([&](size_t i) {
-        return GradientTable::Order{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
+        return GradientTable::EntryWrite{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
     }));
 }
 

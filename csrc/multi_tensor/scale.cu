@@ -2,9 +2,9 @@
 // the cache. Threads access 16 bytes at a time; where an address is not a multiple of 16, single elements.
 // Bytes per element: one read and one write; zero: one write; factor 1: none.
 // Determinism: every element has one writer and one product.
-#include "multi_tensor/factor.h"
 #include "multi_tensor/inline_table.cuh"
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
+#include "multi_tensor/scale_factor.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -13,7 +13,7 @@ namespace {
 constexpr int kClipWaves = 12;
 
 template <typename T>
-__device__ void rescale_chunk(T* __restrict__ elements, int count, Wide<T> factor, bool& is_infinite) {
+__device__ void scale_chunk(T* __restrict__ elements, int count, Wide<T> factor, bool& is_infinite) {
     const auto product = [&](T element) {
         const T result = narrow<T>(widen(element) * factor);
         is_infinite |= !is_finite(widen(result));
@@ -39,22 +39,22 @@ __device__ void rescale_chunk(T* __restrict__ elements, int count, Wide<T> facto
 
 template <typename Table>
 __global__ void __launch_bounds__(kThreads)
-    rescale_kernel(const __grid_constant__ Table table, const Rescaling rescaling) {
-    if (is_refused(rescaling)) {
+    multi_tensor_scale_kernel(const __grid_constant__ Table table, const Scaling scaling) {
+    if (is_refused(scaling)) {
         // Every block decides alike: the norm does not change, and found_inf only from 0 to 1 because of it.
-        if (threadIdx.x == 0) *rescaling.found_inf = 1;
+        if (threadIdx.x == 0) *scaling.found_inf = 1;
         return;
     }
-    const double factor = factor_of(rescaling);
-    if (factor == 1 && (rescaling.is_clip || rescaling.found_inf == nullptr)) return;
+    const double factor = factor_of(scaling);
+    if (factor == 1 && (scaling.is_clip || scaling.found_inf == nullptr)) return;
     bool is_infinite = false;
-    for_each_piece<Order::kBackwards>(table, [&](const Piece& piece) {
-        with_type(piece.destination_dtype, [&]<typename T>() {
-            rescale_chunk(static_cast<T*>(piece.destination) + piece.begin, piece.count, static_cast<Wide<T>>(factor),
-                          is_infinite);
+    for_each_chunk_of_block<Direction::kBackward>(table, [&](const ChunkView& view) {
+        with_type(view.destination_dtype, [&]<typename T>() {
+            scale_chunk(static_cast<T*>(view.destination) + view.begin, view.count, static_cast<Wide<T>>(factor),
+                        is_infinite);
         });
     });
-    if (is_infinite && !rescaling.is_clip && rescaling.found_inf != nullptr) *rescaling.found_inf = 1;
+    if (is_infinite && !scaling.is_clip && scaling.found_inf != nullptr) *scaling.found_inf = 1;
 }
 
 __device__ void zero_bytes(char* memory, int64_t bytes) {
@@ -64,31 +64,31 @@ __device__ void zero_bytes(char* memory, int64_t bytes) {
 }
 
 template <typename Table>
-__global__ void __launch_bounds__(kThreads) zero_kernel(const __grid_constant__ Table table) {
-    for_each_piece<Order::kForwards>(table, [&](const Piece& piece) {
-        with_type(piece.destination_dtype, [&]<typename T>() {
-            zero_bytes(reinterpret_cast<char*>(static_cast<T*>(piece.destination) + piece.begin),
-                       piece.count * static_cast<int64_t>(sizeof(T)));
+__global__ void __launch_bounds__(kThreads) multi_tensor_zero_kernel(const __grid_constant__ Table table) {
+    for_each_chunk_of_block<Direction::kForward>(table, [&](const ChunkView& view) {
+        with_type(view.destination_dtype, [&]<typename T>() {
+            zero_bytes(reinterpret_cast<char*>(static_cast<T*>(view.destination) + view.begin),
+                       view.count * static_cast<int64_t>(sizeof(T)));
         });
     });
 }
 
 }  // namespace
 
-cudaError_t launch_rescale(const Work& work, const Rescaling& rescaling, cudaStream_t stream) {
-    return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
-        const auto kernel = rescale_kernel<std::decay_t<decltype(table)>>;
+cudaError_t launch_scale(const TensorTable& tensors, const Scaling& scaling, cudaStream_t stream) {
+    return launch_over<false>(tensors, [&](const auto& table, int64_t chunks, int64_t, bool) {
+        const auto kernel = multi_tensor_scale_kernel<std::decay_t<decltype(table)>>;
         // found_inf is set even where there is nothing to clip.
         chunks = std::max<int64_t>(1, chunks);
         int64_t blocks = writing_blocks(kernel, chunks);
-        if (rescaling.is_clip) blocks = std::min(blocks, kClipWaves * resident_blocks(kernel, chunks));
-        kernel<<<blocks, kThreads, 0, stream>>>(table, rescaling);
+        if (scaling.is_clip) blocks = std::min(blocks, kClipWaves * resident_blocks(kernel, chunks));
+        kernel<<<blocks, kThreads, 0, stream>>>(table, scaling);
     });
 }
 
-cudaError_t launch_zero(const Work& work, cudaStream_t stream) {
-    return launch_over<false>(work, [&](const auto& table, int64_t chunks, int64_t, bool) {
-        const auto kernel = zero_kernel<std::decay_t<decltype(table)>>;
+cudaError_t launch_zero(const TensorTable& tensors, cudaStream_t stream) {
+    return launch_over<false>(tensors, [&](const auto& table, int64_t chunks, int64_t, bool) {
+        const auto kernel = multi_tensor_zero_kernel<std::decay_t<decltype(table)>>;
         if (chunks > 0) kernel<<<writing_blocks(kernel, chunks), kThreads, 0, stream>>>(table);
     });
 }

@@ -1,19 +1,19 @@
 // Plain loops: the specification of scaling, clipping and zeroing.
 #include "cpu/element.h"
-#include "multi_tensor/factor.h"
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
+#include "multi_tensor/scale_factor.h"
 
 namespace te_graph::multi_tensor {
 
-void rescale_cpu(const Work& work, const Rescaling& rescaling) {
-    if (is_refused(rescaling)) {
-        *rescaling.found_inf = 1;
+void scale_cpu(const TensorTable& tensors, const Scaling& scaling) {
+    if (is_refused(scaling)) {
+        *scaling.found_inf = 1;
         return;
     }
-    const double factor = factor_of(rescaling);
-    if (factor == 1 && (rescaling.is_clip || rescaling.found_inf == nullptr)) return;
+    const double factor = factor_of(scaling);
+    if (factor == 1 && (scaling.is_clip || scaling.found_inf == nullptr)) return;
     bool is_infinite = false;
-    for_each_chunk(work, [&](const Entry& entry, int64_t begin, int64_t end) {
+    for_each_chunk(tensors, [&](const Entry& entry, int64_t begin, int64_t end) {
         with_type(entry.destination_dtype, [&]<typename T>() {
             auto* const elements = static_cast<T*>(entry.destination);
             const auto wide = static_cast<Wide<T>>(factor);
@@ -23,11 +23,11 @@ void rescale_cpu(const Work& work, const Rescaling& rescaling) {
             }
         });
     });
-    if (is_infinite && !rescaling.is_clip && rescaling.found_inf != nullptr) *rescaling.found_inf = 1;
+    if (is_infinite && !scaling.is_clip && scaling.found_inf != nullptr) *scaling.found_inf = 1;
 }
 
-void zero_cpu(const Work& work) {
-    for_each_chunk(work, [](const Entry& entry, int64_t begin, int64_t end) {
+void zero_cpu(const TensorTable& tensors) {
+    for_each_chunk(tensors, [](const Entry& entry, int64_t begin, int64_t end) {
         with_type(entry.destination_dtype, [&]<typename T>() {
             std::memset(static_cast<T*>(entry.destination) + begin, 0, static_cast<size_t>(end - begin) * sizeof(T));
         });

@@ -1,10 +1,10 @@
-// The factor of a rescaling (rescale.h), computed alike on host and device.
+// The factor of a scaling or a clip (scale.h), computed alike on host and device.
 #pragma once
 
 #include <cmath>
 
 #include "multi_tensor/exact_sum.h"
-#include "multi_tensor/rescale.h"
+#include "multi_tensor/scale.h"
 
 namespace te_graph::multi_tensor {
 
@@ -20,12 +20,12 @@ TE_GRAPH_HOST_DEVICE Real clip_factor(Real norm, Real max_norm, Real eps) {
     return factor > 1 ? Real{1} : factor;
 }
 
-TE_GRAPH_HOST_DEVICE inline double factor_of(const Rescaling& rescaling) {
-    const double value = read(rescaling.scale);
-    if (!rescaling.is_clip) return value;
-    if (rescaling.scale.is_double) return clip_factor<double>(value, rescaling.max_norm, rescaling.eps);
-    return clip_factor<float>(static_cast<float>(value), static_cast<float>(rescaling.max_norm),
-                              static_cast<float>(rescaling.eps));
+TE_GRAPH_HOST_DEVICE inline double factor_of(const Scaling& scaling) {
+    const double value = read(scaling.scale);
+    if (!scaling.is_clip) return value;
+    if (scaling.scale.is_double) return clip_factor<double>(value, scaling.max_norm, scaling.eps);
+    return clip_factor<float>(static_cast<float>(value), static_cast<float>(scaling.max_norm),
+                              static_cast<float>(scaling.eps));
 }
 
 template <typename Real>
@@ -34,9 +34,9 @@ TE_GRAPH_HOST_DEVICE bool is_finite(Real value) {
 }
 
 // Whether a clip must leave its tensors alone for the sake of found_inf, which it then sets.
-TE_GRAPH_HOST_DEVICE inline bool is_refused(const Rescaling& rescaling) {
-    return rescaling.is_clip && rescaling.found_inf != nullptr &&
-           (*rescaling.found_inf != 0 || !is_finite(read(rescaling.scale)));
+TE_GRAPH_HOST_DEVICE inline bool is_refused(const Scaling& scaling) {
+    return scaling.is_clip && scaling.found_inf != nullptr &&
+           (*scaling.found_inf != 0 || !is_finite(read(scaling.scale)));
 }
 
 }  // namespace te_graph::multi_tensor

@@ -23,7 +23,7 @@ struct Scalar {
 // What torch adds to a norm before it divides by it.
 constexpr double kClipEps = 1e-6;
 
-struct Rescaling {
+struct Scaling {
     Scalar scale;  // the factor; of a clip, the total norm
     bool is_clip = false;
     double max_norm = 0;
@@ -33,13 +33,13 @@ struct Rescaling {
 // found_inf of scale: set to 1 if a result is not finite.
 // found_inf of clip: set to 1 if the norm is not finite; where it is not 0 then, nothing is written.
 
-void rescale_cpu(const Work& work, const Rescaling& rescaling);
-void zero_cpu(const Work& work);
+void scale_cpu(const TensorTable& tensors, const Scaling& scaling);
+void zero_cpu(const TensorTable& tensors);
 
 #ifdef TE_GRAPH_CUDA
 // No allocation, no host sync. One launch for a table or up to kInlineTensors entries, else several.
-cudaError_t launch_rescale(const Work& work, const Rescaling& rescaling, cudaStream_t stream);
-cudaError_t launch_zero(const Work& work, cudaStream_t stream);
+cudaError_t launch_scale(const TensorTable& tensors, const Scaling& scaling, cudaStream_t stream);
+cudaError_t launch_zero(const TensorTable& tensors, cudaStream_t stream);
 #endif
 
 }  // namespace te_graph::multi_tensor
