@@ -153,7 +153,7 @@ def test_reentrant_checkpointing_is_refused_by_name(device):
 
 
 def test_a_capture_that_waits_in_vain_for_another_one_says_so(device, monkeypatch):
-    monkeypatch.setattr(capturing, "_PATIENCE", 0.2)
+    monkeypatch.setattr(capturing, "_TIMEOUT", 0.2)
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def waits(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]

@@ -37,13 +37,13 @@ def is_capturing_callables() -> bool:
 
 
 def is_captured(device: torch.device) -> bool:
-    """True where what is called now is captured, by te_graph or, on the current stream of ``device``, by anybody."""
+    """True where what is called now is captured, by te_graph or, on the current stream of ``device``, by other code."""
     return is_capturing() or _C.is_capturing(device)
 
 
 @dataclass
 class _Collection:
-    """What a ``graphed()`` capture learns from what it uses: checks, and who is told of writes."""
+    """What a ``graphed()`` capture learns from what it uses: checks, and the function that is told of writes."""
 
     checks: list[Callable[[], None]]
     on_write: Callable[[Tensor], None]
@@ -84,7 +84,7 @@ def collecting_checks(on_write: Callable[[Tensor], None]) -> Iterator[list[Calla
 
 # A capture holds what belongs to the process: garbage collection, the default generators, the capture stream.
 _captures = threading.RLock()
-_PATIENCE = 600.0  # seconds
+_TIMEOUT = 600.0  # seconds
 
 
 @contextlib.contextmanager
@@ -94,9 +94,9 @@ def one_at_a_time() -> Iterator[None]:
     Raises:
         RuntimeError: one did not end. It may wait for something that the caller of this one holds.
     """
-    if not _captures.acquire(timeout=_PATIENCE):
+    if not _captures.acquire(timeout=_TIMEOUT):
         raise RuntimeError(
-            f"another thread has been capturing for {_PATIENCE:.0f} s, and a process makes one capture at a time; "
+            f"another thread has been capturing for {_TIMEOUT:.0f} s, and a process makes one capture at a time; "
             "where that one waits for a lock or a result of this thread, capture before the threads start, or let go "
             "of the lock around the capture"
         )

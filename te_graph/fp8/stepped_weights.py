@@ -38,7 +38,7 @@ class SteppedWeights(OwnObject):
         register_optimizer_step_post_hook(self._after)
 
     def watch(self, owner: HasWeights) -> None:
-        """Move on the counters of ``owner.weights`` for as long as somebody else holds it."""
+        """Move on the counters of ``owner.weights`` for as long as it has another owner."""
         self._watched.add(owner)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def _exchange_class(module: nn.Module, kind: type) -> None:
 
 def _shield() -> type:
     """What comes first among the bases of a class made here. One for each: of one for all, no order would be consistent
-    where somebody derives a class from ours."""
+    where a class is derived from ours."""
 
     class Graphed:
         __class__ = property(_shown_class, _exchange_class)

@@ -1,4 +1,4 @@
-"""Graphs by hand: create, capture, replay, for those who want the steps of ``graphed`` apart."""
+"""Graphs by hand: create, capture, replay, the steps of ``graphed`` one by one."""
 
 from __future__ import annotations
 

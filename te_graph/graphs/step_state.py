@@ -121,7 +121,7 @@ class StepState:
         them cast.
 
         Args:
-            caller: who runs. Not kept alive.
+            caller: the graphed callable that runs. Not kept alive.
             is_first_microbatch: True, False, or None to go by the weights' version counters.
 
         Returns:

@@ -82,7 +82,7 @@ class Handle:
         if state is None:
             return self._call(root, args, kwargs, base)
         is_first_microbatch = kwargs.pop("is_first_microbatch", None)
-        if is_captured(state.block.device):  # whoever captures says when its micro-batches begin
+        if is_captured(state.block.device):  # the capturing code says when its micro-batches begin
             return self._call(root, args, kwargs, base)
         is_new = state.begin_(self, is_first_microbatch)
         try:

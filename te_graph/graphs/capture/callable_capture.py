@@ -33,7 +33,7 @@ from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
-from te_graph.graphs.guards.code_reader import Reader
+from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.module_calls import ModuleCalls
 from te_graph.graphs.guards.module_guard import build_module_guard, check_hooks
 from te_graph.graphs.guards.parametrizations import check_cache
@@ -92,7 +92,7 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.changed = ChangedInputs()
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
-        self._reader = Reader(root, group.options.ignore_attributes)
+        self._reader = CodeReader(root, group.options.ignore_attributes)
         sources = list(walk(root))
         self._sources = self._reader.sources()
         check_attributes(label, signature.distinct_names, samples, self._reader)
@@ -400,7 +400,7 @@ class CallableCapture:
             return run_region(function, args, kwargs)
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
-        """Run the backward once with zero gradients and note who gets one."""
+        """Run the backward once with zero gradients and note which tensors get one."""
         if not outputs:
             return Gradients([], [], [], [])
         reached = [{id(leaf): leaf for leaf in leaves_below(output)} for output in outputs]

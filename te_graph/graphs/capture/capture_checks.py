@@ -11,12 +11,12 @@ from torch import Tensor
 from te_graph.common.dispatch import is_dense, storage_key
 from te_graph.graphs.arguments.signature import subclass_of
 from te_graph.graphs.capture.results import ResultPlan
-from te_graph.graphs.guards.code_reader import Reader
+from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.sources import Source, walk
 from te_graph.graphs.tracing.externals import TensorWatch
 
 
-def check_attributes(label: str, names: list[str], samples: list[Tensor], reader: Reader) -> None:
+def check_attributes(label: str, names: list[str], samples: list[Tensor], reader: CodeReader) -> None:
     """Raise RuntimeError if one of ``samples`` [...] has an attribute put on it that the code, as ``reader`` knows it,
     names: the graph reads another tensor."""
     for name, sample in zip(names, samples, strict=True):

@@ -139,7 +139,7 @@ class ChangedArguments:
                 )
             if tensor.numel() and (addresses.count(addresses[number]) > 1 or addresses[number] in self.others):
                 return f"{name}, which the call changes in place, shares memory with something else that it uses"
-            if tensor.retains_grad:  # of the part that the graph has computed from it, nobody outside would hear
+            if tensor.retains_grad:  # the gradient inside the graph would not reach it
                 return f"{name}, which the call changes in place, retains its gradient"
         return None
 

@@ -17,10 +17,10 @@ def move_exported_results() -> None:
     """From now on a result of a replay gets memory of its own before its address is handed to another library.
 
     Results lie in memory that later replays overwrite. Who holds one as a tensor keeps its value, because the tensor is
-    moved before; who has its address alone would not notice. The entry points of torch that hand out addresses are
+    moved before; a holder of its address alone would not notice. The entry points of torch that hand out addresses are
     therefore wrapped, when the first callable is captured: ``Tensor.numpy`` (which ``__array__`` calls),
     ``__dlpack__``, ``__cuda_array_interface__`` and ``torch.utils.dlpack.to_dlpack``. ``data_ptr()`` and DLPack's C
-    exchange interface are not: who takes an address there may use it until the next call of the callable.
+    exchange interface are not: an address taken there is valid until the next call of the callable.
 
     Stream and capture: moving a result copies it on the current stream.
     """

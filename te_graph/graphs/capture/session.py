@@ -116,7 +116,7 @@ def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> Calla
 
 @contextlib.contextmanager
 def _saved_tensor_hooks_off() -> Iterator[None]:
-    """What a warm-up saves is no business of the code around it: a checkpoint would take it for its own."""
+    """Hide what a warm-up saves from the code around it: a checkpoint would take it for its own."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

@@ -27,7 +27,7 @@ from te_graph.graphs.tracing.calls import Frame, call, frame_of
 _log = logging.getLogger("te_graph")
 _ON_CHANGE = ("recapture", "eager", "raise")
 _MAX_ENTRIES = 8
-_PATIENCE = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
+_MAX_MISSES = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
 _TELLING = 4  # calls in a row, after which the log says why
 _MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
 _MAX_REASONS = 32  # values in messages may go on for ever
@@ -152,7 +152,7 @@ class GraphedFunction(Inlined):
             change = change or next((entry.change(frame) for entry in self._seen), "")
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
-        if (self._in_vain > _PATIENCE or self._walker.has_too_many_sources) and self._in_vain % _PATIENCE:
+        if (self._in_vain > _MAX_MISSES or self._walker.has_too_many_sources) and self._in_vain % _MAX_MISSES:
             return self._run(frame)
         with self._python():
             result, entry = run_first(self._label, frame, self._walker)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
-from te_graph.graphs.guards.code_reader import Reader
+from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.module_guard import ModuleGuard, guard_module, guard_source
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_watch import CodeWatch
@@ -29,7 +29,7 @@ _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__")
 
 
-def backward_guard(reader: Reader, watch: CodeWatch, used: Collection[int]) -> _C.Guard | None:
+def backward_guard(reader: CodeReader, watch: CodeWatch, used: Collection[int]) -> _C.Guard | None:
     """The guard over what the code that ``watch`` has seen in a backward may read, of the sources ``reader`` knows.
 
     None where it reads nothing there: a replay then has nothing to look at.

@@ -1,4 +1,4 @@
-"""What the code of a callable can read of the objects in its reach: what it never names is nobody's business."""
+"""What the code of a callable can read of the objects in its reach: what it never names is not guarded."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ _CODE_OF_FX = "<eval_with_key>"
 _SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
 
-class Reader:
+class CodeReader:
     """Walks from a callable along what its code can name, and learns on the way which names that are.
 
     The code is that of the functions met, of those methods of classes met that it names itself, and what was seen to
-    run, whoever called it; of a module whose class torch wrote, or derives from such a one, also all that torch's
+    run, called by any code; of a module whose class torch wrote, or derives from such a one, also all that torch's
     methods name. Where code looks at attributes without naming them (``vars(self)``), it may read all of them. Names
     that are put together at run time are those that it was seen to ask for.
 
@@ -156,8 +156,8 @@ class Reader:
 
     @property
     def elsewhere(self) -> list[types.FunctionType]:
-        """Functions that were seen to run and that no source leads to. One that nobody holds any more cannot run, and
-        would be missed: who compares them keeps them."""
+        """Functions that were seen to run and that no source leads to. One without an owner cannot run, and
+        would be missed: the guard that compares them keeps them."""
         return self._elsewhere
 
     @property

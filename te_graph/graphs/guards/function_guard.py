@@ -98,7 +98,7 @@ class FunctionGuard:
             guard.expect_same_object(step, obj)
 
     def _expect_keys(self, source: GuardedSource, step: int) -> None:
-        """The keys of a function's globals, and attributes, are no business of its callers': they are parents only."""
+        """The keys of a function's globals and attributes are not compared: those dictionaries are parents only."""
         keys, subject = _C.keys_of(source.obj), _size(source.name, "keys")
         if source.is_given:
             self.guard.add_step(_Kind.LENGTH, step, None, len(source.obj), None, subject, True)

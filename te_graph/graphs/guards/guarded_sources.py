@@ -112,7 +112,7 @@ def is_transparent(obj: Any) -> bool:
 
 
 def is_opaque(obj: Any) -> bool:
-    """True for what is compared by identity alone, and whose inside is nobody's business."""
+    """True for what is compared by identity alone, and never looked into."""
     if isinstance(obj, _OPAQUE):
         return True
     return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _SEEN_INTO)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_dense, is_own_file, is_user_file, storage_key
 from te_graph.graphs.graphed_class import plain_class
-from te_graph.graphs.guards.code_reader import Reader
+from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
 from te_graph.graphs.guards.lookups import missing
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
@@ -156,7 +156,7 @@ class ModuleGuard:
 
 
 def build_module_guard(
-    reader: Reader,
+    reader: CodeReader,
     sources: list[Source],
     externals: dict[int, External],
     leaves: Iterable[Tensor] = (),
@@ -172,7 +172,7 @@ def build_module_guard(
     copy of it. ``called``: identities of the modules that were called, so that their hooks ran.
 
     Raises:
-        RuntimeError: an external tensor cannot be reached, so nobody could tell when it moves; or a module that is
+        RuntimeError: an external tensor cannot be reached, so no guard could tell when it moves; or a module that is
             called has hooks and ``may_capture_hooks`` is False.
     """
     module_guard = ModuleGuard()
@@ -346,7 +346,7 @@ def _is_library(source: Source) -> bool:
     return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_opaque(type(obj))
 
 
-def _guard_absence(source: Source, module_guard: ModuleGuard, reader: Reader) -> None:
+def _guard_absence(source: Source, module_guard: ModuleGuard, reader: CodeReader) -> None:
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = source.attributes()
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
@@ -360,7 +360,7 @@ def _guard_absence(source: Source, module_guard: ModuleGuard, reader: Reader) ->
         module_guard.enter(source.child(source.obj, name_of(name, source.name), _Kind.NO_ATTRIBUTE, name))
 
 
-def _guard_code(sources: list[Source], modules: list[Source], module_guard: ModuleGuard, reader: Reader) -> None:
+def _guard_code(sources: list[Source], modules: list[Source], module_guard: ModuleGuard, reader: CodeReader) -> None:
     """What classes have for the code to run, and the code of functions."""
     for source in modules:
         module_guard.expect_class(source, source.name or type(source.obj).__name__, reader.members(source.obj))

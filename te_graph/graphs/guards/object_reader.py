@@ -59,7 +59,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
-class Reader:
+class ObjectReader:
     """Tells what the object at a source leads to.
 
     Attributes:
@@ -164,7 +164,7 @@ class Reader:
             return
         yield from contents(source)
         scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
-        for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until somebody hides it
+        for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until another one hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
         yield from self._attributes_of_function(source, function.__name__)
         if "globals" in code.co_names:
@@ -190,7 +190,7 @@ class Reader:
         obj, owner = source.obj, source.name or "self"
         members = source.attributes()
         if members is not None and not self.names.is_enough:
-            yield members  # who asks for all attributes sees that there are more
+            yield members  # code that asks for all attributes sees new ones
         elif members is not None:
             keys = [key for key in members.obj if self._reads(obj, key)]
             yield from (members.item(key, f"{owner}.{key}") for key in keys)
@@ -289,7 +289,7 @@ def hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:
 
 
 def _is_of_torch(kind: type) -> bool:
-    """Tensors are left out: who watches a capture exchanges methods of theirs."""
+    """Tensors are left out: a capture patches methods of theirs."""
     return kind.__module__.partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
 
 

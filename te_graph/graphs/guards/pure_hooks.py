@@ -20,7 +20,7 @@ from torch import Tensor, nn
 # The packages' functions of the same names hide the modules.
 _WeightNorm = sys.modules["torch.nn.utils.weight_norm"].WeightNorm
 _SpectralNorm = sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm
-# Loaded by whoever prunes, and by nobody else.
+# Loaded by code that prunes, and not before.
 _PRUNE = "torch.nn.utils.prune"
 ARGUMENT = "computed by hooks"  # among the keyword arguments of a capture
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.guarded_sources import GuardedSource, is_transparent
-from te_graph.graphs.guards.object_reader import Reader, hooks_of_all
+from te_graph.graphs.guards.object_reader import ObjectReader, hooks_of_all
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Frame
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, is_generated, too_many
@@ -121,7 +121,7 @@ def _strings_of(obj: Any) -> Iterator[str]:
 
 
 def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, everything: bool) -> list[GuardedSource]:
-    reader = Reader(names, everything)
+    reader = ObjectReader(names, everything)
     sources: list[GuardedSource] = []
     seen: dict[int, GuardedSource] = {}
     valued: dict[int, GuardedSource] = {}

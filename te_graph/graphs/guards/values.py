@@ -20,7 +20,7 @@ from te_graph import _C
 
 try:
     import numpy as np
-except ImportError:  # then nobody has its objects
+except ImportError:  # then no object of it exists
     np = None
 
 

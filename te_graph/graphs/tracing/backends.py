@@ -35,7 +35,7 @@ class RecorderBackend:
             torch.set_rng_state(state)
 
     def watch_generator(self, label: str) -> contextlib.AbstractContextManager[None]:
-        """The recorder sees for itself who sets the generator."""
+        """The recorder sees by itself where the generator is set."""
         return contextlib.nullcontext()
 
     def new_pool(self) -> None:
@@ -105,7 +105,7 @@ class CudaBackend:
     def watch_generator(self, label: str) -> Iterator[None]:
         """Around the warm-up of one callable: refuse it if it seeds the generator, which a replay would not do.
 
-        The generator runs from a seed that nobody else would set.
+        The generator runs from a seed that no other code would set.
         """
         generator = torch.cuda.default_generators[self._device.index]
         seed = int.from_bytes(os.urandom(7), "little")

@@ -1,4 +1,4 @@
-"""Which Python functions run while a function is watched, whoever calls them: torch, Python or the user's code."""
+"""Which Python functions run while a function is watched: those called by torch, by Python and by the user's code."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _reason_to_note(func: Any, args: tuple, kwargs: dict, device: torch.device) 
         return BUILDS_ON_HOST if tensors[0].device == device else None
     if name in COPIES:
         return LEAVES_DEVICE if _waits(func, args, kwargs, tensors) else None
-    # What moves a tensor, and what works on the host, is done once, and no business of CUDA's.
+    # What moves a tensor, and what works on the host, is done once, and unknown to CUDA.
     if name in MOVING or (tensors and all(tensor.device.type == "cpu" for tensor in tensors)):
         return None
     return reason_for_no_graph(func, args, kwargs, device)

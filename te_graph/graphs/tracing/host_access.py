@@ -2,7 +2,7 @@
 
 While a function mode is on, ``torch.overrides.has_torch_function`` says yes to everybody. Code that asks, such as the
 fast path of ``torch.nn.TransformerEncoderLayer``, would take another branch in a capture than in eager execution. So
-the methods of ``torch.Tensor`` are exchanged for as long as somebody captures.
+the methods of ``torch.Tensor`` are patched for as long as a capture is under way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph.graphs.tracing.patches import Exchange
+from te_graph.graphs.tracing.patches import Patch
 from te_graph.graphs.tracing.refusals import Refusals, refuse_host_access
 
 _METHODS = ("tolist", "numpy", "__array__", "__repr__", "cpu", "cuda", "to")
@@ -38,14 +38,14 @@ def _seen(func: Callable) -> Callable:
     return seen
 
 
-class _Methods(Exchange):
+class _Methods(Patch):
     """The methods of ``torch.Tensor``."""
 
     def __init__(self) -> None:
         super().__init__()
         self._own: dict[str, Any] = {}
 
-    def _exchange(self) -> None:
+    def _patch(self) -> None:
         # It makes tables of the methods when it is first imported, which torch does for the first dispatch mode.
         import torch._dynamo
 
@@ -58,7 +58,7 @@ class _Methods(Exchange):
             parts = _seen(member.__get__), _seen(member.__set__), _seen(member.__delete__)
             setattr(torch.Tensor, name, property(*parts))
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for name in (*_METHODS, *_PROPERTIES):
             if name in self._own:
                 setattr(torch.Tensor, name, self._own[name])

@@ -1,4 +1,4 @@
-"""Functions and methods of Python and torch that are exchanged for as long as somebody captures."""
+"""Functions and methods of Python and torch that are patched for as long as a capture is under way."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from te_graph.common.dispatch import is_user_file
 from te_graph.common.own_objects import OwnObject
 
 
-class Exchange(OwnObject):
-    """What all threads share: exchanged by the first user, put back by the last.
+class Patch(OwnObject):
+    """A change of what all threads share: made by the first user, undone by the last.
 
     Attributes:
-        users: who wants it exchanged at present.
+        users: captures that want it patched at present.
     """
 
     def __init__(self) -> None:
@@ -27,19 +27,19 @@ class Exchange(OwnObject):
         with self._lock:
             self.users = (*self.users, user)
             if len(self.users) == 1:
-                self._exchange()
+                self._patch()
 
     def end(self, user: Any) -> None:
         with self._lock:
             last = next(number for number in reversed(range(len(self.users))) if self.users[number] is user)
             self.users = (*self.users[:last], *self.users[last + 1 :])
             if not self.users:
-                self._put_back()
+                self._restore()
 
-    def _exchange(self) -> None:
+    def _patch(self) -> None:
         raise NotImplementedError
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class NameWatch:
         _attribute_functions.end(self)
 
 
-class _AttributeFunctions(Exchange):
+class _AttributeFunctions(Patch):
     """``getattr`` and the like, which tell the watches the names that code of the user's gives them."""
 
     def __init__(self) -> None:
@@ -77,10 +77,10 @@ class _AttributeFunctions(Exchange):
         telling.__module__ = function.__module__
         return telling
 
-    def _exchange(self) -> None:
+    def _patch(self) -> None:
         vars(builtins).update(self._telling)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         vars(builtins).update(self._own)
 
 

@@ -102,7 +102,7 @@ class Recorder:
 
     Args:
         poison: after each replay fill with NaN what only the recorder holds (floating point and complex storages).
-            A CUDA graph would have given that memory to others, so whoever still reads it reads NaN.
+            A CUDA graph would have given that memory to others, so a late read of it gives NaN.
 
     Attributes:
         frozen: tensors that the region built from Python data; their values are those of the capture.
@@ -196,7 +196,7 @@ class Recorder:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._born.values())
 
     def freeze_lifetimes(self) -> None:
-        """Decide what ``poison`` fills: storages born in the region that nobody but this recorder holds now.
+        """Decide what ``poison`` fills: storages born in the region that only this recorder holds now.
 
         Call it once the references that will not stay (autograd graphs of the capture) are dropped; the first replay
         does it otherwise. Later calls have no effect. Raises RuntimeError when nothing is recorded.

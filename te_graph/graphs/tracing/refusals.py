@@ -158,7 +158,7 @@ class GeneratorWatch:
         return self._generator.get_state()
 
     def check(self, operation: str, before: Tensor) -> None:
-        """Refuse a random call if somebody set the state since the last one; ``before`` [state size] preceded it.
+        """Refuse a random call if the state was set since the last one; ``before`` [state size] preceded it.
 
         A call is random when it moved the generator. Schema tags do not tell: an attention without dropout bears the
         same tag as one with dropout, and a checkpoint that draws nothing may set and restore the state.

@@ -43,7 +43,7 @@ def user_site() -> str:
 def site_of(error: BaseException) -> str | None:
     """As ``user_site``, of where ``error`` was raised; None where that was not inside what is captured.
 
-    To be called by who has called ``run_region``, or the engine: frames further out are not to be in the traceback yet.
+    To be called by the caller of ``run_region``, or by the engine: the traceback must not hold outer frames yet.
     """
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     is_backward = any(code.co_name == _ENGINE_ENTRY for code, _ in frames)
