@@ -1,5 +1,5 @@
-"""The areas of the code, common < multi_tensor < graphs < collectives < fp8 < flat < pipeline: what lies in one uses what
-lies in it or to its left, in C++ and Python alike, and no modules import each other in a circle."""
+"""The areas of the code, common < multi_tensor < graphs < collectives < fp8 < flat < pipeline: what lies in one uses
+what lies in it or to its left, in C++ and Python alike, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def python_imports() -> Edges:
     for name in edges:
         for module, names in imports_in(ast.parse(modules[name].read_text())):
             inner = {f"{module}.{one}" for one in names if f"{module}.{one}" in modules}
-            edges[name] |= (inner or {module}) & edges.keys() - {name}
+            # The package itself loads the extension before all else, and hands that on.
+            edges[name] |= (inner or {module}) & edges.keys() - {name, "te_graph"}
     return edges
 
 

@@ -145,13 +145,6 @@ cudaError_t launch_scales(const float* amax, float* scale, int64_t count, const 
     return cudaGetLastError();
 }
 
-const graphs::KernelInfo& amax_update_kernel_info() {
-    static const graphs::KernelInfo info{
-        .name = "amax_and_scale_update",
-        .functions = {&amax_and_scale_update_kernel<false>},
-        .arguments = {{"update_weight_scale_inv", 9, graphs::KernelInfo::Argument::kBool}},
-    };
-    return info;
-}
+std::vector<KernelFunction> update_kernels() { return {&amax_and_scale_update_kernel<false>}; }
 
 }  // namespace te_graph::fp8

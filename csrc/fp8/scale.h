@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "common/kernel_info.h"
 #include "fp8/format.h"
-#include "graphs/kernel_info.h"
 
 #ifdef TE_GRAPH_CUDA
 #include <cuda_runtime_api.h>
@@ -99,7 +99,8 @@ cudaError_t launch_update(const Update& update, cudaStream_t stream);
 cudaError_t launch_current_scale(const CurrentScale& work, cudaStream_t stream);
 cudaError_t launch_scales(const float* amax, float* scale, int64_t count, const ScaleRule& rule, cudaStream_t stream);
 
-const graphs::KernelInfo& amax_update_kernel_info();
+// Those whose `update_weight_scale_inv` is a number.
+std::vector<KernelFunction> update_kernels();
 #endif
 
 }  // namespace te_graph::fp8

@@ -12,6 +12,18 @@ namespace te_graph::fp8 {
 namespace {
 
 constexpr const char* kUpdate = "amax_and_scale_update_inplace";
+
+const KernelRegistration amax_and_scale_update({
+    .name = "amax_and_scale_update",
+    .op = "te_graph.amax_and_scale_update_inplace.Scalar",
+#ifdef TE_GRAPH_CUDA
+    .functions = update_kernels(),
+#else
+    .functions = {},
+#endif
+    .arguments = {{"update_weight_scale_inv", 9, KernelInfo::Argument::kBool}},
+});
+
 constexpr const char* kCurrent = "fp8_current_scale";
 constexpr const char* kScale = "fp8_scale";
 

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "fp8/scale.h"
-
 namespace te_graph::graphs {
 namespace {
 
@@ -89,11 +87,6 @@ void collect(cudaGraph_t graph, cudaGraphNode_t child, const KernelInfo& kernel,
 }
 
 }  // namespace
-
-const std::vector<const KernelInfo*>& kernels() {
-    static const std::vector<const KernelInfo*> all{&fp8::amax_update_kernel_info()};
-    return all;
-}
 
 KernelNode::KernelNode(std::shared_ptr<CudaGraph> graph, const KernelInfo* kernel, const KernelFunction* function,
                        cudaGraphNode_t node, cudaGraphNode_t child)

@@ -11,13 +11,10 @@
 #include <variant>
 #include <vector>
 
+#include "common/kernel_info.h"
 #include "graphs/cuda_graph.h"
-#include "graphs/kernel_info.h"
 
 namespace te_graph::graphs {
-
-// Every kernel whose nodes can be found.
-const std::vector<const KernelInfo*>& kernels();
 
 // The value of a scalar argument; index() is its KernelInfo::Argument::Type.
 using Scalar = std::variant<bool, int32_t, float>;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/kernel_info.h"
 #include "graphs/bindings.h"
 #include "graphs/graph.h"
 #include "graphs/nodes.h"
@@ -11,40 +12,50 @@ namespace py = pybind11;
 
 namespace te_graph::graphs {
 
-#ifdef TE_GRAPH_CUDA
 namespace {
 
+const char* name_of(KernelInfo::Argument::Type type) {
+    return type == KernelInfo::Argument::kBool ? "bool" : type == KernelInfo::Argument::kInt32 ? "int" : "float";
+}
+
+// Of each kernel the op that launches it, and the types of the arguments that can be set.
+py::dict kernel_table() {
+    py::dict table;
+    for (const KernelInfo& kernel : kernels()) {
+        py::dict arguments;
+        for (const KernelInfo::Argument& argument : kernel.arguments) {
+            arguments[argument.name.c_str()] = name_of(argument.type);
+        }
+        table[kernel.name.c_str()] = py::make_tuple(kernel.op, arguments);
+    }
+    return table;
+}
+
+#ifdef TE_GRAPH_CUDA
+
 std::vector<KernelNode> find_nodes(const std::shared_ptr<CapturedGraph>& graph, const std::string& name) {
-    const auto is_named = [&](const KernelInfo* kernel) { return kernel->name == name; };
+    const auto is_named = [&](const KernelInfo& kernel) { return kernel.name == name; };
     const auto kernel = std::find_if(kernels().begin(), kernels().end(), is_named);
     TORCH_INTERNAL_ASSERT(kernel != kernels().end(), "kernels() lacks ", name);
     const auto cuda_graph = std::dynamic_pointer_cast<CudaGraph>(graph);
     TORCH_INTERNAL_ASSERT(cuda_graph, "kernel nodes of a recorder");
-    return KernelNode::find(cuda_graph, **kernel);
+    return KernelNode::find(cuda_graph, *kernel);
 }
 
-// Names of the arguments that can be set, by kernel.
-std::map<std::string, std::vector<std::string>> settable_arguments() {
-    std::map<std::string, std::vector<std::string>> names;
-    for (const KernelInfo* const kernel : kernels()) {
-        for (const auto& argument : kernel->arguments) names[kernel->name].emplace_back(argument.name);
-    }
-    return names;
-}
+#endif
 
 }  // namespace
-#endif
 
 void bind_nodes(py::module_& m) {
     py::class_<CapturedGraph, std::shared_ptr<CapturedGraph>>(m, "CapturedGraph")
         .def(py::init(&make_graph), py::arg("captured"))
         .def_property_readonly("captured", &CapturedGraph::captured);
+    m.def("kernels", &kernel_table);
 #ifdef TE_GRAPH_CUDA
     py::class_<KernelNode>(m, "KernelNode")
         .def("get", &KernelNode::get, py::arg("argument"))
         .def("set_", &KernelNode::set, py::arg("values"));
     m.def("kernel_nodes", &find_nodes, py::arg("graph"), py::arg("kernel"));
-    m.def("settable_arguments", &settable_arguments);
 #else
     m.def(
         "kernel_nodes",

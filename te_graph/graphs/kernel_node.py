@@ -14,19 +14,20 @@ from te_graph.graphs.capture.options import is_disabled
 from te_graph.graphs.functions.graphed import GraphedFunction
 from te_graph.graphs.tracing.recorder import RecordedCall, Recorder
 
+_TYPES = {"bool": bool, "int": int, "float": float}
+
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What can be set of a kernel, by its name in the operator's schema, and which operator launches it."""
+    """The op that launches a kernel, and what can be set of it, by its name in the op's schema."""
 
-    operator: str
+    op: str
     arguments: dict[str, type]
 
 
 _KERNELS = {
-    "amax_and_scale_update": _Kernel(
-        "te_graph.amax_and_scale_update_inplace.Scalar", {"update_weight_scale_inv": bool}
-    ),
+    name: _Kernel(op, {argument: _TYPES[kind] for argument, kind in arguments.items()})
+    for name, (op, arguments) in _C.kernels().items()
 }
 
 
@@ -143,5 +144,5 @@ def _graphs_of(graph: Any) -> list[_C.CapturedGraph]:
 def _nodes_of(graph: _C.CapturedGraph, kernel: str) -> list[_C.KernelNode] | list[RecordedCall]:
     captured = graph.captured
     if isinstance(captured, Recorder):
-        return captured.calls(_KERNELS[kernel].operator)
+        return captured.calls(_KERNELS[kernel].op)
     return _C.kernel_nodes(graph, kernel)

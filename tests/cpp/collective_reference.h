@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "collective_ranks.h"
-#include "cpu/element.h"
+#include "multi_tensor/element_cpu.h"
 
 namespace te_graph::collectives {
 

@@ -7,7 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "cpu/fp8_element.h"
+#include "fp8/element_cpu.h"
 #include "fp8/scale.h"
 #include "fp8_cases.h"
 

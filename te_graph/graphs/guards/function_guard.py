@@ -18,7 +18,7 @@ class FunctionGuard:
     """The guard over the sources of one call.
 
     Args:
-        facts: as an ``SourceWalker`` found them.
+        sources: as a ``SourceWalker`` found them.
         used: identities of the storages whose memory matters; None: all.
         written: of those that a replay writes.
         asked: identities of the tensors that the function asks for their gradients, so that one that appears or goes is

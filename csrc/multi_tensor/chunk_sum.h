@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "cpu/element.h"
+#include "multi_tensor/element_cpu.h"
 #include "multi_tensor/norm.h"
 
 namespace te_graph::multi_tensor {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/element.h"
 #include "fp8/format.h"
+#include "multi_tensor/element_cpu.h"
 
 namespace te_graph::fp8 {
 

@@ -1,5 +1,5 @@
 // Scales on the CPU: the executable specification.
-#include "cpu/fp8_element.h"
+#include "fp8/element_cpu.h"
 #include "fp8/scale.h"
 
 namespace te_graph::fp8 {

@@ -1,7 +1,7 @@
 // Plain loops: the specification of the norms. For p = 0, 1, 2 and infinity the CUDA kernels find the same bits.
 #include <vector>
 
-#include "cpu/chunk_sum.h"
+#include "multi_tensor/chunk_sum.h"
 #include "multi_tensor/norm.h"
 
 namespace te_graph::multi_tensor {

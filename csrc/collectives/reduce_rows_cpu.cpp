@@ -1,6 +1,6 @@
 // Sums of rows on the CPU, with the bits of the kernels but for the payloads of NaNs.
 #include "collectives/reduce_rows.h"
-#include "cpu/element.h"
+#include "multi_tensor/element_cpu.h"
 
 namespace te_graph::collectives {
 namespace {

@@ -1,8 +1,8 @@
 // Casts to FP8 and back on the CPU: the executable specification.
 #include <vector>
 
-#include "cpu/fp8_element.h"
 #include "fp8/cast.h"
+#include "fp8/element_cpu.h"
 
 namespace te_graph::fp8 {
 namespace {
