@@ -1,4 +1,4 @@
-"""README's table and plot of collectives_RANKS.json."""
+"""The table and plot of collectives_RANKS.json."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""README's table and plot of fp8.json."""
+"""The table and plot of fp8.json."""
 
 from typing import Any
 

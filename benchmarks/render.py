@@ -1,7 +1,7 @@
-"""Write the tables and plots of benchmarks/results/*.json into README.md, between markers.
+"""Write the tables and plots of benchmarks/results/*.json into README.md and docs/benchmarks.md, between markers.
 
     python benchmarks/render.py                   # render; nothing changes if all is as measured
-    python benchmarks/render.py --check           # fail if README.md or a plot is not what the results say
+    python benchmarks/render.py --check           # fail if a file is not what the results say
     python benchmarks/render.py --plot times.png  # also draw the times of graphed.json
 
 What concerns results/NAME.json goes between <!-- results:NAME --> and <!-- /results -->, each on a line of its own;
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 START = re.compile(r"<!-- results:(\w+) -->")
 END = "<!-- /results -->"
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 SWEEP = "graphed_sweep"
 LEFT_OUT = ("te_graph_unchained",)  # of the table, which is to stay narrow
 SHOWN = (  # rows of the table of multi-tensor ops: list and operation
@@ -296,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Render or check; returns the exit status."""
     parser = argparse.ArgumentParser(description="Write benchmark results into a Markdown file, between markers.")
     add = parser.add_argument
-    add("--readme", type=Path, default=ROOT / "README.md", help="file with the markers")
+    add("--files", type=Path, nargs="+", default=DOCUMENTS, help="Markdown files with the markers")
     add("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of JSON files")
     add("--check", action="store_true", help="change nothing; fail if a file is stale")
     add("--plot", type=Path, help="file for a plot of graphed.json")
@@ -305,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--plot: expected a name that ends in {', '.join(PLOT_SUFFIXES)}, got {options.plot}")
     try:
         records = load_results(options.results)
-        stale = _stale_files(options.readme, options.results, records, options.check)
+        stale = _stale_files(options.files, options.results, records, options.check)
         if options.plot:
             save_times(options.plot, records["graphed"])
     except ImportError as error:
@@ -319,15 +320,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for path, content in stale.items():
         path.write_text(content, encoding="utf-8")
-    print(f"rendered: {', '.join(map(str, stale))}" if stale else f"{options.readme} is up to date")
+    print(f"rendered: {', '.join(map(str, stale))}" if stale else f"{', '.join(map(str, options.files))}: up to date")
     return 0
 
 
-def _stale_files(readme: Path, results: Path, records: dict[str, dict[str, Any]], is_check: bool) -> dict[Path, str]:
+def _stale_files(
+    documents: Sequence[Path], results: Path, records: dict[str, dict[str, Any]], is_check: bool
+) -> dict[Path, str]:
     """The files that are not what the results say, and what they should hold."""
-    text = readme.read_text(encoding="utf-8")
-    rendered = render(text, records)
-    stale = {readme: rendered} if rendered != text else {}
+    stale = {}
+    for document in documents:
+        text = document.read_text(encoding="utf-8")
+        # Plots are found from where the document is.
+        up = "../" if document.parent == ROOT / "docs" else ""
+        rendered = render(text, records).replace("](benchmarks/", f"]({up}benchmarks/")
+        if rendered != text:
+            stale[document] = rendered
     for name in filter(records.__contains__, PLOTS):
         plot, record = results / f"{name}.svg", records[name]
         if not (plot.exists() and is_current(plot.read_text(encoding="utf-8"), record)):

@@ -282,7 +282,7 @@ def test_a_profile_lists_host_operations(capsys):
 def test_render_turns_what_a_run_leaves_into_a_table(cpu_run, record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:graphed -->\n<!-- /results -->\n")
-    options = ["--readme", str(readme), "--results", str(cpu_run[1])]
+    options = ["--files", str(readme), "--results", str(cpu_run[1])]
     assert render.main([*options, "--check"]) == 1
     assert render.main(options) == 0 and render.main([*options, "--check"]) == 0
     (line,) = [line for line in readme.read_text().splitlines() if line.startswith("| h 32, 8 tokens |")]

@@ -328,7 +328,7 @@ def test_render_turns_what_a_run_leaves_into_a_table_and_a_plot(cpu_run, tmp_pat
     results.mkdir()
     content = (cpu_run[1] / "collectives_2.json").read_text()
     (results / "collectives_2.json").write_text(content)
-    options = ["--readme", str(readme), "--results", str(results)]
+    options = ["--files", str(readme), "--results", str(results)]
     assert render.main([*options, "--check"]) == 1
     assert render.main(options) == 0 and render.main([*options, "--check"]) == 0
     assert (results / "collectives_2.svg").read_text() == plots.collectives_svg(json.loads(content))

@@ -383,7 +383,7 @@ def test_render_turns_what_a_run_leaves_into_a_table_and_a_plot_and_check_tells_
     readme.write_text(README)
     results.mkdir()
     (results / "fp8.json").write_text(json.dumps(record))
-    options = ["--readme", str(readme), "--results", str(results)]
+    options = ["--files", str(readme), "--results", str(results)]
     assert render.main([*options, "--check"]) == 1
     assert render.main(options) == 0 and render.main([*options, "--check"]) == 0
     assert (results / "fp8.svg").read_text() == plots.fp8_svg(record)

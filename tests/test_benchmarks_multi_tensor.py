@@ -286,7 +286,7 @@ def test_a_failed_cell_is_told_and_one_without_an_operation_is_empty(record):
 def test_render_turns_what_a_run_leaves_into_a_table_and_check_tells_a_stale_one(cpu_run, record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README)
-    options = ["--readme", str(readme), "--results", str(cpu_run[1])]
+    options = ["--files", str(readme), "--results", str(cpu_run[1])]
     assert render.main([*options, "--check"]) == 1
     assert render.main(options) == 0 and render.main([*options, "--check"]) == 0
     (line,) = [line for line in readme.read_text().splitlines() if line.startswith("| 50 x 1024, bf16: clip, nothing")]
@@ -301,7 +301,7 @@ def test_without_results_and_without_a_block_nothing_is_stale(record, tmp_path):
     (tmp_path / "graphed.json").write_text((BENCHMARKS / "results" / "graphed.json").read_text())
     readme = tmp_path / "README.md"
     readme.write_text("<!-- results:graphed -->\n<!-- /results -->\n")
-    options = ["--readme", str(readme), "--results", str(tmp_path)]
+    options = ["--files", str(readme), "--results", str(tmp_path)]
     assert render.main(options) == 0 and render.main([*options, "--check"]) == 0
     assert "multi_tensor" not in readme.read_text()
 

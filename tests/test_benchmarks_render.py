@@ -49,7 +49,7 @@ def folder(record, tmp_path):
     (tmp_path / "results" / "graphed.json").write_text(json.dumps(record))
 
     def call(*options: object) -> int:
-        places = ["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path / "results")]
+        places = ["--files", str(tmp_path / "README.md"), "--results", str(tmp_path / "results")]
         try:
             return render.main([*places, *map(str, options)])
         except SystemExit as stop:  # argparse's way

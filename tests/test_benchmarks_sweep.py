@@ -179,7 +179,7 @@ def folder(record, tmp_path):
     (tmp_path / "results" / "graphed_sweep.json").write_text(json.dumps(measured(record)))
 
     def call(*options: str) -> int:
-        places = ["--readme", str(tmp_path / "README.md"), "--results", str(tmp_path / "results")]
+        places = ["--files", str(tmp_path / "README.md"), "--results", str(tmp_path / "results")]
         try:
             return render.main([*places, *options])
         except SystemExit as stop:  # argparse's way

@@ -369,7 +369,7 @@ def test_keyword_arguments_and_explicit_defaults_are_calls_of_their_own() -> Non
 
 
 def test_the_limits() -> None:
-    """What README says that is not seen. Each of these is wrong, and known to be."""
+    """What docs/limits.md says that is not seen. Each of these is wrong, and known to be."""
     x, lock, chain = torch.ones(2), threading.Lock(), types.SimpleNamespace()
     far = chain
     for _ in range(20):

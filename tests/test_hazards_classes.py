@@ -235,7 +235,7 @@ def test_a_member_that_code_gets_to_by_super_is_seen(device, case, is_inner):
 
 @pytest.mark.parametrize("how", ["class", "bases"])
 def test_a_class_that_gets_between_two_others_is_not_seen(device, how):
-    """What README says that is not seen. It is wrong, and known to be."""
+    """What docs/limits.md says that is not seen. It is wrong, and known to be."""
 
     class First(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]

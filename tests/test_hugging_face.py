@@ -1,4 +1,4 @@
-"""Models of Hugging Face graphed by README's recipe: three steps equal those of an eager copy, all calls replay."""
+"""Hugging Face models graphed by the recipe of docs/interfaces.md: three steps equal eager ones, all calls replay."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
 ]
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-(RECIPE,) = (code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "use_cache" in code)
+INTERFACES = Path(__file__).resolve().parents[1] / "docs" / "interfaces.md"
+CODES = re.findall(r"```python\n(.*?)```", INTERFACES.read_text(), re.DOTALL)
+(RECIPE,) = (code for code in CODES if "use_cache" in code)
 BATCH, TOKENS, VOCABULARY = 2, 8, 61
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
 TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, **SIZES}

@@ -1,4 +1,4 @@
-"""README.md: its example runs, what it names exists, its table is what was measured."""
+"""README.md and docs: the example runs, what they name exists, tables are what was measured."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import te_graph as tg
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
 def test_example_runs_and_replays() -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)  # the other: test_hugging_face.py
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
     names: dict = {}
     exec(code, names)
@@ -25,11 +28,26 @@ def test_example_runs_and_replays() -> None:
         assert info["eager_calls"] == {}
 
 
-def test_every_path_exists() -> None:
-    paths = set(re.findall(r"\]\(([\w/.]+)\)|\b((?:docs|benchmarks|examples|tests)/[\w/.]+\w)", TEXT))
-    names = {a or b for a, b in paths}
-    assert "docs/design.md" in names
-    assert [name for name in names if not (ROOT / name).exists()] == []
+def test_it_is_read_in_two_minutes() -> None:
+    assert len(TEXT.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_exists(document) -> None:
+    text = document.read_text()
+    links = {link for link in re.findall(r"\]\(([^)#\s]*)[^)\s]*\)", text) if link and "://" not in link}
+    assert [link for link in links if not (document.parent / link).exists()] == []
+    named = set(re.findall(r"\b((?:docs|benchmarks|examples|tests|csrc|te_graph)/[\w/.]+\w)", text))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_document_is_reached_from_readme() -> None:
+    assert set(re.findall(r"\]\((docs/[\w/.]+)", TEXT)) == {f"docs/{path.name}" for path in DOCUMENTS[1:]}
+
+
+def test_every_public_name_is_listed() -> None:
+    names = set(re.findall(r"\b\w+\b", TEXT + (ROOT / "docs" / "interfaces.md").read_text()))
+    assert set(tg.__all__) - names == set()
 
 
 def test_every_make_target_exists() -> None:
@@ -40,7 +58,8 @@ def test_every_make_target_exists() -> None:
 
 
 def test_signature_is_the_one_of_the_code() -> None:
-    (written,) = re.findall(r"`make_graphed_callables\((.*?)\)`", TEXT, re.DOTALL)
+    interfaces = (ROOT / "docs" / "interfaces.md").read_text()
+    (written,) = re.findall(r"`make_graphed_callables\((.*?)\)`", interfaces, re.DOTALL)
     parameters = inspect.signature(tg.make_graphed_callables).parameters
     names = [re.split("=", part.strip())[0] for part in written.split(",")]
     assert [name for name in names if name != "*"] == list(parameters)

@@ -32,7 +32,7 @@ import te_graph as tg
 VOCABULARY = 11
 MODES = ("layers", "chain", "some layers", "one by one", "whole", "parts", "step", "optimizer")
 _PARTS = (nn.Linear, nn.LayerNorm, nn.BatchNorm1d)
-# Events after which a gradient has several parts, which README's limits say are added in another order.
+# Events after which a gradient has several parts, which docs/limits.md say are added in another order.
 _SEVERAL_PARTS = {"summed", "several_in_flight", "shared_block", "penalty", "recompute", "retained", "hold_loss"}
 
 
@@ -92,7 +92,7 @@ class Script:
 
     @property
     def may_round(self) -> bool:
-        """True where README's limits tell of other rounding: the order of sums, autocast, layouts of gradients."""
+        """True where docs/limits.md tell of other rounding: the order of sums, autocast, layouts of gradients."""
         has_parts = any(event.kind in _SEVERAL_PARTS for event in self.events) or self.is_autocast
         return has_parts or (self.is_tied and self.mode == "whole") or "convolution" in self.names
 
@@ -119,7 +119,7 @@ def draw(seed: int) -> Script:
     events = ["train", *(rng.choice(kinds) for _ in range(rng.randint(2, 7))), "train"]
     names = tuple(rng.choice(list(BLOCKS)) for _ in range(rng.randint(1, 4)))
     if "recomputed" in names:
-        options["max_in_flight"] = 8  # a call that is computed again must find a slot if the first did (README, Limits)
+        options["max_in_flight"] = 8  # a call that is computed again must find a slot if the first did (docs/limits.md)
     return Script(
         seed=seed,
         names=names,

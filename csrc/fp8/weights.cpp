@@ -136,15 +136,22 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
 }
 
 WeightTable::Place::Place(const at::Tensor& tensor)
-    : data(tensor.const_data_ptr()), dtype(tensor.dtype()), sizes(tensor.sizes()) {
-    if (!tensor.is_contiguous()) strides = tensor.strides();
+    : data(tensor.const_data_ptr()),
+      dtype(tensor.dtype()),
+      dim(static_cast<uint8_t>(tensor.dim())),
+      is_contiguous(tensor.is_contiguous()) {
+    std::copy(tensor.sizes().begin(), tensor.sizes().end(), sizes.begin());
+    std::copy(tensor.strides().begin(), tensor.strides().end(), strides.begin());
 }
 
-const char* WeightTable::Place::change_of(const at::Tensor& tensor) const {
+inline const char* WeightTable::Place::change_of(const at::Tensor& tensor) const {
     const c10::TensorImpl& now = *tensor.unsafeGetTensorImpl();
     if (tensor.const_data_ptr() != data) return " moved to other memory";
-    const bool is_as_before = now.dtype() == dtype && now.sizes() == sizes && !now.key_set().has_any(kDeferred) &&
-                              (strides.empty() ? now.is_contiguous() : now.strides() == strides);
+    const at::IntArrayRef now_sizes = now.sizes();
+    const bool is_as_before =
+        now_sizes.size() == dim && now_sizes[0] == sizes[0] && (dim == 1 || now_sizes[1] == sizes[1]) &&
+        now.dtype() == dtype && !now.key_set().has_any(kDeferred) &&
+        (is_contiguous ? now.is_contiguous() : now.strides() == at::IntArrayRef(strides.data(), dim));
     return is_as_before ? nullptr : " changed its shape, strides or dtype";
 }
 

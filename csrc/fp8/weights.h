@@ -3,8 +3,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/DimVector.h>
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -56,9 +56,12 @@ private:
         // What is another about `tensor` now, in words; nullptr: nothing.
         const char* change_of(const at::Tensor& tensor) const;
 
+        // Small, since all are read at the start of each micro-batch.
         const void* data;
+        std::array<int64_t, 2> sizes{}, strides{};  // [dim]
         caffe2::TypeMeta dtype;
-        c10::DimVector sizes, strides;  // no strides: contiguous
+        uint8_t dim;  // 1 or 2
+        bool is_contiguous;
     };
     using Places = std::vector<Place>;
     static Places places_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }

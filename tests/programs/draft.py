@@ -178,7 +178,7 @@ class Draft:
                 batch.values.append(result)
             if letter != "n":
                 batch.ends[result] = letter == "d"
-                # Which results backward(inputs=...) goes through cannot be told inside a callable (README, Limits).
+                # Which results backward(inputs=...) goes through cannot be told inside a callable (docs/limits.md).
                 hangs_on_all = piece.kind.takes == 1 or len(results) == 1
                 if hangs_on_all and not piece.kind.aliases:
                     self._hook(batch, result)

@@ -166,7 +166,7 @@ def _parameter(draft: Draft) -> None:
         f"o{owner}.load_state_dict({{k: v.clone() for k, v in o{owner}.state_dict().items()}}, assign=True)",
     ]
     if owner not in draft.main_grads:
-        # Replays of several results also call hooks of what gets no gradient (README, Limits): these must not matter.
+        # Replays of several results also call hooks of what gets no gradient (docs/limits.md): these must not matter.
         calls_more_hooks = any(len(piece.kind.gives) > 1 for piece in draft.pieces)
         after = "None" if calls_more_hooks else "setattr(p, 'grad', None)"
         ways += [
@@ -188,7 +188,7 @@ def _optimizer(draft: Draft) -> None:
         owners = ", ".join(f"o{piece.number}" for piece in draft.with_parameters())
         parameters = f"{{id(p): p for o in ({owners},) for p in params(o)}}.values()"
         kinds = ["SGD({}, lr=0.5, momentum=0.5)"]
-        # AdamW takes no conjugate view, as autograd keeps it; what graphs leave is none (README, Limits).
+        # AdamW takes no conjugate view, as autograd keeps it; what graphs leave is none (docs/limits.md).
         if not draft.is_exact and not any(piece.name == "ConjugateGrad" for piece in draft.pieces):
             kinds.append("AdamW({}, lr=0.1)")
         kind = draft.rng.choice(kinds)

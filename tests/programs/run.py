@@ -82,7 +82,7 @@ class World:
     def see(self, name: str, value: Any) -> None:
         """``value``: a tensor [...], an array, numbers, None."""
         if value is None and name.removesuffix(", at the end").endswith("hook"):
-            return  # a replay calls hooks of what gets no gradient, too, with None (README, Limits)
+            return  # a replay calls hooks of what gets no gradient, too, with None (docs/limits.md)
         if isinstance(value, np.ndarray | list):
             value = torch.from_numpy(np.array(value))
         if isinstance(value, Tensor):
@@ -247,8 +247,8 @@ def _template(message: str) -> str:
 
 
 def _forget_calls_of_hooks(eager: World, graphed: World) -> None:
-    """Forget what hooks saw in replays alone: of several results each leads to all that the others do (README,
-    Limits)."""
+    """Forget what hooks saw in replays alone: of several results each leads to all that the others do, see
+    docs/limits.md."""
     for name in graphed.seen:
         if name.endswith("hook"):
             expected, same = eager.seen.get(name, []), []
