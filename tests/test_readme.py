@@ -14,7 +14,7 @@ import te_graph as tg
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_example_runs_and_replays() -> None:
@@ -32,7 +32,7 @@ def test_it_is_read_in_two_minutes() -> None:
     assert len(TEXT.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_every_path_exists(document) -> None:
     text = document.read_text()
     links = {link for link in re.findall(r"\]\(([^)#\s]*)[^)\s]*\)", text) if link and "://" not in link}
@@ -42,7 +42,11 @@ def test_every_path_exists(document) -> None:
 
 
 def test_every_document_is_reached_from_readme() -> None:
-    assert set(re.findall(r"\]\((docs/[\w/.]+)", TEXT)) == {f"docs/{path.name}" for path in DOCUMENTS[1:]}
+    reached = [ROOT / "README.md"]
+    for document in reached:
+        links = re.findall(r"\]\(([\w/.]+\.md)", document.read_text())
+        reached += {(document.parent / link).resolve() for link in links} - {*reached}
+    assert set(reached) == set(DOCUMENTS)
 
 
 def test_every_public_name_is_listed() -> None:
