@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 Graph = Callable[..., Any]  # (callable, *samples, **options) -> what replaces it: itself in the eager run
 

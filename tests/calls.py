@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from twins import eager_twin, mlp, sample
+from twins import eager_copy, mlp, sample
 
 from te_graph import make_graphed_callables
 from te_graph.graphs.callables.handle import Handle
@@ -49,14 +49,14 @@ def batch(device: str) -> Tensor:  # [3, 7]
 
 def graphed_and_twin(device: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     return make_graphed_callables(model, (batch(device),), **options), twin
 
 
 def graphed_linear(device: str) -> tuple[nn.Linear, nn.Linear]:
     """One module without submodules, so that hooks of all modules fire as often as in eager execution."""
     model = nn.Linear(7, 5).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     return make_graphed_callables(model, (batch(device),)), twin
 
 

@@ -10,16 +10,17 @@ import torch
 from chain_layers import Nets, batch, parameters_of
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy
+from twins import eager_copy, gradients_of, leaf_copy
 
 from te_graph import _C, make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 Scenario = Callable[[Nets, Tensor], Any]
 
 
 def chain(layers: Nets, *samples: Any, **options: Any) -> list[nn.Module]:
     """Capture ``layers`` as a chain, by the sample of the first if there are no others; returns their eager twins."""
-    twins = list(eager_twin(nn.ModuleList(layers)))
+    twins = list(eager_copy(nn.ModuleList(layers)))
     make_graphed_callables(tuple(layers), samples, chain=True, **options)
     return twins
 

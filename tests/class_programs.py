@@ -14,9 +14,10 @@ from own_copies import WithDeepcopy, WithReduce
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils import weight_norm as old_weight_norm
-from twins import assert_bitwise_equal, gradients_of, run
+from twins import gradients_of, run
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 
 class Scaled(nn.Module):

@@ -6,9 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from twins import deterministic
 
-repeatable = pytest.fixture(deterministic)
+from te_graph.testing import deterministic
+
+
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    """Operations repeat bit for bit."""
+    with deterministic():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from calls import replays
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, run
+from twins import eager_copy, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 
 def batch(device: str) -> Tensor:  # [3, 4]
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
 def graphed_net(device: str, **options: Any) -> tuple[Net, Net]:
     net = Net(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     make_graphed_callables(net, (batch(device),), **options)
     return net, twin
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from calls import replays
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, run
+from twins import run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 Build = Callable[[], tuple[Callable[[Tensor], Tensor], Any]]
 

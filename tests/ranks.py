@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from twins import deterministic
+
+from te_graph.testing import deterministic
 
 PATIENCE = 120  # seconds
 WORLDS = [
@@ -57,7 +58,7 @@ def process_group(rank: Rank, rendezvous: Path) -> Iterator[None]:
 def serve(rank: Rank, rendezvous: Path, pipe: Connection) -> None:
     """Run the scenarios that come through ``pipe``; answer with None or a traceback."""
     torch.set_num_threads(1)
-    with contextlib.contextmanager(deterministic)(), process_group(rank, rendezvous):
+    with deterministic(), process_group(rank, rendezvous):
         while (job := pipe.recv()) is not None:
             scenario, seed, arguments = job
             try:

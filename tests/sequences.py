@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from twins import assert_bitwise_equal
 
 from te_graph import graphed
+from te_graph.testing import assert_bitwise_equal
 
 
 def counts(sequence: Any) -> tuple[int, int, int, int]:

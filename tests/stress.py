@@ -38,7 +38,7 @@ from stress_model import (
     stop,
 )
 from torch import Tensor
-from twins import eager_twin
+from twins import eager_copy
 
 import te_graph as tg
 
@@ -91,7 +91,7 @@ class World:
         self._values = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
         model = Stack(kind).to(device)
-        self.sides = (Side(model), Side(eager_twin(model)))
+        self.sides = (Side(model), Side(eager_copy(model)))
         self.leaves: list[list[Tensor]] = []
         self.kept: list[list[Tensor]] = []
         self.pending: list[Pending] = []

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from hazards import batch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy
+from twins import backward_of, eager_copy, gradients_of, leaf_copy
 
 import te_graph
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -75,7 +76,7 @@ def capture_layers(net: Net, device: str) -> list[nn.Module]:
 @pytest.mark.parametrize("capture", [capture_whole, capture_layers])
 def test_training_under_autocast_with_its_cache(device, capture):
     net = Net().to(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     with torch.autocast(device, torch.bfloat16):
         graphed = capture(net, device)
     assert_bitwise_equal(train(net, device, 3), train(twin, device, 3))
@@ -98,7 +99,7 @@ def test_the_cache_matters_for_a_weight_that_is_used_twice(device):
 def test_a_weight_that_changes_inside_a_region_is_cast_as_it_then_is(device):
     """A documented limit: eager execution would go on with the cast of its first use."""
     net = nn.Linear(4, 4).to(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     with torch.autocast(device, torch.bfloat16):
         make_graphed_callables(net, (batch(device),))
     x, seen = batch(device), []
@@ -117,7 +118,7 @@ def test_a_weight_that_changes_inside_a_region_is_cast_as_it_then_is(device):
 def test_two_calls_in_one_region_add_as_eager_calls_in_a_region_each(device):
     """A documented limit: eager execution would cast the weight once for both, and add in the lower precision."""
     net = nn.Linear(4, 4).to(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     inputs = [batch(device) for _ in range(2)]
     with torch.autocast(device, torch.bfloat16):
         make_graphed_callables(net, (batch(device),), max_in_flight=2)
@@ -132,7 +133,7 @@ def test_two_calls_in_one_region_add_as_eager_calls_in_a_region_each(device):
 
 def test_a_forward_that_is_wrapped_in_autocast_as_accelerate_does(device):
     net = Net().to(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     for one in (net, twin):
         one.forward = functools.partial(torch.autocast(device, torch.bfloat16)(type(one).forward), one)
     make_graphed_callables(net, (torch.randn(8, 4, device=device, requires_grad=True),))
@@ -151,7 +152,7 @@ def test_a_capture_in_the_middle_of_a_region_leaves_what_eager_code_has_cast(dev
     """Casts of before stay in the autograd graphs that they are in, and those of the capture in none."""
     net = nn.Linear(4, 4).to(device)
     other = nn.Linear(4, 4).to(device)
-    twin, other_twin = eager_twin(net), eager_twin(other)
+    twin, other_twin = eager_copy(net), eager_copy(other)
     x = batch(device)
     seen = []
     for one, two in ((net, other), (twin, other_twin)):
@@ -171,7 +172,7 @@ def test_a_capture_in_the_middle_of_a_region_leaves_what_eager_code_has_cast(dev
 @pytest.mark.parametrize("order", ["eager first", "graphed first"])
 def test_eager_calls_of_other_layers_in_the_region_of_a_replay(device, order):
     nets = [nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]).to(device)]
-    nets.append(eager_twin(nets[0]))
+    nets.append(eager_copy(nets[0]))
     with torch.autocast(device, torch.bfloat16):
         make_graphed_callables(nets[0][0], (batch(device),))
     x, seen = batch(device), []
@@ -193,7 +194,7 @@ def test_a_failing_capture_leaves_no_cast_behind(device):
         return net(x) * net(x).sum().item()
 
     x, seen = batch(device), []
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     with torch.autocast(device, torch.bfloat16):
         with pytest.raises(RuntimeError):
             make_graphed_callables(fails, (batch(device),))
@@ -239,7 +240,7 @@ def test_an_argument_that_is_cast_several_times(device, caplog, is_leaf, is_insi
     autocast = functools.partial(torch.autocast, device, torch.bfloat16)
     if is_inside:
         model.forward = autocast()(model.forward)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     around = contextlib.nullcontext if is_inside else autocast
     with around():
         make_graphed_callables(model, (torch.randn(64, 8, device=device, requires_grad=True),))
@@ -265,7 +266,7 @@ def test_a_leaf_that_is_cast_once_is_replayed(device):
 
 def test_a_backward_under_autocast_replays_without_it_which_is_a_documented_limit(device):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
-    twin, x = eager_twin(model), torch.randn(3, 4, device=device, requires_grad=True)
+    twin, x = eager_copy(model), torch.randn(3, 4, device=device, requires_grad=True)
     make_graphed_callables(model, (x,))
     with torch.autocast(device, torch.bfloat16, enabled=True):
         with torch.autocast(device, enabled=False):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin
+from twins import eager_copy
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 
 def batch(device: str) -> Tensor:  # [3, 4]
@@ -16,7 +17,7 @@ def batch(device: str) -> Tensor:  # [3, 4]
 
 def test_gradients_of_parameters_that_go_through_autograd(device):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), autograd_params=model.parameters())
     x = batch(device)
     grads = [torch.autograd.grad(one(x).sum(), [x, *one.parameters()]) for one in (model, twin)]
@@ -43,7 +44,7 @@ def test_gradients_of_parameters_that_eager_code_has_used_since_are_refused_toge
 
 def test_gradients_of_parameters_that_eager_code_used_before_go_through_autograd(device):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x, grads = batch(device), []
     for one in (model, twin):
@@ -75,7 +76,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.parametrize("changed", ["one", "two"])
 def test_a_weight_changed_for_a_result_without_gradient_is_an_error_which_is_a_documented_limit(device, changed):
     model = TwoHeads().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     raised = []
     for module in (model, twin):

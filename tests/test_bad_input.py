@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, run, snapshot
+from twins import run, snapshot
 
 from te_graph import Recorder, make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 
 def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]

@@ -7,9 +7,10 @@ import pytest
 import torch
 from hazards import batch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, leaf_copy, run
+from twins import eager_copy, leaf_copy, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -48,7 +49,7 @@ def assert_replays(model: nn.Module, twin: nn.Module, calls: list[tuple[tuple, d
 )
 def test_arguments_by_name_by_position_and_by_default_are_one_signature(device, args, kwargs):
     model = Scaled().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device), *args), sample_kwargs=kwargs)
     x = batch(device)
     forms = [
@@ -65,7 +66,7 @@ def test_arguments_by_name_by_position_and_by_default_are_one_signature(device, 
 
 def test_a_tensor_by_name_or_by_position(device):
     model = nn.Bilinear(4, 4, 2).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), sample_kwargs={"input2": batch(device)})
     x, y = batch(device), batch(device)
     forms = [((x, y), {}), ((x,), {"input2": y}), ((), {"input2": y, "input1": x}), ((), {"input1": x, "input2": y})]
@@ -244,7 +245,7 @@ def test_one_tensor_where_the_capture_had_two_runs_eagerly_with_one_warning(devi
 
 def test_one_tensor_where_the_capture_had_two_is_another_signature_that_is_captured(device):
     model = nn.Bilinear(4, 4, 2).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device), batch(device)), on_mismatch="capture")
     for _ in range(3):
         x = batch(device)

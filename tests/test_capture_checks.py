@@ -11,10 +11,11 @@ import torch
 from calls import replays
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import assert_bitwise_equal, eager_twin, run, snapshot
+from twins import eager_copy, run, snapshot
 
 from te_graph import make_graphed_callables
 from te_graph.common import capture_state as capturing
+from te_graph.testing import assert_bitwise_equal
 
 
 def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
@@ -78,7 +79,7 @@ def test_zero_grad_of_an_optimizer_in_a_forward_is_refused(device):
 
 def test_the_gradient_of_what_a_forward_made_may_be_read(device):
     module = Before(device, lambda module, x: torch.zeros(2, device=device, requires_grad=True).grad)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     make_graphed_callables(module, (batch(device),))
     x = batch(device)
     assert_bitwise_equal(run(module, x), run(twin, x))

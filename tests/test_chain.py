@@ -17,9 +17,10 @@ from chain_layers import Layer, Shift, Squash, batch, in_turn, layers_on
 from chains import assert_same, assert_same_steps, chain, counts, eager_calls, watched_slots
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy, train
+from twins import eager_copy, gradients_of, leaf_copy, train
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -41,7 +42,7 @@ def test_three_steps_of_two_micro_batches_train_a_chain_as_eager_execution_does(
 @pytest.mark.parametrize("is_tuple", [True, False])
 def test_a_chain_of_one_replays_as_without_chain(device, is_tuple):
     layer = Layer().to(device)
-    twin = eager_twin(layer)
+    twin = eager_copy(layer)
     given = ((layer,), ((batch(device),),)) if is_tuple else (layer, (batch(device),))
     make_graphed_callables(*given, chain=True)
     assert_same_steps([layer], [twin], lambda nets, x: (2 * in_turn(nets, x)).sum().backward(), device)
@@ -125,7 +126,7 @@ def test_a_computed_second_argument_that_every_layer_gets_sums_its_gradients(dev
 
 def test_functions_and_modules_feed_each_other(device):
     layers = layers_on(device, Layer, Layer)
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
 
     def gate(x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
         return x * torch.sigmoid(x)

@@ -16,7 +16,8 @@ import torch
 from chain_layers import Layer, Nets, Shift, Squash, batch, in_turn, layers_on
 from chains import assert_same, assert_same_steps, chain, counts, eager_calls
 from torch import Tensor
-from twins import assert_bitwise_equal
+
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -14,9 +14,10 @@ import torch
 from chain_layers import Layer, Nets, Shift, batch, forward_and_backward, layers_on, parameters_of
 from chains import assert_same, assert_same_steps, chain, eager_calls
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, leaf_copy
+from twins import leaf_copy
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -16,9 +16,10 @@ from chain_layers import Layer, Nets, Shift, Squash, batch, forward_and_backward
 from chains import assert_same, assert_same_steps, chain, counts, eager_calls, nodes_below
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from twins import assert_bitwise_equal, gradients_of
+from twins import gradients_of
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

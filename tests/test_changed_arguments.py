@@ -10,9 +10,10 @@ import pytest
 import torch
 from hazards import batch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of
+from twins import eager_copy, gradients_of
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -49,7 +50,7 @@ USES = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_an_in_place_activation_first(device, use):
     net = convolutional(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     make_graphed_callables(net, (batch(device),))
     assert_bitwise_equal(steps(net, device, use), steps(twin, device, use))
     assert net.te_graph.info()["forward_replays"] == 3
@@ -124,7 +125,7 @@ def test_an_argument_without_gradient_that_gets_one(device):
 
 def test_a_view_of_a_computed_tensor(device):
     net = convolutional(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     make_graphed_callables(net, (batch(device),))
     x, seen = torch.randn(2, 3, 4, device=device), []
     for one in (net, twin):
@@ -151,7 +152,7 @@ def test_an_argument_that_gets_no_gradient_adds_none(device):
 @pytest.mark.parametrize("retains", [False, True])
 def test_hooks_and_retained_gradients_of_the_argument(device, retains):
     net = convolutional(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     make_graphed_callables(net, (batch(device),))
     x, seen = batch(device), []
     for one in (net, twin):
@@ -222,7 +223,7 @@ def test_later_changes_of_the_argument_may_be_looked_at(device):
 @pytest.mark.parametrize("make", [lambda x: x, lambda x: x[:]], ids=["leaf", "view"])
 def test_a_leaf_is_refused_as_in_eager_execution_before_anything_runs(device, make):
     net = convolutional(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     make_graphed_callables(net, (batch(device),))
     x = batch(device)
     before = x.detach().clone()
@@ -271,7 +272,7 @@ def test_an_argument_that_is_a_buffer_of_the_callable_runs_eagerly(device):
 @pytest.mark.parametrize("uses_between", [False, True])
 def test_in_a_chain(device, everything, uses_between):
     layers = [nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)).to(device) for _ in range(3)]
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
     samples = ((batch(device),),) if everything else tuple((batch(device),) for _ in layers)
     make_graphed_callables(tuple(layers), samples, chain=True)
     seen = []
@@ -293,7 +294,7 @@ def test_in_a_chain(device, everything, uses_between):
 
 def test_another_capture_for_another_shape(device):
     net = convolutional(device)
-    twin = eager_twin(net)
+    twin = eager_copy(net)
     make_graphed_callables(net, (batch(device),), on_mismatch="capture")
     for rows in (3, 5, 3, 5):
         x, seen = torch.randn(rows, 4, device=device), []

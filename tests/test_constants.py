@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from hazards import batch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, run
+from twins import backward_of, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from twins import assert_bitwise_equal, eager_twin, train
+from twins import eager_copy, train
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -21,7 +22,7 @@ def batch() -> torch.Tensor:
 def test_replay_equals_eager_before_and_after_some_layer_used_dropout(kind: type[nn.Module]) -> None:
     for _ in range(2):
         model = kind(8, 16, 2).cuda()
-        twin = eager_twin(model)
+        twin = eager_copy(model)
         tg.make_graphed_callables(model, (batch(),))
         steps = [[(batch(),) for _ in range(2)] for _ in range(3)]
         assert_bitwise_equal(train(model, steps), train(twin, steps))

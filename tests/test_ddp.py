@@ -15,9 +15,10 @@ from ranks import WORLDS, Rank, Ranks, ranks_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, mlp, sample
+from twins import backward_of, eager_copy, gradients_of, mlp, sample
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
@@ -106,7 +107,7 @@ def both(
 ) -> tuple[DistributedDataParallel, DistributedDataParallel]:
     """A graphed model and its eager copy, both under DistributedDataParallel. Ranks that train before do so apart."""
     model = Net(norm).to(rank.device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     data = [batches(rank)[rank.rank] for _ in range(2)]
     graphed = ORDERS[order](model, rank, data, **options)
     if order == "graph_train_then_wrap":
@@ -126,7 +127,7 @@ def averages(model: nn.Module, micro_batches: list[list[Tensor]]) -> dict[str, T
     """The gradients of plain eager copies of ``model``, one for each rank, averaged over the ranks."""
     each = []
     for of_rank in zip(*micro_batches, strict=True):
-        plain = eager_twin(model)
+        plain = eager_copy(model)
         plain.zero_grad(set_to_none=True)
         for x in of_rank:
             backward_of(plain(x))
@@ -320,7 +321,7 @@ def listed(model: nn.Module, by_name: bool) -> list[Any]:
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_listed_parameter_is_reached_by_autograd_and_the_others_are_not(device: str, by_name: bool) -> None:
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (sample(device),), autograd_params=listed(model, by_name))
     x = sample(device)
     results = [torch.autograd.grad(m(x).square().sum(), m[0].weight)[0] for m in (model, twin)]
@@ -341,7 +342,7 @@ def test_a_listed_parameter_is_reached_by_autograd_and_the_others_are_not(device
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_listed_parameter_that_eager_code_uses_too_is_summed_before_it_is_added(device: str, by_name: bool) -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.Tanh()).to(device, torch.bfloat16)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     x = torch.randn(16, 24, device=device, dtype=torch.bfloat16)
     make_graphed_callables(model, (x,), autograd_params=listed(model, by_name))
     for _ in range(3):
@@ -353,7 +354,7 @@ def test_a_listed_parameter_that_eager_code_uses_too_is_summed_before_it_is_adde
 
 def test_a_parameter_listed_for_several_callables_is_reached_in_each(device: str) -> None:
     pair = nn.ModuleList(mlp(device) for _ in range(2))
-    twin = eager_twin(pair)
+    twin = eager_copy(pair)
     make_graphed_callables(tuple(pair), ((sample(device),),) * 2, autograd_params=(pair[0][0].weight, pair[1][3].bias))
     x = sample(device)
     results = [

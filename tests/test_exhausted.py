@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run
+from twins import backward_of, eager_copy, gradients_of, leaf_copy, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -138,7 +139,7 @@ def compare(device: str, chunks: list[nn.Module], twins: list[nn.Module], schedu
 def graphed_chunks(device: str, schedule: list[Action], **options: Any) -> tuple[list[nn.Module], list[nn.Module]]:
     count = 1 + max(action.chunk for action in schedule)
     chunks = [stage(device) for _ in range(count)]
-    twins = [eager_twin(chunk) for chunk in chunks]
+    twins = [eager_copy(chunk) for chunk in chunks]
     make_graphed_callables(tuple(chunks), tuple((batch(device),) for _ in chunks), **options)
     return chunks, twins
 
@@ -211,7 +212,7 @@ def test_an_eager_call_in_between_takes_no_slot_and_dropped_outputs_free_theirs(
 @pytest.mark.parametrize("on_exhausted", ["raise", "eager"])
 def test_on_mismatch_has_no_say_in_what_exhausted_slots_do(device, on_mismatch, on_exhausted):
     model = stage(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), on_mismatch=on_mismatch, on_exhausted=on_exhausted)
     x, seen = batch(device), []
     waiting = model(batch(device))

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import assert_bitwise_equal, eager_twin, run, snapshot
+from twins import eager_copy, run, snapshot
 
 from te_graph import CaptureError, graphed, make_graphed_callables
 from te_graph.common.capture_state import is_recording
@@ -26,6 +26,7 @@ from te_graph.graphs.tracing.backends import RecorderBackend
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.recorder import Recorder
 from te_graph.graphs.tracing.refusals import reason_for_no_graph
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -165,7 +166,7 @@ def test_a_capture_that_fails_names_callable_operation_and_line(place, case, req
 def test_what_comes_after_a_capture_that_failed_is_captured_as_ever(device):
     refusal_of(lambda: make_graphed_callables(swallow, (leaf(device),)))
     model, x = nn.Linear(5, 3).to(device), leaf(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (leaf(device),))
     assert_bitwise_equal(run(model, x), run(twin, x))
 
@@ -306,7 +307,7 @@ def test_copies_of_pinned_memory_that_do_not_wait_are_not_refused():
             return x * self.weight + self.on_host.to("cuda", non_blocking=True)
 
     model, x = Offset(), leaf("cuda")
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (leaf("cuda"),))
     assert_bitwise_equal(run(model, x), run(twin, x))
 

@@ -20,9 +20,10 @@ import pytest
 import torch
 from calls import batch, counted_calls, graphed_and_twin, graphed_linear, outcome, replays, run_alone
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy, mlp, run, sample, train
+from twins import eager_copy, gradients_of, leaf_copy, mlp, run, sample, train
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 slow = pytest.fixture(counted_calls)
@@ -51,7 +52,7 @@ def test_plain_calls_replay_without_python_and_train_as_eager_execution(device, 
 
 def test_several_tensors_by_position_replay_without_python(device, slow):
     model = Mixer().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     shapes = [(3, 7), (3, 5)]
     make_graphed_callables(model, tuple(torch.randn(*shape, device=device, requires_grad=True) for shape in shapes))
     for _ in range(2):
@@ -74,7 +75,7 @@ def test_the_method_may_be_called_in_each_way_that_python_has(device, slow):
 
 def test_capture_without_gradients_replays_without_python_where_they_are_off(device, slow):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     with torch.no_grad():
         make_graphed_callables(model, (sample(device),))
         for _ in range(2):
@@ -91,7 +92,7 @@ def test_capture_without_gradients_replays_without_python_where_they_are_off(dev
 
 def test_layers_inside_a_plain_model_replay_without_python(device, slow):
     model = nn.Sequential(mlp(device), nn.Linear(5, 7, device=device), mlp(device))
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables((model[0], model[2]), ((batch(device),), (batch(device),)))
     steps = [[(batch(device),) for _ in range(2)] for _ in range(2)]
     assert_bitwise_equal(train(model, steps), train(twin, steps))
@@ -104,7 +105,7 @@ def test_results_that_are_no_single_tensor_are_nested_as_before(device, slow):
             return dict(zip("ab", super().forward(x).split((2, 3), -1), strict=True))
 
     model = Split(7, 5).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
     assert_bitwise_equal(run(model, x), run(twin, x))
@@ -142,7 +143,7 @@ def test_results_die_with_their_last_reference(device):
 
 def test_keyword_arguments_of_the_capture_replay_and_others_are_refused_as_on_the_ordinary_way(device, slow):
     model = Mixer().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     x, y = torch.randn(3, 7, device=device, requires_grad=True), torch.randn(3, 5, device=device, requires_grad=True)
     make_graphed_callables(model, (x,), sample_kwargs={"y": y})
     assert_bitwise_equal(run(model, x, y=y), run(twin, x, y=y))
@@ -190,7 +191,7 @@ def test_the_same_tensor_twice_gives_what_eager_execution_gives(device, slow):
     for on_mismatch in ("raise", "eager", "capture"):
         model = Mixer().to(device)
         model.weight = nn.Parameter(torch.randn(7, 7, device=device))
-        twin = eager_twin(model)
+        twin = eager_copy(model)
         sample_args = tuple(torch.randn(3, 7, device=device, requires_grad=True) for _ in range(2))
         make_graphed_callables(model, sample_args, on_mismatch=on_mismatch)
         x = batch(device)
@@ -212,7 +213,7 @@ def test_a_parameter_as_argument_replays_and_gets_its_gradient(device, slow):
 
 def test_a_parameter_of_the_module_itself_as_argument_is_used_twice_as_in_eager_execution(device):
     model = nn.Linear(7, 3).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     results = []
     for module in (model, twin):
@@ -247,7 +248,7 @@ def test_a_tensor_that_wraps_others_as_argument_ends_with_an_error_or_the_eager_
 
 def test_threads_may_call_one_module_at_the_same_time(device):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     with torch.no_grad():
         make_graphed_callables(model, (sample(device),), max_in_flight=4)
     inputs = [[sample(device) for _ in range(10)] for _ in range(4)]
@@ -278,7 +279,7 @@ def in_another_thread(action: Callable[[], Any]) -> Any:
 def test_a_result_that_another_thread_holds_is_not_moved_under_it(device, chain):
     """An operation may have read the address of a result just before a replay in another thread overwrites it."""
     models = [mlp(device), nn.Tanh()]
-    twins = [eager_twin(model) for model in models]
+    twins = [eager_copy(model) for model in models]
     with torch.no_grad():
         make_graphed_callables(tuple(models), ((sample(device),), (twins[0](sample(device)),)), chain=chain)
 

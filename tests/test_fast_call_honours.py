@@ -15,9 +15,10 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.modules.module as module_calls
 from calls import batch, counted_calls, graphed_and_twin, graphed_linear, outcome, replays, run_alone
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of, mlp, run, sample
+from twins import eager_copy, gradients_of, mlp, run, sample
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 slow = pytest.fixture(counted_calls)
@@ -72,7 +73,7 @@ HOOKS = list(noted([], 1.0))
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_of_the_module_run_until_they_are_removed(device, slow, kind, registered):
     model = nn.Linear(7, 5).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     seen: dict[nn.Module, list] = {model: [], twin: []}
 
     def add(module: nn.Module) -> Any:
@@ -275,7 +276,7 @@ def test_autocast_is_refused_as_on_the_ordinary_way(device):
 
 def test_a_capture_under_autocast_replays_without_python_under_autocast(device, slow):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     x = batch(device)
     with torch.autocast(device, torch.bfloat16, cache_enabled=False):
         make_graphed_callables(model, (batch(device),))
@@ -334,7 +335,7 @@ def test_forward_mode_derivatives_are_those_of_eager_execution_or_an_error(devic
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_trace_computes_what_it_would_without_graphs_or_is_refused(device):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     x, other = sample(device), sample(device)
     with torch.no_grad():
         make_graphed_callables(model, (x,))

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, run, snapshot
+from twins import eager_copy, run, snapshot
 
 import te_graph as tg
 from te_graph import _C
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -190,7 +191,7 @@ def test_500_captures_replays_and_resets_of_a_module_leave_nothing_behind(device
     assert_flat(device, live, capture_replay_and_reset, early=100, late=500)
     assert all(kind.made >= 500 for kind in live.values())
     assert not any(kind.alive for kind in live.values())
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     tg.make_graphed_callables(module, (x,))
     assert_bitwise_equal(*(run_from_one_seed(model, x) for model in (module, twin)))
 
@@ -246,7 +247,7 @@ def test_captures_with_options_leave_nothing_behind_when_reset_or_dropped(device
 
     def capture_use_and_let_go() -> None:
         is_dropped = next(rounds) % 2
-        used = [eager_twin(layer) for layer in layers] if is_dropped else layers
+        used = [eager_copy(layer) for layer in layers] if is_dropped else layers
         samples = ((batches[0],),) * case.layers
         tg.make_graphed_callables(tuple(used), samples, num_warmup_iters=1, **case.options)
         case.use(used, batches)
@@ -292,7 +293,7 @@ def test_captures_that_fail_leave_nothing_behind(device: str, live: Live, fails_
     assert_bitwise_equal(snapshot(module), before)
     assert not hasattr(module, "te_graph")
     module.fails_in = "nothing"
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     tg.make_graphed_callables(module, (x,))
     assert_bitwise_equal(*(run_from_one_seed(model, x) for model in (module, twin)))
 

@@ -17,9 +17,9 @@ from fp8_tensors import POISON, assert_same_bits
 from tensor_lists import no_sync
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from twins import assert_bitwise_equal
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
 mechanisms = pytest.mark.parametrize("mechanism", fp8_linear.MECHANISMS)

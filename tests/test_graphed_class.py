@@ -19,9 +19,10 @@ import torch
 from own_copies import WithDeepcopy, WithReduce, rebuilt
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from twins import assert_bitwise_equal, run
+from twins import run
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

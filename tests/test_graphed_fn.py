@@ -10,9 +10,9 @@ import torch
 from sequences import called, counts, reference_norm, tensors
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from twins import assert_bitwise_equal
 
 from te_graph import Recorder, graphed, info, make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from sequences import counts
 from torch import Tensor
-from twins import assert_bitwise_equal
 
 from te_graph import graphed
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 from sequences import called, counts, reference_norm, tensors
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import graphed
 from te_graph.common.capture_state import before_replay
 from te_graph.graphs.guards.function_guard import FunctionGuard
 from te_graph.graphs.guards.source_walker import Frame, SourceWalker
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

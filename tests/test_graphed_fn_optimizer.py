@@ -11,9 +11,10 @@ import pytest
 import torch
 from sequences import called, counts
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, mlp, sample
+from twins import mlp, sample
 
 from te_graph import Fp8Weights, graphed
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

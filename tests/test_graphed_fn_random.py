@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import graphed
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 STEPS = 60

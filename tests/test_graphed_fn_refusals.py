@@ -15,10 +15,10 @@ import pytest
 import torch
 from sequences import called, counts
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import CaptureError, graphed
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, RegionWatch
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from sequences import called, counts
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import CaptureError, graphed, make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -9,9 +9,9 @@ import torch
 import twins
 from sequences import called, counts, tensors
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import graphed
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

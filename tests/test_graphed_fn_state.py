@@ -27,10 +27,10 @@ import pytest
 import torch
 from sequences import assert_follows, called, counts
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import graphed
 from te_graph.graphs.guards import source_walker
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from sequences import called
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import graphed, make_graphed_callables
 from te_graph.common.capture_state import before_replay
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from twins import assert_bitwise_equal
 
 from te_graph import CaptureError, Recorder, capture_to_graph, create_graph, replay_graph
+from te_graph.testing import assert_bitwise_equal
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

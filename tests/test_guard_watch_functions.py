@@ -16,9 +16,10 @@ import torch
 from calls import replays, run_alone
 from guarded import assert_refused, assert_replays, batch, double, graphed_net
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, run
+from twins import eager_copy, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -161,7 +162,7 @@ def test_variables_that_a_function_does_not_use_may_change(device):
 
 def test_of_many_callables_only_the_changed_one_is_refused(device):
     nets = [nn.Linear(4, 4, device=device) for _ in range(20)]
-    twins = [eager_twin(net) for net in nets]
+    twins = [eager_copy(net) for net in nets]
     make_graphed_callables(tuple(nets), tuple((batch(device),) for _ in nets))
     for net, twin in zip(nets, twins, strict=True):
         assert_replays(net, twin, device, calls=1)

@@ -13,9 +13,10 @@ import pytest
 import torch
 from hazards import assert_right_when_captured_again
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot, train
+from twins import eager_copy, gradients_of, run, snapshot, train
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -119,7 +120,7 @@ def test_hazard_08_a_moved_or_replaced_tensor_is_refused_by_name_and_reset_and_r
     assert_bitwise_equal(snapshot(model), before)
 
     model.te_graph.reset()
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device, dtype),))
     steps = [[(batch(device, dtype),) for _ in range(2)] for _ in range(2)]
     assert_bitwise_equal(train(model, steps), train(twin, steps))
@@ -181,7 +182,7 @@ def test_hazard_08_tensors_that_functions_reach_through_variables_are_refused_by
 
 def test_hazard_08_changing_values_in_place_is_no_move(device):
     model = Net().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
     run(model, x)
@@ -198,7 +199,7 @@ def test_hazard_08_changing_values_in_place_is_no_move(device):
 def test_hazard_08_a_deep_copy_has_addresses_of_its_own_and_runs_eagerly(device):
     model = Net().to(device)
     make_graphed_callables(model, (batch(device),))
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     assert type(twin) is Net
     x = batch(device)
     assert_bitwise_equal(run(twin, x), run(model, x))
@@ -219,7 +220,7 @@ def test_hazard_09_an_input_in_host_memory_is_refused(pinned):
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_hazard_09_an_input_that_is_freed_right_after_the_call_is_not_read_again(device, is_chain):
     layers = [Net().to(device) for _ in range(2)]
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), ((batch(device).detach(),), (batch(device),)), chain=is_chain)
     for _ in range(3):
         values, seen = torch.randn(3, 4, device=device), []
@@ -235,7 +236,7 @@ def test_hazard_09_an_input_that_is_freed_right_after_the_call_is_not_read_again
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2, 0, 2)])
 def test_hazard_11_callables_captured_together_may_be_replayed_in_any_order(device, order):
     layers = [Net().to(device) for _ in range(3)]
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), tuple((batch(device),) for _ in layers))
 
     def step(nets: list[nn.Module]) -> list:
@@ -250,7 +251,7 @@ def test_hazard_11_callables_captured_together_may_be_replayed_in_any_order(devi
 
 def test_hazard_11_forwards_that_wait_together_may_run_their_backwards_in_any_order(device):
     layers = [Net().to(device) for _ in range(3)]
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), tuple((batch(device),) for _ in layers))
     inputs = [batch(device) for _ in layers]
 
@@ -266,7 +267,7 @@ def test_hazard_11_forwards_that_wait_together_may_run_their_backwards_in_any_or
 
 def test_hazard_12_an_input_gradient_is_right_when_two_graphed_branches_sum_into_it(device):
     left, right = Net().to(device), Net().to(device)
-    twins = eager_twin(left), eager_twin(right)
+    twins = eager_copy(left), eager_copy(right)
     make_graphed_callables((left, right), ((batch(device),), (batch(device),)))
     x = batch(device)
 
@@ -286,7 +287,7 @@ def test_hazard_12_outputs_and_input_gradients_are_valid_for_longer_than_the_bac
     device, is_chain
 ):
     stages = [Net().to(device) for _ in range(2)]
-    twins = [eager_twin(stage) for stage in stages]
+    twins = [eager_copy(stage) for stage in stages]
     samples = ((batch(device),), (batch(device),))
     make_graphed_callables(tuple(stages), samples, chain=is_chain, max_in_flight=2)
     inputs = [batch(device) for _ in range(5)]
@@ -311,7 +312,7 @@ def test_hazard_28_the_first_replay_reads_the_weights_that_are_gathered_after_ca
     model = Net().to(device)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     gathered = [[torch.randn_like(parameter) for parameter in model.parameters()] for _ in range(3)]
     arriving: list[Tensor] = []
@@ -385,7 +386,7 @@ def test_hazard_27_reset_frees_a_function_and_what_only_its_graph_held(device):
 
 def test_hazard_09_an_input_whose_memory_has_been_freed_is_refused_as_in_eager_execution(device):
     model = Net().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     for net in (twin, model):
         x = batch(device)

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from hazards import assert_right_when_captured_again, batch, mlp
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot
+from twins import backward_of, eager_copy, gradients_of, leaf_copy, run, snapshot
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -42,7 +43,7 @@ def test_hazard_04_an_input_that_a_copy_would_silently_accept_is_refused(device,
 @pytest.mark.parametrize("restride", [lambda t: t.t(), lambda t: t[:, :1].expand(4, 4), lambda t: t.flip(0)[:4]])
 def test_hazard_04_an_input_of_the_same_shape_and_other_strides_is_right(device, restride):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (torch.randn(4, 4, device=device, requires_grad=True),))
     x = torch.randn(4, 4, device=device, requires_grad=True)
 
@@ -62,7 +63,7 @@ def test_hazard_04_an_input_of_the_same_shape_and_other_strides_is_right(device,
 def test_hazard_04_an_input_at_the_static_address_with_other_strides_is_right(device, restride):
     """In a chain the input of the second is where the first has written its result."""
     first, second = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
-    twins = eager_twin(first), eager_twin(second)
+    twins = eager_copy(first), eager_copy(second)
     make_graphed_callables((first, second), (torch.randn(4, 4, device=device, requires_grad=True),), chain=True)
     for _ in range(3):
         x, seen = torch.randn(4, 4, device=device, requires_grad=True), []
@@ -81,7 +82,7 @@ def test_hazard_04_an_input_at_the_static_address_with_other_strides_is_right(de
 def test_a_backward_goes_on_with_the_argument_that_its_forward_was_given(device, change):
     """A documented limit: eager execution raises an error, or computes with what it was changed to."""
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
     expected = leaf_copy(x)
@@ -217,7 +218,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(("attribute", "value"), [("scale", 3.0), ("use_relu", False)])
 def test_hazard_07_other_python_values_and_branches_than_at_capture_are_refused_until_reset(device, attribute, value):
     model = Scaled().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
     assert_bitwise_equal(run(model, x), run(twin, x))
@@ -232,7 +233,7 @@ def test_hazard_07_other_python_values_and_branches_than_at_capture_are_refused_
 
 def test_hazard_07_one_tensor_given_for_several_arguments_is_one_tensor_in_the_graph_too(device):
     model = nn.MultiheadAttention(4, 2).to(device)  # has a path of its own for self-attention: query is key is value
-    twin, sample = eager_twin(model), batch(device)
+    twin, sample = eager_copy(model), batch(device)
     make_graphed_callables(model, (sample, sample, sample))
     x, seen = batch(device), []
     for call in (model, twin):

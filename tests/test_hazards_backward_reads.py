@@ -16,9 +16,9 @@ import torch
 from hazards import batch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import assert_bitwise_equal
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

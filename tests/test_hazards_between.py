@@ -13,9 +13,10 @@ import torch
 from chain_layers import Layer, Nets, Shift, batch, in_turn, layers_on, parameters_of
 from chains import assert_same, assert_same_steps, chain, counts, eager_calls
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of
+from twins import eager_copy, gradients_of
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 Note = Callable[[Tensor], None]
@@ -31,7 +32,7 @@ def capture(layers: Nets, is_chain: bool, **options: Any) -> list[nn.Module]:
     sample = batch(str(parameters_of(layers)[0].device)).to(parameters_of(layers)[0].dtype).detach().requires_grad_()
     if is_chain:
         return chain(layers, sample, **options)
-    twins = list(eager_twin(nn.ModuleList(layers)))
+    twins = list(eager_copy(nn.ModuleList(layers)))
     make_graphed_callables(tuple(layers), ((sample,),) * len(layers), **options)
     return twins
 

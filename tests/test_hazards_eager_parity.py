@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, train
+from twins import backward_of, eager_copy, gradients_of, leaf_copy, run, train
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -82,7 +83,7 @@ def test_three_steps_of_two_micro_batches_are_bit_equal_to_eager_training(device
     if not set_to_none:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     steps = [[tuple(argument(device) for argument in arguments) for _ in range(2)] for _ in range(3)]
     make_graphed_callables(model, tuple(argument(device) for argument in arguments))
     torch.manual_seed(seed)
@@ -95,7 +96,7 @@ def test_three_steps_of_two_micro_batches_are_bit_equal_to_eager_training(device
 
 def test_a_mask_passed_by_keyword_may_change_with_each_call(device):
     model = Attention().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     hidden = torch.zeros(2, 5, dtype=torch.bool, device=device)
     make_graphed_callables(model, (values(2, 5, 8)(device),), sample_kwargs={"mask": hidden})
     outputs = []
@@ -126,7 +127,7 @@ def test_gradients_that_a_user_keeps_never_change_with_a_later_replay(device, ac
 
 def test_gradients_returned_by_autograd_grad_are_owned_by_the_caller(device):
     model = mlp().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (values(4, 8)(device),), accumulate_grads=False)
     inputs = [values(4, 8)(device) for _ in range(3)]
 
@@ -145,7 +146,7 @@ def test_documented_limit_autograd_grad_sees_parameters_in_autograd_params_alone
     """To others there is no edge: torch says that they are unused, or gives None where that is allowed."""
     for seen in (False, True):
         model = nn.Linear(8, 8).to(device)
-        twin = eager_twin(model)
+        twin = eager_copy(model)
         options = {"autograd_params": list(model.parameters())} if seen else {}
         make_graphed_callables(model, (values(4, 8)(device),), **options)
         x = values(4, 8)(device)
@@ -205,7 +206,7 @@ class Dictionaries(nn.Module):
 
 def test_dictionaries_and_nests_go_in_and_come_out(device):
     model = Dictionaries().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
 
     def nest() -> tuple:
         return {"x": values(4, 8)(device), "scale": torch.randn(8, device=device)}, [values(4, 8)(device), (0.5, None)]
@@ -223,7 +224,7 @@ class Parameterless(nn.Module):
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_modules_without_parameters_replay(device, needs_grad):
     model = Parameterless()
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (values(4, 8)(device).detach().requires_grad_(needs_grad),))
     for _ in range(2):
         x = values(4, 8)(device).detach().requires_grad_(needs_grad)
@@ -258,7 +259,7 @@ def test_python_functions_replay_and_keep_their_names(device):
 
 def test_eval_runs_eagerly_with_any_shape_and_training_replays_again(device):
     model = mlp().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (values(4, 8)(device),))
     for mode, rows in ((False, 9), (True, 4), (False, 2)):
         x = values(rows, 8)(device)
@@ -286,7 +287,7 @@ def test_an_input_that_requires_grad_and_is_not_used_needs_the_flag_and_gets_no_
 
 def test_a_tuple_of_modules_and_functions_trains_like_eager_execution(device):
     first, last = Block().to(device), nn.Linear(8, 3).to(device)
-    twins = eager_twin(first), eager_twin(last)
+    twins = eager_copy(first), eager_copy(last)
 
     def mean(x: Tensor) -> Tensor:  # [2, 5, 3] -> [5, 3]
         return x.mean(0)
@@ -307,7 +308,7 @@ def test_a_tuple_of_modules_and_functions_trains_like_eager_execution(device):
 
 def test_a_module_that_was_reset_runs_eagerly_and_can_be_captured_again_with_other_shapes(device):
     model = mlp().to(device)
-    twin, kind = eager_twin(model), type(model)
+    twin, kind = eager_copy(model), type(model)
     for rows in (4, 6, 4):
         make_graphed_callables(model, (values(rows, 8)(device),))
         steps = [[(values(rows, 8)(device),) for _ in range(2)]]
@@ -326,7 +327,7 @@ def test_a_module_that_was_reset_runs_eagerly_and_can_be_captured_again_with_oth
 
 def test_results_gradients_and_a_backward_that_is_due_outlive_the_callable(device):
     model = nn.Linear(8, 8).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     parameters = list(model.parameters())
     make_graphed_callables(model, (values(4, 8)(device),))
     x, other = values(4, 8)(device), values(4, 8)(device)
@@ -363,7 +364,7 @@ def test_a_gradient_that_autograd_keeps_as_a_conjugate_view_is_a_plain_tensor_a_
             return y.real * 2 + y.imag
 
     module = Conjugated().to(device)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     x = torch.ones(3, device=device, requires_grad=True)
     make_graphed_callables(module, (x,))
     for one in (twin, module):

@@ -11,9 +11,10 @@ from hazards import assert_right_when_captured_again, batch
 from sequences import called, counts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot, train
+from twins import backward_of, eager_copy, gradients_of, leaf_copy, run, snapshot, train
 
 from te_graph import graphed, make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -57,7 +58,7 @@ def test_hazard_20_hooks_of_a_module_that_a_function_calls_are_refused_at_captur
 @pytest.mark.parametrize("kind", REGISTRATIONS)
 def test_hazard_20_a_submodule_hook_added_after_capture_is_refused_by_name_until_it_is_removed(device, kind):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     hook = REGISTRATIONS[kind](model[0][2], nothing)
     x = batch(device)
@@ -70,7 +71,7 @@ def test_hazard_20_a_submodule_hook_added_after_capture_is_refused_by_name_until
 @pytest.mark.parametrize("before_capture", [True, False])
 def test_hazard_20_hooks_of_the_graphed_module_itself_run_around_every_replay(device, before_capture):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     seen = {id(model): [], id(twin): []}
 
     def register(module: nn.Module) -> None:
@@ -101,7 +102,7 @@ def test_hazard_20_hooks_of_the_graphed_module_itself_run_around_every_replay(de
 
 def test_hazard_20_hooks_of_parameters_added_and_removed_after_capture_run_as_in_eager_execution(device):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     counts = {id(model): 0, id(twin): 0}
 
@@ -135,7 +136,7 @@ def test_hazard_21_a_submodule_switched_to_eval_after_capture_is_refused_by_name
 
 def test_hazard_21_eval_mode_and_no_grad_run_eagerly_and_leave_waiting_activations_alone(device):
     model = net(device, dropout=0.5)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x, longer = batch(device), torch.randn(7, 4, device=device)
 
@@ -162,7 +163,7 @@ def test_hazard_21_eval_mode_and_no_grad_run_eagerly_and_leave_waiting_activatio
 @pytest.mark.parametrize("training", [False, True])
 def test_hazard_21_what_was_captured_in_eval_mode_or_without_gradients_replays_there_alone(device, training):
     model = net(device, dropout=0.5).train(training)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     with torch.set_grad_enabled(not training):
         make_graphed_callables(model, (batch(device).detach().requires_grad_(not training),))
     x = batch(device).detach().requires_grad_(not training)
@@ -191,7 +192,7 @@ class Checkpointed(nn.Module):
 
 def test_hazard_22_a_checkpoint_inside_the_callable_is_right(device):
     model = Checkpointed(device, dropout=0.0, reentrant=False, preserve=False)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     steps = [[(batch(device),) for _ in range(2)] for _ in range(3)]
     assert_bitwise_equal(train(model, steps), train(twin, steps))
@@ -203,7 +204,7 @@ def test_hazard_22_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_tr
     device, dropout, reentrant
 ):
     model = Checkpointed(device, dropout, reentrant, preserve=True)
-    twin, sample = eager_twin(model), batch(device)
+    twin, sample = eager_copy(model), batch(device)
     before = snapshot(model)
     try:
         make_graphed_callables(model, (sample,))
@@ -220,7 +221,7 @@ def test_hazard_22_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_tr
 @pytest.mark.parametrize(("reentrant", "slots"), [(True, 1), (False, 2)])
 def test_hazard_22_a_checkpoint_around_the_callable_is_right(device, reentrant, slots):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), max_in_flight=slots)
 
     def around(call: nn.Module) -> Callable:
@@ -243,7 +244,7 @@ def test_hazard_22_a_recomputation_that_would_overwrite_activations_is_refused(d
 def test_anomaly_detection_does_not_stop_a_capture(device):
     """It looks for NaN on the host in each backward, which graphed() leaves to eager execution."""
     model, x = net(device), batch(device)
-    eager = eager_twin(model)
+    eager = eager_copy(model)
     step = graphed(lambda x: torch.autograd.grad(eager(x).square().sum(), list(eager.parameters())))
     with torch.autograd.set_detect_anomaly(True):
         make_graphed_callables(model, (batch(device),))
@@ -294,7 +295,7 @@ def test_hazard_23_a_second_backward_without_retain_graph_is_refused(device):
 
 def test_hazard_23_a_second_backward_after_retain_graph_is_right_and_keeps_the_slot(device):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x, other = batch(device), batch(device)
 
@@ -341,7 +342,7 @@ def test_hazard_24_what_depends_on_data_in_python_is_refused_without_a_trace(dev
 @pytest.mark.gpu
 def test_hazard_25_replays_on_changing_streams_are_ordered_one_after_the_other():
     model = net("cuda")
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch("cuda"),))
     streams = [torch.cuda.Stream() for _ in range(3)]
     inputs = [batch("cuda") for _ in range(12)]

@@ -9,16 +9,17 @@ import pytest
 import torch
 from hazards import batch, mlp
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run
+from twins import backward_of, eager_copy, gradients_of, leaf_copy, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
 
 def test_hazard_01_kept_outputs_keep_their_values_while_replays_overwrite_the_graphs_memory(device):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     inputs = [batch(device) for _ in range(4)]
     kept, views = [], []
@@ -35,7 +36,7 @@ def test_hazard_01_kept_outputs_keep_their_values_while_replays_overwrite_the_gr
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_hazard_01_an_eager_op_that_saved_an_output_gets_right_gradients_with_two_in_flight(device, order):
     model, head = mlp(device), nn.Linear(4, 2).to(device)
-    twin, twin_head = eager_twin(model), eager_twin(head)
+    twin, twin_head = eager_copy(model), eager_copy(head)
     make_graphed_callables(model, (batch(device),), max_in_flight=2)
     inputs = [batch(device) for _ in range(2)]
 
@@ -51,7 +52,7 @@ def test_hazard_01_an_eager_op_that_saved_an_output_gets_right_gradients_with_tw
 
 def test_hazard_01_kept_gradients_of_intermediate_inputs_keep_their_values(device):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     inputs = [batch(device) for _ in range(3)]
 
@@ -97,7 +98,7 @@ def test_hazard_01_an_output_can_be_fed_back_as_the_next_input(device):
 def test_hazard_01_an_input_of_another_layout_is_copied_into_the_layout_of_the_sample(device):
     """Not bit for bit: a matrix product may choose its kernel, hence its rounding, by the layout."""
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
     permuted = x.t().contiguous().t()
@@ -111,7 +112,7 @@ def test_hazard_01_an_input_of_another_layout_is_copied_into_the_layout_of_the_s
 
 def test_hazard_02_a_second_forward_before_the_backward_is_refused_and_the_first_backward_stays_right(device):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x, other = batch(device), batch(device)
     output, expected = model(x), twin(x.detach())
@@ -124,7 +125,7 @@ def test_hazard_02_a_second_forward_before_the_backward_is_refused_and_the_first
 
 def test_hazard_02_dropping_the_outputs_of_a_forward_lets_the_next_one_run(device):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     output = model(batch(device))
     assert model.te_graph.info()["in_flight"] == 1
@@ -137,7 +138,7 @@ def test_hazard_02_dropping_the_outputs_of_a_forward_lets_the_next_one_run(devic
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_hazard_02_as_many_forwards_as_max_in_flight_may_wait_for_their_backward(device, order):
     model = mlp(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), max_in_flight=3)
     inputs = [batch(device) for _ in range(3)]
 
@@ -189,7 +190,7 @@ def test_hazard_03_editing_a_result_without_gradient_that_the_backward_reads_rai
 
 def test_hazard_03_editing_an_output_that_the_backward_does_not_read_is_right(device):
     model = nn.Linear(4, 4).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     for x in (batch(device), batch(device)):
         results = [run(lambda x, call=call: call(x).relu_(), x) for call in (model, twin)]

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of, leaf_copy, run, snapshot, train
+from twins import eager_copy, gradients_of, leaf_copy, run, snapshot, train
 
 from te_graph import make_graphed_callables, reset_main_grads
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -29,7 +30,7 @@ def stateful(device: str) -> nn.Sequential:
 
 def test_hazard_13_replays_draw_the_random_numbers_that_eager_execution_draws_in_their_place(device, seed):
     model = stateful(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     inputs = [batch(device) for _ in range(3)]
 
@@ -98,7 +99,7 @@ def test_hazard_14_warm_up_and_capture_leave_no_trace(device, iterations):
 
 def test_hazard_14_running_statistics_follow_the_replays_alone(device):
     model = stateful(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), max_in_flight=2)
     assert_bitwise_equal(dict(model[1].named_buffers()), dict(twin[1].named_buffers()))
     steps = [[(batch(device),) for _ in range(2)] for _ in range(2)]
@@ -177,7 +178,7 @@ STAGES = [
 def test_hazard_16_a_flag_set_for_one_model_is_not_seen_by_another(device):
     """The flag says that the next backward overwrites ``main_grad``: there is one for each parameter, not for all."""
     models = [nn.Linear(4, 4).to(device, torch.bfloat16) for _ in range(3)]
-    twins, samples = [eager_twin(model) for model in models], (batch(device).bfloat16().detach(),)
+    twins, samples = [eager_copy(model) for model in models], (batch(device).bfloat16().detach(),)
     make_graphed_callables(models[0], samples, grad_dtype=torch.float32)
     make_graphed_callables(tuple(models[1:]), (samples, samples), grad_dtype=torch.float32)
     sums: dict[int, list[Tensor]] = {}
@@ -211,7 +212,7 @@ def test_hazard_17_a_capture_that_fails_leaves_no_trace_and_the_next_one_works(d
     assert not hasattr(good, "te_graph")
 
     fuse.direction = "never"
-    twins = eager_twin(good), eager_twin(bad)
+    twins = eager_copy(good), eager_copy(bad)
     make_graphed_callables((good, bad), samples, num_warmup_iters=WARM_UPS)
     steps = [[(batch(device),) for _ in range(2)] for _ in range(2)]
     for model, twin in zip((good, bad), twins, strict=True):
@@ -248,7 +249,7 @@ def test_hazard_17_garbage_collection_is_on_or_off_as_before(device, enabled):
 def test_hazard_18_other_instances_of_a_graphed_class_stay_as_they_are(device):
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model, bystander = nn.Sequential(inner, nn.Linear(4, 4)).to(device), stateful(device)
-    twin, call = eager_twin(model), nn.Sequential.__call__
+    twin, call = eager_copy(model), nn.Sequential.__call__
     make_graphed_callables(model, (batch(device),))
     assert (type(bystander), type(inner)) == (nn.Sequential, nn.Sequential)
     assert nn.Sequential.__call__ is call
@@ -262,7 +263,7 @@ def test_hazard_18_other_instances_of_a_graphed_class_stay_as_they_are(device):
 
 def test_hazard_19_autocast_is_part_of_the_capture(device):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     inputs = [batch(device) for _ in range(2)]
     with torch.autocast(device, torch.bfloat16, cache_enabled=False):
         make_graphed_callables(model, (batch(device),))
@@ -369,7 +370,7 @@ def test_hazard_19_other_global_settings_than_at_capture_are_refused_by_name(dev
 def test_hazard_29_a_capture_between_backward_and_optimizer_step_keeps_the_gradients(device):
     model = nn.Linear(4, 4).to(device)
     model.bias.main_grad = torch.randn(4, device=device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     inputs = [batch(device) for _ in range(2)]
     run(model, inputs[0])
     run(twin, inputs[0])

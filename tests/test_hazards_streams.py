@@ -14,9 +14,10 @@ import torch
 from hazards import batch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot
+from twins import eager_copy, gradients_of, run, snapshot
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -44,7 +45,7 @@ def beside(device: str, stream: torch.cuda.Stream | None, is_busy: bool) -> Iter
 @pytest.mark.parametrize("is_late", [False, True])
 def test_hazard_25_one_buffer_that_is_refilled_for_every_call_is_read_before_it_is_overwritten(device, is_late):
     model = net(device)
-    twin, buffer = eager_twin(model), batch(device, requires_grad=False)
+    twin, buffer = eager_copy(model), batch(device, requires_grad=False)
     make_graphed_callables(model, (buffer,))
     stream = torch.cuda.Stream() if device == "cuda" else None
     inputs = [batch(device, requires_grad=False) for _ in range(6)]
@@ -65,7 +66,7 @@ def test_hazard_25_one_buffer_that_is_refilled_for_every_call_is_read_before_it_
 def test_hazard_25_a_buffer_that_is_refilled_before_the_backward_changes_no_gradient(device):
     """Eager execution refuses this; a graph has a copy of its own, and the gradients are those of the forward."""
     model = net(device)
-    twin, buffer = eager_twin(model), batch(device, requires_grad=False)
+    twin, buffer = eager_copy(model), batch(device, requires_grad=False)
     make_graphed_callables(model, (buffer,), max_in_flight=2)
     inputs = [batch(device, requires_grad=False) for _ in range(2)]
     results = [model(buffer.copy_(x)) for x in inputs]
@@ -80,7 +81,7 @@ def test_hazard_25_a_buffer_that_is_refilled_before_the_backward_changes_no_grad
 @pytest.mark.parametrize("is_chain", [False, True])
 def test_hazard_25_a_step_on_another_stream_than_the_one_before_waits_for_it_without_being_told(is_chain):
     layers = [net("cuda") for _ in range(3)]
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), ((batch("cuda"),),) * 3, chain=is_chain)
     streams = [torch.cuda.Stream() for _ in range(3)]
     inputs = [batch("cuda") for _ in range(9)]
@@ -100,7 +101,7 @@ def test_hazard_25_a_step_on_another_stream_than_the_one_before_waits_for_it_wit
 @pytest.mark.gpu
 def test_hazard_11_callables_captured_together_that_are_replayed_on_two_streams_do_not_overlap():
     layers = [net("cuda") for _ in range(2)]
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), ((batch("cuda"),),) * 2)
     streams = [torch.cuda.Stream() for _ in layers]
     inputs = [[batch("cuda") for _ in layers] for _ in range(4)]
@@ -158,7 +159,7 @@ def test_hazard_26_a_side_stream_that_is_not_joined_is_refused_without_a_trace()
     assert_bitwise_equal(snapshot(forked.left, forked.right), before)
     assert reserved[-1] == reserved[0]
     model = net("cuda")
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (sample,))
     x = batch("cuda")
     assert_bitwise_equal(run(model, x), run(twin, x))
@@ -205,7 +206,7 @@ def test_hazard_26_other_threads_may_allocate_pin_and_ask_events_during_a_captur
     thread.start()
     try:
         models = [net("cuda") for _ in range(8)]
-        twins = [eager_twin(model) for model in models]
+        twins = [eager_copy(model) for model in models]
         for model in models:
             make_graphed_callables(model, (batch("cuda"),))
     finally:

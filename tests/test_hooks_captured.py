@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot
+from twins import backward_of, eager_copy, gradients_of, leaf_copy, run, snapshot
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -71,7 +72,7 @@ def test_a_hook_of_a_submodule_is_refused_with_its_name_and_what_to_do(device, k
             make_graphed_callables(model, (x,), **options)
     assert_bitwise_equal(snapshot(model), before)
     hook.handle.remove()
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (x,))
     compare(model, twin, device)
 
@@ -79,7 +80,7 @@ def test_a_hook_of_a_submodule_is_refused_with_its_name_and_what_to_do(device, k
 @each_kind
 def test_what_a_hook_computes_is_frozen_in_and_its_python_effects_are_not_repeated(device, kind):
     model = net(device)
-    twin, plain = eager_twin(model), eager_twin(model)
+    twin, plain = eager_copy(model), eager_copy(model)
     hook, twins_hook = Hooked(kind, model[0][1]), Hooked(kind, twin[0][1])
     make_graphed_callables(model, (batch(device),), hooks="captured")
     runs = hook.runs
@@ -104,7 +105,7 @@ def assert_differs(seen: Any, other: Any, weight_grads: list[Tensor]) -> None:
 
 def test_hooks_of_all_kinds_on_nested_modules_are_frozen_in_together(device):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     for top in (model, twin):
         for number, kind in enumerate(REGISTER):
             Hooked(kind, top[0], 1.0 + number)
@@ -120,7 +121,7 @@ def test_hooks_of_all_kinds_on_nested_modules_are_frozen_in_together(device):
 @pytest.mark.parametrize("edit", ["added", "removed", "exchanged"])
 def test_a_hook_added_or_removed_after_capture_is_refused_by_name(device, kind, edit):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     hook = None
     if edit != "added":
         hook = Hooked(kind, model[0][1])
@@ -144,7 +145,7 @@ def test_a_hook_added_or_removed_after_capture_is_refused_by_name(device, kind, 
     else:
         model.te_graph.reset()
         model.zero_grad()
-        twin = eager_twin(model)
+        twin = eager_copy(model)
         make_graphed_callables(model, (batch(device),), hooks="captured")
         compare(model, twin, device)
 
@@ -152,7 +153,7 @@ def test_a_hook_added_or_removed_after_capture_is_refused_by_name(device, kind, 
 @each_kind
 def test_hooks_of_the_graphed_module_itself_run_at_every_call_beside_frozen_ones(device, kind):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     Hooked(kind, model[0][1])
     Hooked(kind, twin[0][1])
     top, twins_top = Hooked(kind, model, 0.5), Hooked(kind, twin, 0.5)
@@ -170,7 +171,7 @@ def test_hooks_of_the_graphed_module_itself_run_at_every_call_beside_frozen_ones
 
 def test_hooks_of_a_module_that_a_function_calls_are_frozen_in(device):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     hooks = [Hooked("forward hooks", one) for one in (model, twin, model[1], twin[1])]
     graphed = make_graphed_callables(lambda x: model(x), (batch(device),), hooks="captured")
     runs = hooks[0].runs
@@ -214,7 +215,7 @@ def test_gradients_of_parameters_that_eager_code_uses_too_are_summed_before_they
     if grad_before == "there":
         for parameter in module.parameters():
             parameter.grad = torch.randn_like(parameter)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     for parameter, other in zip(twin.parameters(), module.parameters(), strict=True):
         parameter.grad = None if other.grad is None else other.grad.clone()
     options = {
@@ -241,7 +242,7 @@ def test_without_the_option_autograd_sums_what_eager_code_computed_before(device
     module = Shared().to(device)
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     for parameter, other in zip(twin.parameters(), module.parameters(), strict=True):
         parameter.grad = other.grad.clone()
     x = torch.randn(4, WIDE, device=device, requires_grad=True)
@@ -286,7 +287,7 @@ def test_names_are_looked_up_in_all_modules_of_a_tuple_and_may_come_with_referen
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_grad_dtype_makes_no_main_grad_for_them(device, accumulate):
     model = net(device, torch.bfloat16)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     x = batch(device, torch.bfloat16)
     chosen = ["0.0.weight", "1.bias"]
     options = {"accumulate_grads": accumulate, "autograd_params": chosen}
@@ -313,7 +314,7 @@ def test_grad_dtype_makes_no_main_grad_for_them(device, accumulate):
 
 def test_a_main_grad_that_is_there_is_left_alone(device):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     model[1].weight.main_grad = torch.zeros_like(model[1].weight)
     make_graphed_callables(model, (batch(device),), autograd_params=["1.weight"])
     for _ in range(2):

@@ -14,9 +14,10 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of
+from twins import eager_copy, gradients_of
 
 import te_graph
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = [
     pytest.mark.usefixtures("repeatable"),
@@ -116,7 +117,7 @@ CASES = {
 def graphed_by_the_recipe(case: Case, device: str) -> tuple[nn.Module, nn.Module]:
     """A model whose layers are graphed, and its eager twin."""
     model = case.model().to(device).train()
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     names: dict[str, Any] = {"tg": te_graph}
     exec(RECIPE.rpartition("\n\n")[0], names)
     names["graph_layers"](model, case.layers(model), **case.batch(device))

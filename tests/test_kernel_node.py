@@ -15,10 +15,11 @@ import pytest
 import torch
 from fp8_references import ScaleState
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of
+from twins import eager_copy, gradients_of
 
 import te_graph as tg
 from te_graph.graphs.tracing.recorder import Recorder
+from te_graph.testing import assert_bitwise_equal
 
 KERNEL, FLAG = "amax_and_scale_update", "update_weight_scale_inv"
 COLUMNS = 6
@@ -327,7 +328,7 @@ def state_of(layers: Sequence[nn.Module]) -> Any:
 @pytest.mark.parametrize("chain", [False, True])
 def test_graphed_modules_have_nodes_of_both_directions_merged_backwards_too(chain, device, rng):
     layers = [UpdatedLayer(device) for _ in range(3)]
-    twins = [eager_twin(layer) for layer in layers]
+    twins = [eager_copy(layer) for layer in layers]
     samples = (
         (torch.randn(4, COLUMNS, device=device),)
         if chain

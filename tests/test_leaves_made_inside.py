@@ -8,9 +8,9 @@ import pytest
 import torch
 from hazards import batch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -18,9 +18,10 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM, Qwen2RotaryEmbedding
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM, Qwen3RotaryEmbedding
-from twins import assert_bitwise_equal, eager_twin, leaf_copy, run, train
+from twins import eager_copy, leaf_copy, run, train
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -40,7 +41,7 @@ class Scaled(nn.Module):
 
 def graph_in_place(model: nn.Module, parts: Sequence[str], batch: tuple, **options: Any) -> list[nn.Module]:
     """Graph the submodules ``parts`` of ``model`` with the arguments that they get when a copy of it sees ``batch``."""
-    probe = eager_twin(model)
+    probe = eager_copy(model)
     calls: dict[str, tuple[tuple, dict]] = {}
     for name in parts:
 
@@ -77,7 +78,7 @@ def assert_trains_as_eager(
 
     ``draws``: it uses random numbers. ``calls``: how often it calls each part.
     """
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     steps = [[make_batch() for _ in range(2)] for _ in range(3)]
     graphed = graph_in_place(model, parts, make_batch(), **options)
     seen = train_from(seed, model, steps)
@@ -264,7 +265,7 @@ def test_gradient_checkpointing_of_graphed_layers_trains_as_eager(
     device: str, name: str, reentrant: bool, seed: int
 ) -> None:
     model, layers = language_model(name, device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     steps = [[text(device) for _ in range(2)] for _ in range(3)]
     graphed = graph_in_place(model, layers, text(device))
     for each in (model, twin):
@@ -277,7 +278,7 @@ def test_gradient_checkpointing_of_graphed_layers_trains_as_eager(
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
 def test_a_language_model_evaluates_eagerly_between_training_steps(device: str, name: str) -> None:
     model, layers = language_model(name, device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     graph_in_place(model, layers, text(device))
     short = torch.randint(VOCABULARY, (1, TOKENS // 2), device=device)
     for batch in (text(device), text(device)):
@@ -371,7 +372,7 @@ def test_an_unrolled_cell_that_accumulates_in_the_graph_differs_from_eager_by_ro
     device: str, kind: type[nn.RNNCellBase]
 ) -> None:
     model = Unrolled(kind(INPUTS, HIDDEN), all_steps=True).to(device, torch.float64)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     batches = [sequence(device, torch.float64) for _ in range(3)]
     graph_in_place(model, ["cell"], batches[0], max_in_flight=STEPS)
     for batch in batches:

@@ -14,10 +14,10 @@ from hazards import batch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from twins import assert_bitwise_equal
 
 from te_graph import make_graphed_callables
 from te_graph.graphs.arguments.nest import flatten, unflatten
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of, run, snapshot
+from twins import eager_copy, gradients_of, run, snapshot
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 Arguments = tuple[tuple, dict[str, Any]]
@@ -182,7 +183,7 @@ class Pair:
 
     def __init__(self, device: str, kind: str, mismatch: Mismatch, **options: Any) -> None:
         self.net = Net().to(device)
-        self.twin = eager_twin(self.net)
+        self.twin = eager_copy(self.net)
         self.device, self.mismatch = device, mismatch
         args, kwargs = mismatch.sample(device)
         net = self.net

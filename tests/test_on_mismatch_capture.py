@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, leaf_copy, run, snapshot, train
+from twins import backward_of, eager_copy, gradients_of, leaf_copy, run, snapshot, train
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -35,7 +36,7 @@ def stateful(device: str) -> nn.Sequential:
 def graphed_pair(device: str, **options: Any) -> tuple[nn.Sequential, nn.Sequential]:
     """A module captured for [4, 6] with ``on_mismatch="capture"``, and its eager twin."""
     model = stateful(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), on_mismatch="capture", **options)
     return model, twin
 
@@ -297,7 +298,7 @@ class Fragile(nn.Module):
 )
 def test_a_capture_that_fails_runs_eagerly_says_why_and_leaves_no_trace(device, how, words, caplog):
     model = Fragile().to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device), "fine"), on_mismatch="capture", max_in_flight=2)
     compare(model, twin, lambda net: run(net, batch(device), "fine"))
     model.body[0].bias.grad = twin.body[0].bias.grad = None
@@ -346,7 +347,7 @@ def test_a_call_that_raises_in_its_capture_does_what_an_eager_one_does_before_it
                 raise error("too many rows")
             return x * noise
 
-    twin = eager_twin(model := Picky())
+    twin = eager_copy(model := Picky())
     make_graphed_callables(model, (batch(device),), on_mismatch="capture")
     for rows in (4, 5, 3, 6, 4):
         x, found = batch(device, rows), []
@@ -374,7 +375,7 @@ def test_a_hook_that_would_be_refused_at_capture_runs_eagerly_until_it_is_remove
 
 def test_autocast_is_another_capture(device):
     model = nn.Linear(6, 6).to(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), on_mismatch="capture")
 
     def step(net: nn.Module, caches: bool) -> list:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, gradients_of, run
+from twins import eager_copy, gradients_of, run
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -66,7 +67,7 @@ def step(call: Callable, x: Tensor) -> Tensor:  # [5, 6] -> []
 @pytest.mark.parametrize("kind", ["module", "function", "hooked module"])
 def test_nothing_below_a_replay_is_traced(device: str, kind: str) -> None:
     module = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).to(device)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     target: Any = (lambda x: module(x)) if kind == "function" else module
     graphed = tg.make_graphed_callables(target, (batch(device),))
     if kind == "hooked module":
@@ -85,7 +86,7 @@ def test_nothing_below_a_replay_is_traced(device: str, kind: str) -> None:
 
 def test_eager_calls_of_what_is_graphed_are_not_traced(device: str) -> None:
     module = nn.Linear(6, 6).to(device)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     graphed = tg.make_graphed_callables(module, (batch(device),)).eval()
     seen = Seen()
     compiled = torch.compile(lambda x: step(graphed, x), backend=seen)

@@ -9,9 +9,10 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, run
+from twins import run
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

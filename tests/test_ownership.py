@@ -15,9 +15,9 @@ import pytest
 import torch
 from both_ways import PASSING, Graph, Position, both, leaf
 from torch import Tensor, nn
-from twins import assert_bitwise_equal
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -10,9 +10,9 @@ import torch
 from hazards import batch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from twins import assert_bitwise_equal
 
 from te_graph import graphed, make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import generate_rank_to_stage_mapping
 from torch.nn.parallel import DistributedDataParallel
-from twins import assert_bitwise_equal
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 ranks = pytest.fixture(ranks_of, scope="module", params=[pytest.param(("cpu", 2), id="gloo-2")])
 WHOLE = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")

@@ -11,9 +11,10 @@ import torch
 from hazards import batch
 from torch import Tensor, nn
 from torch.nn.utils import prune, remove_weight_norm, spectral_norm, weight_norm
-from twins import assert_bitwise_equal, backward_of, eager_twin, gradients_of, train
+from twins import backward_of, eager_copy, gradients_of, train
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = [
     pytest.mark.usefixtures("repeatable"),
@@ -124,7 +125,7 @@ def test_what_a_replay_does_not_leave_behind_is_not_there_to_be_read(device):
 def test_a_copy_of_a_graphed_model_is_eager_and_right(device):
     model, twin = pair(lambda: nn.Sequential(weight_norm(nn.Linear(4, 4))), device)
     make_graphed_callables(model, (batch(device),))
-    copy = eager_twin(model)
+    copy = eager_copy(model)
     x = batch(device)
     assert_bitwise_equal(copy(x).detach(), twin(x).detach())
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from twins import assert_bitwise_equal
 
 from te_graph import Recorder
+from te_graph.testing import assert_bitwise_equal
 
 
 def recorded() -> tuple[Recorder, tuple[Tensor, ...], list[Tensor]]:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, has_torch_function
-from twins import assert_bitwise_equal, eager_twin
+from twins import eager_copy
 
 import te_graph as tg
 from te_graph.graphs.tracing.host_access import HostAccessWatch
 from te_graph.graphs.tracing.refusals import Refusals
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -38,7 +39,7 @@ def test_attention_takes_its_fast_path(device: str, count: int, is_one: bool) ->
         3: lambda: nn.MultiheadAttention(8, 2, batch_first=True),
     }[count]()
     model = model.to(device).eval()
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     with torch.no_grad():
         args = (tokens(device),) * count if is_one else tuple(tokens(device) for _ in range(count))
         tg.make_graphed_callables(model, args)
@@ -50,7 +51,7 @@ def test_attention_takes_its_fast_path(device: str, count: int, is_one: bool) ->
 
 def test_stacked_encoder_takes_its_fast_path(device: str) -> None:
     model = nn.TransformerEncoder(encoder_layer(), 2).to(device).eval()
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     with torch.no_grad():
         tg.make_graphed_callables(model, (tokens(device),))
         x = tokens(device)

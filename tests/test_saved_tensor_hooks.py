@@ -10,9 +10,10 @@ from calls import replays
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError, checkpoint
-from twins import assert_bitwise_equal, eager_twin, gradients_of, run
+from twins import eager_copy, gradients_of, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 
 def batch(device: str) -> Tensor:  # [3, 4]
@@ -31,7 +32,7 @@ def coarse() -> saved_tensors_hooks:
 @pytest.mark.parametrize("hooks", [coarse, save_on_cpu])
 def test_hooks_around_a_call_see_what_is_saved(device, hooks, caplog):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
 
     def hooked(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -56,7 +57,7 @@ def test_hooks_around_a_call_see_what_is_saved(device, hooks, caplog):
 
 def test_hooks_that_concern_no_gradient_change_nothing(device):
     model = net(device).requires_grad_(False)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     x = batch(device).detach()
     make_graphed_callables(model, (x,))
     with coarse():
@@ -66,7 +67,7 @@ def test_hooks_that_concern_no_gradient_change_nothing(device):
 
 def test_a_checkpoint_around_a_call_is_no_reason_to_run_it_eagerly(device):
     model = net(device)
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
     results = [run(lambda x, one=one: checkpoint(one, x, use_reentrant=False), x) for one in (model, twin)]
@@ -78,7 +79,7 @@ def test_a_checkpoint_around_a_call_is_no_reason_to_run_it_eagerly(device):
 def test_a_capture_inside_a_checkpoint_is_none_of_its_business(device):
     """The calls have other sizes than the sample, and are captured as they come: in the checkpoint's forward."""
     model = nn.Sequential(net(device), nn.LayerNorm(4).to(device))
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model[0], (batch(device),), on_mismatch="capture", max_in_flight=2)
     for rows in (5, 3, 5):
         x = torch.randn(rows, 4, device=device, requires_grad=True)

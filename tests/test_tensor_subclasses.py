@@ -8,9 +8,10 @@ import pytest
 import torch
 from calls import replays
 from torch import Tensor, nn
-from twins import assert_bitwise_equal, eager_twin, run
+from twins import eager_copy, run
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 
 class Counted(Tensor):
@@ -38,7 +39,7 @@ def batch(device: str, requires_grad: bool = False) -> Tensor:  # [3, 4]
 
 def graphed_linear(device: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     model = nn.Sequential(nn.Linear(4, 4, device=device))
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     return make_graphed_callables(model, (batch(device),), **options), twin
 
 
@@ -93,7 +94,7 @@ def test_a_result_of_a_subclass_is_refused(device):
 @pytest.mark.parametrize("kind", [nn.Parameter, Weight])
 def test_a_parameter_may_take_the_place_of_a_tensor_and_the_reverse(device, kind):
     model = nn.Sequential(nn.Linear(4, 4, device=device))
-    twin = eager_twin(model)
+    twin = eager_copy(model)
     make_graphed_callables(model, (batch(device, True),))
     for given in (kind(batch(device)), batch(device, True)):
         result = model(given)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vjp, vmap
-from twins import assert_bitwise_equal, eager_twin
+from twins import eager_copy
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -40,7 +41,7 @@ def batch(device: str, requires_grad: bool = True) -> Tensor:  # [3, 4]
 @pytest.mark.parametrize("kind", ["module", "function"])
 def test_transforms_run_eagerly(device: str, name: str, on_mismatch: str, kind: str) -> None:
     module = network(device)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     target = module if kind == "module" else lambda x: module(x)
     call = tg.make_graphed_callables(target, (batch(device),), on_mismatch=on_mismatch)
     for _ in range(2):
@@ -55,7 +56,7 @@ def test_transforms_run_eagerly(device: str, name: str, on_mismatch: str, kind: 
 
 def test_other_parameters_are_noticed(device: str) -> None:
     module = network(device)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     tg.make_graphed_callables(module, (batch(device),))
     x = batch(device)
     own = dict(module.named_parameters())

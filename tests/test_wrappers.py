@@ -12,9 +12,10 @@ import torch.distributed as dist
 from ranks import WORLDS, Rank, Ranks, process_group, ranks_of
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from twins import assert_bitwise_equal, eager_twin, gradients_of, run
+from twins import eager_copy, gradients_of, run
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 ranks = pytest.fixture(ranks_of, scope="module", params=[WORLDS[1], WORLDS[3]])  # this process has a group of its own
@@ -139,7 +140,7 @@ def test_fsdp2_after_capture_is_refused_at_the_call_and_reset_leaves_it_sharded(
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     module = tg.make_graphed_callables(nn.Linear(4, 4), (batch(),))
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
     with pytest.raises(RuntimeError, match="since capture"):
         module(batch())
@@ -152,7 +153,7 @@ def test_fsdp2_after_capture_is_refused_at_the_call_and_reset_leaves_it_sharded(
 def unequal_data(rank: Rank, what: str) -> None:
     """Two micro-steps on data that differ from rank to rank, beside an eager model under a wrapper of its own."""
     model = network().to(rank.device)
-    eager = DistributedDataParallel(eager_twin(model))
+    eager = DistributedDataParallel(eager_copy(model))
     ddp = DistributedDataParallel(model)
     targets = {"ddp.module": ddp.module, "layers": (ddp.module[0], ddp.module[2])}[what]
     widths = (4, 8) if what == "layers" else (4,)
@@ -194,7 +195,7 @@ def assert_replays_as(module: nn.Module, twin: nn.Module, handle: Any, device: s
 @pytest.mark.parametrize("make", [network, lambda: nn.Linear(4, 4)])
 def test_original_of_a_compiled_module_is_captured(device: str, compiled: Callable, make: Callable) -> None:
     module = make().to(device)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     wrapper = compiled(module)
     names = [name for name, _ in wrapper.named_parameters()]
     assert tg.make_graphed_callables(wrapper, (batch(device),), autograd_params=names[:1]) is wrapper
@@ -210,7 +211,7 @@ def test_original_of_a_compiled_module_is_captured(device: str, compiled: Callab
 def test_compiled_module_inside_a_callable(device: str, compiled: Callable) -> None:
     inner = network().to(device)
     outer = nn.Sequential(nn.Linear(4, 4), compiled(inner), nn.Linear(4, 4)).to(device)
-    twin = nn.Sequential(eager_twin(outer[0]), eager_twin(inner), eager_twin(outer[2]))
+    twin = nn.Sequential(eager_copy(outer[0]), eager_copy(inner), eager_copy(outer[2]))
     tg.make_graphed_callables(outer, (batch(device),))
     assert_replays_as(outer, twin, outer.te_graph, device)
     inner.eval()
@@ -220,7 +221,7 @@ def test_compiled_module_inside_a_callable(device: str, compiled: Callable) -> N
 
 def test_compiled_module_in_a_closure(device: str, compiled: Callable) -> None:
     inner = network().to(device)
-    twin, wrapper = eager_twin(inner), compiled(inner)
+    twin, wrapper = eager_copy(inner), compiled(inner)
     graphed = tg.make_graphed_callables(lambda x: wrapper(x) * 2, (batch(device),))
     x = batch(device)
     assert_bitwise_equal(run(graphed, x), run(lambda x: twin(x) * 2, x))
@@ -235,7 +236,7 @@ def test_module_compiled_without_breaks_replays_and_is_compiled_again_after_rese
         return module.forward
 
     module = network().to(device)
-    twin = eager_twin(module)
+    twin = eager_copy(module)
     wrapper = torch.compile(module, backend=backend, fullgraph=True)
     for _ in range(2):
         tg.make_graphed_callables(wrapper, (batch(device),))

@@ -5,28 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.deterministic
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 # cuBLAS reads it once, when it is first used.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def deterministic() -> Iterator[None]:
-    """Operations repeat bit for bit. The fixture ``repeatable`` is this, for a whole file of tests."""
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.use_deterministic_algorithms(was_deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def mlp(device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -39,7 +27,7 @@ def sample(device: str, dtype: torch.dtype = torch.float32, requires_grad: bool 
     return torch.randn(3, 7, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
-def eager_twin(model: nn.Module) -> nn.Module:
+def eager_copy(model: nn.Module) -> nn.Module:
     """A copy of ``model`` that runs eagerly: make it before ``model`` is graphed."""
     return copy.deepcopy(model)
 
@@ -47,26 +35,6 @@ def eager_twin(model: nn.Module) -> nn.Module:
 def leaf_copy(nest: Any) -> Any:
     """``nest`` with each tensor [...] replaced by a leaf of its own: same values, same requires_grad."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), nest)
-
-
-def assert_bitwise_equal(actual: Any, expected: Any) -> None:
-    """Compare two nests: the same structure, and leaves with the same bits (tensors) or that are equal (the rest)."""
-    got, got_spec = pytree.tree_flatten_with_path(actual)
-    want, want_spec = pytree.tree_flatten_with_path(expected)
-    assert got_spec == want_spec, f"{got_spec} is not {want_spec}"
-    for (path, one), (_, other) in zip(got, want, strict=True):
-        where = pytree.keystr(path)
-        if not isinstance(other, Tensor):
-            assert type(one) is type(other), f"{where}: {type(one)} is not {type(other)}"
-            assert one == other, f"{where}: {one!r} is not {other!r}"
-            continue
-        assert isinstance(one, Tensor), f"{where}: expected a tensor, got {one!r}"
-        facts = [(t.dtype, t.shape, t.device, t.requires_grad) for t in (one, other)]
-        assert facts[0] == facts[1], f"{where}: {facts[0]} is not {facts[1]}"
-        bits = [
-            t.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for t in (one, other)
-        ]
-        assert torch.equal(*bits), f"{where}: largest difference {(one - other).abs().max()}"
 
 
 def backward_of(result: Any, retain_graph: bool = False) -> None:

@@ -1,0 +1,149 @@
+"""te_graph.testing: what is equal bit for bit, what is not and how it is named, and trainings that run twice."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.deterministic
+from torch import Tensor, nn
+
+import te_graph as tg
+from te_graph.testing import assert_bitwise_equal, deterministic, eager_twin, find_differences, same_bits
+
+NAN = float("nan")
+
+
+def test_same_bits_tells_zeros_apart_and_takes_nan_for_nan(device):
+    a = torch.tensor([0.0, NAN, 1.0, math.inf], device=device)
+    assert same_bits(a, a.clone()) and same_bits(a, a.cpu())
+    assert not same_bits(a, torch.tensor([-0.0, NAN, 1.0, math.inf], device=device))
+    for other in (a.double(), a[:3], a[None]):
+        assert not same_bits(a, other)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (1, 1), (3, 5), (2, 0, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool])
+def test_same_bits_knows_every_shape_and_dtype(device, shape, dtype):
+    a = torch.randn(shape, device=device).to(dtype)
+    assert same_bits(a, a.clone())
+    if a.numel():
+        changed = a.clone()
+        changed.view(torch.uint8).reshape(-1)[-1] ^= 1
+        assert not same_bits(a, changed)
+
+
+def test_same_bits_goes_by_elements_and_not_by_memory(device):
+    a = torch.randn(4, 6, device=device)
+    assert same_bits(a.t(), a.t().contiguous()) and same_bits(a[::2, 1:2], a[::2, 1:2].clone())
+    z = torch.randn(3, dtype=torch.complex64, device=device)
+    assert same_bits(z.conj(), z.conj().resolve_conj()) and same_bits(z.conj().imag, -z.imag)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "difference"),
+    [
+        (1.0, 1, "it differs: got 1.0 (float), expected 1 (int)"),
+        (0.0, -0.0, "it differs: got 0.0, expected -0.0"),
+        ({"a": [1, 2]}, {"a": [1, 3]}, "['a'][1] differs: got 2, expected 3"),
+        ([torch.zeros(2)], [torch.zeros(2).half()], "[0] differs: got (torch.float32, (2,)"),
+        (torch.zeros(3), torch.tensor([0.0, 2.0, 2.0]), "2 of 3 elements, the first at 1: got 0.0, expected 2.0"),
+        (torch.zeros(()), torch.tensor(-0.0), "1 of 1 elements, the first at 0: got 0.0, expected -0.0"),
+        (torch.zeros(1), torch.zeros(1, requires_grad=True), "False), expected (torch.float32, (1,)"),
+        ([1], [1, 2], "the structure differs"),
+        ({"a": 1}, {"b": 1}, "the structure differs"),
+        (None, 0, "expected"),
+    ],
+)
+def test_differences_are_named(got, expected, difference):
+    (found,) = find_differences(got, expected)
+    assert difference in found
+    with pytest.raises(AssertionError) as caught:
+        assert_bitwise_equal(got, expected)
+    assert str(caught.value) == found
+    assert find_differences(got, got) == find_differences(expected, expected) == []
+
+
+def test_the_first_of_several_differences_is_the_first_of_the_nest():
+    with pytest.raises(AssertionError, match=r"^\['x'\]\[1\] differs: got 2, expected 5; 1 more differ"):
+        assert_bitwise_equal({"x": [1, 2], "y": 3.0}, {"x": [1, 5], "y": 4.0})
+
+
+@pytest.mark.parametrize("before", [(False, True, None), (True, False, ":16:8")])
+def test_deterministic_puts_back_what_it_changes(monkeypatch, before):
+    def settings() -> tuple[object, ...]:
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        return torch.are_deterministic_algorithms_enabled(), filled, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+    enabled, filled, workspace = before
+    own = torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", filled)
+    if workspace is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+    torch.use_deterministic_algorithms(enabled)
+    try:
+        with pytest.raises(KeyError), deterministic():
+            assert settings() == (True, False, workspace or ":4096:8")
+            raise KeyError
+        assert settings() == before
+    finally:
+        torch.use_deterministic_algorithms(own)
+
+
+class Training:
+    """Trains a small model with dropout for three steps; ``after`` sees it at the end of each."""
+
+    def __init__(self, device: str, after=lambda model, is_graphed: None) -> None:
+        self.device, self.after, self.eager_calls = device, after, []
+
+    def __call__(self) -> dict[str, object]:
+        layer = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).to(self.device)
+        tg.make_graphed_callables(layer, (torch.randn(5, 4, device=self.device),))
+        is_graphed = hasattr(layer, "te_graph") and layer.te_graph.info()["graphs"] > 0
+        self.eager_calls.append(not is_graphed)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1 * (1 + random.random()) + np.random.rand())
+        losses = []
+        for _ in range(3):
+            loss = layer(torch.randn(5, 4, device=self.device)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+            self.after(layer, is_graphed)
+        return {"losses": losses, "parameters": dict(layer.named_parameters())}
+
+
+def test_a_training_is_run_eagerly_and_graphed_and_found_equal(device):
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    training = Training(device)
+    result = eager_twin(training, seed=7)
+    assert training.eager_calls == [True, False]
+    assert isinstance(result["losses"][2], Tensor)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert find_differences(after, states) == []
+    assert "TE_GRAPH_DISABLE" not in os.environ
+
+
+def test_a_training_that_differs_names_the_first_tensor(device):
+    def spoil(model: nn.Module, is_graphed: bool) -> None:
+        if is_graphed:
+            with torch.no_grad():
+                model[2].bias[1].add_(1e-3)
+
+    with pytest.raises(AssertionError, match=r"^\['losses'\]\[1\] differs: 1 of 1 elements.*more differ$"):
+        eager_twin(Training(device, spoil))
+
+
+def test_an_error_inside_leaves_no_setting_behind():
+    def fail() -> None:
+        raise ZeroDivisionError(os.environ.get("TE_GRAPH_DISABLE"))
+
+    with pytest.raises(ZeroDivisionError, match="^1$"):
+        eager_twin(fail)
+    assert "TE_GRAPH_DISABLE" not in os.environ and not torch.are_deterministic_algorithms_enabled()
