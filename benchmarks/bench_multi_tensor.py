@@ -31,11 +31,11 @@ FULL, QUICK = Patience(repeats=7, seconds=0.03), Patience(repeats=3, seconds=0.0
 BANDWIDTH_BYTES, SMALL_BANDWIDTH_BYTES = 2**32, 2**22
 
 
-Steps = Iterator[tuple[dict[str, str], Step | Exception]]  # names, and what to call or why that cannot be
+Calls = Iterator[tuple[dict[str, str], Step | Exception]]  # names, and what to call or why that cannot be
 
 
 def time_steps(
-    steps: Steps, problem: Problem, patience: Patience
+    steps: Calls, problem: Problem, patience: Patience
 ) -> tuple[list[tuple[dict[str, Any], Step]], list[dict[str, Any]]]:
     """Rows with the times of steps, beside the steps; and what failed of them."""
     timed, failures = [], []
@@ -64,7 +64,7 @@ def count_in_rows(timed: Sequence[tuple[dict[str, Any], Step]], device: str) -> 
     return failures
 
 
-def steps_of(problem: Problem, variants: Sequence[str]) -> Steps:
+def steps_of(problem: Problem, variants: Sequence[str]) -> Calls:
     """What runs each operation in each variant that has it, compared with plain torch."""
     for op in OPS:
         if op in ACCUMULATES and "high" not in vars(problem) and not problem.has_room_for_high():
@@ -82,7 +82,7 @@ def steps_of(problem: Problem, variants: Sequence[str]) -> Steps:
             yield {"op": op, "variant": name}, step
 
 
-def hp_steps_of(problem: Problem, variants: Sequence[str]) -> Steps:
+def hp_steps_of(problem: Problem, variants: Sequence[str]) -> Calls:
     """The same of the three functions of mixed precision."""
     for name in variants:
         try:

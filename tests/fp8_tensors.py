@@ -72,7 +72,7 @@ class Poisoned:
 
     @property
     def placed(self) -> list[Tensor]:
-        """The memory of all that was placed here, poisoned surroundings included: [bytes] uint8 each."""
+        """The memory of all that was placed here, poisoned memory around included: [bytes] uint8 each."""
         return [whole for whole, _, _ in self._placed]
 
     def assert_guards_intact(self) -> None:

@@ -63,10 +63,10 @@ def test_dictionaries_are_looked_at_again_after_a_change() -> None:
     for parameter in parameters:
         parameter.grad = torch.ones(2)
     optimizer.step()
-    surroundings, frame = guard_of(lambda: optimizer.step())
+    function_guard, frame = guard_of(lambda: optimizer.step())
 
     def change() -> str:
-        return surroundings.guard.check_call(frame)
+        return function_guard.guard.check_call(frame)
 
     assert change() == change() == ""
     state = optimizer.state[parameters[1]]
@@ -92,11 +92,11 @@ def test_dictionaries_are_looked_at_again_after_a_change() -> None:
 def test_containers_that_die_between_calls_are_not_followed() -> None:
     """Each call brings a dictionary of its own, often where the last one lay."""
     a, b = torch.ones(2), torch.ones(2)
-    surroundings, frame = guard_of(lambda table: None, {"x": a, "y": [b]})
+    function_guard, frame = guard_of(lambda table: None, {"x": a, "y": [b]})
     for _ in range(100):
-        assert surroundings.guard.check_call((frame[0], ({"x": a, "y": [b]},), {})) == ""
-        assert surroundings.guard.check_call((frame[0], ({"x": a, "y": [a]},), {})) != ""
-        assert surroundings.guard.check_call((frame[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
+        assert function_guard.guard.check_call((frame[0], ({"x": a, "y": [b]},), {})) == ""
+        assert function_guard.guard.check_call((frame[0], ({"x": a, "y": [a]},), {})) != ""
+        assert function_guard.guard.check_call((frame[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
         gc.collect(0)
 
 
@@ -107,13 +107,13 @@ def test_an_object_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
 
     tensor = torch.ones(2)
     owner = Owner(tensor)
-    surroundings, frame = guard_of(lambda o: None, owner)
+    function_guard, frame = guard_of(lambda o: None, owner)
     del frame
-    function = surroundings  # any object: only the argument is asked for
+    function = function_guard  # any object: only the argument is asked for
     del owner
     for _ in range(50):
         again = Owner(tensor)
-        assert surroundings.guard.check_call((function, (again,), {})) != ""
+        assert function_guard.guard.check_call((function, (again,), {})) != ""
         del again
 
 

@@ -1,4 +1,4 @@
-"""Code that asks for its surroundings takes the same branch under capture as in eager execution."""
+"""Code that asks for its circumstances takes the same branch under capture as in eager execution."""
 
 from __future__ import annotations
 

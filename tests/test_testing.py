@@ -144,6 +144,6 @@ def test_an_error_inside_leaves_no_setting_behind():
     def fail() -> None:
         raise ZeroDivisionError(os.environ.get("TE_GRAPH_DISABLE"))
 
-    with pytest.raises(ZeroDivisionError, match="^1$"):
+    with pytest.raises(ZeroDivisionError, match=r"^1$"):
         eager_twin(fail)
     assert "TE_GRAPH_DISABLE" not in os.environ and not torch.are_deterministic_algorithms_enabled()

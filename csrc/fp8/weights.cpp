@@ -135,7 +135,7 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
     return casts;
 }
 
-WeightTable::Place::Place(const at::Tensor& tensor)
+WeightTable::TensorState::TensorState(const at::Tensor& tensor)
     : data(tensor.const_data_ptr()),
       dtype(tensor.dtype()),
       dim(static_cast<uint8_t>(tensor.dim())),
@@ -144,7 +144,7 @@ WeightTable::Place::Place(const at::Tensor& tensor)
     std::copy(tensor.strides().begin(), tensor.strides().end(), strides.begin());
 }
 
-inline const char* WeightTable::Place::change_of(const at::Tensor& tensor) const {
+inline const char* WeightTable::TensorState::change_of(const at::Tensor& tensor) const {
     const c10::TensorImpl& now = *tensor.unsafeGetTensorImpl();
     if (tensor.const_data_ptr() != data) return " moved to other memory";
     const at::IntArrayRef now_sizes = now.sizes();
@@ -166,10 +166,10 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     TORCH_CHECK_VALUE(names_.size() == weights_.size(), kWeights, ": expected ", weights_.size(), " names, got ",
                       names_.size());
     buffers_ = extents_of({out_, out_t_});
-    weight_places_ = places_of(weights_);
-    out_places_ = places_of(out_);
-    out_t_places_ = places_of(out_t_);
-    vector_places_ = places_of(vectors_);
+    weight_states_ = states_of(weights_);
+    out_states_ = states_of(out_);
+    out_t_states_ = states_of(out_t_);
+    vector_states_ = states_of(vectors_);
     versions_.assign(weights_.size(), -1);
     kind_ = kind_of(casts[0]);
     for (const Cast& cast : casts) {
@@ -192,9 +192,9 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     state_ = at::zeros({2}, at::TensorOptions().dtype(at::kInt).device(device));
 }
 
-std::string WeightTable::moved(const Tensors& tensors, const Places& places, const char* what) const {
+std::string WeightTable::moved(const Tensors& tensors, const WeightStates& states, const char* what) const {
     for (size_t i = 0; i < tensors.size(); ++i) {
-        if (tensors[i].const_data_ptr() != places[i].data) return what + names_[i] + " moved to other memory";
+        if (tensors[i].const_data_ptr() != states[i].data) return what + names_[i] + " moved to other memory";
     }
     return {};
 }
@@ -202,16 +202,16 @@ std::string WeightTable::moved(const Tensors& tensors, const Places& places, con
 void WeightTable::check_places() const {
     std::string change;
     for (size_t i = 0; change.empty() && i < weights_.size(); ++i) {
-        const char* const of_weight = weight_places_[i].change_of(weights_[i]);
+        const char* const of_weight = weight_states_[i].change_of(weights_[i]);
         if (of_weight == nullptr) continue;
         change = names_[i] + of_weight + ": call update() with the weights as they are";
     }
-    if (change.empty()) change = moved(out_, out_places_, "the FP8 data of ");
-    if (change.empty()) change = moved(out_t_, out_t_places_, "the transposed FP8 data of ");
+    if (change.empty()) change = moved(out_, out_states_, "the FP8 data of ");
+    if (change.empty()) change = moved(out_t_, out_t_states_, "the transposed FP8 data of ");
     if (change.empty()) {
         const char* const words[] = {"scale", "scale_inv", "amax", "counts"};
         for (size_t i = 0; change.empty() && i < vectors_.size(); ++i) {
-            const char* const of_vector = vector_places_[i].change_of(vectors_[i]);
+            const char* const of_vector = vector_states_[i].change_of(vectors_[i]);
             if (of_vector != nullptr) change = std::string(words[i]) + of_vector;
         }
     }
@@ -237,7 +237,7 @@ void WeightTable::cast(const at::Tensor& noop, bool is_done) {
 std::string WeightTable::stale() const {
     for (size_t i = 0; i < weights_.size(); ++i) {
         if (versions_[i] < 0) return names_[i] + " was never cast";
-        if (weights_[i].const_data_ptr() != weight_places_[i].data) return names_[i] + " moved to other memory";
+        if (weights_[i].const_data_ptr() != weight_states_[i].data) return names_[i] + " moved to other memory";
         const int64_t version = version_of(weights_[i]);
         if (version != versions_[i]) {
             return names_[i] + " changed (version " + std::to_string(version) + ", cast at " +
@@ -249,25 +249,25 @@ std::string WeightTable::stale() const {
 
 void WeightTable::update(Tensors weights) {
     check_count(kWeights, "weights", weights_.size(), weights.size());
-    std::vector<int64_t> places;
+    std::vector<int64_t> addresses;
     for (size_t i = 0; i < weights.size(); ++i) {
         const std::string name = at_index("weights", i);
         check_matrix(kWeights, name, weights[i], weights_[i].sizes(), weights_[i].scalar_type(), table_.device());
         check_has_memory(kWeights, name, weights[i]);
-        const auto place = reinterpret_cast<int64_t>(weights[i].const_data_ptr());
+        const auto address = reinterpret_cast<int64_t>(weights[i].const_data_ptr());
         // Captured launches are of the kernel for aligned ones.
-        TORCH_CHECK_VALUE(kind_ <= 0 || place % 16 == 0, kWeights, ": expected ", name,
+        TORCH_CHECK_VALUE(kind_ <= 0 || address % 16 == 0, kWeights, ": expected ", name,
                           " at a multiple of 16 bytes, as all were before, got storage offset ",
                           weights[i].storage_offset());
-        places.push_back(place);
+        addresses.push_back(address);
     }
     TORCH_CHECK_VALUE(!buffers_.shared_with(extents_of({weights})), kWeights,
                       ": expected weights apart from the FP8 buffers, got one that shares memory with them");
     // The first word of a row is the input.
     const auto options = at::TensorOptions().dtype(at::kLong);
-    table_.select(1, 0).copy_(at::from_blob(places.data(), {static_cast<int64_t>(places.size())}, options));
+    table_.select(1, 0).copy_(at::from_blob(addresses.data(), {static_cast<int64_t>(addresses.size())}, options));
     weights_ = std::move(weights);
-    weight_places_ = places_of(weights_);
+    weight_states_ = states_of(weights_);
     versions_.assign(weights_.size(), -1);
 }
 

@@ -51,8 +51,8 @@ public:
 
 private:
     // What the table goes by: a tensor may be laid out otherwise later, over the same memory.
-    struct Place {
-        explicit Place(const at::Tensor& tensor);
+    struct TensorState {
+        explicit TensorState(const at::Tensor& tensor);
         // What is another about `tensor` now, in words; nullptr: nothing.
         const char* change_of(const at::Tensor& tensor) const;
 
@@ -63,10 +63,10 @@ private:
         uint8_t dim;  // 1 or 2
         bool is_contiguous;
     };
-    using Places = std::vector<Place>;
-    static Places places_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
+    using WeightStates = std::vector<TensorState>;
+    static WeightStates states_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
     // The buffers, which are this object's own, are looked at for their address alone.
-    std::string moved(const Tensors& tensors, const Places& places, const char* what) const;
+    std::string moved(const Tensors& tensors, const WeightStates& states, const char* what) const;
 
     Tensors weights_;
     const Tensors out_, out_t_;
@@ -74,7 +74,7 @@ private:
     Tensors written_;        // out, out_t, and the vectors but for scale
     const std::vector<std::string> names_;
     Extents buffers_;  // of out and out_t
-    Places weight_places_, out_places_, out_t_places_, vector_places_;
+    WeightStates weight_states_, out_states_, out_t_states_, vector_states_;
     std::vector<int64_t> versions_;  // of the weights at the last cast; -1: none yet
     int kind_;                       // of all casts
     at::Tensor table_, tiles_, state_;

@@ -83,8 +83,8 @@ public:
     // All of the memory, poison included, and where in it the elements start.
     void* memory() { return lines_.data(); }
     const void* memory() const { return lines_.data(); }
-    size_t bytes() const { return lines_.size() * sizeof(Line); }
-    size_t first_byte() const { return sizeof(Line) + offset_ * format().bytes; }
+    size_t bytes() const { return lines_.size() * sizeof(CacheLine); }
+    size_t first_byte() const { return sizeof(CacheLine) + offset_ * format().bytes; }
 
     void* data() { return static_cast<char*>(memory()) + first_byte(); }
     const void* data() const { return static_cast<const char*>(memory()) + first_byte(); }
@@ -99,12 +99,12 @@ public:
     }
 
 private:
-    struct alignas(64) Line {
+    struct alignas(64) CacheLine {
         char bytes[64];
     };
     DType dtype_;
     int64_t numel_, offset_;
-    std::vector<Line> lines_;
+    std::vector<CacheLine> lines_;
 };
 
 // Equal in every byte, poison included.

@@ -42,7 +42,7 @@ _EDITED = re.compile(
 
 
 @dataclass(frozen=True)
-class Fact:
+class Observation:
     """What is seen of a tensor: its bits, not the tensor."""
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Fact:
     values: Tensor = field(compare=False)  # dense, of ``shape``
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Fact:
+    def of(cls, tensor: Tensor) -> Observation:
         with torch.no_grad():
             values = tensor.detach()
             values = values.to_dense() if values.layout != torch.strided else values
@@ -86,7 +86,7 @@ class World:
         if isinstance(value, np.ndarray | list):
             value = torch.from_numpy(np.array(value))
         if isinstance(value, Tensor):
-            value = Fact.of(value)
+            value = Observation.of(value)
         self.seen.setdefault(name, []).append(value)
 
     def keep(self, name: str, value: Any) -> None:
@@ -101,7 +101,7 @@ class World:
 
     @property
     def has_large_numbers(self) -> bool:
-        return any(isinstance(fact, Fact) and fact.is_large for facts in self.seen.values() for fact in facts)
+        return any(isinstance(fact, Observation) and fact.is_large for facts in self.seen.values() for fact in facts)
 
     def run(self, program: Program, graph: bool, parts: int | None = None) -> None:
         """Run ``program``, or only so many of its parts."""
@@ -266,7 +266,7 @@ def _first_difference(eager: World, graphed: World) -> tuple[str, str, bool] | N
     interrupted = not whole and any(word in graphed.failed_at for word in ("backward", "threads"))
     roundings = []
     # What is computed from numbers of 16 bits is rounded as they are, in whatever dtype.
-    seen = (value for values in eager.seen.values() for value in values if isinstance(value, Fact))
+    seen = (value for values in eager.seen.values() for value in values if isinstance(value, Observation))
     tolerance = _COARSE if any(fact.dtype in (torch.float16, torch.bfloat16) for fact in seen) else _ROUNDING
     for name, expected in eager.seen.items():
         got = graphed.seen.get(name, [])
@@ -291,7 +291,7 @@ def _first_difference(eager: World, graphed: World) -> tuple[str, str, bool] | N
 
 def _difference(expected: Any, got: Any, tolerance: float = 0.0) -> tuple[str, bool] | None:
     """What differs between two observations, and whether it may be rounding, which ``tolerance`` bounds."""
-    if not (isinstance(expected, Fact) and isinstance(got, Fact)):
+    if not (isinstance(expected, Observation) and isinstance(got, Observation)):
         if type(expected) is not type(got):
             return f"type: eager {_short(expected)}, graphed {_short(got)}", False
         return None if expected == got else (f"value: eager {_short(expected)}, graphed {_short(got)}", False)
