@@ -6,11 +6,11 @@
 
 bf16, 1 KB to 256 MB in the larger of input and result, in a graph of many calls and eagerly. This script starts a
 process for each rank, with NVLink multicast off. What each variant leaves is compared with a reference before it is
-timed, te_graph's bit for bit. Then variants take turns, so that drift meets all alike; a turn is a number of graphs, or
-of groups of eager calls, back to back, timed one by one between events on the device. Each time is that of the slowest
-rank. Inputs are zeros then: results that replace inputs, as those of NCCL's all-reduce, would grow. A complete run is
-kept as results/collectives_RANKS.json, a part of it only where --out says. Exit status: 0 measured, 1 something failed
-or is wrong, 2 bad input.
+timed, te_graph's bit for bit. Then variants alternate, so that drift affects all alike; a burst is a number of graphs,
+or of groups of eager calls, back to back, timed one by one between events on the device. Each time is that of the
+slowest rank. Inputs are zeros then: results that replace inputs, as those of NCCL's all-reduce, would grow. A complete
+run is kept as results/collectives_RANKS.json, a part of it only where --out says. Exit status: 0 measured, 1 something
+failed or is wrong, 2 bad input.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from tqdm import tqdm
 SIZES = tuple(KIB * 4**power for power in range(10))  # 1 KB to 256 MB
 CPU_SIZE = 64 * KIB
 MODES = {"graph": "in a graph", "eager": "eager"}
-PATIENCE = 300  # seconds for all of it, several times what it takes
+TIME_LIMIT = 300  # seconds for all of it, several times what it takes
 HEAD_START = 2e-4  # seconds for which the device sleeps, so that launches of graphs stay ahead of it
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: `rounds` turns of each variant, each of `replays` times per size."""
+    """How long to measure: `rounds` bursts of each variant, each of `replays` times per size."""
 
     rounds: int
     replays: int
@@ -143,7 +143,7 @@ def burst(timed: Timed, replays: int, rank: Rank) -> list[float]:
 
 
 def time_in_turns(entries: Sequence[Timed], replays: int, rounds: int, rank: Rank) -> list[list[float]]:
-    """Seconds of each step of each entry on the slowest rank. Entries take turns, and who begins changes."""
+    """Seconds of each step of each entry on the slowest rank. Entries alternate, and the first one rotates."""
     times: list[list[float]] = [[] for _ in entries]
     for turn in range(rounds):
         for number in range(len(entries)):
@@ -228,7 +228,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             bar.update("rows" in part)
 
         try:
-            run_on_ranks(measure, options.world, options.device, (plan,), receive, PATIENCE)
+            run_on_ranks(measure, options.world, options.device, (plan,), receive, TIME_LIMIT)
         except (RuntimeError, TimeoutError) as error:
             found["failures"].append({"op": "all", "error": describe(error)})
     record |= {

@@ -1,4 +1,4 @@
-"""Who carries out collectives: te_graph, a process group, torch's symmetric memory, vLLM; and what they must leave."""
+"""Implementations of collectives: te_graph, a process group, torch's symmetric memory, vLLM; and expected results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ def _vllm(setting: Setting, op: str, nbytes: int) -> Call:
 
 @dataclass(frozen=True)
 class Variant(workloads.Variant):
-    """One who carries out collectives. `build` makes a call of an op, whose larger tensor has so many bytes.
+    """An implementation of collectives. `build` makes a call of an op, whose larger tensor has so many bytes.
 
     Attributes:
         ops: Those it has.

@@ -59,8 +59,8 @@ def joined(number: int, world: int, device: str, rendezvous: Path, emit: Callabl
         device = f"cuda:{number}"
         torch.cuda.set_device(device)
         place = {"backend": "nccl", "device_id": torch.device(device)}
-    patience, more = (timedelta(seconds=seconds) for seconds in (OPERATION_TIMEOUT, CONTROL_TIMEOUT))
-    dist.init_process_group(init_method=rendezvous.as_uri(), rank=number, world_size=world, timeout=patience, **place)
+    timeout, more = (timedelta(seconds=seconds) for seconds in (OPERATION_TIMEOUT, CONTROL_TIMEOUT))
+    dist.init_process_group(init_method=rendezvous.as_uri(), rank=number, world_size=world, timeout=timeout, **place)
     yield Rank(number, world, device, dist.new_group(backend="gloo", timeout=more), emit)
     dist.destroy_process_group()
 
@@ -71,7 +71,7 @@ def run_on_ranks(
     device: str,
     arguments: tuple[Any, ...],
     receive: Callable[[Any], None],
-    patience: float,
+    time_limit: float,
 ) -> None:
     """Run `function(rank, *arguments)` in a process for each rank, in ENVIRONMENT.
 
@@ -81,7 +81,7 @@ def run_on_ranks(
         device: "cuda", one GPU for each rank, or "cpu".
         arguments: can be pickled.
         receive: is called with what ranks emit, as it comes.
-        patience: seconds for all of it.
+        time_limit: seconds for all of it.
 
     Raises:
         RuntimeError: it raised on a rank, or the rank died. The others are ended.
@@ -90,7 +90,7 @@ def run_on_ranks(
     context = fresh_processes()
     processes: list[Any] = []
     ranks: dict[Connection, int] = {}
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + time_limit
     with tempfile.TemporaryDirectory() as folder:
         try:
             for number in range(world):
@@ -100,7 +100,7 @@ def run_on_ranks(
                 processes[-1].start()
                 theirs.close()
                 ranks[ours] = number
-            _listen(ranks, receive, deadline, patience)
+            _listen(ranks, receive, deadline, time_limit)
             for process in processes:
                 process.join(FAREWELL)
         finally:
@@ -112,13 +112,13 @@ def run_on_ranks(
                 pipe.close()
 
 
-def _listen(ranks: dict[Connection, int], receive: Callable[[Any], None], deadline: float, patience: float) -> None:
+def _listen(ranks: dict[Connection, int], receive: Callable[[Any], None], deadline: float, time_limit: float) -> None:
     waiting = dict(ranks)
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             names = ", ".join(map(str, sorted(waiting.values())))
-            raise TimeoutError(f"expected all ranks to end within {patience:g} s, got no end of {names}")
+            raise TimeoutError(f"expected all ranks to end within {time_limit:g} s, got no end of {names}")
         for pipe in ready:
             try:
                 kind, what = pipe.recv()

@@ -1,4 +1,4 @@
-"""Where tensors enter and leave tensor- and sequence-parallel regions, with gradients as in Megatron-LM.
+"""Entering and leaving tensor- and sequence-parallel regions, with gradients as in Megatron-LM.
 
 | region                      | forward              | backward                                   |
 |-----------------------------|----------------------|--------------------------------------------|
@@ -32,32 +32,32 @@ def copy_to_tp(x: Tensor, group: PeerGroup) -> Tensor:
     Returns:
         [...], a view of x.
     """
-    return _pass("copy_to_tp", x, group, "keep", "all_reduce")
+    return _apply("copy_to_tp", x, group, "keep", "all_reduce")
 
 
 def reduce_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """The sum of all ranks' x [...] after a row-parallel layer. Returns: [...], new."""
-    return _pass("reduce_from_tp", x, group, "all_reduce", "keep")
+    return _apply("reduce_from_tp", x, group, "all_reduce", "keep")
 
 
 def scatter_to_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """This rank's columns of x [..., world_size * n], the same on all ranks. Returns: [..., n], maybe a view."""
-    return _pass("scatter_to_tp", x, group, "take_last", "all_gather_last")
+    return _apply("scatter_to_tp", x, group, "own_part_last", "all_gather_last")
 
 
 def gather_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """All ranks' columns x [..., n], for what all ranks then do alike. Returns: [..., world_size * n], new."""
-    return _pass("gather_from_tp", x, group, "all_gather_last", "take_last")
+    return _apply("gather_from_tp", x, group, "all_gather_last", "own_part_last")
 
 
 def all_gather_last_dim_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
     """All ranks' columns x [..., n], for what each rank then does its part of. Returns: [..., world_size * n], new."""
-    return _pass("all_gather_last_dim_from_tp", x, group, "all_gather_last", "reduce_scatter_last")
+    return _apply("all_gather_last_dim_from_tp", x, group, "all_gather_last", "reduce_scatter_last")
 
 
 def scatter_to_sp(x: Tensor, group: PeerGroup) -> Tensor:
     """This rank's rows of x [world_size * n, ...], the same on all ranks. Returns: [n, ...], maybe a view."""
-    return _pass("scatter_to_sp", x, group, "take", "all_gather")
+    return _apply("scatter_to_sp", x, group, "own_part", "all_gather")
 
 
 def gather_from_sp(x: Tensor, group: PeerGroup, tensor_parallel_output_grad: bool = True) -> Tensor:
@@ -72,41 +72,43 @@ def gather_from_sp(x: Tensor, group: PeerGroup, tensor_parallel_output_grad: boo
     Returns:
         [world_size * n, ...], new.
     """
-    return _pass("gather_from_sp", x, group, "all_gather", "reduce_scatter" if tensor_parallel_output_grad else "take")
+    return _apply(
+        "gather_from_sp", x, group, "all_gather", "reduce_scatter" if tensor_parallel_output_grad else "own_part"
+    )
 
 
 def reduce_scatter_to_sp(x: Tensor, group: PeerGroup) -> Tensor:
     """This rank's rows of the sum of all ranks' x [world_size * n, ...]. Returns: [n, ...], new."""
-    return _pass("reduce_scatter_to_sp", x, group, "reduce_scatter", "all_gather")
+    return _apply("reduce_scatter_to_sp", x, group, "reduce_scatter", "all_gather")
 
 
-def _pass(region: str, x: Tensor, group: PeerGroup, there: str, back: str) -> Tensor:
-    """x [...] through a region: it moves `there` in the forward, its gradient `back`."""
+def _apply(region: str, x: Tensor, group: PeerGroup, forward: str, backward: str) -> Tensor:
+    """Apply a region to x [...]: `forward` and `backward` name what is done with x and with its gradient."""
     name = name_of(group, region)
     if not isinstance(x, Tensor):
         raise TypeError(f"{region}: expected x to be a tensor, got {type(x).__name__}")
-    if there.startswith("take"):
-        dim = -1 if there.endswith("_last") else 0
+    if forward.startswith("own_part"):
+        dim = -1 if forward.endswith("_last") else 0
         if x.dim() == 0 or x.size(dim) % group.world_size != 0:
             got = x.size(dim) if x.dim() > 0 else "a scalar"
             raise ValueError(
                 f"{region}: expected x of a size in dim {dim} that {group.world_size} ranks can share, got {got}"
             )
-    return _Region.apply(x, (name, group.world_size, group.rank), there, back)
+    return _Region.apply(x, (name, group.world_size, group.rank), forward, backward)
 
 
-def _move(x: Tensor, group: tuple[str, int, int], way: str) -> Tensor:
-    """What goes one way through a region; `way` ends in _last where the last dimension is meant, not the first one."""
+def _communicate(x: Tensor, group: tuple[str, int, int], step: str) -> Tensor:
+    """One direction of a region; `step` ends in _last for the last dimension instead of the first one."""
     name, world, rank = group
-    dim = -1 if way.endswith("_last") else 0
-    way = way.removesuffix("_last")
-    if way == "keep":
+    dim = -1 if step.endswith("_last") else 0
+    step = step.removesuffix("_last")
+    if step == "keep":
         return x.view_as(x)
-    if way == "all_reduce":
+    if step == "all_reduce":
         return torch.ops.te_graph.all_reduce.default(x, name)
-    if way == "all_gather":
+    if step == "all_gather":
         return torch.ops.te_graph.all_gather.default(x, dim, world, name)
-    if way == "reduce_scatter":
+    if step == "reduce_scatter":
         return torch.ops.te_graph.reduce_scatter.default(x, dim, world, name)
     part = x.chunk(world, dim)[rank]
     # Dynamo (torch 2.11) gives a function whose result is `contiguous()` of a contiguous view no gradient: zeros.
@@ -115,13 +117,14 @@ def _move(x: Tensor, group: tuple[str, int, int], way: str) -> Tensor:
 
 class _Region(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: tuple[str, int, int], there: str, back: str) -> Tensor:
-        ctx.group, ctx.there, ctx.back = group, there, back
-        return _move(x, group, there)
+    def forward(ctx: Any, x: Tensor, group: tuple[str, int, int], forward: str, backward: str) -> Tensor:
+        ctx.group, ctx.steps = group, (forward, backward)
+        return _communicate(x, group, forward)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        forward, backward = ctx.steps
         if not torch.is_grad_enabled():
-            return _move(gradient, ctx.group, ctx.back), None, None, None
-        # To be differentiated in turn, so a region itself: the derivatives of the bare ops are other ones.
-        return _Region.apply(gradient, ctx.group, ctx.back, ctx.there), None, None, None
+            return _communicate(gradient, ctx.group, backward), None, None, None
+        # A region itself, for double backward: the derivatives of the bare ops are different.
+        return _Region.apply(gradient, ctx.group, backward, forward), None, None, None

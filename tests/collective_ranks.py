@@ -25,7 +25,7 @@ TIMEOUT = 20.0  # seconds: less than a test may take, so that a rank that waits 
 
 def open_group(rank: Rank, **options: Any) -> tg.PeerGroup:
     """A group of all ranks; on several GPUs it must be one of peers."""
-    group = tg.PeerGroup(**{"timeout": TIMEOUT, "slab_bytes": 64 << 20} | options)
+    group = tg.PeerGroup(**{"timeout": TIMEOUT, "buffer_bytes": 64 << 20} | options)
     assert group.uses_peers == (rank.world > 1 and rank.device.startswith("cuda"))
     return group
 
@@ -45,12 +45,12 @@ def capture(
     return graph, result
 
 
-def reference_reduce(everybody: Tensor) -> Tensor:  # [world, ...] -> [...]
+def reference_reduce(all_ranks: Tensor) -> Tensor:  # [world, ...] -> [...]
     """The sum in fp32 in the order of the ranks, rounded once."""
-    total = everybody[0].float()
-    for x in everybody[1:]:
+    total = all_ranks[0].float()
+    for x in all_ranks[1:]:
         total = total + x.float()
-    return total.to(everybody.dtype)
+    return total.to(all_ranks.dtype)
 
 
 def calls(x: Tensor, group: str, world: int) -> list[tuple[Any, tuple]]:

@@ -3,8 +3,8 @@
     python tests/collective_sequences.py --seeds 0:200            # two ranks on gloo
     python tests/collective_sequences.py --seeds 0:200 --cuda
 
-All ranks draw the same sequence and everybody's numbers; the reference is the sum in the order of the ranks (or the
-rows one behind the other), computed without communication. On a CPU graphs are those of the recorder, with poison.
+All ranks draw the same sequence and the numbers of all ranks; the reference is the sum in the order of the ranks (or
+the concatenation), computed without communication. On a CPU graphs are those of the recorder, with poison.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import te_graph as tg
 
 SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 ANY = (*SUMMED, torch.int8, torch.int64, torch.bool, torch.float64)
-# Bytes: around what one launch takes, one step and two, and parts of an operation that is larger than the slab.
+# Bytes: around what one launch takes, one-shot and two-shot, and parts of an operation that is larger than the buffer.
 SIZES = (1, 2, 5, 16, 100, 1000, 4096, 16 << 10, 64 << 10, 100_000, 1 << 20, 3 << 20)
 LARGE = (8 << 20, 64 << 20)
 IN_POOL = tuple(size for size in SIZES if size <= 64 << 10)  # torch takes 2 MiB at once for such
@@ -105,10 +105,10 @@ def numbers(step: Step, rank: Rank, turn: int) -> Tensor:
     return x > 0 if step.dtype is torch.bool else x.to(step.dtype)
 
 
-def expected_of(step: Step, rank: Rank, everybody: Tensor) -> Tensor:
+def expected_of(step: Step, rank: Rank, all_ranks: Tensor) -> Tensor:
     if step.kind == "all_gather":
-        return torch.cat(list(everybody), step.dim)
-    total = everybody.amax(0) if step.reduction == "max" else reference_reduce(everybody)
+        return torch.cat(list(all_ranks), step.dim)
+    total = all_ranks.amax(0) if step.reduction == "max" else reference_reduce(all_ranks)
     return total if step.kind == "all_reduce" else total.chunk(rank.world, step.dim)[rank.rank]
 
 
@@ -117,14 +117,14 @@ class Collective:
 
     def __init__(self, step: Step, rank: Rank, groups: list[tg.PeerGroup]) -> None:
         self.step, self.rank, self.group = step, rank, groups[step.group]
-        everybody = numbers(step, rank, 0)
-        self.x = laid_out(everybody[rank.rank], step.layout)
-        self.out = laid_out(expected_of(step, rank, everybody), step.layout) if step.form == "_out" else None
+        all_ranks = numbers(step, rank, 0)
+        self.x = laid_out(all_ranks[rank.rank], step.layout)
+        self.out = laid_out(expected_of(step, rank, all_ranks), step.layout) if step.form == "_out" else None
         self.result: Tensor | None = None
 
     def fill(self, turn: int) -> None:
-        self.expected = expected_of(self.step, self.rank, everybody := numbers(self.step, self.rank, turn))
-        self.x.copy_(everybody[self.rank.rank])
+        self.expected = expected_of(self.step, self.rank, all_ranks := numbers(self.step, self.rank, turn))
+        self.x.copy_(all_ranks[self.rank.rank])
         if self.out is not None:
             self.out.zero_()
 
@@ -163,7 +163,7 @@ def run_sequence(rank: Rank, seed: int, length: int = 12, large: bool = False) -
     is_gpu = rank.device != "cpu"
     sizes = SIZES + (LARGE if large else ())
     streams = [torch.cuda.Stream() for _ in range(2)] if is_gpu else []
-    with open_group(rank, slab_bytes=1 << 20) as first, open_group(rank, slab_bytes=64 << 20) as second:
+    with open_group(rank, buffer_bytes=1 << 20) as first, open_group(rank, buffer_bytes=64 << 20) as second:
         groups, graphs = [first, second], []
         for number in range(length):
             way = rng.choice(("eager", "eager", "capture", "replay"))

@@ -1,8 +1,8 @@
-"""What tests of groups that fail share: groups that live short, and what they say once they were given up.
+"""Shared by the tests of failing groups: short-lived groups, and their errors once they were aborted.
 
-What a failure looks like is told by the documentation of te_graph.PeerGroup: on a CPU the op raises, on a GPU its
+The documentation of te_graph.PeerGroup describes failures: on a CPU the op raises, on a GPU its
 result is NaN, found_inf 1, and check() and later ops raise. Each scenario that fails has a process group of its own,
-because gloo gives connections up that were late.
+because gloo closes connections that were late.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def short_lived(rank: Rank, **options: Any) -> Iterator[tg.PeerGroup]:
 
 
 def error_of(rank: Rank, group: tg.PeerGroup, call: Callable[[], Any]) -> str:
-    """What ``call`` raises, or, on a GPU, the group when it is looked at as soon as the kernels are done."""
+    """The error of ``call``, or, on a GPU, of the group once the kernels are done."""
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         call()
@@ -58,7 +58,7 @@ def error_of(rank: Rank, group: tg.PeerGroup, call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def assert_given_up(rank: Rank, group: tg.PeerGroup, words: str) -> None:
+def assert_aborted(rank: Rank, group: tg.PeerGroup, words: str) -> None:
     """From now on check() and all ops say why; nothing waits any more."""
     began, x = time.monotonic(), torch.ones(rank.world, device=rank.device)
     for call in (group.check, *(lambda f=f: f(x, group) for f in (tg.all_reduce, tg.reduce_scatter, tg.all_gather))):
@@ -67,7 +67,7 @@ def assert_given_up(rank: Rank, group: tg.PeerGroup, words: str) -> None:
     assert time.monotonic() - began < TIMEOUT / 2
 
 
-def everybodys(rank: Rank, own: str) -> list[str]:
+def gather_texts(rank: Rank, own: str) -> list[str]:
     """What each rank has, by rank."""
     found: list[Any] = [None] * rank.world
     dist.all_gather_object(found, own)

@@ -52,12 +52,15 @@ def wrong_ways(edges: Edges, area_of: dict[str, str]) -> list[str]:
 
 
 def imports_in(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
-    """Module and names of each import of te_graph's, those inside functions as well."""
-    for node in ast.walk(tree):
+    """Module and names of each import of te_graph's, those inside functions as well; type checkers' own do not run."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "te_graph":
             yield node.module, [alias.name for alias in node.names]
         elif isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names if alias.name.split(".")[0] == "te_graph")
+        yield from imports_in(node)
 
 
 def python_modules() -> dict[str, Path]:

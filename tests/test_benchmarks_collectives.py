@@ -45,7 +45,7 @@ def cpu_run(tmp_path_factory):
 def alone(tmp_path, monkeypatch):
     """Makes bench.main() measure in this process, which is the only rank."""
 
-    def run_here(function, world, device, arguments, receive, patience):
+    def run_here(function, world, device, arguments, receive, time_limit):
         with processes.joined(0, 1, "cpu", tmp_path / "rendezvous", receive) as rank:
             function(rank, *arguments)
 
@@ -188,7 +188,7 @@ def test_a_wrong_result_fails_the_run_and_the_others_are_kept(alone, monkeypatch
 
 
 def test_what_ranks_found_before_they_failed_is_kept(monkeypatch, tmp_path, capsys):
-    def fail(function, world, device, arguments, receive, patience):
+    def fail(function, world, device, arguments, receive, time_limit):
         receive({"uses_peers": True})
         times = {"p50_us": 1.0, "p99_us": 2.0, "calls": 20, "replays": 9}
         row = {"op": "all_reduce", "bytes": KIB, "variant": "te_graph", "mode": "graph", **times}

@@ -28,11 +28,11 @@ def spread(shape: tuple[int, ...], rank: Rank, dtype: torch.dtype) -> Tensor:
 def scenario_all_reduce(rank: Rank, dtype: torch.dtype, numels: list[int]) -> None:
     with open_group(rank) as group:
         for numel in numels:
-            everybody = spread((numel,), rank, dtype)
-            mine = everybody[rank.rank].clone()
-            expected = reference_reduce(everybody)
+            all_ranks = spread((numel,), rank, dtype)
+            mine = all_ranks[rank.rank].clone()
+            expected = reference_reduce(all_ranks)
             assert same_bits(tg.all_reduce(mine, group), expected), numel
-            assert same_bits(mine, everybody[rank.rank]), "the input was written"
+            assert same_bits(mine, all_ranks[rank.rank]), "the input was written"
             out = torch.full_like(mine, float("nan"))
             tg.all_reduce_out(out, mine, group)
             assert same_bits(out, expected), numel
@@ -42,23 +42,23 @@ def scenario_all_reduce(rank: Rank, dtype: torch.dtype, numels: list[int]) -> No
 
 def scenario_order(rank: Rank, dtype: torch.dtype) -> None:
     """A2: small numbers beside large ones that cancel, so that another order gives other bits."""
-    everybody = torch.zeros(rank.world, 4096, dtype=dtype, device=rank.device)
-    everybody[0] = torch.randn(4096, device=rank.device) * 2.0**-10
-    everybody[rank.world // 2] += 2.0**15
-    everybody[-1] -= 2.0**15
+    all_ranks = torch.zeros(rank.world, 4096, dtype=dtype, device=rank.device)
+    all_ranks[0] = torch.randn(4096, device=rank.device) * 2.0**-10
+    all_ranks[rank.world // 2] += 2.0**15
+    all_ranks[-1] -= 2.0**15
     if rank.world > 2:
-        assert not same_bits(reference_reduce(everybody), reference_reduce(everybody.flip(0)))
+        assert not same_bits(reference_reduce(all_ranks), reference_reduce(all_ranks.flip(0)))
     with open_group(rank) as group:
-        assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
+        assert same_bits(tg.all_reduce(all_ranks[rank.rank], group), reference_reduce(all_ranks))
 
 
 def scenario_size_invariance(rank: Rank, dtype: torch.dtype, heights: list[int]) -> None:
     """A3: rows have the same sums however many others are with them, whatever the algorithm."""
-    everybody = spread((max(heights), 4096), rank, dtype)
-    expected = reference_reduce(everybody)
+    all_ranks = spread((max(heights), 4096), rank, dtype)
+    expected = reference_reduce(all_ranks)
     with open_group(rank) as group:
         for height in heights:
-            got = tg.all_reduce(everybody[rank.rank, :height], group)
+            got = tg.all_reduce(all_ranks[rank.rank, :height], group)
             assert same_bits(got, expected[:height]), height
 
 
@@ -82,14 +82,14 @@ def odd_tensors(rank: Rank, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
 def scenario_odd_tensors(rank: Rank, dtype: torch.dtype) -> None:
     """A4."""
     with open_group(rank) as group:
-        for what, everybody in odd_tensors(rank, dtype):
-            mine = everybody[rank.rank]
-            expected = reference_reduce(everybody)
+        for what, all_ranks in odd_tensors(rank, dtype):
+            mine = all_ranks[rank.rank]
+            expected = reference_reduce(all_ranks)
             got = tg.all_reduce(mine, group)
             assert got.is_contiguous() and got.shape == mine.shape and same_bits(got, expected), what
             if mine.dim() > 0:
                 gathered = tg.all_gather(mine, group, dim=-1)
-                assert same_bits(gathered, torch.cat(list(everybody), -1)), what
+                assert same_bits(gathered, torch.cat(list(all_ranks), -1)), what
             if what == "expanded":
                 continue  # cannot be written in place
             target = mine.clone(memory_format=torch.preserve_format)
@@ -102,9 +102,9 @@ def scenario_special_values(rank: Rank, dtype: torch.dtype) -> None:
     values = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), limits.tiny / 4, limits.max, -limits.max]
     grid = torch.tensor(values, dtype=dtype, device=rank.device)
     pairs = torch.cartesian_prod(grid, grid)  # [n, 2]
-    everybody = torch.stack([pairs[:, r % 2] for r in range(rank.world)])
+    all_ranks = torch.stack([pairs[:, r % 2] for r in range(rank.world)])
     with open_group(rank) as group:
-        got, expected = tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody)
+        got, expected = tg.all_reduce(all_ranks[rank.rank], group), reference_reduce(all_ranks)
         assert torch.equal(got.isnan(), expected.isnan()) and expected.isnan().any()
         assert same_bits(got.nan_to_num(nan=0.5), expected.nan_to_num(nan=0.5))
         minus = torch.full((7,), -0.0, dtype=dtype, device=rank.device)
@@ -118,31 +118,31 @@ def scenario_guards(rank: Rank, dtype: torch.dtype) -> None:
     """A7: what lies around input and output stays as it was."""
     with open_group(rank) as group:
         for numel in (1, 13, 1000, 70001):
-            everybody = spread((numel,), rank, dtype)
-            pad = GUARD // everybody.element_size()
+            all_ranks = spread((numel,), rank, dtype)
+            pad = GUARD // all_ranks.element_size()
             whole = torch.full((2, numel + 2 * pad), 7.0, dtype=dtype, device=rank.device)
-            whole[0, pad : pad + numel] = everybody[rank.rank]
+            whole[0, pad : pad + numel] = all_ranks[rank.rank]
             before = whole.clone()
             tg.all_reduce_out(whole[1, pad : pad + numel], whole[0, pad : pad + numel], group)
-            before[1, pad : pad + numel] = reference_reduce(everybody)
+            before[1, pad : pad + numel] = reference_reduce(all_ranks)
             assert same_bits(whole, before), numel
 
 
 def scenario_oversize(rank: Rank, dtype: torch.dtype) -> None:
-    """A6: operations around, above and far above what the slab takes at once."""
-    with open_group(rank, slab_bytes=1 << 20) as group:
+    """A6: operations around, above and far above what the buffer holds at once."""
+    with open_group(rank, buffer_bytes=1 << 20) as group:
         for nbytes in ((1 << 19) - 16, 1 << 19, (1 << 19) + 16, 5 << 20):
-            everybody = spread((nbytes // dtype.itemsize + 3,), rank, dtype)
-            mine = everybody[rank.rank]
-            assert same_bits(tg.all_reduce(mine, group), reference_reduce(everybody)), nbytes
-            assert same_bits(tg.all_gather(mine, group), everybody.flatten()), nbytes
+            all_ranks = spread((nbytes // dtype.itemsize + 3,), rank, dtype)
+            mine = all_ranks[rank.rank]
+            assert same_bits(tg.all_reduce(mine, group), reference_reduce(all_ranks)), nbytes
+            assert same_bits(tg.all_gather(mine, group), all_ranks.flatten()), nbytes
             shared = mine.repeat(rank.world)
-            expected = reference_reduce(everybody)
+            expected = reference_reduce(all_ranks)
             assert same_bits(tg.reduce_scatter(shared, group), expected), nbytes
 
 
 def scenario_empty_words(rank: Rank) -> None:
-    """NaNs of nothing but ones, which is what large reductions take for memory that nobody has written."""
+    """NaNs with all bits set, the sentinel of the Lamport protocol."""
     with open_group(rank, timeout=5.0) as group:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = torch.full((300_001,), -1, dtype=torch.int32, device=rank.device).view(dtype)
@@ -155,10 +155,10 @@ def scenario_empty_words(rank: Rank) -> None:
 
 def scenario_max(rank: Rank) -> None:
     with open_group(rank) as group:
-        everybody = spread((1001,), rank, torch.float32)
-        assert same_bits(tg.all_reduce(everybody[rank.rank], group, "max"), everybody.amax(0))
-        everybody[rank.world - 1, 17] = float("nan")
-        got = tg.all_reduce(everybody[rank.rank], group, "max")
+        all_ranks = spread((1001,), rank, torch.float32)
+        assert same_bits(tg.all_reduce(all_ranks[rank.rank], group, "max"), all_ranks.amax(0))
+        all_ranks[rank.world - 1, 17] = float("nan")
+        got = tg.all_reduce(all_ranks[rank.rank], group, "max")
         assert got.isnan().nonzero().flatten().tolist() == [17]
         zeros = torch.zeros(4, device=rank.device) * (-1.0 if rank.rank == 0 and rank.world > 1 else 1.0)
         assert not tg.all_reduce(zeros, group, "max").signbit().any()
@@ -171,8 +171,8 @@ def scenario_scatter_and_gather(rank: Rank, dtype: torch.dtype) -> None:
     """S1: along every dimension, into new and given tensors."""
     with open_group(rank) as group:
         shape = (2 * rank.world, 3, 5 * rank.world)
-        everybody = spread(shape, rank, dtype)
-        mine, total = everybody[rank.rank], reference_reduce(everybody)
+        all_ranks = spread(shape, rank, dtype)
+        mine, total = all_ranks[rank.rank], reference_reduce(all_ranks)
         for dim in (0, 2, -1, -3):
             expected = total.chunk(rank.world, dim)[rank.rank].contiguous()
             assert same_bits(tg.reduce_scatter(mine, group, dim), expected), dim
@@ -180,7 +180,7 @@ def scenario_scatter_and_gather(rank: Rank, dtype: torch.dtype) -> None:
             tg.reduce_scatter_out(out, mine, group, dim)
             assert same_bits(out, expected), dim
         for dim in (0, 1, 2, -1, -2):
-            expected = torch.cat(list(everybody), dim)
+            expected = torch.cat(list(all_ranks), dim)
             assert same_bits(tg.all_gather(mine, group, dim), expected), dim
             out = torch.full_like(expected.transpose(0, 2), float("nan")).transpose(0, 2)
             tg.all_gather_out(out, mine, group, dim)
@@ -190,18 +190,18 @@ def scenario_scatter_and_gather(rank: Rank, dtype: torch.dtype) -> None:
 def scenario_any_dtype(rank: Rank) -> None:
     with open_group(rank) as group:
         for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool, torch.int64, torch.float64):
-            everybody = torch.randint(0, 2, (rank.world, 37), device=rank.device).to(dtype)
-            assert same_bits(tg.all_gather(everybody[rank.rank], group), everybody.flatten()), dtype
+            all_ranks = torch.randint(0, 2, (rank.world, 37), device=rank.device).to(dtype)
+            assert same_bits(tg.all_gather(all_ranks[rank.rank], group), all_ranks.flatten()), dtype
 
 
 def scenario_repeats(rank: Rank, times: int) -> None:
     """D1: the same input gives the same bits every time."""
-    everybody = spread((5000,), rank, torch.bfloat16)
-    expected = reference_reduce(everybody)
+    all_ranks = spread((5000,), rank, torch.bfloat16)
+    expected = reference_reduce(all_ranks)
     with open_group(rank) as group:
         wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
         for _ in range(times):
-            got = tg.all_reduce(everybody[rank.rank], group)
+            got = tg.all_reduce(all_ranks[rank.rank], group)
             wrong += (got.view(torch.int16) != expected.view(torch.int16)).sum()
         assert wrong.item() == 0
 
@@ -233,7 +233,7 @@ def test_special_values(ranks, seed, dtype):
     ranks.run(scenario_special_values, seed, dtype)
 
 
-def test_numbers_that_look_like_empty_memory_are_nans(ranks, seed):
+def test_numbers_that_equal_the_sentinel_are_nans(ranks, seed):
     ranks.run(scenario_empty_words, seed)
 
 
@@ -243,7 +243,7 @@ def test_nothing_around_the_output_is_written(ranks, seed, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_operations_larger_than_the_slab(ranks, seed, dtype):
+def test_operations_larger_than_the_buffer(ranks, seed, dtype):
     ranks.run(scenario_oversize, seed, dtype)
 
 

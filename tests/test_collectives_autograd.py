@@ -62,16 +62,16 @@ def scenario_bare_ops(rank: Rank, dtype: torch.dtype) -> None:
         for what, call, whole in bare_ops(group):
             for twice in (False, True):
                 shape = (ROWS * rank.world, COLUMNS * rank.world)
-                everybody = [
+                all_ranks = [
                     whole_numbers(*shape, device=rank.device).to(dtype).requires_grad_() for _ in range(rank.world)
                 ]
-                each = [uses_whole(everybody, whole, r, twice) for r in range(rank.world)]
+                each = [uses_whole(all_ranks, whole, r, twice) for r in range(rank.world)]
                 weights = [whole_numbers(*each[0].shape, device=rank.device).to(dtype) for _ in each]
                 expected = torch.autograd.grad(
-                    sum((w * y).sum() for w, y in zip(weights, each, strict=True)), everybody
+                    sum((w * y).sum() for w, y in zip(weights, each, strict=True)), all_ranks
                 )
 
-                mine = everybody[rank.rank].detach().clone().requires_grad_()
+                mine = all_ranks[rank.rank].detach().clone().requires_grad_()
                 result = uses(call, mine, twice=twice)
                 assert same_bits(result.detach(), each[rank.rank].detach()), (what, twice)
                 (got,) = torch.autograd.grad(result, mine, weights[rank.rank])
@@ -96,31 +96,31 @@ def scenario_no_grad(rank: Rank) -> None:
 def scenario_odd_gradients(rank: Rank) -> None:
     """Gradients that are expanded or transposed, as sums and transposes send them back."""
     with open_group(rank) as group:
-        everybody = [whole_numbers(4 * rank.world, 3, device=rank.device).requires_grad_() for _ in range(rank.world)]
-        mine = everybody[rank.rank].detach().clone().requires_grad_()
+        all_ranks = [whole_numbers(4 * rank.world, 3, device=rank.device).requires_grad_() for _ in range(rank.world)]
+        mine = all_ranks[rank.rank].detach().clone().requires_grad_()
         tg.all_reduce(mine, group).sum().backward()
         assert same_bits(mine.grad, torch.full_like(mine, rank.world))
         weight = whole_numbers(3, 4, device=rank.device)
         (tg.reduce_scatter(mine, group).t() * weight).sum().backward()
-        total = sum(everybody)
+        total = sum(all_ranks)
         sum((part(total, 0, rank.world, r).t() * weight).sum() for r in range(rank.world)).backward()
-        assert same_bits(mine.grad, everybody[rank.rank].grad + rank.world)
+        assert same_bits(mine.grad, all_ranks[rank.rank].grad + rank.world)
 
 
 # B1: the regions. Their loss is one number, which all ranks find.
 
 
 def assert_like_one_process(
-    rank: Rank, everybody: list[Tensor], parallel: Function, one: Callable[[list[Tensor]], Tensor], what: str
+    rank: Rank, all_ranks: list[Tensor], parallel: Function, one: Callable[[list[Tensor]], Tensor], what: str
 ) -> None:
-    """everybody: [...] for each rank, or one tensor that all have alike. The loss and its gradient."""
-    leaves = [x.clone().requires_grad_() for x in everybody]
+    """all_ranks: [...] for each rank, or one tensor that all have alike. The loss and its gradient."""
+    leaves = [x.clone().requires_grad_() for x in all_ranks]
     expected = torch.autograd.grad(one(leaves), leaves)
-    mine = everybody[rank.rank % len(everybody)].clone().requires_grad_()
+    mine = all_ranks[rank.rank % len(all_ranks)].clone().requires_grad_()
     loss = parallel(mine)
     assert same_bits(loss.detach(), one(leaves).detach()), what
     (got,) = torch.autograd.grad(loss, mine)
-    assert torch.equal(got, expected[rank.rank % len(everybody)]), what
+    assert torch.equal(got, expected[rank.rank % len(all_ranks)]), what
 
 
 def scenario_regions(rank: Rank) -> None:
@@ -189,12 +189,12 @@ def scenario_regions(rank: Rank) -> None:
                 lambda xs: (sum(xs) * w).sum(),
             ),
         ]
-        for what, everybody, parallel, one in cases:
-            assert_like_one_process(rank, everybody, parallel, one, what)
+        for what, all_ranks, parallel, one in cases:
+            assert_like_one_process(rank, all_ranks, parallel, one, what)
             # Through the region twice: gradients of both add up.
             assert_like_one_process(
                 rank,
-                everybody,
+                all_ranks,
                 lambda x, f=parallel: f(x) + f(x * 3),
                 lambda xs, f=one: f(xs) + f([x * 3 for x in xs]),
                 f"{what}, twice",

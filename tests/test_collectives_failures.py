@@ -1,6 +1,6 @@
-"""Groups that fail while they work (F1-F4): who waits in vain ends with an error that names rank, operation and number.
+"""Groups that fail while they work (F1-F4): ranks that wait end with an error that names rank, operation and number.
 
-What a failure looks like is told in failed_groups.py; ranks that are at different operations are in
+Failures are described in failed_groups.py; ranks that run different operations are in
 test_collectives_mismatches.py.
 """
 
@@ -22,11 +22,11 @@ from failed_groups import (
     SEVERAL,
     SLACK,
     TIMEOUT,
-    assert_given_up,
+    assert_aborted,
     draw,
     error_of,
-    everybodys,
     finish,
+    gather_texts,
     is_cpu,
     is_last,
     short_lived,
@@ -47,14 +47,14 @@ def scenario_late(rank: Rank) -> None:
     """F1."""
     late = 1.0 if is_cpu(rank) else 3.0
     with open_group(rank) as group:
-        everybody = draw(rank, 5000)
+        all_ranks = draw(rank, 5000)
         began = time.monotonic()
         if is_last(rank):
             time.sleep(late)
-        got = tg.all_reduce(everybody[rank.rank], group)
+        got = tg.all_reduce(all_ranks[rank.rank], group)
         finish(rank)
         assert time.monotonic() - began > late * 0.9
-        assert same_bits(got, reference_reduce(everybody))
+        assert same_bits(got, reference_reduce(all_ranks))
         group.check()
 
 
@@ -66,16 +66,16 @@ def scenario_never(rank: Rank) -> None:
         if not is_last(rank):
             got: list[Tensor] = []
             error = error_of(rank, group, lambda: got.append(tg.all_reduce(x, group)))
-            words = rf"was given up on rank {rank.rank} in operation 2, all_reduce \(sum\) of 1000 Float: "
+            words = rf"was aborted on rank {rank.rank} in operation 2, all_reduce \(sum\) of 1000 Float: "
             assert f"on rank {rank.rank} in operation 2, all_reduce (sum) of 1000 Float" in error
-            assert_given_up(rank, group, words)
+            assert_aborted(rank, group, words)
             if not is_cpu(rank):
-                assert f"nothing came from rank {rank.world - 1} within {TIMEOUT:g} s" in error
+                assert f"no data from rank {rank.world - 1} within {TIMEOUT:g} s" in error
                 assert got[0].isnan().any() and group.found_inf.item() == 1
         dist.barrier()
         if is_last(rank):
             assert f"on rank {rank.rank}" in error_of(rank, group, lambda: tg.all_reduce(x, group))
-            assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+            assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
 def scenario_abort(rank: Rank) -> None:
@@ -83,31 +83,31 @@ def scenario_abort(rank: Rank) -> None:
         x = torch.ones(10, device=rank.device)
         if rank.rank == 0:
             group.abort()
-            assert_given_up(rank, group, "abort")
+            assert_aborted(rank, group, "abort")
         dist.barrier()
         if rank.rank != 0:
             assert f"on rank {rank.rank}" in error_of(rank, group, lambda: tg.all_reduce(x, group))
-            assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+            assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
 def scenario_abort_alone(rank: Rank) -> None:
     with open_group(rank) as group:
         tg.all_reduce(torch.ones(10, device=rank.device), group)
         group.abort()
-        assert_given_up(rank, group, "was given up on rank 0: abort")
+        assert_aborted(rank, group, "was aborted on rank 0: abort")
 
 
 def scenario_graphed_callables(rank: Rank) -> None:
-    """Replays do not go on with what a group left that was given up; once it is closed, they do."""
+    """Replays do not go on with what a group left that was aborted; once it is closed, they do."""
     x = torch.randn(2, 3, device=rank.device)
     layer = tg.make_graphed_callables(torch.nn.Linear(3, 3, device=rank.device), (x,))
     expected = layer(x).detach().clone()
     with open_group(rank) as group:
         group.abort()
-        with pytest.raises(RuntimeError, match=rf"group {group.name} was given up"):
+        with pytest.raises(RuntimeError, match=rf"group {group.name} was aborted"):
             group.check()
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=rf"Linear.*group {group.name} was given up"):
+            with pytest.raises(RuntimeError, match=rf"Linear.*group {group.name} was aborted"):
                 layer(x)
     assert torch.equal(layer(x), expected)
 
@@ -151,28 +151,28 @@ def scenario_two_eager_streams(rank: Rank) -> None:
     """F4: the group orders its operations, whatever streams they are on."""
     with open_group(rank) as group:
         streams = [torch.cuda.Stream() for _ in range(2)]
-        everybody = [draw(rank, numel) for numel in (100, 1 << 20, 7, 1 << 22)]
+        all_ranks = [draw(rank, numel) for numel in (100, 1 << 20, 7, 1 << 22)]
         finish(rank)
         found = []
         for turn in range(40):
             with torch.cuda.stream(streams[turn % 2]):
-                found.append((turn % 4, tg.all_reduce(everybody[turn % 4][rank.rank], group)))
+                found.append((turn % 4, tg.all_reduce(all_ranks[turn % 4][rank.rank], group)))
         finish(rank)
         group.check()
         for which, got in found:
-            assert same_bits(got, reference_reduce(everybody[which]))
+            assert same_bits(got, reference_reduce(all_ranks[which]))
 
 
 def scenario_two_replays_at_once(rank: Rank) -> None:
     """F4: right results or the named error, and never a hang."""
     with open_group(rank, timeout=5.0) as group:
-        everybody = draw(rank, 1 << 20)
-        expected = reference_reduce(everybody)
+        all_ranks = draw(rank, 1 << 20)
+        expected = reference_reduce(all_ranks)
         graphs = []
         for _ in range(2):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                outputs = [tg.all_reduce(everybody[rank.rank], group) for _ in range(50)]
+                outputs = [tg.all_reduce(all_ranks[rank.rank], group) for _ in range(50)]
             graphs.append((graph, outputs, torch.cuda.Stream()))
         finish(rank)
         began = time.monotonic()
@@ -186,7 +186,7 @@ def scenario_two_replays_at_once(rank: Rank) -> None:
             answer = ""
         except RuntimeError as error:
             answer = str(error)
-        answers = everybodys(rank, answer)
+        answers = gather_texts(rank, answer)
         if any(answers):
             assert any("two operations of the group ran on one GPU at the same time" in text for text in answers)
         else:
@@ -227,8 +227,8 @@ def in_process_group(rank: Rank, folder: Path, pipe: Connection, job: Callable[.
         job(rank, pipe)
 
 
-def receive(pipe: Connection, patience: float = 60.0) -> Any:
-    assert pipe.poll(patience), "a rank gave no answer"
+def receive(pipe: Connection, timeout: float = 60.0) -> Any:
+    assert pipe.poll(timeout), "a rank gave no answer"
     return pipe.recv()
 
 
@@ -295,9 +295,9 @@ def test_others_end_with_a_named_error_when_a_rank_is_killed(tmp_path, kind):
         answers.send("go")
         came, error = receive(answers)
         assert came - killed < TIMEOUT + SLACK
-        assert "was given up on rank 0 in operation 2, all_reduce (sum) of 1000 Float: " in error
-        patience = peer_group.PATIENCE_AFTER_FAILURE + SLACK
-        assert receive(answers) < patience, "closing waited for a rank that is gone"
+        assert "was aborted on rank 0 in operation 2, all_reduce (sum) of 1000 Float: " in error
+        timeout = peer_group.ABORTED_TIMEOUT + SLACK
+        assert receive(answers) < timeout, "closing waited for a rank that is gone"
         waiting.join(20)
         assert waiting.exitcode == 0
 
@@ -308,7 +308,7 @@ def test_a_process_that_does_not_look_at_a_failure_is_ended(tmp_path):
         assert (receive(answers), receive(signs)) == ("ready", "ready")
         waiting.join(TIMEOUT + 2.0 + SLACK + 3.0)
         assert waiting.exitcode == 1
-        assert "was given up on rank 0 in operation 1" in (tmp_path / "stderr of rank 0").read_text()
+        assert "was aborted on rank 0 in operation 1" in (tmp_path / "stderr of rank 0").read_text()
         other.kill()
 
 
@@ -318,7 +318,7 @@ def test_a_group_that_traps_ends_the_context_and_still_says_why(tmp_path):
         texts = receive(answers)
         signs.send("go")
         assert len(texts) == 2, texts
-        assert "nothing came from rank 1 within 1 s" in texts[1]
+        assert "no data from rank 1 within 1 s" in texts[1]
 
 
 def test_others_wait_for_a_late_rank(ranks, seed):
@@ -329,7 +329,7 @@ def test_a_rank_that_never_comes_is_a_named_error(ranks, seed):
     ranks.run(scenario_never, seed)
 
 
-def test_a_group_that_was_aborted_is_given_up_on_all_ranks(ranks, seed):
+def test_a_group_that_was_aborted_is_aborted_on_all_ranks(ranks, seed):
     ranks.run(scenario_abort, seed)
 
 
@@ -337,11 +337,11 @@ def test_a_group_of_one_rank_can_be_aborted(alone, seed):
     alone.run(scenario_abort_alone, seed)
 
 
-def test_graphed_callables_raise_while_a_group_is_given_up(ranks, seed):
+def test_graphed_callables_raise_while_a_group_is_aborted(ranks, seed):
     ranks.run(scenario_graphed_callables, seed)
 
 
-def test_graphed_callables_raise_while_a_group_of_one_rank_is_given_up(alone, seed):
+def test_graphed_callables_raise_while_a_group_of_one_rank_is_aborted(alone, seed):
     alone.run(scenario_graphed_callables, seed)
 
 

@@ -1,4 +1,4 @@
-"""The flag of a group, ``found_inf``: it tells optimizers that the group was given up, and only the group writes it."""
+"""The flag of a group, ``found_inf``: it tells optimizers that the group was aborted, and only the group writes it."""
 
 import math
 from functools import partial
@@ -38,7 +38,7 @@ def scenario_read_only(rank: Rank) -> None:
 
 
 def scenario_optimizer(rank: Rank) -> None:
-    """A captured step: a gradient that is not finite skips one step; a group that was given up skips all."""
+    """A captured step: a gradient that is not finite skips one step; a group that was aborted skips all."""
     with open_group(rank) as group:
         parameter = nn.Parameter(torch.randn(100, device=rank.device))
         optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True, capturable=True)

@@ -30,7 +30,7 @@ ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 gpu_ranks = pytest.fixture(ranks_of, scope="module", params=GPU_WORLDS)
 ops = torch.ops.te_graph
 SLAB = 1 << 20  # bytes: small, so that sizes on both its sides are quick
-WIDTH = 256  # columns of fp32: 1024 rows are as large as the slab
+WIDTH = 256  # columns of fp32: 1024 rows are as large as the buffer
 
 
 def is_cpu(rank: Rank) -> bool:
@@ -75,8 +75,8 @@ def layer(rank: Rank, group: tg.PeerGroup) -> nn.Module:
     return Layer().requires_grad_(False)
 
 
-def expected_of(module: nn.Module, everybody: Tensor) -> tuple[Tensor, Tensor]:  # [world, n, 16]
-    total = reference_reduce(torch.stack([module.linear(x) for x in everybody]))
+def expected_of(module: nn.Module, all_ranks: Tensor) -> tuple[Tensor, Tensor]:  # [world, n, 16]
+    total = reference_reduce(torch.stack([module.linear(x) for x in all_ranks]))
     return total, F.rms_norm(total, (WIDTH,))
 
 
@@ -91,29 +91,29 @@ def assert_replays(rank: Rank, module: nn.Module, call: Callable[[Tensor], Any],
     call(static)
     graph, outputs = capture(rank, lambda: call(static))
     for _ in range(3):
-        everybody = draw(rank, rows, 16)
-        static.copy_(everybody[rank.rank])
+        all_ranks = draw(rank, rows, 16)
+        static.copy_(all_ranks[rank.rank])
         graph.replay()
-        assert_is_close(outputs, expected_of(module, everybody))
-        assert all_same_bits(outputs, call(everybody[rank.rank].clone()))
+        assert_is_close(outputs, expected_of(module, all_ranks))
+        assert all_same_bits(outputs, call(all_ranks[rank.rank].clone()))
 
 
 def scenario_compiled(rank: Rank, backend: str) -> None:
-    """C1: one trace, made before any capture, for eager calls and captures of all sizes around the slab's."""
+    """C1: one trace, made before any capture, for eager calls and captures of all sizes around the buffer's."""
     counter = CompileCounterWithBackend(backend)
-    with open_group(rank, slab_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=SLAB) as group:
         module = layer(rank, group)
         call = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
         # No views: Dynamo compiles once more for those.
         for rows in (5, 3, 1023, 1024, 1025, 4100):
-            everybody = draw(rank, rows, 16)
-            assert_is_close(call(everybody[rank.rank].clone()), expected_of(module, everybody))
+            all_ranks = draw(rank, rows, 16)
+            assert_is_close(call(all_ranks[rank.rank].clone()), expected_of(module, all_ranks))
         assert counter.frame_count == 1, "a size was compiled anew"
         for rows in (7, 1030):
             assert_replays(rank, module, call, rows)
         assert counter.frame_count == 1, "a capture was compiled anew"
-        everybody = draw(rank, 2000, 16)
-        assert_is_close(call(everybody[rank.rank].clone()), expected_of(module, everybody))
+        all_ranks = draw(rank, 2000, 16)
+        assert_is_close(call(all_ranks[rank.rank].clone()), expected_of(module, all_ranks))
         nodes = [node for node in counter.graphs[0].graph.nodes if "te_graph" in str(node.target)]
         assert [node.target for node in nodes] == [ops.all_reduce.default]
         group.check()
@@ -122,15 +122,15 @@ def scenario_compiled(rank: Rank, backend: str) -> None:
 
 def scenario_reduce_overhead(rank: Rank) -> None:
     """C2: graphs that torch.compile captures, 3 sizes in turn."""
-    with open_group(rank, slab_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=SLAB) as group:
         module = layer(rank, group)
         call = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead")
         for _ in range(20):
             for rows in (4, 256, 2048):
                 torch.compiler.cudagraph_mark_step_begin()
-                everybody = draw(rank, rows, 16)
-                got = tuple(t.clone() for t in call(everybody[rank.rank]))
-                assert_is_close(got, expected_of(module, everybody))
+                all_ranks = draw(rank, rows, 16)
+                got = tuple(t.clone() for t in call(all_ranks[rank.rank]))
+                assert_is_close(got, expected_of(module, all_ranks))
         group.check()
     torch._dynamo.reset()
 
@@ -147,31 +147,31 @@ def traced(module: nn.Module, x: Tensor, how: str) -> Callable[[Tensor], Any]:
 
 def scenario_traced(rank: Rank, how: str) -> None:
     """C3: what a tracer made of the Python wrapper, outside any capture, is captured and replayed."""
-    with open_group(rank, name="traced", slab_bytes=SLAB) as group:
+    with open_group(rank, name="traced", buffer_bytes=SLAB) as group:
         module = layer(rank, group)
         call = traced(module, torch.zeros(6, 16, device=rank.device), how)
-        everybody = draw(rank, 6, 16)
-        assert_is_close(call(everybody[rank.rank]), expected_of(module, everybody))
+        all_ranks = draw(rank, 6, 16)
+        assert_is_close(call(all_ranks[rank.rank]), expected_of(module, all_ranks))
         assert_replays(rank, module, call, 6)
     # A trace holds the name alone: another group of that name will do, and none is an error.
     with open_group(rank, name="traced"):
         assert_replays(rank, module, call, 6)
     with pytest.raises(Exception, match=r"expected the name of a te_graph.PeerGroup, got 'traced'"):
-        call(everybody[rank.rank])
+        call(all_ranks[rank.rank])
 
 
 # Graphs (G1-G8).
 
 
-def several(everybody: list[Tensor], rank: Rank, group: tg.PeerGroup) -> list[Tensor]:
-    """Different collectives one after the other. everybody: [world, n] each."""
+def several(all_ranks: list[Tensor], rank: Rank, group: tg.PeerGroup) -> list[Tensor]:
+    """Different collectives one after the other. all_ranks: [world, n] each."""
     calls = (tg.all_reduce, tg.reduce_scatter, tg.all_gather)
-    return [calls[i % 3](xs[rank.rank], group) for i, xs in enumerate(everybody)]
+    return [calls[i % 3](xs[rank.rank], group) for i, xs in enumerate(all_ranks)]
 
 
-def several_expected(everybody: list[Tensor], rank: Rank) -> list[Tensor]:
+def several_expected(all_ranks: list[Tensor], rank: Rank) -> list[Tensor]:
     found = []
-    for i, xs in enumerate(everybody):
+    for i, xs in enumerate(all_ranks):
         total = reference_reduce(xs)
         found.append((total, total.chunk(rank.world)[rank.rank], xs.flatten())[i % 3])
     return found
@@ -180,7 +180,7 @@ def several_expected(everybody: list[Tensor], rank: Rank) -> list[Tensor]:
 def scenario_several_in_a_graph(rank: Rank, count: int, replays: int) -> None:
     """G1: nothing waits between replays; each has its own numbers."""
     numels = [rank.world * n for n in (4, 5000, 17, 100_000, 1, 2051, 33_333)][:count]
-    with open_group(rank, slab_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=SLAB) as group:
         static = [torch.zeros(rank.world, n, device=rank.device) for n in numels]
         graph, outputs = capture(rank, lambda: several(static, rank, group))
         inputs = [[draw(rank, n) for n in numels] for _ in range(replays)]
@@ -198,7 +198,7 @@ def scenario_several_in_a_graph(rank: Rank, count: int, replays: int) -> None:
 def scenario_mutation(rank: Rank, seed: int, replays: int) -> None:
     """G2: the input is written as soon as the collective is over here, whatever peers are still doing."""
     delays = Delays(rank, seed)
-    with open_group(rank, slab_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=SLAB) as group:
         for numel in (40, 3000, 150_001):
             x = torch.zeros(numel, device=rank.device)
 
@@ -211,12 +211,12 @@ def scenario_mutation(rank: Rank, seed: int, replays: int) -> None:
                 return [first, second, x, tg.all_gather(x[:7], group)]
 
             graph, outputs = capture(rank, region)
-            everybody = draw(rank, numel)
-            first, second = reference_reduce(everybody), reference_reduce(everybody + 1)
+            all_ranks = draw(rank, numel)
+            first, second = reference_reduce(all_ranks), reference_reduce(all_ranks + 1)
             expected = [first, second, -second, -second[:7].repeat(rank.world)]
             wrong = torch.zeros((), dtype=torch.int64, device=rank.device)
             for _ in range(replays):
-                x.copy_(everybody[rank.rank])
+                x.copy_(all_ranks[rank.rank])
                 delays.wait()
                 graph.replay()
                 for got, want in zip(outputs, expected, strict=True):
@@ -228,7 +228,7 @@ def scenario_mutation(rank: Rank, seed: int, replays: int) -> None:
 def scenario_interleaved(rank: Rank, seed: int, steps: int) -> None:
     """G3: eager calls and replays of several graphs, in any order, at sizes that differ by algorithm and grid."""
     order, delays = random.Random(seed), Delays(rank, seed)
-    with open_group(rank, slab_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=SLAB) as group:
         sizes = (3, 600, 70_000, 400_000)
         graphs = []
         for numel in sizes:
@@ -237,15 +237,15 @@ def scenario_interleaved(rank: Rank, seed: int, steps: int) -> None:
         for step in range(steps):
             number = order.randrange(8)
             static, graph, output = graphs[number % 4]
-            everybody = draw(rank, sizes[number % 4])
+            all_ranks = draw(rank, sizes[number % 4])
             delays.wait()
             if number < 4:
-                got = tg.all_reduce(everybody[rank.rank], group)
+                got = tg.all_reduce(all_ranks[rank.rank], group)
             else:
-                static.copy_(everybody)
+                static.copy_(all_ranks)
                 graph.replay()
                 got = output
-            assert same_bits(got, reference_reduce(everybody)), (step, number)
+            assert same_bits(got, reference_reduce(all_ranks)), (step, number)
         group.check()
 
 
@@ -253,9 +253,9 @@ def scenario_recaptured(rank: Rank, times: int, collectives: int) -> None:
     """G5: nothing of a graph that is gone stays, and nothing fills up."""
     gc.collect()
     gc.freeze()  # a capture collects garbage, and what was there before is no concern of this test
-    with open_group(rank, slab_bytes=SLAB) as group:
-        everybody = draw(rank, 512)
-        static, expected = everybody[rank.rank].clone(), reference_reduce(everybody)
+    with open_group(rank, buffer_bytes=SLAB) as group:
+        all_ranks = draw(rank, 512)
+        static, expected = all_ranks[rank.rank].clone(), reference_reduce(all_ranks)
         memory = []
         for _ in range(times):
             graph, outputs = capture(rank, lambda: [tg.all_reduce(static, group) for _ in range(collectives)])
@@ -280,7 +280,7 @@ def scenario_views(rank: Rank, is_expandable: bool) -> None:
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
-        with open_group(rank, slab_bytes=SLAB) as group:
+        with open_group(rank, buffer_bytes=SLAB) as group:
             block = torch.zeros(3, 1 << 20, device=rank.device)
             if is_expandable:
                 assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
@@ -291,10 +291,10 @@ def scenario_views(rank: Rank, is_expandable: bool) -> None:
             ]
             for _ in range(3):
                 for x, (graph, output) in zip(static, graphs, strict=True):
-                    everybody = draw(rank, *x.shape)
-                    x.copy_(everybody[rank.rank])
+                    all_ranks = draw(rank, *x.shape)
+                    x.copy_(all_ranks[rank.rank])
                     graph.replay()
-                    assert same_bits(output, reference_reduce(everybody * 2) + reference_reduce(everybody))
+                    assert same_bits(output, reference_reduce(all_ranks * 2) + reference_reduce(all_ranks))
             group.check()
     finally:
         if is_expandable:
@@ -303,9 +303,9 @@ def scenario_views(rank: Rank, is_expandable: bool) -> None:
 
 def scenario_warm_up(rank: Rank) -> None:
     """G7: warm-ups find the right values, as do calls on a capture's stream that are not captured."""
-    with open_group(rank, slab_bytes=SLAB) as group:
-        everybody = draw(rank, 5000)
-        static, expected = everybody[rank.rank].clone(), reference_reduce(everybody)
+    with open_group(rank, buffer_bytes=SLAB) as group:
+        all_ranks = draw(rank, 5000)
+        static, expected = all_ranks[rank.rank].clone(), reference_reduce(all_ranks)
         if is_cpu(rank):
             _, output = capture(rank, lambda: tg.all_reduce(static, group))
             assert same_bits(output, expected)
@@ -335,7 +335,7 @@ def scenario_warm_up(rank: Rank) -> None:
 
 def scenario_freed(rank: Rank) -> None:
     """G8: what was input to a collective inside a graph is gone, and others have filled memory since."""
-    with open_group(rank, slab_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=SLAB) as group:
         static = torch.zeros(50_000, device=rank.device)
 
         def region() -> Tensor:
@@ -350,12 +350,12 @@ def scenario_freed(rank: Rank) -> None:
             torch.cuda.empty_cache()
         fill = [torch.full((1 << (20 if is_cpu(rank) else 28),), float("nan"), device=rank.device) for _ in range(2)]
         for _ in range(3):
-            everybody = draw(rank, 50_000)
-            static.copy_(everybody[rank.rank])
+            all_ranks = draw(rank, 50_000)
+            static.copy_(all_ranks[rank.rank])
             graph.replay()
-            expected = reference_reduce(everybody * 2)
+            expected = reference_reduce(all_ranks * 2)
             for _ in range(3):
-                expected = reference_reduce(expected + everybody)
+                expected = reference_reduce(expected + all_ranks)
             assert same_bits(output, expected)
         assert all(block.isnan().all() for block in fill)
 

@@ -1,4 +1,4 @@
-"""Ranks that are at different operations of a group (F3): an error on all, which says what each of two ranks is at."""
+"""Ranks that run different operations of a group (F3): an error on all, which names the operations of two ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from collective_ranks import open_group, reference_reduce
-from failed_groups import SEVERAL, assert_given_up, draw, error_of, everybodys, is_cpu, short_lived
+from failed_groups import SEVERAL, assert_aborted, draw, error_of, gather_texts, is_cpu, short_lived
 from ranks import Rank, ranks_of
 from tensor_lists import same_bits
 
@@ -134,27 +134,27 @@ def scenario_mismatch(rank: Rank, what: str) -> None:
         error = error_of(rank, group, lambda: (first if rank.rank == 0 else other)(group, rank.device))
         assert f"on rank {rank.rank}" in error
         names_both = f"in operation 2, {own}: " in error and theirs in error
-        assert any("True" in answer for answer in everybodys(rank, str(names_both))), error
+        assert any("True" in answer for answer in gather_texts(rank, str(names_both))), error
         assert names_both or not is_cpu(rank), error
-        assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+        assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
 def scenario_same(rank: Rank) -> None:
     """A negative dim is the one that it counts to, and an all-reduce takes any shape of as many elements."""
     world, is_first = rank.world, rank.rank == 0
     with open_group(rank) as group:
-        everybody = draw(rank, 3, 2 * world, 5)
-        x, total = everybody[rank.rank], reference_reduce(everybody)
+        all_ranks = draw(rank, 3, 2 * world, 5)
+        x, total = all_ranks[rank.rank], reference_reduce(all_ranks)
         for dim in (1 if is_first else -2, -2 if is_first else 1):
             part = total.chunk(world, 1)[rank.rank].contiguous()
             assert same_bits(tg.reduce_scatter(x, group, dim), part)
-            assert same_bits(tg.all_gather(x, group, dim), torch.cat(list(everybody), 1))
+            assert same_bits(tg.all_gather(x, group, dim), torch.cat(list(all_ranks), 1))
             out = torch.empty_like(part)
             tg.reduce_scatter_out(out, x, group, dim)
             assert same_bits(out, part)
             whole = torch.empty(3, 2 * world * world, 5, device=rank.device)
             tg.all_gather_out(whole, x, group, dim)
-            assert same_bits(whole, torch.cat(list(everybody), 1))
+            assert same_bits(whole, torch.cat(list(all_ranks), 1))
         assert same_bits(tg.all_reduce(x if is_first else x.view(-1, 3), group).view(x.shape), total)
         group.check()
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_ranks import capture, open_group, reference_reduce
-from failed_groups import SEVERAL, TIMEOUT, assert_given_up, draw, error_of, finish, is_cpu, is_last, short_lived
+from failed_groups import SEVERAL, TIMEOUT, assert_aborted, draw, error_of, finish, is_cpu, is_last, short_lived
 from ranks import Rank, ranks_of
 from tensor_lists import same_bits
 
@@ -22,7 +22,7 @@ ranks = pytest.fixture(ranks_of, scope="module", params=SEVERAL)
 
 @contextlib.contextmanager
 def own_process_group(rank: Rank) -> Iterator[dist.ProcessGroup | None]:
-    """On CPUs one that nobody else uses, for gloo gives connections up that were late."""
+    """On CPUs one that no other test uses, for gloo closes connections that were late."""
     own = dist.new_group() if is_cpu(rank) else None
     yield own
     dist.barrier()
@@ -32,8 +32,8 @@ def own_process_group(rank: Rank) -> Iterator[dist.ProcessGroup | None]:
 
 def all_at_once(rank: Rank, group: tg.PeerGroup) -> None:
     """An operation that is over on all ranks when this returns."""
-    everybody = draw(rank, 100)
-    assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
+    all_ranks = draw(rank, 100)
+    assert same_bits(tg.all_reduce(all_ranks[rank.rank], group), reference_reduce(all_ranks))
     dist.barrier()
     finish(rank)
 
@@ -51,7 +51,7 @@ def scenario_raises(rank: Rank) -> None:
             all_at_once(rank, group)
             error = error_of(rank, group, lambda: tg.all_reduce(x, group))
             assert f"on rank {rank.rank} in operation 2, all_reduce (sum) of 100 Float" in error
-            assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+            assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
 def scenario_closed_on_one_rank(rank: Rank) -> None:
@@ -72,13 +72,13 @@ def scenario_nothing(rank: Rank) -> None:
         if is_cpu(rank) or not is_last(rank):
             error = error_of(rank, group, lambda: tg.all_reduce(x, group))
             assert f"on rank {rank.rank} in operation 1, all_reduce (sum) of {x.numel()} Float: " in error
-            assert ("and rank " if is_cpu(rank) else f"nothing came from rank {rank.world - 1}") in error
+            assert ("but rank " if is_cpu(rank) else f"no data from rank {rank.world - 1}") in error
         else:
             assert tg.all_reduce(x, group).numel() == 0
         dist.barrier()
         if not is_cpu(rank) and is_last(rank):
             error_of(rank, group, lambda: tg.all_reduce(torch.ones(100, device=rank.device), group))
-        assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+        assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
 def scenario_two_groups(rank: Rank) -> None:
@@ -95,7 +95,7 @@ def scenario_two_groups(rank: Rank) -> None:
                 finish(rank)
                 group.check()
             except RuntimeError as error:
-                assert f"group {group.name} was given up on rank {rank.rank} in operation 1" in str(error)
+                assert f"group {group.name} was aborted on rank {rank.rank} in operation 1" in str(error)
                 errors.append(str(error))
             else:
                 assert (got == rank.world).all()
@@ -111,8 +111,8 @@ def scenario_replays_of_unlike_operations(rank: Rank) -> None:
         graphs = [capture(rank, lambda x=x: tg.all_reduce(x, group))[0] for x in numbers]
         finish(rank)
         first = graphs[0 if rank.rank == 0 else 1]
-        assert f"was given up on rank {rank.rank} in operation " in error_of(rank, group, first.replay)
-        assert_given_up(rank, group, f"was given up on rank {rank.rank}")
+        assert f"was aborted on rank {rank.rank} in operation " in error_of(rank, group, first.replay)
+        assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
 def scenario_replays_of_alike_operations(rank: Rank) -> None:

@@ -101,7 +101,7 @@ def scenario_no_aliases(rank: Rank) -> None:
 
 
 def scenario_versions(rank: Rank) -> None:
-    """Autograd, and whoever caches what a tensor is made into, sees writes; inference tensors have no versions."""
+    """Autograd, and code that caches values derived from a tensor, sees writes; inference tensors have no versions."""
     with open_group(rank) as group:
         for stride in (1, 2):
             x = torch.randn(2 * rank.world, 6, device=rank.device)[:, ::stride]
@@ -120,8 +120,8 @@ def scenario_versions(rank: Rank) -> None:
         tg.all_reduce(read, group)
         assert read._version == 0
         with torch.inference_mode():
-            everybody = draw(rank, 5)
-            assert same_bits(tg.all_reduce_(everybody[rank.rank].clone(), group), reference_reduce(everybody))
+            all_ranks = draw(rank, 5)
+            assert same_bits(tg.all_reduce_(all_ranks[rank.rank].clone(), group), reference_reduce(all_ranks))
 
 
 def scenario_saved_tensors(rank: Rank) -> None:
@@ -155,8 +155,8 @@ def scenario_written_forms_have_no_gradient(rank: Rank) -> None:
 
 def scenario_max_has_no_gradient(rank: Rank) -> None:
     with open_group(rank) as group:
-        everybody = draw(rank, 4 * rank.world)
-        x = everybody[rank.rank].clone().requires_grad_()
+        all_ranks = draw(rank, 4 * rank.world)
+        x = all_ranks[rank.rank].clone().requires_grad_()
         for call in (tg.all_reduce, tg.reduce_scatter):
             if rank.rank == 0:
                 with pytest.raises(NotImplementedError, match="'max' has no gradient"):
@@ -164,29 +164,29 @@ def scenario_max_has_no_gradient(rank: Rank) -> None:
             with torch.no_grad():
                 got = call(x, group, reduction="max")
             assert not got.requires_grad
-        assert same_bits(tg.all_reduce(x.detach(), group, "max"), everybody.amax(0))
+        assert same_bits(tg.all_reduce(x.detach(), group, "max"), all_ranks.amax(0))
 
 
 def scenario_conjugates(rank: Rank) -> None:
     """What a bit of a tensor's says of its values is not lost on the way."""
     with open_group(rank) as group:
-        everybody = torch.complex(draw(rank, 6), draw(rank, 6)).conj()
-        assert same_bits(tg.all_gather(everybody[rank.rank], group), everybody.flatten().resolve_conj())
-        negative = everybody.imag
+        all_ranks = torch.complex(draw(rank, 6), draw(rank, 6)).conj()
+        assert same_bits(tg.all_gather(all_ranks[rank.rank], group), all_ranks.flatten().resolve_conj())
+        negative = all_ranks.imag
         assert negative.is_neg()
         assert same_bits(tg.all_gather(negative[rank.rank], group), negative.flatten().resolve_neg())
         total = reference_reduce(negative.resolve_neg())
         assert same_bits(tg.all_reduce(negative[rank.rank], group), total)
         for _ in range(5):
-            x = torch.complex(draw(rank, 6), everybody.resolve_conj().imag.neg())[rank.rank].conj().imag
+            x = torch.complex(draw(rank, 6), all_ranks.resolve_conj().imag.neg())[rank.rank].conj().imag
             version = x._version
             assert x.is_neg() and tg.all_reduce_(x, group) is x and x.is_neg() and x._version > version
             assert same_bits(x.resolve_neg(), total)
             tg.all_reduce_out(x, negative[rank.rank] * 2, group)
             assert same_bits(x.resolve_neg(), reference_reduce(negative.resolve_neg() * 2))
             whole = torch.zeros(rank.world * 6, dtype=torch.complex64, device=rank.device).conj()
-            tg.all_gather_out(whole, everybody[rank.rank], group)
-            assert whole.is_conj() and same_bits(whole.resolve_conj(), everybody.flatten().resolve_conj())
+            tg.all_gather_out(whole, all_ranks[rank.rank], group)
+            assert whole.is_conj() and same_bits(whole.resolve_conj(), all_ranks.flatten().resolve_conj())
 
 
 def bad_calls(rank: Rank, group: tg.PeerGroup) -> list[tuple[Callable[[], Any], type[Exception], str]]:
@@ -200,7 +200,7 @@ def bad_calls(rank: Rank, group: tg.PeerGroup) -> list[tuple[Callable[[], Any], 
     name, world = group.name, rank.world
     number = "expected x of dtype Float, Half or BFloat16, got"
     bad: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: ops.all_reduce(x, "nobody"), ValueError, "all_reduce: .* te_graph.PeerGroup, got 'nobody'"),
+        (lambda: ops.all_reduce(x, "unknown"), ValueError, "all_reduce: .* te_graph.PeerGroup, got 'unknown'"),
         (lambda: ops.all_gather_out(out, x, 0, world, ""), ValueError, "all_gather_out: .* te_graph.PeerGroup, got ''"),
         (lambda: tg.all_reduce(double, group), TypeError, f"all_reduce: {number} Double"),
         (lambda: tg.reduce_scatter(x.long(), group), TypeError, f"reduce_scatter: {number} Long"),
@@ -239,8 +239,8 @@ def scenario_bad_input(rank: Rank) -> None:
             if rank.rank == number % rank.world:
                 with pytest.raises(error, match=words):
                     call()
-            everybody = draw(rank, 33)
-            assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody)), words
+            all_ranks = draw(rank, 33)
+            assert same_bits(tg.all_reduce(all_ranks[rank.rank], group), reference_reduce(all_ranks)), words
         group.check()
 
 
@@ -257,8 +257,8 @@ def scenario_overlapping_output(rank: Rank) -> None:
             if rank.rank == 0:
                 with pytest.raises((ValueError, RuntimeError), match=r"single memory location|overlap|one place"):
                     write(tensor)
-            everybody = draw(rank, 33)
-            assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
+            all_ranks = draw(rank, 33)
+            assert same_bits(tg.all_reduce(all_ranks[rank.rank], group), reference_reduce(all_ranks))
 
 
 def scenario_closed(rank: Rank) -> None:
@@ -270,8 +270,8 @@ def scenario_closed(rank: Rank) -> None:
         for call in (group.check, group.abort, lambda: group.set_timeout(3)):
             with pytest.raises(RuntimeError, match="expected a group that is open, got one that was closed"):
                 call()
-        everybody = draw(rank, 7)
-        assert same_bits(tg.all_reduce(everybody[rank.rank], other), reference_reduce(everybody))
+        all_ranks = draw(rank, 7)
+        assert same_bits(tg.all_reduce(all_ranks[rank.rank], other), reference_reduce(all_ranks))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

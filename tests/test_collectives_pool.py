@@ -1,4 +1,4 @@
-"""Memory pools in the slab: outputs there are written by peers, and every value is as without them."""
+"""Memory pools in the symmetric buffer: outputs there are written by peers, and every value is as without them."""
 
 import pytest
 import torch
@@ -27,16 +27,16 @@ def new(group: tg.PeerGroup, numel: int, in_pool: bool) -> Tensor:
 
 def scenario_outputs(rank: Rank, places: list[bool]) -> None:
     """``places``: which ranks have their outputs in the pool. Ops follow each other with no synchronization."""
-    everybody = torch.randn(rank.world, NUMEL, device=rank.device).bfloat16()
-    mine, total = everybody[rank.rank], reference_reduce(everybody)
+    all_ranks = torch.randn(rank.world, NUMEL, device=rank.device).bfloat16()
+    mine, total = all_ranks[rank.rank], reference_reduce(all_ranks)
     in_pool = places[rank.rank % len(places)]
-    with open_group(rank, slab_bytes=256 << 20) as group:
+    with open_group(rank, buffer_bytes=256 << 20) as group:
         whole, part, same = (new(group, n, in_pool) for n in (NUMEL * rank.world, NUMEL // rank.world, NUMEL))
         for _ in range(5):
             tg.all_gather_out(whole, mine, group)
             tg.reduce_scatter_out(part, mine, group)
             tg.all_reduce_out(same, mine, group)
-            assert same_bits(whole, everybody.flatten())
+            assert same_bits(whole, all_ranks.flatten())
             assert same_bits(part, total.chunk(rank.world)[rank.rank])
             assert same_bits(same, total)
         tg.all_reduce_(same.copy_(mine), group)
@@ -45,29 +45,31 @@ def scenario_outputs(rank: Rank, places: list[bool]) -> None:
 
 
 def scenario_graph(rank: Rank) -> None:
-    """The pool is that of a graph: all that the capture makes lies in the slab."""
-    everybody = torch.randn(rank.world, NUMEL, device=rank.device).bfloat16()
-    with open_group(rank, slab_bytes=512 << 20) as group:
-        x = everybody[rank.rank].clone()
+    """The pool is that of a graph: all that the capture makes lies in the symmetric buffer."""
+    all_ranks = torch.randn(rank.world, NUMEL, device=rank.device).bfloat16()
+    with open_group(rank, buffer_bytes=512 << 20) as group:
+        x = all_ranks[rank.rank].clone()
         graph = torch.cuda.CUDAGraph()
         pool = group.mem_pool()
         with torch.cuda.graph(graph, pool=pool.id, capture_error_mode="thread_local"):
             gathered = tg.all_gather(x * 2, group)
         for i in range(5):
-            x.copy_(everybody[rank.rank] + i)
+            x.copy_(all_ranks[rank.rank] + i)
             graph.replay()
-            assert same_bits(gathered, ((everybody + i) * 2).flatten())
+            assert same_bits(gathered, ((all_ranks + i) * 2).flatten())
         if group.uses_peers:
-            slab = group._slab.memory()
-            assert slab.data_ptr() <= gathered.data_ptr() < slab.data_ptr() + slab.numel()
+            buffer = group._buffer.memory()
+            assert buffer.data_ptr() <= gathered.data_ptr() < buffer.data_ptr() + buffer.numel()
 
 
 def scenario_exhausted(rank: Rank) -> None:
-    with open_group(rank, slab_bytes=64 << 20) as group:
+    with open_group(rank, buffer_bytes=64 << 20) as group:
         if not group.uses_peers:
             return
         kept = new(group, 8 << 20, True)
-        with pytest.raises(torch.OutOfMemoryError, match=rf"slab of group {group.name} is exhausted: its pool has"):
+        with pytest.raises(
+            torch.OutOfMemoryError, match=rf"symmetric buffer of group {group.name} is exhausted: its pool has"
+        ):
             new(group, 12 << 20, True)
         del kept
         again = new(group, 8 << 20, True).zero_()
@@ -79,9 +81,9 @@ def test_outputs_in_pools_have_the_values_of_others(ranks, seed, places):
     ranks.run(scenario_outputs, seed, places)
 
 
-def test_a_graph_may_have_its_memory_in_the_slab(ranks, seed):
+def test_a_graph_may_have_its_memory_in_the_symmetric_buffer(ranks, seed):
     ranks.run(scenario_graph, seed)
 
 
-def test_an_exhausted_slab_says_so_and_serves_again_once_memory_came_back(ranks, seed):
+def test_an_exhausted_buffer_is_an_error_until_memory_is_freed(ranks, seed):
     ranks.run(scenario_exhausted, seed)

@@ -9,6 +9,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ BY_SIZE = {world.id: world for world in WORLDS}
 ranks = pytest.fixture(ranks_of, scope="module", params=[w for w in WORLDS if w.id != "gloo-3"])
 several_ranks = pytest.fixture(ranks_of, scope="module", params=[BY_SIZE["gloo-3"], BY_SIZE["nccl-2"]])
 peers = pytest.fixture(ranks_of, scope="module", params=[BY_SIZE["nccl-2"]])
-PROMPT = 10.0  # seconds: no rank may wait for another one's set-up until its patience ends
+PROMPT = 10.0  # seconds: no rank may wait for another one's set-up until its timeout ends
 
 
 def is_last(rank: Rank) -> bool:
@@ -40,11 +41,11 @@ def draw(rank: Rank, *shape: int) -> Tensor:
 
 
 def assert_works(rank: Rank, group: tg.PeerGroup) -> None:
-    everybody = draw(rank, 1000)
-    assert same_bits(tg.all_reduce(everybody[rank.rank], group), reference_reduce(everybody))
+    all_ranks = draw(rank, 1000)
+    assert same_bits(tg.all_reduce(all_ranks[rank.rank], group), reference_reduce(all_ranks))
 
 
-def everybodys(rank: Rank, own: Any) -> list[Any]:
+def gather_texts(rank: Rank, own: Any) -> list[Any]:
     """What each rank has, by rank."""
     found: list[Any] = [None] * rank.world
     dist.all_gather_object(found, own)
@@ -57,7 +58,7 @@ def same_error(rank: Rank, call: Callable[[], Any]) -> str:
     with pytest.raises(RuntimeError) as caught:
         call()
     assert time.monotonic() - began < PROMPT
-    texts = everybodys(rank, str(caught.value))
+    texts = gather_texts(rank, str(caught.value))
     assert len(set(texts)) == 1, texts
     return texts[0]
 
@@ -80,8 +81,8 @@ def steps_of(rank: Rank) -> dict[str, tuple[Any, str]]:
         }
     return {
         "looking for peers": (tg.PeerGroup, "_facts"),
-        "allocating the slab": (tg.PeerGroup, "_allocate"),
-        "mapping the slabs of peers": (tg.PeerGroup, "_map"),
+        "allocating the symmetric buffer": (tg.PeerGroup, "_allocate"),
+        "mapping the buffers of peers": (tg.PeerGroup, "_map"),
         "writing to peers": (tg.PeerGroup, "_write_to_peers"),
         "reading what peers wrote": (tg.PeerGroup, "_read_from_peers"),
         "opening the group": (tg.PeerGroup, "_open_on_peers"),
@@ -121,7 +122,7 @@ def scenario_taken_name(rank: Rank) -> None:
         assert_works(rank, group)
     # On one rank alone somebody has the name.
     if rank.world > 1:
-        blocker = _C.GroupHandle.alone("half taken", torch.device(rank.device)) if is_last(rank) else None
+        blocker = _C.GroupHandle.local("half taken", torch.device(rank.device)) if is_last(rank) else None
         error = same_error(rank, lambda: open_group(rank, name="half taken"))
         assert f"rank {rank.world - 1} failed while opening the group" in error and "expected a new name" in error
         if blocker is not None:
@@ -132,7 +133,7 @@ def scenario_taken_name(rank: Rank) -> None:
 
 def scenario_unlike_options(rank: Rank) -> None:
     unlike: list[tuple[dict[str, Any], str]] = [
-        ({"slab_bytes": (4 if is_last(rank) else 2) << 20}, "slab_bytes"),
+        ({"buffer_bytes": (4 if is_last(rank) else 2) << 20}, "buffer_bytes"),
         ({"on_timeout": "trap" if is_last(rank) else "raise"}, "on_timeout"),
         ({"name": "one" if is_last(rank) else "other"}, "name"),
     ]
@@ -151,12 +152,12 @@ def scenario_many_groups(rank: Rank, times: int) -> None:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     # All in all twice what the GPU has: were it not given back, there would be none. Others may use the GPU, too.
-    slab_bytes = 2 << 20
+    buffer_bytes = 2 << 20
     if rank.device != "cpu":
-        slab_bytes *= torch.cuda.mem_get_info()[1] // times // (1 << 20)
+        buffer_bytes *= torch.cuda.mem_get_info()[1] // times // (1 << 20)
     seen = []
     for turn in range(times):
-        with open_group(rank, name="again", slab_bytes=slab_bytes) as group:
+        with open_group(rank, name="again", buffer_bytes=buffer_bytes) as group:
             assert_works(rank, group)
             assert group.name == "again"
         if turn >= 5:
@@ -206,7 +207,7 @@ def scenario_unwanted_peers(rank: Rank) -> None:
         if is_last(rank):
             patch.setenv("TE_GRAPH_PEER", "0")
         with tg.PeerGroup(timeout=TIMEOUT) as group:
-            assert everybodys(rank, group.uses_peers) == [False] * rank.world
+            assert gather_texts(rank, group.uses_peers) == [False] * rank.world
             assert_fallback(rank, group)
 
 
@@ -217,7 +218,7 @@ def scenario_failing_probe(rank: Rank) -> None:
             if is_last(rank):
                 patch.setattr(tg.PeerGroup, name, lambda *_: "injected trouble")
             with tg.PeerGroup(timeout=TIMEOUT) as group:
-                assert everybodys(rank, group.uses_peers) == [False] * rank.world
+                assert gather_texts(rank, group.uses_peers) == [False] * rank.world
                 assert_fallback(rank, group)
     with open_group(rank) as group:
         assert_works(rank, group)
@@ -225,11 +226,11 @@ def scenario_failing_probe(rank: Rank) -> None:
 
 def assert_fallback(rank: Rank, group: tg.PeerGroup) -> None:
     for numel in (3 * rank.world, 50_000 * rank.world):
-        everybody = draw(rank, numel).bfloat16()
-        mine, total = everybody[rank.rank], reference_reduce(everybody)
+        all_ranks = draw(rank, numel).bfloat16()
+        mine, total = all_ranks[rank.rank], reference_reduce(all_ranks)
         assert same_bits(tg.all_reduce(mine, group), total)
         assert same_bits(tg.reduce_scatter(mine, group), total.chunk(rank.world)[rank.rank])
-        assert same_bits(tg.all_gather(mine, group), everybody.flatten())
+        assert same_bits(tg.all_gather(mine, group), all_ranks.flatten())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = tg.all_reduce(mine, group)
@@ -269,13 +270,13 @@ def scenario_overlapping_groups(rank: Rank, seed: int) -> None:
         order = random.Random(seed)
         for _ in range(60):
             number = order.choice([0, 0, 0, *range(len(lists))])
-            everybody = draw(rank, order.choice([1, 100, 40_000]))
+            all_ranks = draw(rank, order.choice([1, 100, 40_000]))
             if (group := groups[number]) is None:
                 continue
             members = lists[number]
-            got = tg.all_reduce(everybody[rank.rank], group)
-            assert same_bits(got, reference_reduce(everybody[members])), members
-            assert same_bits(tg.all_gather(everybody[rank.rank], group), everybody[members].flatten()), members
+            got = tg.all_reduce(all_ranks[rank.rank], group)
+            assert same_bits(got, reference_reduce(all_ranks[members])), members
+            assert same_bits(tg.all_gather(all_ranks[rank.rank], group), all_ranks[members].flatten()), members
             assert (group.rank, group.world_size) == (members.index(rank.rank), len(members))
     others = [own for members, own in zip(lists, process_groups, strict=True) if rank.rank not in members]
     for own in others:
@@ -290,8 +291,8 @@ def open_group_of(rank: Rank, members: list[int], process_group: dist.ProcessGro
 # Options.
 
 BAD_VALUES: list[tuple[dict[str, Any], str]] = [
-    ({"slab_bytes": 0}, "slab_bytes of at least 1048576 as an int, got 0"),
-    ({"slab_bytes": (1 << 20) - 1}, "slab_bytes of at least 1048576 as an int, got 1048575"),
+    ({"buffer_bytes": 0}, "buffer_bytes of at least 1048576 as an int, got 0"),
+    ({"buffer_bytes": (1 << 20) - 1}, "buffer_bytes of at least 1048576 as an int, got 1048575"),
     ({"timeout": 0}, "timeout in seconds above 0, got 0"),
     ({"timeout": -1.0}, "timeout in seconds above 0, got -1"),
     ({"timeout": float("nan")}, "timeout in seconds above 0, got nan"),
@@ -303,8 +304,8 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
 ]
 WRONG_KINDS: list[tuple[dict[str, Any], str]] = [
     ({"watchdog": float("nan")}, "watchdog in seconds, 0 for none, got nan"),
-    ({"slab_bytes": 2.5e6}, "PeerGroup: expected slab_bytes .*, got 2500000"),
-    ({"slab_bytes": "64M"}, "PeerGroup: expected slab_bytes .*, got '?64M"),
+    ({"buffer_bytes": 2.5e6}, "PeerGroup: expected buffer_bytes .*, got 2500000"),
+    ({"buffer_bytes": "64M"}, "PeerGroup: expected buffer_bytes .*, got '?64M"),
     ({"timeout": "long"}, "PeerGroup: expected timeout .*, got '?long"),
     ({"watchdog": None}, "PeerGroup: expected watchdog .*, got None"),
     ({"name": 3}, "PeerGroup: expected .*name.*, got 3"),
@@ -388,3 +389,19 @@ def test_a_group_needs_a_process_group():
 
 def test_options_of_a_wrong_kind_are_named(ranks, seed):
     ranks.run(scenario_bad_options, seed, WRONG_KINDS)
+
+
+def test_the_former_name_of_buffer_bytes_works_and_warns(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        with pytest.warns(DeprecationWarning, match="slab_bytes is now called buffer_bytes") as caught:
+            group = tg.PeerGroup(slab_bytes=3 << 20)
+        with group:
+            assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+            assert group.buffer_bytes == 3 << 20
+            with pytest.warns(DeprecationWarning, match="slab_bytes is now called buffer_bytes"):
+                assert group.slab_bytes == 3 << 20
+        with pytest.warns(DeprecationWarning), pytest.raises(ValueError, match="expected buffer_bytes of at least"):
+            tg.PeerGroup(slab_bytes=1)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -45,7 +45,7 @@ def scenario_tangents(rank: Rank, dtype: torch.dtype) -> None:
         shape = (ROWS * rank.world, COLUMNS * rank.world)
         xs, ts = ([whole_numbers(*shape, device=rank.device).to(dtype) for _ in range(rank.world)] for _ in range(2))
         for name, (op, whole) in linear_ops(group).items():
-            value, tangent = (whole(everybody, rank.rank) for everybody in (xs, ts))
+            value, tangent = (whole(all_ranks, rank.rank) for all_ranks in (xs, ts))
             with forward_ad.dual_level():
                 for requires_grad in (False, True):
                     x = xs[rank.rank].clone().requires_grad_(requires_grad)

@@ -48,7 +48,7 @@ class ModelGroup:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._handle = self._agreement = self
+        self._handle = self._rendezvous = self
 
     def set_tuning(self, **thresholds: int) -> None:
         self.now = Tuning(**thresholds)
@@ -62,9 +62,9 @@ class ModelGroup:
     def milliseconds(self, nbytes: int, operation: Operation) -> float:
         """Lines pay by size, words and tiles at the start; so do two steps."""
         if operation is tuning._all_gather:
-            return 1.25 * nbytes if nbytes <= self.now.gather_line_bytes else nbytes + (3 << 17)
-        steps = nbytes if nbytes <= self.now.one_step_bytes else nbytes / 2 + (3 << 19)
-        return steps + (nbytes / 4 if nbytes <= self.now.line_bytes else 3 << 15)
+            return 1.25 * nbytes if nbytes <= self.now.gather_ll128_bytes else nbytes + (3 << 17)
+        steps = nbytes if nbytes <= self.now.one_shot_bytes else nbytes / 2 + (3 << 19)
+        return steps + (nbytes / 4 if nbytes <= self.now.ll128_bytes else 3 << 15)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -78,12 +78,12 @@ def scenario_tune(rank: Rank) -> None:
     with open_group(rank, tune=True) as group:
         first, again = group._handle.tuning(), group.tune()
         assert group._handle.tuning() == astuple(again)
-        found = group._agreement.step("comparing", lambda: [first, astuple(again)])
+        found = group._rendezvous.step("comparing", lambda: [first, astuple(again)])
         assert all(of_rank == found[0] for of_rank in found)
-        everybody = torch.randn(rank.world, 3 << 20, device=rank.device).bfloat16()
+        all_ranks = torch.randn(rank.world, 3 << 20, device=rank.device).bfloat16()
         for numel in (1000, 1 << 20, 3 << 20):
-            got = tg.all_reduce(everybody[rank.rank, :numel], group)
-            assert same_bits(got, reference_reduce(everybody[:, :numel]))
+            got = tg.all_reduce(all_ranks[rank.rank, :numel], group)
+            assert same_bits(got, reference_reduce(all_ranks[:, :numel]))
 
 
 def test_measuring_leaves_all_ranks_with_the_same_thresholds(ranks, seed):

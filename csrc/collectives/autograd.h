@@ -4,8 +4,8 @@
 //     reduce_scatter   all_gather
 //     all_gather       reduce_scatter
 //
-// Tangents of forward-mode differentiation go the way of their primals, by a call of their own: each rank's x has one, or
-// none has. Forms that write into a given tensor have neither, and refuse tensors that need one.
+// Tangents of forward-mode differentiation are sent by a call of their own, like their primals: x has one on all ranks
+// or on none. Forms that write into a given tensor have no derivatives, and reject tensors that need one.
 #pragma once
 
 #include <ATen/core/Tensor.h>

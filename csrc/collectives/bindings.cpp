@@ -4,20 +4,20 @@
 
 #include <mutex>
 
-#include "collectives/alone.h"
 #include "collectives/group.h"
+#include "collectives/local_transport.h"
+#include "collectives/mem_pool.h"
 #include "collectives/peer_transport.h"
-#include "collectives/pool.h"
-#include "collectives/process_group.h"
-#include "collectives/slab.h"
+#include "collectives/process_group_transport.h"
+#include "collectives/symmetric_buffer.h"
 
 namespace py = pybind11;
 
 namespace te_graph::collectives {
 namespace {
 
-// A group as Python holds it; ops find it by its name until it is closed, which another thread than those that ask it
-// may do.
+// Python's handle of a group, which ops find by its name until the handle is closed. Another thread than those that
+// use it may close it.
 class Handle {
 public:
     Handle(std::string name, int rank, int world, at::Device device, std::shared_ptr<Transport> transport)
@@ -50,8 +50,8 @@ private:
     std::shared_ptr<const Group> group_;
 };
 
-std::unique_ptr<Handle> make_alone(std::string name, at::Device device) {
-    auto transport = make_transport_alone(name);
+std::unique_ptr<Handle> make_local(std::string name, at::Device device) {
+    auto transport = make_local_transport(name);
     return std::make_unique<Handle>(std::move(name), 0, 1, device, std::move(transport));
 }
 
@@ -71,12 +71,13 @@ auto with_peers(const Handle& handle, const Function& function) {
     return function(*transport);
 }
 
-std::unique_ptr<Handle> make_on_peers(std::string name, const Slab& slab, int64_t inbox_bytes, int rank, double timeout,
-                                      bool traps, double watchdog) {
-    const auto world = static_cast<int>(slab.places().size());
-    const at::Device device = slab.memory().device();
-    auto transport = std::make_shared<PeerTransport>(name, PeerMemory{slab.memory(), slab.places(), inbox_bytes, rank},
-                                                     PeerOptions{timeout, traps, watchdog, default_tuning(world)});
+std::unique_ptr<Handle> make_on_peers(std::string name, const SymmetricBuffer& buffer, int64_t receive_buffer_bytes,
+                                      int rank, double timeout, bool traps, double watchdog) {
+    const auto world = static_cast<int>(buffer.addresses().size());
+    const at::Device device = buffer.memory().device();
+    auto transport = std::make_shared<PeerTransport>(
+        name, PeerMemory{buffer.memory(), buffer.addresses(), receive_buffer_bytes, rank},
+        PeerOptions{timeout, traps, watchdog, default_tuning(world)});
     return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
 }
 #endif
@@ -86,7 +87,7 @@ std::unique_ptr<Handle> make_on_peers(std::string name, const Slab& slab, int64_
 void bind(py::module_& m) {
     const py::call_guard<py::gil_scoped_release> without_gil;
     py::class_<Handle> handle(m, "GroupHandle");
-    handle.def_static("alone", &make_alone, py::arg("name"), py::arg("device"))
+    handle.def_static("local", &make_local, py::arg("name"), py::arg("device"))
         .def_static("on_process_group", &make_on_process_group, py::arg("name"), py::arg("process_group"),
                     py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("timeout"), without_gil)
         .def("close", &Handle::close, without_gil)
@@ -103,35 +104,36 @@ void bind(py::module_& m) {
             py::arg("seconds"), without_gil);
 #ifdef TE_GRAPH_CUDA
     m.def("has_peer_link", &has_peer_link, py::arg("device"), py::arg("peer"));
-    py::class_<Slab>(m, "PeerSlab")
+    py::class_<SymmetricBuffer>(m, "SymmetricBuffer")
         .def(py::init<at::Device, int64_t>(), py::arg("device"), py::arg("bytes"), without_gil)
-        .def("memory", &Slab::memory)
-        .def("handle", [](const Slab& self) { return py::bytes(self.handle()); })
-        .def("map", &Slab::map, py::arg("handles"), py::arg("rank"), without_gil)
-        .def("unmap", &Slab::unmap, without_gil)
-        .def("memory_of", &Slab::memory_of, py::arg("rank"))
-        .def("abandon", &Slab::abandon);
-    m.def("make_pool_allocator", &make_pool_allocator, py::arg("group"), py::arg("slab"), py::arg("begin"));
+        .def("memory", &SymmetricBuffer::memory)
+        .def("handle", [](const SymmetricBuffer& self) { return py::bytes(self.handle()); })
+        .def("map", &SymmetricBuffer::map, py::arg("handles"), py::arg("rank"), without_gil)
+        .def("unmap", &SymmetricBuffer::unmap, without_gil)
+        .def("memory_of", &SymmetricBuffer::memory_of, py::arg("rank"))
+        .def("abandon", &SymmetricBuffer::abandon);
+    m.def("make_pool_allocator", &make_pool_allocator, py::arg("group"), py::arg("buffer"), py::arg("begin"));
     handle
-        .def_static("on_peers", &make_on_peers, py::arg("name"), py::arg("slab"), py::arg("inbox_bytes"),
+        .def_static("on_peers", &make_on_peers, py::arg("name"), py::arg("buffer"), py::arg("receive_buffer_bytes"),
                     py::arg("rank"), py::arg("timeout"), py::arg("traps"), py::arg("watchdog"), without_gil)
         .def("found_inf",
              [](const Handle& self) { return with_peers(self, [](PeerTransport& it) { return it.found_inf(); }); })
         .def("tuning",
              [](const Handle& self) {
                  const Tuning tuning = with_peers(self, [](PeerTransport& it) { return it.tuning(); });
-                 return std::tuple{tuning.one_step_bytes, tuning.line_bytes, tuning.gather_line_bytes, tuning.blocks};
+                 return std::tuple{tuning.one_shot_bytes, tuning.ll128_bytes, tuning.gather_ll128_bytes, tuning.blocks};
              })
         .def(
             "set_tuning",
-            [](const Handle& self, int64_t one_step_bytes, int64_t line_bytes, int64_t gather_line_bytes, int blocks) {
+            [](const Handle& self, int64_t one_shot_bytes, int64_t ll128_bytes, int64_t gather_ll128_bytes,
+               int blocks) {
                 TORCH_CHECK_VALUE(blocks >= 1 && blocks <= kMaxBlocks && (blocks & (blocks - 1)) == 0,
                                   "set_tuning: expected blocks to be a power of two up to ", kMaxBlocks, ", got ",
                                   blocks);
-                const Tuning tuning{one_step_bytes, line_bytes, gather_line_bytes, blocks};
+                const Tuning tuning{one_shot_bytes, ll128_bytes, gather_ll128_bytes, blocks};
                 with_peers(self, [&](PeerTransport& it) { it.set_tuning(tuning); });
             },
-            py::arg("one_step_bytes"), py::arg("line_bytes"), py::arg("gather_line_bytes"), py::arg("blocks"));
+            py::arg("one_shot_bytes"), py::arg("ll128_bytes"), py::arg("gather_ll128_bytes"), py::arg("blocks"));
 #endif
 }
 

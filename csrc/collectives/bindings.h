@@ -1,4 +1,4 @@
-// What Python gets of the collectives beside the ops.
+// Python bindings of the collectives, beside the ops.
 #pragma once
 
 #include <pybind11/pybind11.h>

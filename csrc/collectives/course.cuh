@@ -10,9 +10,9 @@ namespace te_graph::collectives {
 template <int kBack, bool kTakes>
 class Course {
 public:
-    __device__ Course(const Peers& peers, const Job& job)
-        : taken_(&peers.control->taken[job.launch]),
-          count_(static_cast<int>(job.count)),
+    __device__ Course(const Peers& peers, const LaunchArgs& args)
+        : taken_(&peers.control->taken[args.launch]),
+          count_(static_cast<int>(args.count)),
           step_(static_cast<int>(gridDim.x * blockDim.x) / 32 * kLinesPerWarp) {
         lines_[0] = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x) / 32 * kLinesPerWarp;
 #pragma unroll
@@ -30,7 +30,7 @@ public:
     __device__ void begin() {
         shift();
         next_ += step_;
-        if (kTakes) take();
+        if (kTakes) clear();
     }
     __device__ void advance() {
         shift();
@@ -42,7 +42,7 @@ public:
         const int number = __shfl_sync(~0u, number_, 0);
         next_ = taken_line(number, step_);
         if (next_ < count_) {
-            take();
+            clear();
         } else if (number == last_number(count_, step_) && threadIdx.x % 32 == 0) {
             *taken_ = 0;
         }
@@ -58,7 +58,7 @@ private:
         lines_[0] = next_;
     }
     // The answer is looked at a turn later.
-    __device__ void take() {
+    __device__ void clear() {
         if (threadIdx.x % 32 == 0) number_ = static_cast<int>(atomicAdd(taken_, 1));
     }
 

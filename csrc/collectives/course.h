@@ -13,7 +13,7 @@
 // others come through as ever.
 #pragma once
 
-#include "collectives/lines.h"
+#include "collectives/ll128.h"
 
 namespace te_graph::collectives {
 

@@ -1,4 +1,4 @@
-// What elements of a dtype are to a reduction.
+// Element type of a dtype.
 #pragma once
 
 #include <c10/core/ScalarType.h>

@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "collectives/notice.h"
+#include "common/abort_flag.h"
 
 namespace te_graph::collectives {
 namespace {
@@ -22,13 +22,36 @@ Registry& registry() {
     return *instance;
 }
 
+void check_open_groups(const char* caller) {
+    std::vector<std::shared_ptr<const Group>> groups;
+    {
+        const std::lock_guard lock(registry().mutex);
+        for (const auto& [name, group] : registry().groups) groups.push_back(group);
+    }
+    any_group_aborted.store(false, std::memory_order_relaxed);
+    for (const auto& group : groups) {
+        try {
+            group->check(caller);
+        } catch (...) {
+            any_group_aborted.store(true, std::memory_order_relaxed);
+            throw;
+        }
+    }
+}
+
+// The library is loaded before any group can be made.
+const bool registered = [] {
+    check_all_groups = &check_open_groups;
+    return true;
+}();
+
 }  // namespace
 
 void add_group(std::shared_ptr<const Group> group) {
     const std::lock_guard lock(registry().mutex);
     const std::string name = group->name();
     TORCH_CHECK_VALUE(registry().groups.emplace(name, std::move(group)).second, "PeerGroup: expected a new name, got '",
-                      name, "', which a group has that is not closed");
+                      name, "', which an open group has");
 }
 
 void remove_group(const std::string& name) {
@@ -37,23 +60,6 @@ void remove_group(const std::string& name) {
     if (const auto found = registry().groups.find(name); found != registry().groups.end()) {
         removed = std::move(found->second);
         registry().groups.erase(found);
-    }
-}
-
-void check_all_groups(const char* who) {
-    std::vector<std::shared_ptr<const Group>> groups;
-    {
-        const std::lock_guard lock(registry().mutex);
-        for (const auto& [name, group] : registry().groups) groups.push_back(group);
-    }
-    is_some_group_given_up.store(false, std::memory_order_relaxed);
-    for (const auto& group : groups) {
-        try {
-            group->check(who);
-        } catch (...) {
-            is_some_group_given_up.store(true, std::memory_order_relaxed);
-            throw;
-        }
     }
 }
 

@@ -1,11 +1,11 @@
-// An operation as ops hand it to a group, and how messages speak of it.
+// An operation of a group, its description in messages, and the interface of transports.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <string>
 
-#include "collectives/signal.h"
+#include "collectives/signature.h"
 
 namespace te_graph::collectives {
 
@@ -26,15 +26,15 @@ std::string describe(const Signature& signature);
 // "all_reduce (sum) of BFloat16"
 std::string describe(const OperationKind& kind);
 
-// Somebody who moves data between ranks.
+// Moves data between ranks.
 class Transport {
 public:
     virtual ~Transport() = default;
     // On the current stream. Errors that are known before anything runs are thrown. Tensors may have no elements.
     virtual void run(const Operation& operation) = 0;
-    // Throws if the group was given up; `op` is whoever asks.
+    // Throws if the group was aborted. `op`: the caller, for the message.
     virtual void check(const char* op) = 0;
-    // Gives the group up: this rank's and, where they can be told, all ranks' operations end.
+    // Aborts the group: operations end on this rank and, where they can be notified, on all ranks.
     virtual void abort() = 0;
     virtual void set_timeout(double seconds) = 0;
 };

@@ -1,4 +1,4 @@
-// Collectives by kernels that write into the memory of all GPUs of one host.
+// Collectives by kernels that write into the memory of the other GPUs of the host.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,16 +13,16 @@
 namespace te_graph::collectives {
 
 struct PeerMemory {
-    at::Tensor slab;               // [bytes] uint8, of this rank; kept alive
-    std::vector<uint64_t> places;  // of all ranks' slabs, as this GPU addresses them
-    int64_t inbox_bytes;           // at the start of each; what follows is the pool's
+    at::Tensor buffer;                // [bytes] uint8, of this rank; kept alive
+    std::vector<uint64_t> addresses;  // of all ranks' buffers, in this GPU's address space
+    int64_t receive_buffer_bytes;     // at the start of each buffer; the rest is the memory pool
     int rank;
 };
 
 struct PeerOptions {
     double timeout;   // seconds
-    bool traps;       // give up by ending the CUDA context
-    double watchdog;  // seconds after which a failure that nobody has seen ends the process; 0: never
+    bool traps;       // abort by ending the CUDA context
+    double watchdog;  // seconds after which an unobserved failure ends the process; 0: never
     Tuning tuning;
 };
 
@@ -36,7 +36,7 @@ public:
     void abort() override;
     void set_timeout(double seconds) override;
 
-    // [] fp32 on the device: 0, or 1 once the group was given up.
+    // [] fp32 on the device: 0, or 1 once the group was aborted.
     at::Tensor found_inf() const;
     void set_tuning(const Tuning& tuning);
     Tuning tuning() const;

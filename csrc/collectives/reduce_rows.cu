@@ -1,8 +1,8 @@
-// Formula: reduce_rows.h. Grid: blocks of 256 threads, an element per thread and turn.
+// Formula: reduce_rows.h. Grid: blocks of 256 threads, an element per thread and iteration.
 // Bytes per element: read once per row, written once. Determinism: the order is that of the rows.
 #include <algorithm>
 
-#include "collectives/element.cuh"
+#include "collectives/reduce.cuh"
 #include "collectives/reduce_rows.h"
 
 namespace te_graph::collectives {
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < columns; i += step) {
         float sum = multi_tensor::widen(rows[i]);
         for (int row = 1; row < ranks; ++row) {
-            sum = join<kReduction>(sum, multi_tensor::widen(rows[row * columns + i]));
+            sum = combine<kReduction>(sum, multi_tensor::widen(rows[row * columns + i]));
         }
         out[i] = multi_tensor::narrow<T>(sum);
     }

@@ -1,5 +1,5 @@
-// out[i] = row_0[i] + row_1[i] + ... (or the largest), as lines.cu does it: in fp32, in the order of the rows, rounded
-// once. For data that a process group has moved. No Torch.
+// out[i] = row_0[i] + row_1[i] + ... (or the largest), with the arithmetic of the kernels: in fp32, in row order,
+// rounded once. For data moved by a process group. No Torch.
 #pragma once
 
 #include "collectives/peers.h"

@@ -8,7 +8,7 @@ namespace {
 using multi_tensor::BFloat16;
 using multi_tensor::Float16;
 
-float join(Reduction reduction, float a, float b) {
+float combine(Reduction reduction, float a, float b) {
     if (reduction == Reduction::kSum) return a + b;
     if (a != a || b != b) return a != a ? a : b;
     if (a == b) return std::signbit(a) ? b : a;  // +0 is above -0
@@ -22,7 +22,7 @@ void reduce(const Rows& work) {
     for (int64_t i = 0; i < work.columns; ++i) {
         float sum = multi_tensor::widen(rows[i]);
         for (int row = 1; row < work.ranks; ++row) {
-            sum = join(work.reduction, sum, multi_tensor::widen(rows[row * work.columns + i]));
+            sum = combine(work.reduction, sum, multi_tensor::widen(rows[row * work.columns + i]));
         }
         out[i] = multi_tensor::narrow<T>(sum);
     }

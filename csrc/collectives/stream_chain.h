@@ -12,8 +12,8 @@
 namespace te_graph::collectives {
 
 // Where the last operation and the next one are both eager, or both in one capture, an event orders them. Between
-// graphs, and graphs and eager operations, no event can: those who replay must order, and kernels see it when they did
-// not.
+// graphs, and between graphs and eager operations, no event can: replays are for the caller to order, and kernels
+// detect it where they are not.
 class StreamChain {
 public:
     StreamChain() = default;
@@ -30,8 +30,8 @@ public:
     void run(c10::cuda::CUDAStream stream, const Function& operation) {
         Link& link = link_of(stream);
         if (link.last && *link.last != stream) {
-            // The last stream's own work is all that has to be waited for, so an event may be recorded this late; but
-            // for a stream that is being captured by now, what it did before has no event, and kernels watch out.
+            // The last stream's work alone has to be waited for, so an event may be recorded this late. For a stream
+            // that is being captured by now, earlier work has no event; kernels detect an overlap.
             if (!link.is_recorded && !is_capturing(*link.last)) record(link, *link.last);
             if (link.is_recorded) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, link.event));
         }
@@ -39,8 +39,8 @@ public:
         link.last = stream;
         link.is_recorded = false;
         operation();
-        // An event costs as much as a launch, and most groups are used on one stream. Streams of others than torch may
-        // be gone when the next operation comes, and a capture may have joined its streams.
+        // An event costs as much as a launch, and most groups are used on one stream. External streams may be gone when
+        // the next operation comes, and a capture may have joined its streams.
         if (&link == &captured_ || !is_of_torch(stream)) record(link, stream);
     }
 

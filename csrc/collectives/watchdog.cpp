@@ -8,27 +8,27 @@
 #include <mutex>
 #include <thread>
 
-#include "collectives/notice.h"
+#include "common/abort_flag.h"
 
 namespace te_graph::collectives {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::chrono::milliseconds kRound{100};
+constexpr std::chrono::milliseconds kPollInterval{100};
 
 }  // namespace
 
 struct Watchdog::State {
-    void watch(const Record* record, double patience, const std::function<std::string()>& message) {
+    void watch(const FailureRecord* record, double timeout, const std::function<std::string()>& message) {
         std::unique_lock lock(mutex);
         Clock::time_point since{};
-        while (!wake.wait_for(lock, kRound, [&] { return is_over; })) {
-            if (static_cast<const volatile Record*>(record)->is_set == 0) continue;
-            is_some_group_given_up.store(true, std::memory_order_relaxed);
+        while (!wake.wait_for(lock, kPollInterval, [&] { return is_over; })) {
+            if (static_cast<const volatile FailureRecord*>(record)->is_set == 0) continue;
+            any_group_aborted.store(true, std::memory_order_relaxed);
             if (since == Clock::time_point{}) since = Clock::now();
-            if (patience <= 0 || std::chrono::duration<double>(Clock::now() - since).count() < patience) continue;
-            std::fprintf(stderr, "te_graph: %s. Nobody asked for %g s, so this process ends.\n", message().c_str(),
-                         patience);
+            if (timeout <= 0 || std::chrono::duration<double>(Clock::now() - since).count() < timeout) continue;
+            std::fprintf(stderr, "te_graph: %s. Failure unobserved for %g s; terminating.\n", message().c_str(),
+                         timeout);
             std::fflush(stderr);
             std::_Exit(1);
         }
@@ -41,10 +41,10 @@ struct Watchdog::State {
     std::thread thread;
 };
 
-Watchdog::Watchdog(const Record* record, double patience, std::function<std::string()> message)
+Watchdog::Watchdog(const FailureRecord* record, double timeout, std::function<std::string()> message)
     : state_(std::make_unique<State>()) {
-    state_->thread = std::thread([state = state_.get(), record, patience, message = std::move(message)] {
-        state->watch(record, patience, message);
+    state_->thread = std::thread([state = state_.get(), record, timeout, message = std::move(message)] {
+        state->watch(record, timeout, message);
     });
 }
 
@@ -56,7 +56,7 @@ void Watchdog::acknowledge() {
         state_->is_over = true;
     }
     state_->wake.notify_all();
-    // Any number of threads may be told at the same time.
+    // Several threads may acknowledge at the same time.
     std::call_once(state_->joined, [&] { state_->thread.join(); });
 }
 

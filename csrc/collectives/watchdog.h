@@ -1,4 +1,4 @@
-// Ends a process that goes on although a group was given up, when nobody has looked for a while.
+// Terminates a process in which the failure of a group remains unobserved.
 #pragma once
 
 #include <functional>
@@ -11,12 +11,12 @@ namespace te_graph::collectives {
 
 class Watchdog {
 public:
-    // record: outlives this. Once it is set, is_some_group_given_up is, too; when it is not acknowledged for `patience`
-    // seconds, `message()` is printed and the process ends with exit status 1. patience 0: it never ends.
-    Watchdog(const Record* record, double patience, std::function<std::string()> message);
+    // record: outlives this. Once it is set, any_group_aborted is set, too; if it is not acknowledged within `timeout`
+    // seconds, `message()` is printed and the process exits with status 1. timeout 0: never.
+    Watchdog(const FailureRecord* record, double timeout, std::function<std::string()> message);
     ~Watchdog();
 
-    // Somebody has been told.
+    // The failure has been observed.
     void acknowledge();
 
 private:

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "collectives/notice.h"
+#include "common/abort_flag.h"
 #include "graphs/callable.h"
 #include "graphs/copy.h"
 #include "graphs/hooks.h"
@@ -211,7 +211,7 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
 // All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
 std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
                                                  Guard::Tensors& externals, int& slot) const {
-    collectives::check_groups(name_.c_str());
+    check_groups(name_.c_str());
     if (is_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
     if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
     if (slots_.front()->backward && has_saved_tensor_hooks()) {

@@ -6,7 +6,7 @@ ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's con
 sent by a call of its own, so x has one on all ranks or on none.
 
 Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
-was given up, with the rank, the operation and its number; so it is where ranks call different operations, or along
+was aborted, with the rank, the operation and its number; so it is where ranks call different operations, or along
 different dims, or of different numbers of elements.
 
 Stream and capture: on the current stream; the functional forms allocate their result, all allocate copies of tensors
@@ -32,7 +32,7 @@ _ALL_GATHER_OUT = torch.ops.te_graph.all_gather_out.default
 
 
 def name_of(group: PeerGroup, op: str) -> str:
-    """What ops find ``group`` by."""
+    """The name by which ops find ``group``."""
     if not isinstance(group, PeerGroup):
         raise TypeError(f"{op}: expected group to be a te_graph.PeerGroup, got {type(group).__name__}")
     return group.name

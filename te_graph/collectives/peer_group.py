@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import socket
+import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,25 +15,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.collectives.rendezvous import Agreement, nothing
+from te_graph.collectives.options import check_options, check_timeout, device_of
+from te_graph.collectives.rendezvous import Rendezvous, expect_none
 from te_graph.collectives.tuning import Tuning, is_known, tune
 
 logger = logging.getLogger("te_graph")
 
 MAX_PEERS = 8
-MIN_SLAB_BYTES = 1 << 20
 PAGE_BYTES = 4096
-SLAB_BYTES = 512 << 20
-# For set-up and teardown, where a rank that is missing will not come.
-PATIENCE = 120.0
-PATIENCE_AFTER_FAILURE = 5.0
+BUFFER_BYTES = 512 << 20
+# Seconds, for set-up and teardown; shorter where ranks may have died.
+RENDEZVOUS_TIMEOUT = 120.0
+ABORTED_TIMEOUT = 5.0
+
+_RENAMED = "PeerGroup: slab_bytes is now called buffer_bytes; the old name will be removed in the next release"
 
 # Groups live until they are closed: graphs and traces hold their names.
 _open_groups: "set[PeerGroup]" = set()
 
 
 class PeerGroup:
-    """Ranks that all_reduce, reduce_scatter and all_gather together, found by these ops through its name.
+    """Ranks that all_reduce, reduce_scatter and all_gather together; ops find the group by its name.
 
     On GPUs of one host kernels write straight into the memory of the others; elsewhere, on CPUs, or where
     TE_GRAPH_PEER=0, data goes through the process group. The numbers are the same: sums are taken in fp32, in the order
@@ -46,20 +49,21 @@ class PeerGroup:
     Args:
         process_group: of torch.distributed; the default one if None. All of its ranks construct the group, in the same
             order among its groups, and call operations in the same order among all of them where they go through it.
-        slab_bytes: memory of each GPU that its peers write into: one half for what they send, through which larger
-            operations go in parts, one for `mem_pool`.
+        buffer_bytes: size of each GPU's symmetric buffer, which peers write into: one half is the receive buffer,
+            through which larger operations go in parts, one is for `mem_pool`.
         timeout: seconds that an operation waits for a peer.
         on_timeout: "raise": outputs become NaN, `found_inf` 1, and the next op or `check` raises; "trap": the CUDA
             context ends at once.
-        watchdog: seconds after which a process that has not looked at a failure is ended, with the message on stderr;
-            0 for never.
+        watchdog: seconds after which a process with an unobserved failure is terminated, with the message on stderr; 0
+            for never.
         device: where tensors are; the current GPU if the process group serves GPUs, else the CPU.
         tune: measure at set-up which algorithm is best for which size, in half a second; None: unless thresholds for
             all ranks' GPUs are shipped (H100, H200).
-        name: what ops find the group by; the process group's name if None, with a number for its second group.
+        name: by which ops find the group; the process group's name if None, with a number for its second group.
+        slab_bytes: deprecated name of buffer_bytes.
 
     Raises:
-        ValueError: an argument is none of the above; on the other ranks, which hear of it, a RuntimeError.
+        ValueError: an argument is none of the above; on the other ranks, which are notified, a RuntimeError.
         RuntimeError: set-up failed on a rank, as where the name is taken; the same error on all ranks, within two
             minutes. After either all ranks may try again.
 
@@ -73,14 +77,18 @@ class PeerGroup:
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        slab_bytes: int = SLAB_BYTES,
+        buffer_bytes: int = BUFFER_BYTES,
         timeout: float = 600.0,
         on_timeout: str = "raise",
         watchdog: float = 30.0,
         device: torch.device | str | int | None = None,
         tune: bool | None = None,
         name: str | None = None,
+        slab_bytes: int | None = None,
     ) -> None:
+        if slab_bytes is not None:
+            warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
+            buffer_bytes = slab_bytes
         process_group = process_group if process_group is not None else dist.group.WORLD
         if process_group is None:
             raise ValueError("PeerGroup: expected torch.distributed to be initialized, or a process_group")
@@ -88,21 +96,21 @@ class PeerGroup:
             raise ValueError(f"PeerGroup: expected a process_group that this rank is in, got {process_group!r}")
         self.process_group = process_group
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self._agreement = Agreement(process_group, process_group.group_name, PATIENCE)
+        self._rendezvous = Rendezvous(process_group, process_group.group_name, RENDEZVOUS_TIMEOUT)
         try:
-            _check_timeout(timeout)
-            _check_options(slab_bytes, on_timeout, watchdog, tune, name)
-            self.device = _device_of(process_group, device)
+            check_timeout(timeout)
+            check_options(buffer_bytes, on_timeout, watchdog, tune, name)
+            self.device = device_of(process_group, device)
         except Exception as error:
-            self._agreement.fail(error)
+            self._rendezvous.fail(error)
             raise
         self.timeout, self.on_timeout, self.watchdog = float(timeout), on_timeout, float(watchdog)
-        number = self._agreement.number
+        number = self._rendezvous.number
         self.name = name or process_group.group_name + (f".{number}" if number > 1 else "")
-        self.slab_bytes = slab_bytes
-        self._inbox_bytes = slab_bytes // 2 // PAGE_BYTES * PAGE_BYTES
+        self.buffer_bytes = buffer_bytes
+        self._receive_buffer_bytes = buffer_bytes // 2 // PAGE_BYTES * PAGE_BYTES
         self._pool: torch.cuda.MemPool | None = None
-        self._slab: Any = None
+        self._buffer: Any = None
         self._handle, needs_tuning = self._set_up(tune)
         _open_groups.add(self)
         if needs_tuning:
@@ -113,13 +121,19 @@ class PeerGroup:
                 raise
 
     @property
+    def slab_bytes(self) -> int:
+        """Deprecated name of `buffer_bytes`."""
+        warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
+        return self.buffer_bytes
+
+    @property
     def uses_peers(self) -> bool:
         """Whether kernels write into peers' memory; else data goes through the process group."""
-        return self._slab is not None
+        return self._buffer is not None
 
     @functools.cached_property  # so that a capture finds the tensor among the group's attributes
     def found_inf(self) -> Tensor:
-        """[] fp32 on the device: 0, or 1 once the group was given up. For optimizers that are captured.
+        """[] fp32 on the device: 0, or 1 once the group was aborted. For captured optimizers.
 
         It stays 1, so nothing but the group writes it: torch, and ops that would, raise a RuntimeError. A clip gets a
         flag of its own, which is zeroed in each step and tells the optimizer (``optimizer.found_inf = flag``, once) of
@@ -151,36 +165,37 @@ class PeerGroup:
         return tune(self)
 
     def mem_pool(self) -> torch.cuda.MemPool:
-        """A pool for tensors in the slab: what peers gather into such an output is written there and not copied.
+        """A pool for tensors in the symmetric buffer: peers write gathered data directly into such an output.
 
         Use it with torch.cuda.use_mem_pool(pool), or as the pool of a graph: torch.cuda.graph(g, pool=pool.id). Tensors
         elsewhere give the same values; ranks need not agree on it. Without peers it is an ordinary pool. Keep the group
         open while tensors of the pool are in use.
 
         Raises:
-            RuntimeError: the group is not on GPUs. Later, torch.OutOfMemoryError: the slab is exhausted.
+            RuntimeError: the group is not on GPUs. Later, torch.OutOfMemoryError: the symmetric buffer is
+                exhausted.
         """
         if self.device.type != "cuda":
             raise RuntimeError(f"PeerGroup.mem_pool: expected a group on GPUs, got one on {self.device}")
         if self._pool is None:
             allocator = None
-            if self._slab is not None:
-                allocator = _C.make_pool_allocator(self.name, self._slab.memory(), self._inbox_bytes)
+            if self._buffer is not None:
+                allocator = _C.make_pool_allocator(self.name, self._buffer.memory(), self._receive_buffer_bytes)
             with torch.cuda.device(self.device):
                 self._pool = torch.cuda.MemPool(allocator)
         return self._pool
 
     def check(self) -> None:
-        """Raise if the group was given up: which rank, which operation, what was expected and seen. No host sync.
+        """Raise if the group was aborted: rank, operation, what was expected and seen. No host sync.
 
         Raises:
-            RuntimeError: the group was given up, or closed.
+            RuntimeError: the group was aborted, or closed.
         """
         self._handle.check("PeerGroup.check")
 
     def abort(self) -> None:
-        """Give the group up: ops raise from now on. Between peers, operations that wait end on all of them; those of a
-        process group end when its own time is over.
+        """Abort the group: ops raise from now on. Between peers, waiting operations end on all ranks; those of a
+        process group end when its own timeout has passed.
         """
         self._handle.abort()
 
@@ -188,14 +203,14 @@ class PeerGroup:
         """Change the time that operations wait for a peer: between peers also of those in graphs and those under way;
         those under way of a process group keep theirs.
         """
-        _check_timeout(seconds)
+        check_timeout(seconds)
         self._handle.set_timeout(seconds)
         self.timeout = float(seconds)
 
     def close(self) -> None:
         """Wait for all work and all ranks, and give memory back.
 
-        Ranks of a group that was given up are waited for some seconds only, for they may be dead. Ops with the group's
+        Ranks of a group that was aborted are waited for some seconds only, for they may be dead. Ops with the group's
         name raise from now on; graphs that hold operations must not be replayed any more.
         """
         if self not in _open_groups:
@@ -206,9 +221,9 @@ class PeerGroup:
         try:
             self.check()
         except RuntimeError:
-            self._agreement.patience = PATIENCE_AFTER_FAILURE
+            self._rendezvous.timeout = ABORTED_TIMEOUT
         self._handle.close()
-        self._give_slab_back()
+        self._free_buffer()
         self._pool = None
 
     def __enter__(self) -> "PeerGroup":
@@ -218,7 +233,7 @@ class PeerGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and self in _open_groups:
-            # The others may be waiting for this rank, which will not come.
+            # The other ranks may be waiting for this one, which will not arrive.
             self.abort()
         self.close()
 
@@ -229,46 +244,46 @@ class PeerGroup:
         return self
 
     def __repr__(self) -> str:
-        way = "peers" if self.uses_peers else "process group" if self.world_size > 1 else "one rank"
-        return f"PeerGroup({self.name!r}, rank {self.rank} of {self.world_size}, {self.device}, {way})"
+        transport = "peers" if self.uses_peers else "process group" if self.world_size > 1 else "one rank"
+        return f"PeerGroup({self.name!r}, rank {self.rank} of {self.world_size}, {self.device}, {transport})"
 
-    def _give_slab_back(self) -> None:
-        """Once all ranks are done with it. Where one does not come, it may be alive and writing: the slab stays."""
-        slab, self._slab = self._slab, None
-        if slab is not None:
-            slab.unmap()
+    def _free_buffer(self) -> None:
+        """Free it once all ranks have unmapped it; never if a rank does not arrive, which may still write to it."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffer.unmap()
         try:
-            self._agreement.wait("closing the group")
+            self._rendezvous.wait("closing the group")
         except RuntimeError:
-            if slab is not None:
-                slab.abandon()
+            if buffer is not None:
+                buffer.abandon()
 
     def _set_up(self, tune: bool | None) -> tuple[Any, bool]:
         """The group's handle, and whether thresholds have to be measured."""
-        agree = self._agreement
-        facts = agree.step("looking for peers", lambda: self._facts(tune), _parse_facts)
+        rendezvous = self._rendezvous
+        facts = rendezvous.step("looking for peers", lambda: self._facts(tune), _parse_facts)
         _check_alike(facts)
         if self.world_size == 1:
-            return _C.GroupHandle.alone(self.name, self.device), False
+            return _C.GroupHandle.local(self.name, self.device), False
         handles: list[Any] = []
         try:
             reason = _why_not_peers(facts) or self._map_peers([fact["gpu"] for fact in facts])
             if reason is not None and self.device.type == "cuda":
                 logger.warning("PeerGroup %s: no peers (%s); data goes through the process group", self.name, reason)
             opened = self._open_on_peers if reason is None else self._open_on_process_group
-            agree.step("opening the group", lambda: handles.append(opened()), nothing)
+            rendezvous.step("opening the group", lambda: handles.append(opened()), expect_none)
         except RuntimeError:
             for handle in handles:
                 handle.close()
-            # On all ranks, for all have this error: also those that have no slab.
-            agree.patience = PATIENCE_AFTER_FAILURE
-            self._give_slab_back()
+            # On all ranks, for all have this error: also those without a buffer.
+            rendezvous.timeout = ABORTED_TIMEOUT
+            self._free_buffer()
             raise
         return handles[0], reason is None and any(fact["needs_tuning"] for fact in facts)
 
     def _facts(self, tune: bool | None) -> dict[str, Any]:
         facts = {
-            "slab_bytes": self.slab_bytes,
+            "buffer_bytes": self.buffer_bytes,
             "on_timeout": self.on_timeout,
             "device": self.device.type,
             "name": self.name,
@@ -291,8 +306,8 @@ class PeerGroup:
     def _open_on_peers(self) -> Any:
         return _C.GroupHandle.on_peers(
             self.name,
-            self._slab,
-            self._inbox_bytes,
+            self._buffer,
+            self._receive_buffer_bytes,
             self.rank,
             self.timeout,
             self.on_timeout == "trap",
@@ -300,21 +315,21 @@ class PeerGroup:
         )
 
     def _map_peers(self, gpus: list[str]) -> str | None:
-        """Allocate the slab and map those of the peers. Returns why that is not possible, the same on all ranks."""
-        agree = self._agreement
-        handles = agree.step("allocating the slab", lambda: self._allocate().hex(), bytes.fromhex)
-        troubles = agree.step("mapping the slabs of peers", lambda: self._map(handles, gpus), _parse_trouble)
-        if not any(troubles):
-            agree.step("writing to peers", self._write_to_peers, nothing)
-            troubles = agree.step("reading what peers wrote", self._read_from_peers, _parse_trouble)
-        if any(troubles):
-            self._give_slab_back()
-        return next(filter(None, troubles), None)
+        """Allocate the buffer and map those of the peers. Returns why that is not possible, the same on all ranks."""
+        rendezvous = self._rendezvous
+        handles = rendezvous.step("allocating the symmetric buffer", lambda: self._allocate().hex(), bytes.fromhex)
+        reasons = rendezvous.step("mapping the buffers of peers", lambda: self._map(handles, gpus), _parse_reason)
+        if not any(reasons):
+            rendezvous.step("writing to peers", self._write_to_peers, expect_none)
+            reasons = rendezvous.step("reading what peers wrote", self._read_from_peers, _parse_reason)
+        if any(reasons):
+            self._free_buffer()
+        return next(filter(None, reasons), None)
 
     def _allocate(self) -> bytes:
-        """Returns what peers map the slab by."""
-        self._slab = _C.PeerSlab(self.device, self.slab_bytes)
-        return self._slab.handle()
+        """Returns the handle by which peers map the buffer."""
+        self._buffer = _C.SymmetricBuffer(self.device, self.buffer_bytes)
+        return self._buffer.handle()
 
     def _map(self, handles: list[bytes], gpus: list[str]) -> str | None:
         seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -323,18 +338,18 @@ class PeerGroup:
                 return f"rank {self.rank} does not see the GPU of rank {peer}: make all GPUs visible to all ranks"
             if peer != self.rank and not _C.has_peer_link(self.device.index, seen[gpu]):
                 return f"no NVLink between the GPUs of ranks {self.rank} and {peer}"
-        return self._slab.map(handles, self.rank) or None
+        return self._buffer.map(handles, self.rank) or None
 
     def _write_to_peers(self) -> None:
         for peer in range(self.world_size):
-            self._slab.memory_of(peer)[8 * self.rank :][:8].view(torch.int64).fill_(_token(self.rank, peer))
+            self._buffer.memory_of(peer)[8 * self.rank :][:8].view(torch.int64).fill_(_token(self.rank, peer))
         torch.cuda.synchronize(self.device)
 
     def _read_from_peers(self) -> str | None:
-        found = self._slab.memory()[: 8 * self.world_size].view(torch.int64).tolist()
+        found = self._buffer.memory()[: 8 * self.world_size].view(torch.int64).tolist()
         for peer, token in enumerate(found):
             if token != _token(peer, self.rank):
-                return f"what rank {peer} wrote did not come to rank {self.rank}"
+                return f"a write of rank {peer} did not arrive at rank {self.rank}"
         return None
 
 
@@ -347,49 +362,10 @@ def _boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _device_of(process_group: dist.ProcessGroup, device: torch.device | str | int | None) -> torch.device:
-    kinds = {kind.type for kind in process_group._device_types}
-    if device is None:
-        # gloo says that it serves GPUs, too, and is meant for CPUs.
-        serves_gpus = "cuda" in kinds and process_group._get_backend(torch.device("cuda")).name() != "gloo"
-        device = "cuda" if serves_gpus else "cpu"
-    try:
-        device = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"PeerGroup: expected device to be one of torch's, got {device!r}") from error
-    if device.type == "cpu":
-        device = torch.device("cpu")  # tensors there have no index
-    if device.type not in kinds:
-        raise ValueError(
-            f"PeerGroup: expected a device that the process group serves ({', '.join(sorted(kinds))}), got {device}"
-        )
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _check_timeout(seconds: float) -> None:
-    if not isinstance(seconds, int | float) or not 0 < seconds < 1e9:
-        raise ValueError(f"PeerGroup: expected timeout in seconds above 0, got {seconds!r}")
-
-
-def _check_options(slab_bytes: int, on_timeout: str, watchdog: float, tune: bool | None, name: str | None) -> None:
-    if not isinstance(slab_bytes, int) or slab_bytes < MIN_SLAB_BYTES:
-        raise ValueError(f"PeerGroup: expected slab_bytes of at least {MIN_SLAB_BYTES} as an int, got {slab_bytes!r}")
-    if on_timeout not in ("raise", "trap"):
-        raise ValueError(f"PeerGroup: expected on_timeout 'raise' or 'trap', got {on_timeout!r}")
-    if not isinstance(watchdog, int | float) or not 0 <= watchdog < 1e9:
-        raise ValueError(f"PeerGroup: expected watchdog in seconds, 0 for none, got {watchdog!r}")
-    if not (tune is None or isinstance(tune, bool)):
-        raise ValueError(f"PeerGroup: expected tune to be a bool or None, got {tune!r}")
-    if not (name is None or (isinstance(name, str) and name)):
-        raise ValueError(f"PeerGroup: expected name to be a string or None, got {name!r}")
-
-
 _FACTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("on_timeout", "device", "name", "host"), (str,)),
     **dict.fromkeys(("wants_peers", "needs_tuning"), (bool,)),
-    "slab_bytes": (int,),
+    "buffer_bytes": (int,),
     "gpu": (str, type(None)),
 }
 
@@ -403,14 +379,14 @@ def _parse_facts(value: Any) -> dict[str, Any]:
     return value
 
 
-def _parse_trouble(value: Any) -> str | None:
+def _parse_reason(value: Any) -> str | None:
     if not isinstance(value, str | None):
         raise ValueError(f"expected a reason or nothing, got {str(value)[:100]}")
     return value
 
 
 def _check_alike(facts: list[dict[str, Any]]) -> None:
-    for what in ("slab_bytes", "on_timeout", "device", "name"):
+    for what in ("buffer_bytes", "on_timeout", "device", "name"):
         for rank, fact in enumerate(facts):
             if fact[what] != facts[0][what]:
                 raise RuntimeError(
@@ -420,7 +396,7 @@ def _check_alike(facts: list[dict[str, Any]]) -> None:
 
 
 def _why_not_peers(facts: list[dict[str, Any]]) -> str | None:
-    """Why kernels cannot write to all ranks; what is known before anything is tried."""
+    """Why kernels cannot write to all ranks, as far as it is known before trying."""
     if any(fact["gpu"] is None for fact in facts):
         return "tensors are on the CPU"
     for rank, fact in enumerate(facts):
@@ -429,7 +405,7 @@ def _why_not_peers(facts: list[dict[str, Any]]) -> str | None:
         if fact["host"] != facts[0]["host"]:
             return f"rank {rank} is on another host than rank 0"
     if len(facts) > MAX_PEERS:
-        return f"{len(facts)} ranks, and kernels know {MAX_PEERS}"
+        return f"{len(facts)} ranks, and kernels support {MAX_PEERS}"
     if len({fact["gpu"] for fact in facts}) < len(facts):
         return "two ranks share a GPU"
     return None
@@ -437,9 +413,9 @@ def _why_not_peers(facts: list[dict[str, Any]]) -> str | None:
 
 @atexit.register
 def _forget_groups() -> None:
-    """At exit nobody waits for anybody: peers may have gone."""
+    """At exit no rank waits for another: peers may have exited."""
     for group in list(_open_groups):
         _open_groups.discard(group)
         group._handle.close()
-        if group._slab is not None:
-            group._slab.abandon()
+        if group._buffer is not None:
+            group._buffer.abandon()

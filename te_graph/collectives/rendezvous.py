@@ -1,7 +1,7 @@
-"""Steps that all ranks of a process group take together: what fails on one rank raises the same error on all.
+"""Rendezvous of all ranks of a process group, step by step: what fails on one rank raises the same error on all.
 
-Ranks exchange JSON through the store of the process group. Whoever reaches its port can write there: nothing that is
-read is run, and what is no message is an error that all ranks raise.
+Ranks exchange JSON through the store of the process group. Any process that reaches its port can write there: nothing
+that is read is executed, and what is not a valid message is an error that all ranks raise.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ T = TypeVar("T")
 
 VERSION = 1
 MAX_BYTES = 64 << 10  # of a message
-_MAX_REASON = 4096  # characters of an error that is told to others
-_GLANCE = 1.0  # seconds between looks at whether the others have given up
+_MAX_REASON = 4096  # characters of an error that is sent to other ranks
+_POLL_SECONDS = 1.0  # seconds between checks whether other ranks have abandoned this attempt
 _NONCE = re.compile("[0-9a-f]{32}")
 _MEMBERS = {"version", "nonce", "is_fine", "value"}
 
 
-class Agreement:
-    """One attempt of all ranks at something, in steps that they take in the same order.
+class Rendezvous:
+    """One attempt of all ranks at a joint set-up or teardown, in steps of the same order on all ranks.
 
-    Each rank counts its attempts, so those of the same number meet. An attempt in which a rank failed, or did not come,
-    is over for all; the next ones meet again.
+    Each rank counts its attempts, and attempts of the same number are matched. An attempt in which a rank failed or did
+    not arrive is over for all ranks; the next ones are matched again.
 
     Args:
         process_group: of torch.distributed.
         topic: of the steps; the same on all ranks.
-        patience: seconds after which a rank that does not come is an error.
+        timeout: seconds after which a missing rank is an error.
 
     Attributes:
         number: of the attempt, from 1 on.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, topic: str, patience: float) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, topic: str, timeout: float) -> None:
         self.rank, self.world = process_group.rank(), process_group.size()
-        self.patience = patience
+        self.timeout = timeout
         self._store = c10d._get_process_group_store(process_group)
         self._topic = f"te_graph/{topic}"
         self._step = 0
-        # Drawn by each rank; from the first step on that of all: messages of other attempts do not have it.
+        # Random on each rank, common to all after the first step: messages of other attempts do not have it.
         self._nonce = secrets.token_hex(16)
         while True:
             self.number = self._store.add(f"{self._topic}/{self.rank}", 1)
@@ -60,16 +60,16 @@ class Agreement:
         """Run ``action`` on each rank, and wait for all.
 
         Args:
-            what: for messages: "allocating the slab".
-            action: returns something that JSON can hold.
-            parse: what a rank's answer means; raises ValueError or TypeError where it is not as expected.
+            what: for messages: "allocating the symmetric buffer".
+            action: returns a value that JSON can represent.
+            parse: converts a rank's answer; raises ValueError or TypeError for an invalid one.
 
         Returns:
-            What ``parse`` makes of each rank's answer.
+            The parsed answer of each rank.
 
         Raises:
-            RuntimeError: it raised on some rank, or answered with something else: the same message on all; or a rank
-                did not come in time.
+            RuntimeError: the action failed on a rank or its answer was invalid, with the same message on all ranks; or
+                a rank did not arrive in time.
         """
         cause = None
         try:
@@ -97,11 +97,11 @@ class Agreement:
         return values
 
     def wait(self, what: str) -> None:
-        """Wait until all ranks are here."""
-        self.step(what, lambda: None, nothing)
+        """Wait until all ranks have arrived."""
+        self.step(what, lambda: None, expect_none)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others, in place of the next step and without waiting for them, that this rank goes no further."""
+        """Report to the other ranks, in place of the next step and without waiting, that this rank failed."""
         self._step += 1
         self._store.set(self._key(self.rank), self._failure(error))
 
@@ -116,7 +116,7 @@ class Agreement:
         return self._message(False, _reason(error))
 
     def _read(self, message: bytes) -> tuple[bool, str, Any]:
-        """Whether the sender's action went well, its nonce, and its answer or error."""
+        """Whether the sender's action succeeded, its nonce, and its answer or error."""
         if len(message) > MAX_BYTES:
             raise ValueError(f"expected at most {MAX_BYTES} bytes, got {len(message)}")
         members = json.loads(message.decode(), parse_constant=_refuse_constant)
@@ -132,7 +132,7 @@ class Agreement:
     def _exchange(self, what: str, mine: bytes) -> list[bytes]:
         self._step += 1
         self._store.set(self._key(self.rank), mine)
-        end = time.monotonic() + self.patience
+        end = time.monotonic() + self.timeout
         for rank in range(self.world):
             self._wait_for(rank, end, what)
         return [self._store.get(self._key(rank)) for rank in range(self.world)]
@@ -141,14 +141,14 @@ class Agreement:
         while True:
             left = end - time.monotonic()
             try:
-                self._store.wait([self._key(rank)], timedelta(seconds=max(0.001, min(_GLANCE, left))))
+                self._store.wait([self._key(rank)], timedelta(seconds=max(0.001, min(_POLL_SECONDS, left))))
                 return
             except RuntimeError as error:  # that of a FileStore is no DistStoreError
                 if self._store.check([self._over]):
                     reason = self._store.get(self._over).decode(errors="replace")[:_MAX_REASON]
-                    raise RuntimeError(f"PeerGroup: other ranks have given up this attempt: {reason}") from error
-                if left <= _GLANCE:
-                    reason = f"rank {rank} did not come within {self.patience:g} s while {what}"
+                    raise RuntimeError(f"PeerGroup: other ranks have abandoned this attempt: {reason}") from error
+                if left <= _POLL_SECONDS:
+                    reason = f"rank {rank} did not arrive within {self.timeout:g} s while {what}"
                     self._store.set(self._over, reason)
                     raise RuntimeError(f"PeerGroup: {reason}") from error
 
@@ -157,12 +157,12 @@ class Agreement:
 
     @property
     def _over(self) -> str:
-        """There once a rank has waited in vain: who comes later takes part in the next attempt."""
+        """Key set by a rank that timed out: ranks that arrive later join the next attempt."""
         return f"{self._topic}/{self.number}/over"
 
 
-def nothing(value: Any) -> None:
-    """The answer to a step that only has to be taken."""
+def expect_none(value: Any) -> None:
+    """Parse the answer to a step without a result."""
     if value is not None:
         raise ValueError(f"expected nothing, got {str(value)[:100]}")
 

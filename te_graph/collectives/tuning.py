@@ -1,4 +1,4 @@
-"""Which algorithm a group of peers takes for which size: measured by all ranks, decided by all alike."""
+"""Selection thresholds of a group of peers: measured by all ranks, with the same outcome on all."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,19 +22,20 @@ Operation = Callable[["PeerGroup", Tensor], Callable[[], None]]
 
 @dataclass(frozen=True)
 class Tuning:
-    """Up to how many bytes.
+    """Thresholds in bytes.
 
     Attributes:
-        one_step_bytes: all-reduces are done in one step, where each rank sends all to all; larger ones in two.
-        line_bytes: data of reductions goes in lines that bear their flags; larger ones by words. Of what a rank sends
-            to each other in a step.
-        gather_line_bytes: data of all-gathers goes in such lines; larger ones by tiles. Also of what it sends.
-        blocks: at most, a power of two.
+        one_shot_bytes: all-reduces up to here are one-shot, larger ones two-shot.
+        ll128_bytes: reductions up to here use the LL128 protocol, larger ones the Lamport protocol; bytes that a rank
+            sends to each peer in a phase.
+        gather_ll128_bytes: all-gathers up to here use the LL128 protocol, larger ones the simple protocol; bytes as
+            above.
+        blocks: largest number of blocks, a power of two.
     """
 
-    one_step_bytes: int
-    line_bytes: int
-    gather_line_bytes: int
+    one_shot_bytes: int
+    ll128_bytes: int
+    gather_ll128_bytes: int
     blocks: int
 
 
@@ -44,20 +45,20 @@ def is_known(device: torch.device) -> bool:
 
 
 def threshold(sizes: Sequence[int], below: Sequence[float], above: Sequence[float]) -> int:
-    """The bytes up to which the one of two algorithms is taken that is made for small sizes.
+    """The bytes up to which the algorithm for small sizes is selected.
 
     Args:
         sizes: ascending.
-        below: time of the algorithm for small sizes at each of them.
-        above: time of the other one.
+        below: time of the algorithm for small sizes at each size.
+        above: time of the algorithm for large sizes.
 
     Returns:
         One of the sizes, the one before the first, or `ALL`: with it, the sum of all relative losses is least.
     """
 
     def loss(count: int) -> float:
-        taken = [*below[:count], *above[count:]]
-        return sum(mine / min(pair) - 1 for mine, *pair in zip(taken, below, above, strict=True))
+        selected = [*below[:count], *above[count:]]
+        return sum(mine / min(pair) - 1 for mine, *pair in zip(selected, below, above, strict=True))
 
     count = min(range(len(sizes) + 1), key=loss)
     return ALL if count == len(sizes) else sizes[count - 1] if count else sizes[0] - 1
@@ -67,23 +68,23 @@ def tune(group: "PeerGroup") -> Tuning:
     """Measure operations of 64 KB to 16 MB and set the group's thresholds; half a second. All ranks call it.
 
     Returns:
-        What all ranks have set.
+        The thresholds that all ranks have set.
 
     Raises:
-        RuntimeError: something failed on a rank; the same on all.
+        RuntimeError: a rank failed; the same error on all ranks.
 
     Stream and capture: runs on the current stream, synchronizes, must not be captured.
     """
 
-    def best(of: str, operation: Operation, found: Tuning) -> Tuning:
-        """With that threshold of ``found`` at its best."""
-        below, above = (_slowest(group, replace(found, **{of: value}), operation) for value in (ALL, 0))
-        return replace(found, **{of: threshold(SIZES, below, above)})
+    def best(name: str, operation: Operation, found: Tuning) -> Tuning:
+        """``found`` with the best value of one threshold."""
+        below, above = (_slowest(group, replace(found, **{name: value}), operation) for value in (ALL, 0))
+        return replace(found, **{name: threshold(SIZES, below, above)})
 
-    # In one step a rank sends its whole tensor to each other.
-    found = best("line_bytes", _all_reduce, Tuning(ALL, 0, 0, BLOCKS))
-    found = best("gather_line_bytes", _all_gather, found)
-    found = best("one_step_bytes", _all_reduce, found)
+    # One-shot: a rank sends its whole tensor to each peer.
+    found = best("ll128_bytes", _all_reduce, Tuning(ALL, 0, 0, BLOCKS))
+    found = best("gather_ll128_bytes", _all_gather, found)
+    found = best("one_shot_bytes", _all_reduce, found)
     apply(group, found)
     return found
 
@@ -105,7 +106,7 @@ def _all_gather(group: "PeerGroup", x: Tensor) -> Callable[[], None]:
 def _slowest(group: "PeerGroup", tuning: Tuning, operation: Operation) -> list[float]:
     """Milliseconds of the call that ``operation(group, x)`` returns at each size of x, those of the slowest rank."""
     apply(group, tuning)
-    times = group._agreement.step(
+    times = group._rendezvous.step(
         "measuring", lambda: [_measure(group, nbytes, operation) for nbytes in SIZES], _parse_times
     )
     return [max(of_ranks) for of_ranks in zip(*times, strict=True)]

@@ -49,61 +49,62 @@ private:
     std::unique_ptr<CUstream_st, Destroy> stream_;
 };
 
-// What a rank has beside its peers: all as on a GPU of its own.
+// The memory of a rank, as on a GPU of its own.
 class Rank {
 public:
     Rank(int64_t half_bytes, uint64_t first_sequence)
-        : half_bytes_(half_bytes), inbox_(sizeof(Mailbox) + 6 * half_bytes), control_(sizeof(Control)) {
-        inbox_.fill(0);
-        const std::vector<char> empty(2 * half_bytes, static_cast<char>(kEmptyByte));
-        inbox_.write(sizeof(Mailbox) + 2 * half_bytes, empty.data(), empty.size());
+        : half_bytes_(half_bytes), receive_buffer_(sizeof(SignalPad) + 6 * half_bytes), control_(sizeof(Control)) {
+        receive_buffer_.fill(0);
+        const std::vector<char> empty(2 * half_bytes, static_cast<char>(kSentinelByte));
+        receive_buffer_.write(sizeof(SignalPad) + 2 * half_bytes, empty.data(), empty.size());
         void* memory = nullptr;
-        check(cudaHostAlloc(&memory, sizeof(Record), cudaHostAllocMapped));
-        record_.reset(new (memory) Record{});
+        check(cudaHostAlloc(&memory, sizeof(FailureRecord), cudaHostAllocMapped));
+        record_.reset(new (memory) FailureRecord{});
         check(cudaHostGetDevicePointer(&memory, record_.get(), 0));
         Control control{};
         control.state = first_sequence << kSequenceShift;
-        control.record = static_cast<Record*>(memory);
+        control.record = static_cast<FailureRecord*>(memory);
         control_.write(0, &control, sizeof(control));
     }
 
-    char* inbox() const { return inbox_.at(0); }
-    // Whether all data that came has been taken.
+    char* receive_buffer() const { return receive_buffer_.at(0); }
+    // Whether all data slots hold sentinels again.
     bool is_empty() const {
         std::vector<char> data(2 * half_bytes_);
-        inbox_.read(sizeof(Mailbox) + 2 * half_bytes_, data.data(), data.size());
-        return std::all_of(data.begin(), data.end(), [](char byte) { return byte == static_cast<char>(kEmptyByte); });
+        receive_buffer_.read(sizeof(SignalPad) + 2 * half_bytes_, data.data(), data.size());
+        return std::all_of(data.begin(), data.end(),
+                           [](char byte) { return byte == static_cast<char>(kSentinelByte); });
     }
     Control* control_on_device() const { return reinterpret_cast<Control*>(control_.at(0)); }
     cudaStream_t stream() const { return stream_.get(); }
 
-    const Record& record() const { return *record_; }
+    const FailureRecord& record() const { return *record_; }
     Control control() const {
         Control control;
         control_.read(0, &control, sizeof(control));
         return control;
     }
-    Mailbox mailbox() const {
-        Mailbox mailbox;
-        inbox_.read(0, &mailbox, sizeof(mailbox));
-        return mailbox;
+    SignalPad signal_pad() const {
+        SignalPad signal_pad;
+        receive_buffer_.read(0, &signal_pad, sizeof(signal_pad));
+        return signal_pad;
     }
-    uint64_t abort() const { return mailbox().abort; }
+    uint64_t abort() const { return signal_pad().abort; }
     void set_timeout(uint64_t ns) const { control_.write(offsetof(Control, timeout_ns), &ns, sizeof(ns)); }
 
 private:
     struct FreeHost {
-        void operator()(Record* record) const { EXPECT_EQ(cudaFreeHost(record), cudaSuccess); }
+        void operator()(FailureRecord* record) const { EXPECT_EQ(cudaFreeHost(record), cudaSuccess); }
     };
     int64_t half_bytes_;
-    Buffer inbox_, control_;
-    std::unique_ptr<Record, FreeHost> record_;
+    Buffer receive_buffer_, control_;
+    std::unique_ptr<FailureRecord, FreeHost> record_;
     Stream stream_;
 };
 
 class Ranks {
 public:
-    // Of each way. Halves of up to seven slots are multiples of a line.
+    // Of each protocol. Halves of up to seven slots are multiples of a line.
     static constexpr int64_t kHalfBytes = 420 * kLineBytes * 300;
     static int64_t slot_bytes(int world) { return kHalfBytes / (world - 1); }
 
@@ -122,9 +123,9 @@ public:
     const Rank& operator[](int rank) const { return *ranks_[rank]; }
     Peers peers(int rank) const {
         Peers peers{};
-        for (int p = 0; p < world(); ++p) peers.inbox[p] = ranks_[p]->inbox();
+        for (int p = 0; p < world(); ++p) peers.receive_buffer[p] = ranks_[p]->receive_buffer();
         peers.control = ranks_[rank]->control_on_device();
-        peers.line_slot_bytes = peers.data_slot_bytes = peers.flag_slot_bytes = slot_bytes(world());
+        peers.ll128_slot_bytes = peers.data_slot_bytes = peers.flag_slot_bytes = slot_bytes(world());
         peers.rank = rank;
         peers.world = world();
         return peers;
@@ -133,7 +134,7 @@ public:
         for (const auto& rank : ranks_) rank->set_timeout(ns);
     }
 
-    // All ranks have finished this many operations, and none has given up.
+    // All ranks have finished this many operations, and none has aborted.
     void expect_finished(int operations) const {
         check(cudaDeviceSynchronize());
         for (int rank = 0; rank < world(); ++rank) {
@@ -154,18 +155,18 @@ private:
     std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-enum class Kind { kOneStep, kTwoSteps, kReduceScatter, kAllGather };
-constexpr Kind kKinds[] = {Kind::kOneStep, Kind::kTwoSteps, Kind::kReduceScatter, Kind::kAllGather};
+constexpr Algorithm kAlgorithms[] = {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kReduceScatter,
+                                     Algorithm::kAllGather};
 
 struct Case {
-    Kind kind;
+    Algorithm algorithm;
     Element element = Element::kFloat32;
     Reduction reduction = Reduction::kSum;
     int64_t numel;             // all-reduce: of all, else of the piece of a rank
     int64_t input_offset = 0;  // in bytes, behind a boundary of 256 bytes
     int64_t out_offset = 0;
     bool is_in_place = false;
-    Way way = Way::kLines;
+    Protocol protocol = Protocol::kLL128;
     int in_pool = 0;          // bit r: rank r's output lies where its peers can write it
     bool is_special = false;  // zeros, NaN, infinities and subnormals among the inputs
     // That ranks compare; what moves is the same.
@@ -175,41 +176,41 @@ struct Case {
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Case& now) {
-    constexpr const char* kKindNames[] = {"all-reduce of one step", "all-reduce of two steps", "reduce-scatter",
-                                          "all-gather"};
+    constexpr const char* kAlgorithmNames[] = {"one-shot all-reduce", "two-shot all-reduce", "reduce-scatter",
+                                               "all-gather"};
     constexpr const char* kElementNames[] = {"fp32", "fp16", "bf16", "bytes"};
-    constexpr const char* kWayNames[] = {", by lines", ", by words", ", by tiles, in pools "};
-    out << kKindNames[static_cast<int>(now.kind)] << (now.reduction == Reduction::kMax ? " (max) of " : " of ")
-        << now.numel << ' ' << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset
-        << ", out at " << now.out_offset << (now.is_in_place ? ", in place" : "")
-        << (now.is_special ? ", special values" : "");
+    constexpr const char* kProtocolNames[] = {", LL128", ", Lamport", ", simple, in pools "};
+    out << kAlgorithmNames[static_cast<int>(now.algorithm)]
+        << (now.reduction == Reduction::kMax ? " (max) of " : " of ") << now.numel << ' '
+        << kElementNames[static_cast<int>(now.element)] << ", input at " << now.input_offset << ", out at "
+        << now.out_offset << (now.is_in_place ? ", in place" : "") << (now.is_special ? ", special values" : "");
     if (now.dim > 0) out << ", along dim " << now.dim << " behind " << now.before << ", before " << now.behind;
-    out << kWayNames[static_cast<int>(now.way)];
-    return now.way == Way::kTiles ? out << now.in_pool : out;
+    out << kProtocolNames[static_cast<int>(now.protocol)];
+    return now.protocol == Protocol::kSimple ? out << now.in_pool : out;
 }
 
-// Elements and reductions that a kind of operation is made for, and the ways that serve it.
-inline std::vector<Case> cases_of(Kind kind, int64_t numel) {
+// Elements, reductions and protocols that an algorithm supports.
+inline std::vector<Case> cases_of(Algorithm algorithm, int64_t numel) {
     std::vector<Case> cases;
-    if (kind == Kind::kAllGather) {
-        cases = {{.kind = kind, .element = Element::kBytes, .numel = numel}};
+    if (algorithm == Algorithm::kAllGather) {
+        cases = {{.algorithm = algorithm, .element = Element::kBytes, .numel = numel}};
     } else {
-        cases = {{.kind = kind, .numel = numel},
-                 {.kind = kind, .reduction = Reduction::kMax, .numel = numel},
-                 {.kind = kind, .element = Element::kFloat16, .numel = numel},
-                 {.kind = kind, .element = Element::kBFloat16, .numel = numel}};
+        cases = {{.algorithm = algorithm, .numel = numel},
+                 {.algorithm = algorithm, .reduction = Reduction::kMax, .numel = numel},
+                 {.algorithm = algorithm, .element = Element::kFloat16, .numel = numel},
+                 {.algorithm = algorithm, .element = Element::kBFloat16, .numel = numel}};
     }
     const size_t count = cases.size();
     for (size_t i = 0; i < count; ++i) {
-        if (kind != Kind::kAllGather) {
+        if (algorithm != Algorithm::kAllGather) {
             cases.push_back(cases[i]);
-            cases.back().way = Way::kWords;
+            cases.back().protocol = Protocol::kLamport;
             continue;
         }
         // The outputs of no, some and all ranks in pools.
         for (const int in_pool : {0, 0b01010101, 0xFF}) {
             cases.push_back(cases[i]);
-            cases.back().way = Way::kTiles;
+            cases.back().protocol = Protocol::kSimple;
             cases.back().in_pool = in_pool;
         }
     }
@@ -218,7 +219,7 @@ inline std::vector<Case> cases_of(Kind kind, int64_t numel) {
 // Of up to 2^largest elements.
 inline Case random_case(int largest, std::mt19937_64& generator) {
     const auto numel = static_cast<int64_t>(1 + generator() % (1ull << generator() % (largest + 1)));
-    const std::vector<Case> cases = cases_of(kKinds[generator() % 4], numel);
+    const std::vector<Case> cases = cases_of(kAlgorithms[generator() % 4], numel);
     Case now = cases[generator() % cases.size()];
     now.input_offset = static_cast<int64_t>(generator() % 3) * now.element_bytes();
     now.out_offset = static_cast<int64_t>(generator() % 3) * now.element_bytes();
@@ -226,9 +227,9 @@ inline Case random_case(int largest, std::mt19937_64& generator) {
     return now;
 }
 
-inline auto launcher_of(Way way) {
-    constexpr decltype(&launch_lines) kLaunchers[] = {launch_lines, launch_words, launch_tiles};
-    return kLaunchers[static_cast<int>(way)];
+inline auto launcher_of(Protocol protocol) {
+    constexpr decltype(&launch_ll128) kLaunchers[] = {launch_ll128, launch_lamport, launch_simple};
+    return kLaunchers[static_cast<int>(protocol)];
 }
 
 // The memory of one operation on all ranks, on the host and on the device, with poison around each tensor.
@@ -236,15 +237,15 @@ class Memory {
 public:
     Memory(const Case& now, int world) : case_(now), world_(world) {
         const int64_t piece = now.numel * now.element_bytes();
-        input_bytes_ = now.kind == Kind::kReduceScatter ? world * piece : piece;
-        out_bytes_ = now.kind == Kind::kAllGather ? world * piece : piece;
+        input_bytes_ = now.algorithm == Algorithm::kReduceScatter ? world * piece : piece;
+        out_bytes_ = now.algorithm == Algorithm::kAllGather ? world * piece : piece;
         for (int rank = 0; rank < world; ++rank) {
             begins_.push_back(size_);
             if (now.is_in_place) {
                 // The smaller of the two is the rank's piece of the other one.
                 const int64_t whole = place(std::max(input_bytes_, out_bytes_), now.out_offset);
-                inputs_.push_back(whole + (now.kind == Kind::kAllGather ? rank * piece : 0));
-                outs_.push_back(whole + (now.kind == Kind::kReduceScatter ? rank * piece : 0));
+                inputs_.push_back(whole + (now.algorithm == Algorithm::kAllGather ? rank * piece : 0));
+                outs_.push_back(whole + (now.algorithm == Algorithm::kReduceScatter ? rank * piece : 0));
             } else {
                 inputs_.push_back(place(input_bytes_, now.input_offset));
                 outs_.push_back(place(out_bytes_, now.out_offset));
@@ -255,7 +256,7 @@ public:
         device_.emplace(size_);
     }
 
-    const Case& kind_of_case() const { return case_; }
+    const Case& test_case() const { return case_; }
     int world() const { return world_; }
     int64_t input_bytes() const { return input_bytes_; }
     int64_t out_bytes() const { return out_bytes_; }
@@ -283,45 +284,43 @@ public:
     }
 
     Signature signature() const {
-        const Op op = case_.kind == Kind::kReduceScatter ? Op::kReduceScatter
-                      : case_.kind == Kind::kAllGather   ? Op::kAllGather
-                                                         : Op::kAllReduce;
+        const Op op = case_.algorithm == Algorithm::kReduceScatter ? Op::kReduceScatter
+                      : case_.algorithm == Algorithm::kAllGather   ? Op::kAllGather
+                                                                   : Op::kAllReduce;
         return {{op, case_.reduction, static_cast<uint8_t>(case_.element)},
                 {input_bytes_ / case_.element_bytes(), case_.dim, case_.before, case_.behind}};
     }
     // Where tensors of all ranks' pools are.
     char* pool() const { return device_->at(0); }
-    Job job(int rank, int blocks, int launch) const {
+    LaunchArgs args(int rank, int blocks, int launch) const {
         const int64_t piece = std::min(input_bytes_, out_bytes_);
-        Job job{};
-        job.count = units_in(case_.way, piece);
+        LaunchArgs args{};
+        args.count = units_in(case_.protocol, piece);
         // Some ranks have their outputs in the pool, some have not.
-        job.pool_offset = (case_.in_pool >> rank & 1) != 0 ? outs_[rank] : -1;
-        job.input = {device_->at(inputs_[rank]), input_bytes_, 0, input_bytes_};
-        job.out = {device_->at(outs_[rank]), out_bytes_, 0, out_bytes_};
-        job.steps = Steps::kReduce;
-        if (case_.kind == Kind::kTwoSteps) {
-            job.steps = Steps::kReduceSend;
-            job.count = (job.count + world_ - 1) / world_;
-            job.input.stride = job.input.piece = job.out.stride = job.out.piece = job.count * unit_bytes(case_.way);
-        } else if (case_.kind == Kind::kReduceScatter) {
-            job.steps = Steps::kScatter;
-            job.input.stride = job.input.piece = piece;
-        } else if (case_.kind == Kind::kAllGather) {
-            job.steps = Steps::kSend;
-            job.out.stride = job.out.piece = piece;
+        args.pool_offset = (case_.in_pool >> rank & 1) != 0 ? outs_[rank] : -1;
+        args.input = {device_->at(inputs_[rank]), input_bytes_, 0, input_bytes_};
+        args.out = {device_->at(outs_[rank]), out_bytes_, 0, out_bytes_};
+        args.algorithm = case_.algorithm;
+        if (case_.algorithm == Algorithm::kTwoShot) {
+            args.count = (args.count + world_ - 1) / world_;
+            args.input.stride = args.input.piece = args.out.stride = args.out.piece =
+                args.count * unit_bytes(case_.protocol);
+        } else if (case_.algorithm == Algorithm::kReduceScatter) {
+            args.input.stride = args.input.piece = piece;
+        } else if (case_.algorithm == Algorithm::kAllGather) {
+            args.out.stride = args.out.piece = piece;
         }
-        job.signature = pack(signature());
-        job.launch = launch;
-        job.blocks = blocks;
-        job.element = case_.element;
-        job.reduction = case_.reduction;
-        job.starts_early = launch % 4 == 1;  // half of them
+        args.signature = pack(signature());
+        args.launch = launch;
+        args.blocks = blocks;
+        args.element = case_.element;
+        args.reduction = case_.reduction;
+        args.starts_early = launch % 4 == 1;  // half of them
         const int64_t slot_bytes = Ranks::slot_bytes(world_);
-        if (job.count > units_of_slot(case_.way, job.steps, {slot_bytes, slot_bytes, slot_bytes})) {
+        if (args.count > units_of_slot(case_.protocol, args.algorithm, {slot_bytes, slot_bytes, slot_bytes})) {
             throw std::length_error("slot too small");
         }
-        return job;
+        return args;
     }
 
 private:
@@ -360,7 +359,7 @@ inline uint64_t random_special(const multi_tensor::Format& format, std::mt19937_
         case 3:
             return sign | format.infinity() | any;
         case 4:
-            return format.sign() | format.infinity() | format.fraction_mask();  // looks like an empty word
+            return format.sign() | format.infinity() | format.fraction_mask();  // equals the sentinel
         default:
             return sign | (format.infinity() - 1);  // the largest number
     }
@@ -368,7 +367,7 @@ inline uint64_t random_special(const multi_tensor::Format& format, std::mt19937_
 
 // Fresh random inputs of all ranks.
 inline void refill(Memory& memory, std::mt19937_64& generator) {
-    const Case now = memory.kind_of_case();
+    const Case now = memory.test_case();
     const multi_tensor::Format format = multi_tensor::format_of(dtype_of(now.element));
     memory.refill([&](char* place) {
         uint64_t bits = generator();

@@ -18,11 +18,11 @@ inline float larger(float a, float b) {
 }
 
 template <typename T>
-T reduce_one(const std::vector<const char*>& places, Reduction reduction) {
+T reduce_one(const std::vector<const char*>& addresses, Reduction reduction) {
     float result = 0;
-    for (size_t rank = 0; rank < places.size(); ++rank) {
+    for (size_t rank = 0; rank < addresses.size(); ++rank) {
         T element;
-        std::memcpy(&element, places[rank], sizeof(T));
+        std::memcpy(&element, addresses[rank], sizeof(T));
         const float value = multi_tensor::widen(element);
         result = rank == 0 ? value : reduction == Reduction::kSum ? result + value : larger(result, value);
     }
@@ -30,28 +30,28 @@ T reduce_one(const std::vector<const char*>& places, Reduction reduction) {
 }
 
 template <typename T>
-void reduce_all(std::vector<const char*> places, int64_t bytes, Reduction reduction, char* out) {
+void reduce_all(std::vector<const char*> addresses, int64_t bytes, Reduction reduction, char* out) {
     for (int64_t i = 0; i < bytes; i += sizeof(T)) {
-        const T element = reduce_one<T>(places, reduction);
+        const T element = reduce_one<T>(addresses, reduction);
         std::memcpy(out + i, &element, sizeof(T));
-        for (const char*& place : places) place += sizeof(T);
+        for (const char*& place : addresses) place += sizeof(T);
     }
 }
 
 // All of the memory as it is after the operation.
 inline std::vector<char> reference(const Memory& memory) {
-    const Case& now = memory.kind_of_case();
+    const Case& now = memory.test_case();
     std::vector<char> after = memory.host();
     for (int rank = 0; rank < memory.world(); ++rank) {
         char* const out = &after[memory.out_at(rank)];
         std::vector<const char*> inputs;
         for (int p = 0; p < memory.world(); ++p) inputs.push_back(&memory.host()[memory.input_at(p)]);
-        if (now.kind == Kind::kAllGather) {
+        if (now.algorithm == Algorithm::kAllGather) {
             const int64_t piece = memory.input_bytes();
             for (int p = 0; p < memory.world(); ++p) std::memcpy(out + p * piece, inputs[p], piece);
             continue;
         }
-        if (now.kind == Kind::kReduceScatter) {
+        if (now.algorithm == Algorithm::kReduceScatter) {
             for (const char*& input : inputs) input += rank * memory.out_bytes();
         }
         const auto reduce = now.element == Element::kFloat32   ? reduce_all<float>
@@ -64,8 +64,8 @@ inline std::vector<char> reference(const Memory& memory) {
 
 // Every NaN of a rank's out with the same bits.
 inline void unify_nan(const Memory& memory, std::vector<char>& bytes) {
-    const Case& now = memory.kind_of_case();
-    if (now.element == Element::kBytes || now.kind == Kind::kAllGather) return;
+    const Case& now = memory.test_case();
+    if (now.element == Element::kBytes || now.algorithm == Algorithm::kAllGather) return;
     const multi_tensor::Format format = multi_tensor::format_of(dtype_of(now.element));
     const uint64_t nan = format.infinity() | 1;
     for (int rank = 0; rank < memory.world(); ++rank) {
@@ -88,7 +88,7 @@ inline testing::AssertionResult is_right(const Memory& memory) {
     const int64_t byte = at - actual.begin();
     int rank = 0;
     while (byte >= memory.end_of(rank)) ++rank;
-    return testing::AssertionFailure() << memory.kind_of_case() << ", world " << memory.world() << ": rank " << rank
+    return testing::AssertionFailure() << memory.test_case() << ", world " << memory.world() << ": rank " << rank
                                        << ", byte " << byte - memory.out_at(rank) << " of out's " << memory.out_bytes()
                                        << ": expected " << (*expected_at & 0xFF) << ", got " << (*at & 0xFF);
 }

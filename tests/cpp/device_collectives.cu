@@ -1,10 +1,10 @@
-// Collectives by lines, words and tiles: all ranks of a group on one device, against sums on the host, bit for bit.
+// Collectives of all protocols: all ranks of a group on one device, against sums on the host, bit for bit.
 // Where a number is NaN it is NaN on both, of whatever bits.
 #include <bit>
 
 #include "collective_ranks.h"
 #include "collective_reference.h"
-#include "collectives/wait.cuh"
+#include "collectives/launch_state.cuh"
 
 namespace te_graph::collectives {
 namespace {
@@ -12,11 +12,11 @@ namespace {
 const testing::Environment* const kDriverSettings = testing::AddGlobalTestEnvironment(new DriverSettings);
 constexpr int kWorlds[] = {2, 3, 4, 8};
 
-// NaN in all of a rank's out, and nothing else changed. Of an all-gather, parts of the rank's own piece may be there.
-testing::AssertionResult is_given_up(const Memory& memory, int rank) {
+// NaN in all of a rank's out, and nothing else changed. Of an all-gather, parts of the rank's own piece may be valid.
+testing::AssertionResult is_aborted(const Memory& memory, int rank) {
     std::vector<char> actual = memory.download(), expected = memory.host();
     std::fill_n(&expected[memory.out_at(rank)], memory.out_bytes(), static_cast<char>(0xFF));
-    if (memory.kind_of_case().kind == Kind::kAllGather) {
+    if (memory.test_case().algorithm == Algorithm::kAllGather) {
         const int64_t piece = memory.input_bytes(), own = memory.out_at(rank) + rank * piece;
         for (int64_t i = 0; i < piece; ++i) {
             if (actual[own + i] == memory.host()[memory.input_at(rank) + i]) actual[own + i] = static_cast<char>(0xFF);
@@ -25,7 +25,7 @@ testing::AssertionResult is_given_up(const Memory& memory, int rank) {
     const int64_t begin = memory.begin_of(rank), end = memory.end_of(rank);
     if (std::equal(&actual[begin], &actual[begin] + (end - begin), &expected[begin]))
         return testing::AssertionSuccess();
-    return testing::AssertionFailure() << memory.kind_of_case() << ", world " << memory.world() << ": rank " << rank;
+    return testing::AssertionFailure() << memory.test_case() << ", world " << memory.world() << ": rank " << rank;
 }
 
 // Launches.
@@ -46,8 +46,8 @@ void launch(const Ranks& ranks, int rank, const Memory& memory, int blocks, int 
     Peers peers = ranks.peers(rank);
     std::fill(std::begin(peers.pool), std::end(peers.pool), memory.pool());
     peers.extents = memory.signature().extents;
-    const Job job = memory.job(rank, blocks, launch);
-    check(launcher_of(memory.kind_of_case().way)(peers, job, stream));
+    const LaunchArgs args = memory.args(rank, blocks, launch);
+    check(launcher_of(memory.test_case().protocol)(peers, args, stream));
 }
 void launch(const Ranks& ranks, int rank, const Memory& memory, std::mt19937_64& generator) {
     launch(ranks, rank, memory, random_blocks(generator), random_launch(generator), ranks[rank].stream());
@@ -70,11 +70,11 @@ TEST(CollectivesDevice, ResultsOfAllSizesAndAlignmentsAreThoseOfTheHost) {
     for (const int world : kWorlds) {
         const Ranks ranks(world);
         int operations = 0;
-        for (const Kind kind : kKinds) {
-            // Words and lines begin and end within these, whatever the size of an element; primes.
+        for (const Algorithm algorithm : kAlgorithms) {
+            // Sizes around those of words and lines, whatever the size of an element; primes.
             for (const int64_t numel :
                  {1, 2, 7, 8, 29, 30, 31, 32, 33, 59, 60, 61, 64, 119, 120, 121, 127, 129, 1009, 10007}) {
-                for (Case now : cases_of(kind, numel)) {
+                for (Case now : cases_of(algorithm, numel)) {
                     for (const bool is_in_place : {false, true}) {
                         for (const int offsets : {0, 2, 1, 3}) {
                             if (is_in_place && offsets % 2 == 1) break;
@@ -98,8 +98,8 @@ TEST(CollectivesDevice, ResultsOfAMebibyteAreThoseOfTheHost) {
     for (const int world : kWorlds) {
         const Ranks ranks(world);
         int operations = 0;
-        for (const Kind kind : kKinds) {
-            for (Case now : cases_of(kind, 1 << 20)) {
+        for (const Algorithm algorithm : kAlgorithms) {
+            for (Case now : cases_of(algorithm, 1 << 20)) {
                 now.numel /= now.element_bytes();
                 now.is_in_place = generator() % 2 == 0;
                 now.input_offset = now.out_offset = static_cast<int64_t>(generator() % 2) * now.element_bytes();
@@ -116,8 +116,8 @@ TEST(CollectivesDevice, SpecialValuesAreThoseOfTheHost) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
         const Ranks ranks(world);
-        for (const Kind kind : kKinds) {
-            for (Case now : cases_of(kind, 5003)) {
+        for (const Algorithm algorithm : kAlgorithms) {
+            for (Case now : cases_of(algorithm, 5003)) {
                 now.is_special = true;
                 expect_right_at_once(ranks, now, generator);
                 if (HasFatalFailure()) return;
@@ -130,8 +130,8 @@ TEST(CollectivesDevice, TheSumOfNegativeZerosIsNegativeZero) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
         const Ranks ranks(world);
-        for (const Kind kind : {Kind::kOneStep, Kind::kTwoSteps, Kind::kReduceScatter}) {
-            for (const Case& now : cases_of(kind, 1001)) {
+        for (const Algorithm algorithm : {Algorithm::kOneShot, Algorithm::kTwoShot, Algorithm::kReduceScatter}) {
+            for (const Case& now : cases_of(algorithm, 1001)) {
                 const uint64_t zero = multi_tensor::format_of(dtype_of(now.element)).sign();
                 Memory memory(now, world);
                 memory.refill([&](char* place) { std::memcpy(place, &zero, now.element_bytes()); });
@@ -203,9 +203,9 @@ TEST(CollectivesDevice, CapturedGraphsReplayOnChangedInputs) {
     }
 }
 
-// A rank has given up, and everything that can be asked says so.
-void expect_given_up(const Ranks& ranks, int rank) {
-    const Record& record = ranks[rank].record();
+// A rank has aborted, as all its state shows.
+void expect_aborted(const Ranks& ranks, int rank) {
+    const FailureRecord& record = ranks[rank].record();
     EXPECT_EQ(record.is_set, 1) << "rank " << rank;
     EXPECT_NE(record.failure, Failure::kNone) << "rank " << rank;
     EXPECT_EQ(ranks[rank].control().failed, 1.0f) << "rank " << rank;
@@ -217,19 +217,19 @@ void expect_given_up(const Ranks& ranks, int rank) {
 void expect_told(const Ranks& ranks, int p, const Signature& expected) {
     EXPECT_TRUE(ranks[p].record().extents == expected.extents) << "rank " << p;
     for (int rank = 0; rank < ranks.world(); ++rank) {
-        EXPECT_TRUE(ranks[rank].mailbox().extents[p] == expected.extents) << "of rank " << p << " at rank " << rank;
+        EXPECT_TRUE(ranks[rank].signal_pad().extents[p] == expected.extents) << "of rank " << p << " at rank " << rank;
     }
 }
 
-TEST(CollectivesFailureDevice, ARankThatDoesNotComeEndsTheOthersAndEverythingAfterwards) {
+TEST(CollectivesFailureDevice, AMissingRankEndsTheOthersAndAllLaterOperations) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
-        for (const Kind kind : kKinds) {
+        for (const Algorithm algorithm : kAlgorithms) {
             const Ranks ranks(world);
             const int absent = static_cast<int>(generator() % world);
             expect_sequence_is_right(ranks, 2, generator);
             ranks.set_timeout(100 * kMillisecond);
-            const std::vector<Case> cases = cases_of(kind, 5003);
+            const std::vector<Case> cases = cases_of(algorithm, 5003);
             Memory memory(cases[generator() % cases.size()], world);
             refill(memory, generator);
             for (int rank = 0; rank < world; ++rank) {
@@ -242,18 +242,18 @@ TEST(CollectivesFailureDevice, ARankThatDoesNotComeEndsTheOthersAndEverythingAft
             for (int rank = 0; rank < world; ++rank) {
                 EXPECT_GE(ranks[rank].abort(), 1u) << "rank " << rank;
                 if (rank == absent) continue;
-                expect_given_up(ranks, rank);
-                EXPECT_TRUE(is_given_up(memory, rank));
-                const Record& record = ranks[rank].record();
+                expect_aborted(ranks, rank);
+                EXPECT_TRUE(is_aborted(memory, rank));
+                const FailureRecord& record = ranks[rank].record();
                 EXPECT_EQ(sequence_of(record.expected), 3u);
-                EXPECT_EQ(record.expected, flag_of(3, pack(memory.signature()))) << memory.kind_of_case();
+                EXPECT_EQ(record.expected, flag_of(3, pack(memory.signature()))) << memory.test_case();
                 expect_told(ranks, rank, memory.signature());
                 if (record.failure == Failure::kTimeout) {
                     ++timeouts;
                     EXPECT_EQ(record.peer, absent);
                     EXPECT_NE(sequence_of(record.seen), 3u);
                 } else {
-                    EXPECT_EQ(record.failure, Failure::kToldByPeer);
+                    EXPECT_EQ(record.failure, Failure::kAbortedByPeer);
                     EXPECT_TRUE(record.peer != rank && record.peer != absent) << record.peer;
                 }
             }
@@ -267,15 +267,15 @@ TEST(CollectivesFailureDevice, ARankThatDoesNotComeEndsTheOthersAndEverythingAft
             launch_all(ranks, later, generator);
             EXPECT_LT(seconds_to_finish(), 1.0);
             for (int rank = 0; rank < world; ++rank) {
-                expect_given_up(ranks, rank);
-                EXPECT_TRUE(is_given_up(later, rank));
+                expect_aborted(ranks, rank);
+                EXPECT_TRUE(is_aborted(later, rank));
             }
-            EXPECT_EQ(ranks[absent].record().failure, Failure::kToldByPeer);
+            EXPECT_EQ(ranks[absent].record().failure, Failure::kAbortedByPeer);
         }
     }
 }
 
-// One rank runs `other`, all others `common`: somebody sees it, and all end.
+// One rank runs `other`, all others `common`: a rank detects it, and all end.
 void expect_mismatch(int world, const Case& common, const Case& other, std::mt19937_64& generator) {
     const Ranks ranks(world);
     ranks.set_timeout(5000 * kMillisecond);
@@ -287,12 +287,12 @@ void expect_mismatch(int world, const Case& common, const Case& other, std::mt19
     EXPECT_LT(seconds_to_finish(), 2.0) << common << " and " << other;
     int mismatches = 0;
     for (int rank = 0; rank < world; ++rank) {
-        expect_given_up(ranks, rank);
-        EXPECT_TRUE(is_given_up(rank == odd ? odd_memory : memory, rank));
+        expect_aborted(ranks, rank);
+        EXPECT_TRUE(is_aborted(rank == odd ? odd_memory : memory, rank));
         expect_told(ranks, rank, (rank == odd ? odd_memory : memory).signature());
-        const Record& record = ranks[rank].record();
+        const FailureRecord& record = ranks[rank].record();
         if (record.failure != Failure::kMismatch) {
-            EXPECT_EQ(record.failure, Failure::kToldByPeer) << common << " and " << other;
+            EXPECT_EQ(record.failure, Failure::kAbortedByPeer) << common << " and " << other;
             continue;
         }
         ++mismatches;
@@ -307,8 +307,8 @@ void expect_mismatch(int world, const Case& common, const Case& other, std::mt19
 TEST(CollectivesFailureDevice, AnotherDimOrShapeOfAsManyElementsIsSeenAndEndsAll) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
-        for (const Kind kind : {Kind::kReduceScatter, Kind::kAllGather}) {
-            for (Case now : cases_of(kind, 5040)) {
+        for (const Algorithm algorithm : {Algorithm::kReduceScatter, Algorithm::kAllGather}) {
+            for (Case now : cases_of(algorithm, 5040)) {
                 now.behind = 12;
                 Case other = now;
                 other.behind = 6;
@@ -326,32 +326,33 @@ TEST(CollectivesFailureDevice, AnotherDimOrShapeOfAsManyElementsIsSeenAndEndsAll
 TEST(CollectivesFailureDevice, AnotherNumberOfElementsDtypeOrOperationIsSeenAndEndsAll) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
-        const Case sum{.kind = Kind::kOneStep, .numel = 5003};
+        const Case sum{.algorithm = Algorithm::kOneShot, .numel = 5003};
         Case other = sum;
         other.reduction = Reduction::kMax;
         expect_mismatch(world, sum, other, generator);
         other = sum;
         other.element = Element::kBFloat16;
         expect_mismatch(world, sum, other, generator);
-        for (const Kind kind : kKinds) {
-            // Thresholds lie between sizes, so ranks that are at different operations may be so in different ways.
-            const Way large = kind == Kind::kAllGather ? Way::kTiles : Way::kWords;
-            Case now = cases_of(kind, 5003)[0];
+        for (const Algorithm algorithm : kAlgorithms) {
+            // Thresholds lie between sizes, so ranks that run different operations may use different protocols.
+            const Protocol large = algorithm == Algorithm::kAllGather ? Protocol::kSimple : Protocol::kLamport;
+            Case now = cases_of(algorithm, 5003)[0];
             for (const int64_t numel : {1, 5002, 10006}) {
-                for (const int ways : {0, 1, 2, 3}) {
-                    now.way = ways % 2 == 0 ? Way::kLines : large;
+                for (const int protocols : {0, 1, 2, 3}) {
+                    now.protocol = protocols % 2 == 0 ? Protocol::kLL128 : large;
                     other = now;
-                    other.way = ways < 2 ? Way::kLines : large;
+                    other.protocol = protocols < 2 ? Protocol::kLL128 : large;
                     other.numel = numel;
                     expect_mismatch(world, now, other, generator);
                 }
             }
-            now.way = Way::kLines;
+            now.protocol = Protocol::kLL128;
             now.element = other.element = Element::kFloat32;
             other = now;
-            other.kind = kind == Kind::kAllGather ? Kind::kOneStep : Kind::kAllGather;
-            for (const Way way : {Way::kLines, kind == Kind::kAllGather ? Way::kWords : Way::kTiles}) {
-                other.way = way;
+            other.algorithm = algorithm == Algorithm::kAllGather ? Algorithm::kOneShot : Algorithm::kAllGather;
+            for (const Protocol protocol :
+                 {Protocol::kLL128, algorithm == Algorithm::kAllGather ? Protocol::kLamport : Protocol::kSimple}) {
+                other.protocol = protocol;
                 expect_mismatch(world, now, other, generator);
             }
         }
@@ -374,32 +375,32 @@ void expect_two_kernels_end_all(Memory& first, Memory& second, int blocks, std::
         launch(ranks, rank, second, some(), random_launch(generator), ranks[rank].stream());
     }
     EXPECT_LT(seconds_to_finish(), 1.0);
-    EXPECT_EQ(ranks[0].record().failure, Failure::kTwoKernels);
+    EXPECT_EQ(ranks[0].record().failure, Failure::kConcurrentKernels);
     EXPECT_EQ(ranks[0].record().peer, 0);
     for (int rank = 0; rank < world; ++rank) {
-        expect_given_up(ranks, rank);
-        EXPECT_TRUE(is_given_up(first, rank));
-        EXPECT_TRUE(is_given_up(second, rank));
-        if (rank > 0) EXPECT_EQ(ranks[rank].record().failure, Failure::kToldByPeer);
+        expect_aborted(ranks, rank);
+        EXPECT_TRUE(is_aborted(first, rank));
+        EXPECT_TRUE(is_aborted(second, rank));
+        if (rank > 0) EXPECT_EQ(ranks[rank].record().failure, Failure::kAbortedByPeer);
     }
 }
 
 TEST(CollectivesFailureDevice, TwoKernelsOfARankAtOnceAreSeenAndEndAll) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
-        for (const Kind kind : kKinds) {
-            Memory first(cases_of(kind, 5003)[0], world), second(random_case(12, generator), world);
+        for (const Algorithm algorithm : kAlgorithms) {
+            Memory first(cases_of(algorithm, 5003)[0], world), second(random_case(12, generator), world);
             expect_two_kernels_end_all(first, second, 8, generator);
         }
     }
 }
 
-TEST(CollectivesFailureDevice, TwoKernelsOfManyTurnsAtOnceLeaveNoLineWithoutItsNaN) {
+TEST(CollectivesFailureDevice, TwoLongKernelsAtOnceWriteNaNToAllLines) {
     auto generator = seeded_generator();
     for (const int world : kWorlds) {
-        const Case now{.kind = Kind::kTwoSteps, .numel = 300007, .way = Way::kWords};
+        const Case now{.algorithm = Algorithm::kTwoShot, .numel = 300007, .protocol = Protocol::kLamport};
         Case other = now;
-        other.kind = Kind::kReduceScatter;
+        other.algorithm = Algorithm::kReduceScatter;
         other.numel /= world;
         Memory first(now, world), second(other, world);
         expect_two_kernels_end_all(first, second, 2, generator);
@@ -409,14 +410,14 @@ TEST(CollectivesFailureDevice, TwoKernelsOfManyTurnsAtOnceLeaveNoLineWithoutItsN
 
 TEST(CollectivesDevice, BlocksAreAPowerOfTwoEnoughForTheLinesAndNotAboveTheMost) {
     auto generator = seeded_generator();
-    EXPECT_EQ(line_blocks_for(1, kMaxBlocks), 1);
-    EXPECT_EQ(line_blocks_for(int64_t{1} << 40, kMaxBlocks), kMaxBlocks);
+    EXPECT_EQ(blocks_for_lines(1, kMaxBlocks), 1);
+    EXPECT_EQ(blocks_for_lines(int64_t{1} << 40, kMaxBlocks), kMaxBlocks);
     for (int i = 0; i < 10000; ++i) {
         const auto lines = static_cast<int64_t>(1 + generator() % (1ull << generator() % 32));
-        const int most = 1 << generator() % 8, blocks = line_blocks_for(lines, most);
+        const int most = 1 << generator() % 8, blocks = blocks_for_lines(lines, most);
         ASSERT_TRUE(std::has_single_bit(static_cast<unsigned>(blocks))) << blocks;
         ASSERT_LE(blocks, most) << lines << " lines";
-        ASSERT_LE(blocks, line_blocks_for(2 * lines, most)) << lines << " lines";
+        ASSERT_LE(blocks, blocks_for_lines(2 * lines, most)) << lines << " lines";
     }
 }
 

@@ -1,4 +1,4 @@
-// Blocks that come late by random times, and the negative control: kernels that do not wait are wrong, and seen to be.
+// Blocks delayed by random times, and the negative control: kernels that do not wait give wrong results.
 #include <bit>
 
 #include "collective_reference.h"
@@ -10,20 +10,22 @@ namespace {
 const testing::Environment* const kDriverSettings = testing::AddGlobalTestEnvironment(new DriverSettings);
 constexpr int kOperations = 200;
 
-// All-reduces of fresh numbers in one step, one after another; how many were wrong on some rank.
-int wrong_operations(int world, Way way, Waiting waiting) {
+// One-shot all-reduces of fresh numbers, one after another; how many were wrong on some rank.
+int wrong_operations(int world, Protocol protocol, Waiting waiting) {
     auto generator = seeded_generator();
     const Ranks ranks(world);
     std::vector<std::unique_ptr<Memory>> memories;
     for (int i = 0; i < kOperations; ++i) {
         const auto numel = static_cast<int64_t>(1 + generator() % 5000);
-        memories.push_back(std::make_unique<Memory>(Case{.kind = Kind::kOneStep, .numel = numel, .way = way}, world));
+        memories.push_back(std::make_unique<Memory>(
+            Case{.algorithm = Algorithm::kOneShot, .numel = numel, .protocol = protocol}, world));
         refill(*memories.back(), generator);
     }
     for (const auto& memory : memories) {
         for (int rank = 0; rank < world; ++rank) {
-            const Job job = memory->job(rank, 1 << generator() % 4, kLaunchIds[generator() % kLaunchIds.size()]);
-            check(launch_late(ranks.peers(rank), job, way, waiting, ranks[rank].stream()));
+            const LaunchArgs args =
+                memory->args(rank, 1 << generator() % 4, kLaunchIds[generator() % kLaunchIds.size()]);
+            check(launch_late(ranks.peers(rank), args, protocol, waiting, ranks[rank].stream()));
         }
     }
     check(cudaDeviceSynchronize());
@@ -34,17 +36,17 @@ int wrong_operations(int world, Way way, Waiting waiting) {
 
 TEST(CollectivesRacesDevice, LateBlocksChangeNothing) {
     for (const int world : {2, 4, 8}) {
-        EXPECT_EQ(wrong_operations(world, Way::kLines, Waiting::kForData), 0) << "world " << world;
-        EXPECT_EQ(wrong_operations(world, Way::kWords, Waiting::kForData), 0) << "world " << world;
+        EXPECT_EQ(wrong_operations(world, Protocol::kLL128, Waiting::kForData), 0) << "world " << world;
+        EXPECT_EQ(wrong_operations(world, Protocol::kLamport, Waiting::kForData), 0) << "world " << world;
     }
 }
 
-TEST(CollectivesRacesDevice, WhoDoesNotWaitIsWrong) {
-    EXPECT_GT(wrong_operations(2, Way::kLines, Waiting::kForNothing), kOperations / 10);
-    EXPECT_GT(wrong_operations(2, Way::kWords, Waiting::kForNothing), kOperations / 10);
+TEST(CollectivesRacesDevice, KernelsThatDoNotWaitAreWrong) {
+    EXPECT_GT(wrong_operations(2, Protocol::kLL128, Waiting::kForNothing), kOperations / 10);
+    EXPECT_GT(wrong_operations(2, Protocol::kLamport, Waiting::kForNothing), kOperations / 10);
 }
 
-// Inputs are written by the kernel ahead, 30 us after whoever starts early could have read them.
+// Inputs are written by the predecessor, 30 us after a kernel that starts early could have read them.
 void write_inputs_late(const Memory& memory, const Buffer& inputs, int rank, cudaStream_t stream) {
     check(copy_late(memory.pool() + memory.input_at(rank), inputs.at(memory.input_at(rank)), memory.input_bytes(),
                     30000, stream));
@@ -60,25 +62,25 @@ Buffer move_inputs(Memory& memory) {
     return inputs;
 }
 
-TEST(CollectivesRacesDevice, InputsOfTheKernelAheadAreAwaited) {
+TEST(CollectivesRacesDevice, InputsOfThePredecessorAreAwaited) {
     ASSERT_TRUE(can_start_early());
     auto generator = seeded_generator();
     for (const int world : {2, 3, 4, 8}) {
-        for (const Kind kind : kKinds) {
+        for (const Algorithm algorithm : kAlgorithms) {
             const Ranks ranks(world);
             int operations = 0;
-            for (const Case& now : cases_of(kind, 5003)) {
+            for (const Case& now : cases_of(algorithm, 5003)) {
                 Memory memory(now, world);
                 refill(memory, generator);
                 const Buffer inputs = move_inputs(memory);
                 check(cudaDeviceSynchronize());
                 for (int rank = 0; rank < world; ++rank) {
                     write_inputs_late(memory, inputs, rank, ranks[rank].stream());
-                    Job job = memory.job(rank, 2, kLaunchIds[generator() % kLaunchIds.size()]);
-                    job.starts_early = true;
+                    LaunchArgs args = memory.args(rank, 2, kLaunchIds[generator() % kLaunchIds.size()]);
+                    args.starts_early = true;
                     Peers peers = ranks.peers(rank);
                     std::fill(std::begin(peers.pool), std::end(peers.pool), memory.pool());
-                    check(launcher_of(now.way)(peers, job, ranks[rank].stream()));
+                    check(launcher_of(now.protocol)(peers, args, ranks[rank].stream()));
                 }
                 check(cudaDeviceSynchronize());
                 ASSERT_TRUE(is_right(memory));
@@ -89,16 +91,16 @@ TEST(CollectivesRacesDevice, InputsOfTheKernelAheadAreAwaited) {
     }
 }
 
-TEST(CollectivesRacesDevice, WhoDoesNotAwaitTheKernelAheadReadsTooEarly) {
+TEST(CollectivesRacesDevice, AKernelThatDoesNotAwaitItsPredecessorReadsTooEarly) {
     auto generator = seeded_generator();
     const Ranks ranks(2);
-    Memory memory(Case{.kind = Kind::kOneStep, .numel = 5003}, 2);
+    Memory memory(Case{.algorithm = Algorithm::kOneShot, .numel = 5003}, 2);
     refill(memory, generator);
     const Buffer inputs = move_inputs(memory);
     write_inputs_late(memory, inputs, 0, ranks[0].stream());
-    Job job = memory.job(0, 1, kLaunchIds[0]);
-    job.starts_early = true;
-    check(launch_hasty_copy(job, ranks[0].stream()));
+    LaunchArgs args = memory.args(0, 1, kLaunchIds[0]);
+    args.starts_early = true;
+    check(launch_copy_without_wait(args, ranks[0].stream()));
     check(cudaDeviceSynchronize());
     const std::vector<char> after = memory.download();
     EXPECT_EQ(after[memory.out_at(0)], 0x3C);
@@ -109,14 +111,16 @@ TEST(CollectivesRacesDevice, WhoDoesNotAwaitTheKernelAheadReadsTooEarly) {
 // those have done their part.
 class Crowd {
 public:
-    Crowd() : memory_({.kind = Kind::kReduceScatter, .numel = blocks_ * kNumel, .way = Way::kWords}, 2) {}
+    Crowd()
+        : memory_({.algorithm = Algorithm::kReduceScatter, .numel = blocks_ * kNumel, .protocol = Protocol::kLamport},
+                  2) {}
     Memory& memory() { return memory_; }
     template <typename Launch>
     void launch(const Ranks& ranks, const Launch& launch, int first, std::mt19937_64& generator) {
         refill(memory_, generator);
         for (const int rank : {first, 1 - first}) {
-            const Job job = memory_.job(rank, blocks_, kLaunchIds[generator() % kLaunchIds.size()]);
-            check(launch(ranks.peers(rank), job, ranks[rank].stream()));
+            const LaunchArgs args = memory_.args(rank, blocks_, kLaunchIds[generator() % kLaunchIds.size()]);
+            check(launch(ranks.peers(rank), args, ranks[rank].stream()));
         }
         check(cudaDeviceSynchronize());
     }
@@ -137,12 +141,12 @@ private:
     Memory memory_;
 };
 
-TEST(CollectivesRacesDevice, BlocksThatFindNoRoomComeThrough) {
+TEST(CollectivesRacesDevice, BlocksThatAreNotResidentComplete) {
     auto generator = seeded_generator();
     const Ranks ranks(2);
     Crowd crowd;
     for (int operation = 0; operation < 4; ++operation) {
-        crowd.launch(ranks, launch_words, operation % 2, generator);
+        crowd.launch(ranks, launch_lamport, operation % 2, generator);
         ASSERT_TRUE(is_right(crowd.memory()));
     }
     ranks.expect_finished(4);
@@ -153,7 +157,7 @@ TEST(CollectivesRacesDevice, WhoTakesBeforeItHasHeardKeepsLinesFromOthers) {
     const Ranks ranks(2);
     ranks.set_timeout(100 * kMillisecond);
     Crowd crowd;
-    crowd.launch(ranks, launch_deaf, 0, generator);
+    crowd.launch(ranks, launch_without_handshake, 0, generator);
     for (int rank = 0; rank < 2; ++rank) EXPECT_EQ(ranks[rank].control().failed, 1.0f) << "rank " << rank;
     EXPECT_TRUE(ranks[0].record().failure == Failure::kTimeout || ranks[1].record().failure == Failure::kTimeout);
 }

@@ -1,37 +1,37 @@
-#include "collectives/line_kernels.cuh"
-#include "collectives/word_wire.cuh"
+#include "collectives/lamport.cuh"
+#include "collectives/low_latency.cuh"
 #include "race_kernels.h"
 
 namespace te_graph::collectives {
 namespace {
 
 // Some blocks of each operation sleep for up to 30 us before they load, and so before they send.
-template <typename Wire>
-struct LateWire : Wire {
-    __device__ static Part load(const char* begin, int64_t bytes, int64_t line) {
+template <typename Proto>
+struct LateProto : Proto {
+    __device__ static Fragment load(const char* begin, int64_t bytes, int64_t line) {
         // Each rank of each operation has memory of its own.
         uint64_t hash = reinterpret_cast<uint64_t>(begin) / 16;
         hash = (hash * kMaxBlocks + blockIdx.x) * 0x9E3779B97F4A7C15ull;
         const uint64_t start = now_ns(), ns = (hash >> 40) % 8 == 0 ? (hash >> 48) % 30000 : 0;
         while (now_ns() - start < ns) {
         }
-        return Wire::load(begin, bytes, line);
+        return Proto::load(begin, bytes, line);
     }
 };
 
-// Does not listen for its namesakes.
-template <typename Wire>
-struct DeafWire : Wire {
-    template <typename Look>
-    __device__ static void hear_hellos(const Peers&, Turn&, const Look& look) {
-        look();
+// Does not wait for handshakes.
+template <typename Proto>
+struct NoHandshakeProto : Proto {
+    template <typename Poll>
+    __device__ static void await_handshakes(const Peers&, LaunchState&, const Poll& poll) {
+        poll();
     }
 };
 
-// Takes what is there, whoever wrote it and when.
-template <typename Wire>
-struct HastyWire : DeafWire<LateWire<Wire>> {
-    __device__ static bool is_missing(const Part&, uint64_t) { return false; }
+// Uses the contents of the receive buffer without waiting.
+template <typename Proto>
+struct NoWaitProto : NoHandshakeProto<LateProto<Proto>> {
+    __device__ static bool is_missing(const Fragment&, uint64_t) { return false; }
 };
 
 __global__ void copy_late_kernel(char* to, const char* from, int64_t bytes, uint64_t ns) {
@@ -42,29 +42,45 @@ __global__ void copy_late_kernel(char* to, const char* from, int64_t bytes, uint
     for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) to[i] = from[i];
 }
 
-__global__ void hasty_copy_kernel(const __grid_constant__ Job job, const __grid_constant__ Peers) {
-    for (int64_t i = threadIdx.x; i < job.input.bytes; i += blockDim.x) job.out.data[i] = job.input.data[i];
+__global__ void copy_without_wait_kernel(const __grid_constant__ LaunchArgs args, const __grid_constant__ Peers) {
+    for (int64_t i = threadIdx.x; i < args.input.bytes; i += blockDim.x) args.out.data[i] = args.input.data[i];
     await_predecessor(1);
 }
 
-template <typename Wire>
-cudaError_t launch_sum(const Peers& peers, const Job& job, cudaStream_t stream) {
-    return launch<Wire, float, Reduction::kSum, Steps::kReduce>(peers, job, stream);
+template <typename P, typename T, Reduction kReduction, Algorithm kAlgorithm, int kWorld, int kUnrolled, bool kTakes>
+__global__ void __launch_bounds__(kMaxThreads<P, kWorld, kUnrolled>, 1)
+    race_kernel(const __grid_constant__ LaunchArgs args, const __grid_constant__ Peers peers) {
+    run<P, T, kReduction, kAlgorithm, kWorld, kUnrolled, kTakes>(args, peers);
+}
+template <typename P>
+struct RaceKernels {
+    using Proto = P;
+    template <Algorithm kAlgorithm, typename T, Reduction kReduction, int kWorld, int kUnrolled, bool kTakes>
+    static auto get() {
+        return race_kernel<P, T, kReduction, kAlgorithm, kWorld, kUnrolled, kTakes>;
+    }
+};
+
+template <typename Proto>
+cudaError_t launch_sum(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
+    return launch<RaceKernels<Proto>, float, Reduction::kSum, Algorithm::kOneShot>(peers, args, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_late(const Peers& peers, const Job& job, Way way, Waiting waiting, cudaStream_t stream) {
-    if (way == Way::kLines) {
-        return waiting == Waiting::kForData ? launch_sum<LateWire<LineWire>>(peers, job, stream)
-                                            : launch_sum<HastyWire<LineWire>>(peers, job, stream);
+cudaError_t launch_late(const Peers& peers, const LaunchArgs& args, Protocol protocol, Waiting waiting,
+                        cudaStream_t stream) {
+    if (protocol == Protocol::kLL128) {
+        return waiting == Waiting::kForData ? launch_sum<LateProto<ProtoLL128>>(peers, args, stream)
+                                            : launch_sum<NoWaitProto<ProtoLL128>>(peers, args, stream);
     }
-    return waiting == Waiting::kForData ? launch_sum<LateWire<WordWire>>(peers, job, stream)
-                                        : launch_sum<HastyWire<WordWire>>(peers, job, stream);
+    return waiting == Waiting::kForData ? launch_sum<LateProto<ProtoLamport>>(peers, args, stream)
+                                        : launch_sum<NoWaitProto<ProtoLamport>>(peers, args, stream);
 }
 
-cudaError_t launch_deaf(const Peers& peers, const Job& job, cudaStream_t stream) {
-    return launch<DeafWire<WordWire>, float, Reduction::kSum, Steps::kScatter>(peers, job, stream);
+cudaError_t launch_without_handshake(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
+    return launch<RaceKernels<NoHandshakeProto<ProtoLamport>>, float, Reduction::kSum, Algorithm::kReduceScatter>(
+        peers, args, stream);
 }
 
 cudaError_t copy_late(char* to, const char* from, int64_t bytes, uint64_t ns, cudaStream_t stream) {
@@ -72,8 +88,8 @@ cudaError_t copy_late(char* to, const char* from, int64_t bytes, uint64_t ns, cu
     return cudaGetLastError();
 }
 
-cudaError_t launch_hasty_copy(const Job& job, cudaStream_t stream) {
-    return launch_early(hasty_copy_kernel, 256, Peers{}, job, stream);
+cudaError_t launch_copy_without_wait(const LaunchArgs& args, cudaStream_t stream) {
+    return launch_early(copy_without_wait_kernel, 256, Peers{}, args, stream);
 }
 
 }  // namespace te_graph::collectives

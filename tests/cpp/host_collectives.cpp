@@ -1,5 +1,5 @@
-// The state of a rank and the numbers of sequences (signal.h), with kernels as random interleavings of their blocks'
-// arrivals and departures, and what goes which way through which memory (tuning.h).
+// The state of a rank and sequence numbers (signature.h), with kernels as random interleavings of their blocks'
+// arrivals and departures; the selection of protocols and the division of receive buffers (tuning.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/signal.h"
+#include "collectives/signature.h"
 #include "collectives/tuning.h"
 #include "seed.h"
 
@@ -25,8 +25,8 @@ int random_launch(std::mt19937_64& generator) { return kLaunchIds[generator() % 
 struct State {
     uint64_t word;
 
-    Arrived arrive(int block, int blocks, int launch) {
-        const Arrived arrived = read_state(word, blocks, launch);
+    ArrivalResult arrive(int block, int blocks, int launch) {
+        const ArrivalResult arrived = read_state(word, blocks, launch);
         word += arrival(block, blocks, launch);
         return arrived;
     }
@@ -51,7 +51,7 @@ public:
     bool can_arrive() const { return !waiting_.empty(); }
     bool can_depart() const { return inside_ > 0; }
 
-    Arrived arrive(State& state) {
+    ArrivalResult arrive(State& state) {
         const int block = waiting_.back();
         waiting_.pop_back();
         ++inside_;
@@ -96,15 +96,15 @@ void expect_consecutive_numbers(uint64_t sequence, int kernels, std::mt19937_64&
                 kernel.depart(state);
                 continue;
             }
-            const Arrived arrived = kernel.arrive(state);
+            const ArrivalResult arrived = kernel.arrive(state);
             ASSERT_EQ(arrived.sequence, (sequence + i) % kSequences) << kernel;
-            ASSERT_TRUE(arrived.is_alone) << kernel;
+            ASSERT_TRUE(arrived.is_exclusive) << kernel;
         }
         ASSERT_EQ(state.word, (sequence + i + 1) << kSequenceShift) << kernel;
     }
 }
 
-TEST(State, KernelsOneAfterAnotherFindConsecutiveNumbersAndThemselvesAlone) {
+TEST(State, ConsecutiveKernelsHaveConsecutiveNumbersAndAreExclusive) {
     auto generator = seeded_generator();
     for (int run = 0; run < 1000; ++run) expect_consecutive_numbers(generator() % kSequences, 10, generator);
 }
@@ -120,16 +120,16 @@ TEST(State, LargestGridsAndLaunchesStayInsideTheirFields) {
         State state{(kSequences - 1) << kSequenceShift};
         for (int i = 0; i < kMaxBlocks; ++i) {
             const int now = i == 0 ? block : i == block ? 0 : i;
-            const Arrived arrived = state.arrive(now, kMaxBlocks, kMaxLaunchId);
+            const ArrivalResult arrived = state.arrive(now, kMaxBlocks, kMaxLaunchId);
             ASSERT_EQ(arrived.sequence, kSequences - 1);
-            ASSERT_TRUE(arrived.is_alone) << i;
+            ASSERT_TRUE(arrived.is_exclusive) << i;
         }
         for (int i = 0; i < kMaxBlocks; ++i) state.depart(kMaxBlocks);
         ASSERT_EQ(state.word, 0u);
     }
 }
 
-// What came of two kernels that were under way at the same time.
+// The outcome of two concurrent kernels.
 struct Mixed {
     bool have_met = false;  // a block of one arrived when the other had begun and was not done
     bool is_seen = false;
@@ -139,7 +139,7 @@ Mixed run_mixed(Kernel first, Kernel second, uint64_t word, std::mt19937_64& gen
     State state{word};
     const std::array<Kernel*, 2> kernels = {&first, &second};
     const std::array<Pace, 2> paces = {Pace(generator), Pace(generator)};
-    // How many moves a kernel makes before the other one has its turn.
+    // How many moves a kernel makes before the other one continues.
     const uint64_t longest = uint64_t{1} << generator() % 6;
     Mixed mixed;
     for (int now = 0; !first.is_done() || !second.is_done(); now = 1 - now) {
@@ -149,7 +149,7 @@ Mixed run_mixed(Kernel first, Kernel second, uint64_t word, std::mt19937_64& gen
                 continue;
             }
             mixed.have_met |= kernels[1 - now]->has_begun() && !kernels[1 - now]->is_done();
-            mixed.is_seen |= !kernels[now]->arrive(state).is_alone;
+            mixed.is_seen |= !kernels[now]->arrive(state).is_exclusive;
         }
     }
     mixed.word = state.word;
@@ -157,7 +157,7 @@ Mixed run_mixed(Kernel first, Kernel second, uint64_t word, std::mt19937_64& gen
 }
 
 // Small grids, too, where few blocks have a chance to see.
-TEST(State, TwoKernelsAtOnceAreSeenByABlockAndTheNextNumberIsRight) {
+TEST(State, ConcurrentKernelsAreDetectedAndTheNextNumberIsRight) {
     auto generator = seeded_generator();
     int met = 0;
     for (int run = 0; run < 200000; ++run) {
@@ -206,7 +206,7 @@ TEST(State, TheFirstBlockThatMeetsAnotherKernelSeesIt) {
         for (int blocks = 1; blocks <= kMaxBlocks; blocks *= 2) {
             for_each_state(blocks, launch, [&](const State& state, int arrived, bool has_last, int departed) {
                 for (int others = 1; others <= kMaxBlocks; others *= 2) {
-                    ASSERT_FALSE(read_state(state.word, others, other).is_alone)
+                    ASSERT_FALSE(read_state(state.word, others, other).is_exclusive)
                         << arrived << " of " << blocks << " blocks of launch " << launch << " have arrived"
                         << (has_last ? ", the last one among them, and " : " and ") << departed
                         << " departed: unseen by the first of " << others << " blocks of launch " << other;
@@ -217,87 +217,92 @@ TEST(State, TheFirstBlockThatMeetsAnotherKernelSeesIt) {
     }
 }
 
-TEST(Units, HoldWhatTheWaysMoveAtOnce) {
-    for (const auto& [way, bytes] : {std::pair{Way::kLines, 120}, {Way::kWords, 128}, {Way::kTiles, 16384}}) {
-        EXPECT_EQ(units_in(way, 0), 0);
-        EXPECT_EQ(units_in(way, 1), 1);
-        EXPECT_EQ(units_in(way, bytes), 1);
-        EXPECT_EQ(units_in(way, bytes + 1), 2);
-        EXPECT_EQ(units_in(way, bytes * (int64_t{1} << 48) + 1), (int64_t{1} << 48) + 1);
+TEST(Units, AreThoseOfTheProtocols) {
+    for (const auto& [protocol, bytes] :
+         {std::pair{Protocol::kLL128, 120}, {Protocol::kLamport, 128}, {Protocol::kSimple, 16384}}) {
+        EXPECT_EQ(units_in(protocol, 0), 0);
+        EXPECT_EQ(units_in(protocol, 1), 1);
+        EXPECT_EQ(units_in(protocol, bytes), 1);
+        EXPECT_EQ(units_in(protocol, bytes + 1), 2);
+        EXPECT_EQ(units_in(protocol, bytes * (int64_t{1} << 48) + 1), (int64_t{1} << 48) + 1);
     }
 }
 
-// The empty word and what is sent for it are NaNs of each format, and one is not the other.
-TEST(Words, EmptyOnesAreNaNs) {
-    for (const uint32_t word : {kEmptyWord, kNanWord}) {
+// The sentinel and its replacement are different NaNs of each format.
+TEST(Sentinel, IsANaN) {
+    for (const uint32_t word : {kSentinelWord, kNanWord}) {
         EXPECT_TRUE(std::isnan(std::bit_cast<float>(word)));
         for (const uint32_t half : {word & 0xFFFF, word >> 16}) {
             EXPECT_TRUE((half & 0x7C00) == 0x7C00 && (half & 0x3FF) != 0) << "fp16";
             EXPECT_TRUE(std::isnan(std::bit_cast<float>(half << 16))) << "bf16";
         }
     }
-    EXPECT_NE(kEmptyWord, kNanWord);
-    EXPECT_EQ(kEmptyWord & 0xFF, static_cast<uint32_t>(kEmptyByte));
+    EXPECT_NE(kSentinelWord, kNanWord);
+    EXPECT_EQ(kSentinelWord & 0xFF, static_cast<uint32_t>(kSentinelByte));
 }
 
-TEST(Inbox, IsDividedIntoLinesForAllWaysAndNothingIsLost) {
+TEST(ReceiveBuffer, IsDividedIntoLinesForAllProtocolsWithoutLoss) {
     for (const int64_t slots : {2, 4, 6, 14}) {
-        for (const int64_t inbox : {int64_t{512} << 10, int64_t{1} << 20, int64_t{128} << 20, int64_t{1} << 40}) {
-            const SlotBytes found = divide_inbox(inbox, slots);
-            for (const int64_t bytes : {found.lines, found.data, found.flags}) {
+        for (const int64_t receive_buffer :
+             {int64_t{512} << 10, int64_t{1} << 20, int64_t{128} << 20, int64_t{1} << 40}) {
+            const SlotBytes found = divide_receive_buffer(receive_buffer, slots);
+            for (const int64_t bytes : {found.ll128, found.data, found.flags}) {
                 EXPECT_GE(bytes, kLineBytes);
                 EXPECT_EQ(bytes % kLineBytes, 0);
             }
             const int64_t used =
-                static_cast<int64_t>(sizeof(Mailbox)) + slots * (found.lines + found.data + found.flags);
-            EXPECT_GE(units_of_slot(Way::kTiles, Steps::kSend, found) + 1, found.data / kTileBytes) << "flags for all";
-            EXPECT_LE(used, inbox);
-            EXPECT_GT(used, inbox - slots * kLineBytes);
+                static_cast<int64_t>(sizeof(SignalPad)) + slots * (found.ll128 + found.data + found.flags);
+            EXPECT_GE(units_of_slot(Protocol::kSimple, Algorithm::kAllGather, found) + 1, found.data / kChunkBytes)
+                << "flags for all";
+            EXPECT_LE(used, receive_buffer);
+            EXPECT_GT(used, receive_buffer - slots * kLineBytes);
         }
     }
 }
 
-// What a launch does fits into a slot, whatever the thresholds; each block of words has a line to say who it is.
-TEST(Split, FitsIntoSlots) {
+// A launch fits into a slot, whatever the thresholds; each block of a Lamport kernel has a line for its handshake.
+TEST(Selection, FitsIntoSlots) {
     auto generator = seeded_generator();
     for (int i = 0; i < 100000; ++i) {
         const auto random = [&] { return static_cast<int64_t>(generator() % (1ull << generator() % 40)); };
-        const SlotBytes slots = divide_inbox((512 << 10) + random(), 2 * (1 + static_cast<int64_t>(generator() % 7)));
+        const SlotBytes slots =
+            divide_receive_buffer((512 << 10) + random(), 2 * (1 + static_cast<int64_t>(generator() % 7)));
         const Tuning tuning{random(), random(), random()};
         const Op op = static_cast<Op>(generator() % 3);
         const int64_t bytes = 1 + random();
         const int world = 2 + static_cast<int>(generator() % 7);
-        const Split split = split_of(op, bytes, world, slots, tuning);
-        ASSERT_GT(split.count, 0);
-        ASSERT_LE(2 * split.count, int64_t{1} << 30);
-        ASSERT_EQ(split.steps == Steps::kSend, op == Op::kAllGather);
-        ASSERT_EQ(split.steps == Steps::kReduceSend, op == Op::kAllReduce && bytes > tuning.one_step_bytes);
-        ASSERT_TRUE(split.way != Way::kTiles || op == Op::kAllGather);
-        ASSERT_TRUE(split.way != Way::kWords || op != Op::kAllGather);
-        const int64_t sent = split.steps == Steps::kReduce ? bytes : bytes / world;
-        const bool is_large = sent > (op == Op::kAllGather ? tuning.gather_line_bytes : tuning.line_bytes);
-        ASSERT_TRUE(is_large || split.way == Way::kLines);
-        if (split.way == Way::kTiles) {
-            ASSERT_LE(split.count * kTileBytes, slots.data);
-            ASSERT_LE(split.count * static_cast<int64_t>(sizeof(uint64_t)), slots.flags);
+        const Selection selection = select_for(op, bytes, world, slots, tuning);
+        ASSERT_GT(selection.count, 0);
+        ASSERT_LE(2 * selection.count, int64_t{1} << 30);
+        ASSERT_EQ(selection.algorithm == Algorithm::kAllGather, op == Op::kAllGather);
+        ASSERT_EQ(selection.algorithm == Algorithm::kTwoShot, op == Op::kAllReduce && bytes > tuning.one_shot_bytes);
+        ASSERT_TRUE(selection.protocol != Protocol::kSimple || op == Op::kAllGather);
+        ASSERT_TRUE(selection.protocol != Protocol::kLamport || op != Op::kAllGather);
+        const int64_t sent = selection.algorithm == Algorithm::kOneShot ? bytes : bytes / world;
+        const bool is_large = sent > (op == Op::kAllGather ? tuning.gather_ll128_bytes : tuning.ll128_bytes);
+        ASSERT_TRUE(is_large || selection.protocol == Protocol::kLL128);
+        if (selection.protocol == Protocol::kSimple) {
+            ASSERT_LE(selection.count * kChunkBytes, slots.data);
+            ASSERT_LE(selection.count * static_cast<int64_t>(sizeof(uint64_t)), slots.flags);
         } else {
-            const bool by_words = split.way == Way::kWords;
-            ASSERT_LE(line_slot_bytes_for(split.steps, split.count), by_words ? slots.data : slots.lines);
-            ASSERT_TRUE(!by_words || slots.lines >= kMaxBlocks * kLineBytes);
+            const bool is_lamport = selection.protocol == Protocol::kLamport;
+            ASSERT_LE(slot_bytes_for(selection.algorithm, selection.count), is_lamport ? slots.data : slots.ll128);
+            ASSERT_TRUE(!is_lamport || slots.ll128 >= kMaxBlocks * kLineBytes);
         }
     }
 }
 
-TEST(Lines, ASlotHoldsTheLinesAndOfTwoStepsTwice) {
-    for (const Steps steps : {Steps::kReduce, Steps::kScatter, Steps::kSend, Steps::kReduceSend}) {
-        const int64_t times = steps == Steps::kReduceSend ? 2 : 1;
-        EXPECT_EQ(line_slot_bytes_for(steps, 0), 0);
-        EXPECT_EQ(line_slot_bytes_for(steps, 1), times * 128);
-        EXPECT_EQ(line_slot_bytes_for(steps, int64_t{1} << 32), times * (int64_t{1} << 39));  // beyond 32 bits
+TEST(Slot, HoldsTheLinesAndThoseOfTwoShotsTwice) {
+    for (const Algorithm algorithm :
+         {Algorithm::kOneShot, Algorithm::kReduceScatter, Algorithm::kAllGather, Algorithm::kTwoShot}) {
+        const int64_t times = algorithm == Algorithm::kTwoShot ? 2 : 1;
+        EXPECT_EQ(slot_bytes_for(algorithm, 0), 0);
+        EXPECT_EQ(slot_bytes_for(algorithm, 1), times * 128);
+        EXPECT_EQ(slot_bytes_for(algorithm, int64_t{1} << 32), times * (int64_t{1} << 39));  // beyond 32 bits
     }
 }
 
-TEST(State, LaunchesBearDifferentPrimesAboveTheLargestGrid) {
+TEST(State, LaunchNumbersAreDifferentPrimesAboveTheLargestGrid) {
     for (size_t i = 0; i < kLaunchIds.size(); ++i) {
         EXPECT_TRUE(is_prime(kLaunchIds[i]) && kLaunchIds[i] > kMaxBlocks && kLaunchIds[i] <= kMaxLaunchId);
         EXPECT_TRUE(i == 0 || kLaunchIds[i] > kLaunchIds[i - 1]);

@@ -1,4 +1,4 @@
-// What ranks compare (signal.h), and where they tell each other what that was (peers.h).
+// What ranks compare (signature.h), and the signal pad of aborts (peers.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -126,7 +126,7 @@ TEST(Flag, DiffersBetweenDimsAndShapesOfAsManyElements) {
     }
 }
 
-// A pair that has equal flags, so that tests of those who compare more than flags have one.
+// A pair with equal flags, for tests of code that compares more than flags.
 TEST(Flag, HasFewerBitsThanExtents) {
     const Extents extents{6155 * 4 * 1371, 1, 6155, 1371}, other{extents.numel, 1, 2 * 6155, 2 * 1371};
     EXPECT_EQ(pack({{}, extents}), pack({{}, other}));
@@ -144,27 +144,27 @@ TEST(Flag, FitsTheExtentsThatItWasMadeOf) {
             ASSERT_FALSE(fits(other, flag)) << signature.extents << " and " << other;
         }
     }
-    // Memory that nobody has written, or not all of it, whatever the flag.
+    // Memory that was not or only partly written, whatever the flag.
     for (const Extents& extents : {Extents{0, 0, 0, 0}, {0, 1, 2, 3}, {24, 1, 0, 3}, {24, 1, 2, 0}}) {
         EXPECT_FALSE(fits(extents, flag_of(7, pack({{}, extents})))) << extents;
     }
 }
 
-// What peers write lies in lines of its own, and so does what follows.
-TEST(Mailbox, IsOfWholeLinesAndKeepsWhatEachBlockReadsApart) {
-    EXPECT_EQ(sizeof(Mailbox) % kLineBytes, 0u);
-    EXPECT_EQ(alignof(Mailbox), static_cast<size_t>(kLineBytes));
-    EXPECT_GE(offsetof(Mailbox, extents), static_cast<size_t>(kLineBytes));
+// What peers write has lines of its own, and so has what follows.
+TEST(SignalPad, ConsistsOfWholeLinesAndSeparatesTheAbortFlag) {
+    EXPECT_EQ(sizeof(SignalPad) % kLineBytes, 0u);
+    EXPECT_EQ(alignof(SignalPad), static_cast<size_t>(kLineBytes));
+    EXPECT_GE(offsetof(SignalPad, extents), static_cast<size_t>(kLineBytes));
     for (const int world : {2, 3, 8}) {
-        const SlotBytes slots = divide_inbox(int64_t{1} << 20, 2 * (world - 1));
+        const SlotBytes slots = divide_receive_buffer(int64_t{1} << 20, 2 * (world - 1));
         Peers peers{};
         peers.world = world;
-        peers.line_slot_bytes = slots.lines;
+        peers.ll128_slot_bytes = slots.ll128;
         peers.data_slot_bytes = slots.data;
         peers.flag_slot_bytes = slots.flags;
-        for (const char* const place : {peers.lines(0), peers.data(0), peers.flags(0)}) {
+        for (const char* const place : {peers.ll128_slots(0), peers.data_slots(0), peers.flag_slots(0)}) {
             EXPECT_EQ(reinterpret_cast<uintptr_t>(place) % kLineBytes, 0u);
-            EXPECT_GE(reinterpret_cast<uintptr_t>(place), sizeof(Mailbox));
+            EXPECT_GE(reinterpret_cast<uintptr_t>(place), sizeof(SignalPad));
         }
     }
 }

@@ -1,5 +1,5 @@
 // Collectives over a process group of torch.distributed: gloo on CPUs, NCCL where GPUs are not on one host or by
-// choice. The process group moves bytes; sums are our own, so the bits are those of the kernels.
+// choice. The process group moves bytes; reductions are te_graph's own, so results have the bits of the kernels.
 #pragma once
 
 #include <memory>

@@ -12,13 +12,13 @@ struct alignas(8) Packed {
 };
 
 template <Reduction kReduction>
-__device__ float join(float a, float b) {
+__device__ float combine(float a, float b) {
     if constexpr (kReduction == Reduction::kSum) return a + b;
-    // NaN wins, as in torch, and is always the same one: that of sums.
+    // NaN propagates, as in torch, always with the bits that sums have.
     return a != a || b != b ? __int_as_float(0x7FFFFFFF) : fmaxf(a, b);
 }
 
-// words: of all ranks, `world` of them.
+// words: one of each rank.
 template <typename T, Reduction kReduction, int kMost>
 __device__ uint64_t reduce_words(const uint64_t (&words)[kMost], int world) {
     constexpr int kCount = 8 / sizeof(T);
@@ -30,7 +30,7 @@ __device__ uint64_t reduce_words(const uint64_t (&words)[kMost], int world) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const float value = multi_tensor::widen(packed.values[i]);
-            sums[i] = p == 0 ? value : join<kReduction>(sums[i], value);
+            sums[i] = p == 0 ? value : combine<kReduction>(sums[i], value);
         }
     }
     Packed<T> result;

@@ -1,4 +1,4 @@
-#include "collectives/slab.h"
+#include "collectives/symmetric_buffer.h"
 
 #ifdef TE_GRAPH_CUDA
 
@@ -11,7 +11,7 @@
 namespace te_graph::collectives {
 namespace {
 
-// Memory is mapped in pages of this size, so that nothing of others lies in what peers map.
+// Memory is mapped in pages of this size: no other allocation may share a page with memory that peers map.
 constexpr int64_t kPage = 2 << 20;
 
 // Not through torch's allocator: memory of expandable segments has no handle of this kind, and blocks have neighbours.
@@ -26,7 +26,7 @@ at::Tensor allocate(at::Device device, int64_t bytes) {
         error = cudaMalloc(&data, whole);
     }
     C10_CUDA_CHECK(error);
-    // At exit CUDA may be gone before the memory is.
+    // At exit CUDA may be torn down before the memory is freed.
     const auto release = [](void* memory) {
         if (cudaFree(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
     };
@@ -42,9 +42,9 @@ bool has_peer_link(int device, int peer) {
     return can_access != 0 && is_atomic != 0;
 }
 
-Slab::Slab(at::Device device, int64_t bytes) : memory_(allocate(device, bytes)) {}
+SymmetricBuffer::SymmetricBuffer(at::Device device, int64_t bytes) : memory_(allocate(device, bytes)) {}
 
-Slab::~Slab() {
+SymmetricBuffer::~SymmetricBuffer() {
     try {
         unmap();
     } catch (const c10::Error&) {
@@ -52,58 +52,59 @@ Slab::~Slab() {
     }
 }
 
-std::string Slab::handle() const {
+std::string SymmetricBuffer::handle() const {
     const c10::cuda::CUDAGuard guard(memory_.device());
     cudaIpcMemHandle_t handle;
     C10_CUDA_CHECK(cudaIpcGetMemHandle(&handle, memory_.data_ptr()));
     return {reinterpret_cast<const char*>(&handle), sizeof(handle)};
 }
 
-std::string Slab::map(const std::vector<std::string>& handles, int rank) {
+std::string SymmetricBuffer::map(const std::vector<std::string>& handles, int rank) {
     const c10::cuda::CUDAGuard guard(memory_.device());
     unmap();
     rank_ = rank;
-    places_.assign(handles.size(), 0);
+    addresses_.assign(handles.size(), 0);
     for (size_t p = 0; p < handles.size(); ++p) {
         if (static_cast<int>(p) == rank) {
-            places_[p] = reinterpret_cast<uint64_t>(memory_.data_ptr());
+            addresses_[p] = reinterpret_cast<uint64_t>(memory_.data_ptr());
             continue;
         }
         cudaIpcMemHandle_t handle;
-        TORCH_CHECK_VALUE(handles[p].size() == sizeof(handle), "PeerSlab: expected a handle of ", sizeof(handle),
+        TORCH_CHECK_VALUE(handles[p].size() == sizeof(handle), "SymmetricBuffer: expected a handle of ", sizeof(handle),
                           " bytes, got ", handles[p].size());
         std::memcpy(&handle, handles[p].data(), sizeof(handle));
-        void* place = nullptr;
-        const cudaError_t error = cudaIpcOpenMemHandle(&place, handle, cudaIpcMemLazyEnablePeerAccess);
+        void* address = nullptr;
+        const cudaError_t error = cudaIpcOpenMemHandle(&address, handle, cudaIpcMemLazyEnablePeerAccess);
         if (error != cudaSuccess) {
             static_cast<void>(cudaGetLastError());
             unmap();
             return c10::str("rank ", rank, " cannot map the memory of rank ", p, ": ", cudaGetErrorString(error));
         }
-        places_[p] = reinterpret_cast<uint64_t>(place);
+        addresses_[p] = reinterpret_cast<uint64_t>(address);
     }
     return {};
 }
 
-void Slab::unmap() {
-    if (places_.empty()) return;
+void SymmetricBuffer::unmap() {
+    if (addresses_.empty()) return;
     const c10::cuda::CUDAGuard guard(memory_.device());
-    for (size_t p = 0; p < places_.size(); ++p) {
-        if (static_cast<int>(p) == rank_ || places_[p] == 0) continue;
-        if (cudaIpcCloseMemHandle(reinterpret_cast<void*>(places_[p])) != cudaSuccess) {
+    for (size_t p = 0; p < addresses_.size(); ++p) {
+        if (static_cast<int>(p) == rank_ || addresses_[p] == 0) continue;
+        if (cudaIpcCloseMemHandle(reinterpret_cast<void*>(addresses_[p])) != cudaSuccess) {
             static_cast<void>(cudaGetLastError());
         }
     }
-    places_.clear();
+    addresses_.clear();
 }
 
-at::Tensor Slab::memory_of(int rank) const {
+at::Tensor SymmetricBuffer::memory_of(int rank) const {
     return at::from_blob(
-        reinterpret_cast<void*>(places_.at(rank)), memory_.sizes(), [](void*) {}, memory_.options(), memory_.device());
+        reinterpret_cast<void*>(addresses_.at(rank)), memory_.sizes(), [](void*) {}, memory_.options(),
+        memory_.device());
 }
 
-void Slab::abandon() {
-    // One owner more, whom nobody deletes.
+void SymmetricBuffer::abandon() {
+    // One more owner, which is never deleted.
     static_cast<void>(new at::Tensor(memory_));
 }
 

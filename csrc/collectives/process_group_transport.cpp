@@ -1,4 +1,4 @@
-#include "collectives/process_group.h"
+#include "collectives/process_group_transport.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -9,28 +9,28 @@
 #include <mutex>
 #include <vector>
 
+#include "collectives/abort_reason.h"
 #include "collectives/element_of.h"
 #include "collectives/reduce_rows.h"
-#include "collectives/trouble.h"
 #include "common/run_on.h"
 
 namespace te_graph::collectives {
 namespace {
 
-// Up to here everybody gets everything and sums all: one step instead of two.
-constexpr int64_t kOneStepBytes = 64 << 10;
+// One-shot up to here: all-gather and a local reduction.
+constexpr int64_t kOneShotBytes = 64 << 10;
 
-// Threads take turns, also those of several groups over one process group: ranks compare operations by number, and gloo
-// ends the process if two mix.
-std::shared_ptr<std::mutex> turn_of(const c10d::ProcessGroup& process_group) {
-    static std::mutex mutex;
-    static auto* const turns = new std::map<const c10d::ProcessGroup*, std::weak_ptr<std::mutex>>;
-    const std::lock_guard lock(mutex);
-    std::erase_if(*turns, [](const auto& turn) { return turn.second.expired(); });
-    std::weak_ptr<std::mutex>& known = (*turns)[&process_group];
-    std::shared_ptr<std::mutex> turn = known.lock();
-    if (!turn) known = turn = std::make_shared<std::mutex>();
-    return turn;
+// Serializes the operations of all groups over one process group: ranks match operations by number, and gloo ends the
+// process if two interleave.
+std::shared_ptr<std::mutex> mutex_of(const c10d::ProcessGroup& process_group) {
+    static std::mutex registry;
+    static auto* const mutexes = new std::map<const c10d::ProcessGroup*, std::weak_ptr<std::mutex>>;
+    const std::lock_guard lock(registry);
+    std::erase_if(*mutexes, [](const auto& entry) { return entry.second.expired(); });
+    std::weak_ptr<std::mutex>& known = (*mutexes)[&process_group];
+    std::shared_ptr<std::mutex> mutex = known.lock();
+    if (!mutex) known = mutex = std::make_shared<std::mutex>();
+    return mutex;
 }
 
 // FNV-1a: the same on all ranks, whatever their standard library.
@@ -49,35 +49,35 @@ public:
           rank_(rank),
           world_(world),
           device_(device),
-          turn_(turn_of(*process_group_)) {
+          operation_mutex_(mutex_of(*process_group_)) {
         set_timeout(timeout);
     }
 
     void run(const Operation& operation) override {
-        const std::lock_guard turn(*turn_);
+        const std::lock_guard lock(*operation_mutex_);
         check(operation.name);
         ++sequence_;
         try {
             if (device_.is_cpu()) compare_signatures(operation.signature());
             if (operation.input.numel() != 0) dispatch(operation);
         } catch (const c10::Error& error) {
-            give_up(operation, error.what_without_backtrace());
+            abort_with(operation, error.what_without_backtrace());
         } catch (const std::exception& error) {
-            give_up(operation, error.what());
+            abort_with(operation, error.what());
         }
     }
 
-    void check(const char* op) override { trouble_.check(op); }
-    void abort() override { trouble_.note_abort(group_, rank_); }
+    void check(const char* op) override { abort_reason_.check(op); }
+    void abort() override { abort_reason_.set_aborted(group_, rank_); }
 
     void set_timeout(double seconds) override {
         timeout_ = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
     }
 
 private:
-    [[noreturn]] void give_up(const Operation& operation, const std::string& why) {
-        trouble_.note("group " + group_ + " was given up on rank " + std::to_string(rank_) + " in operation " +
-                      std::to_string(sequence_) + ", " + describe(operation.signature()) + ": " + why);
+    [[noreturn]] void abort_with(const Operation& operation, const std::string& why) {
+        abort_reason_.set("group " + group_ + " was aborted on rank " + std::to_string(rank_) + " in operation " +
+                          std::to_string(sequence_) + ", " + describe(operation.signature()) + ": " + why);
         check(operation.name);
         std::abort();  // not reached: check() throws
     }
@@ -98,8 +98,8 @@ private:
             const auto& seen = static_cast<const Compared*>(all.const_data_ptr())[p];
             const bool is_of_group = seen.group == own.group;
             TORCH_CHECK(is_of_group && seen.flag == own.flag && seen.extents == own.extents,
-                        "expected the same of all ranks, and rank ", p, " is at operation ", sequence_of(seen.flag),
-                        ", ", describe({kind_of(seen.flag), seen.extents}),
+                        "expected the same operation on all ranks, but rank ", p, " runs operation ",
+                        sequence_of(seen.flag), ", ", describe({kind_of(seen.flag), seen.extents}),
                         is_of_group ? "" : " of another group of this process group");
         }
     }
@@ -115,7 +115,7 @@ private:
                 break;
         }
         const int64_t numel = input.numel(), piece = (numel + world_ - 1) / world_;
-        if (static_cast<int64_t>(input.nbytes()) <= kOneStepBytes) {
+        if (static_cast<int64_t>(input.nbytes()) <= kOneShotBytes) {
             const at::Tensor all = at::empty({world_, numel}, input.options());
             gather(bytes_of(input), bytes_of(all));
             return reduce(operation, all, out);
@@ -146,7 +146,7 @@ private:
         process_group_->_allgather_base(all, mine, options)->wait();
     }
 
-    // Row p of what rank p has for this rank. rows: [world, n].
+    // All-to-all: row p of the result is this rank's row of rank p. rows: [world, n].
     at::Tensor exchanged(const at::Tensor& rows) {
         const at::Tensor result = at::empty_like(rows);
         at::Tensor to = bytes_of(result), from = bytes_of(rows);
@@ -159,10 +159,10 @@ private:
 
     // rows: [world, n]; out: [n].
     void reduce(const Operation& operation, const at::Tensor& rows, const at::Tensor& out) {
-        const Rows work{rows.const_data_ptr(),         out.data_ptr(),     out.numel(), world_,
-                        element_of(out.scalar_type()), operation.reduction};
+        const Rows reduction{rows.const_data_ptr(),         out.data_ptr(),     out.numel(), world_,
+                             element_of(out.scalar_type()), operation.reduction};
         run_on(
-            out.device(), [&] { reduce_rows_cpu(work); }, TE_GRAPH_LAUNCH(launch_reduce_rows(work, stream)));
+            out.device(), [&] { reduce_rows_cpu(reduction); }, TE_GRAPH_LAUNCH(launch_reduce_rows(reduction, stream)));
     }
 
     std::string group_;
@@ -171,8 +171,8 @@ private:
     at::Device device_;
     std::atomic<std::chrono::milliseconds> timeout_;  // threads set it while others run operations
     uint64_t sequence_ = 0;
-    const std::shared_ptr<std::mutex> turn_;  // of the operation that runs
-    Trouble trouble_;
+    const std::shared_ptr<std::mutex> operation_mutex_;
+    AbortReason abort_reason_;
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Hands out ranges of a block of memory: the first one that is large enough, joined with its neighbours when it comes
-// back. Knows offsets only. No Torch.
+// First-fit allocator of ranges of a block of memory; freed ranges are merged with their neighbours. Manages offsets
+// only. No Torch.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace te_graph::collectives {
 
-class Ranges {
+class RangeAllocator {
 public:
     static constexpr int64_t kAlignment = 512;
 
     // Offsets from `begin` to `end`, `begin` a multiple of kAlignment.
-    Ranges(int64_t begin, int64_t end) : bytes_(end - begin) {
+    RangeAllocator(int64_t begin, int64_t end) : bytes_(end - begin) {
         if (begin < end) free_[begin] = end - begin;
     }
 
-    // -1: there is no room.
-    int64_t take(int64_t bytes) {
+    // Offset of a free range, or -1 if none is large enough.
+    int64_t allocate(int64_t bytes) {
         const int64_t wanted = rounded(bytes);
         for (auto found = free_.begin(); found != free_.end(); ++found) {
             const auto [offset, size] = *found;
@@ -30,8 +30,8 @@ public:
         return -1;
     }
 
-    // What take(bytes) has returned.
-    void give_back(int64_t offset, int64_t bytes) {
+    // offset: returned by allocate(bytes).
+    void free(int64_t offset, int64_t bytes) {
         const auto here = free_.emplace(offset, rounded(bytes)).first;
         if (const auto next = std::next(here); next != free_.end() && here->first + here->second == next->first) {
             here->second += next->second;

@@ -5,16 +5,16 @@
 #include <random>
 #include <vector>
 
-#include "collectives/ranges.h"
+#include "collectives/range_allocator.h"
 #include "seed.h"
 
 namespace te_graph::collectives {
 namespace {
 
-TEST(Ranges, GiveWhatIsFreeAndJoinWhatComesBack) {
-    constexpr int64_t kBegin = 4096, kUnits = 200, kUnit = Ranges::kAlignment;
+TEST(RangeAllocator, AllocatesFreeRangesAndMergesFreedOnes) {
+    constexpr int64_t kBegin = 4096, kUnits = 200, kUnit = RangeAllocator::kAlignment;
     auto generator = seeded_generator();
-    Ranges ranges(kBegin, kBegin + kUnits * kUnit);
+    RangeAllocator ranges(kBegin, kBegin + kUnits * kUnit);
     std::vector<bool> taken(kUnits);
     struct Range {
         int64_t offset, bytes;
@@ -31,11 +31,11 @@ TEST(Ranges, GiveWhatIsFreeAndJoinWhatComesBack) {
         if (!held.empty() && generator() % 2 == 0) {
             std::swap(held[generator() % held.size()], held.back());
             mark(held.back(), false);
-            ranges.give_back(held.back().offset, held.back().bytes);
+            ranges.free(held.back().offset, held.back().bytes);
             held.pop_back();
         } else {
             const auto bytes = static_cast<int64_t>(1 + generator() % (20 * kUnit));
-            const int64_t offset = ranges.take(bytes);
+            const int64_t offset = ranges.allocate(bytes);
             if (offset < 0) {
                 // There is no run of free units that is long enough.
                 int64_t run = 0, longest = 0;
@@ -50,9 +50,9 @@ TEST(Ranges, GiveWhatIsFreeAndJoinWhatComesBack) {
         if (HasFatalFailure()) return;
         ASSERT_EQ(ranges.free_bytes(), std::count(taken.begin(), taken.end(), false) * kUnit);
     }
-    for (const Range& range : held) ranges.give_back(range.offset, range.bytes);
-    EXPECT_EQ(ranges.take(kUnits * kUnit), kBegin);
-    EXPECT_EQ(ranges.take(1), -1);
+    for (const Range& range : held) ranges.free(range.offset, range.bytes);
+    EXPECT_EQ(ranges.allocate(kUnits * kUnit), kBegin);
+    EXPECT_EQ(ranges.allocate(1), -1);
 }
 
 }  // namespace

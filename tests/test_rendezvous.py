@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from te_graph.collectives import rendezvous as agreement
+from te_graph.collectives import rendezvous
 from te_graph.collectives.peer_group import _parse_facts
-from te_graph.collectives.rendezvous import MAX_BYTES, Agreement
+from te_graph.collectives.rendezvous import MAX_BYTES, Rendezvous
 
-PATIENCE = 20.0
+RENDEZVOUS_TIMEOUT = 20.0
 
 
 class World:
@@ -29,11 +29,11 @@ class World:
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.size, self.store = size, dist.HashStore()
-        monkeypatch.setattr(agreement.c10d, "_get_process_group_store", lambda group: self.store)
+        monkeypatch.setattr(rendezvous.c10d, "_get_process_group_store", lambda group: self.store)
 
-    def attempt(self, rank: int, patience: float = PATIENCE) -> Agreement:
+    def attempt(self, rank: int, timeout: float = RENDEZVOUS_TIMEOUT) -> Rendezvous:
         group = SimpleNamespace(rank=lambda: rank, size=lambda: self.size)
-        return Agreement(group, "topic", patience)
+        return Rendezvous(group, "topic", timeout)
 
     def run(self, *actions: Callable[[], Any] | None) -> list[Any]:
         """What each action returns or raises, one thread each; None for those that are None."""
@@ -96,16 +96,16 @@ def test_an_error_of_one_rank_is_that_of_all_and_the_next_attempt_meets(world: W
     assert world.run(*(lambda rank=rank: work(rank, None) for rank in range(3))) == [[0, 1, 2]] * 3
 
 
-def test_who_fails_before_the_first_step_does_not_wait_and_the_others_hear_of_it(world: World) -> None:
+def test_a_rank_that_fails_before_the_first_step_does_not_wait_and_the_others_are_notified(world: World) -> None:
     attempt = world.attempt(1)
-    attempt.fail(ValueError("of its own"))  # returns: nobody else is here yet
+    attempt.fail(ValueError("of its own"))  # returns: no other rank has arrived yet
     errors = world.run(lambda: world.attempt(0).wait("meeting"), None, lambda: world.attempt(2).wait("meeting"))
     assert texts_of([errors[0], errors[2]]) == ["PeerGroup: rank 1 failed while meeting: ValueError: of its own"] * 2
     found = world.run(*(lambda rank=rank: world.attempt(rank).step("meeting", lambda: rank) for rank in range(3)))
     assert found == [[0, 1, 2]] * 3
 
 
-def test_an_interrupted_rank_tells_the_others(world: World) -> None:
+def test_an_interrupted_rank_notifies_the_others(world: World) -> None:
     def work(rank: int) -> Any:
         return world.attempt(rank).step("waiting", raising(KeyboardInterrupt()) if rank == 0 else lambda: None)
 
@@ -114,18 +114,18 @@ def test_an_interrupted_rank_tells_the_others(world: World) -> None:
     assert texts_of(errors[1:]) == ["PeerGroup: rank 0 failed while waiting: KeyboardInterrupt: "] * 2
 
 
-def test_who_comes_late_takes_part_in_the_next_attempt(world: World) -> None:
+def test_a_late_rank_joins_the_next_attempt(world: World) -> None:
     errors = world.run(*(lambda rank=rank: world.attempt(rank, 0.5).wait("meeting") for rank in range(2)))
     texts = texts_of(errors)
-    assert any(text == "PeerGroup: rank 2 did not come within 0.5 s while meeting" for text in texts)
-    assert all("rank 2 did not come within 0.5 s while meeting" in text for text in texts)
+    assert any(text == "PeerGroup: rank 2 did not arrive within 0.5 s while meeting" for text in texts)
+    assert all("rank 2 did not arrive within 0.5 s while meeting" in text for text in texts)
     found = world.run(*(lambda rank=rank: world.attempt(rank).step("meeting", lambda: rank) for rank in range(3)))
     assert found == [[0, 1, 2]] * 3
 
 
 def test_a_file_for_a_store_is_waited_for_as_long(world: World, tmp_path, monkeypatch) -> None:
     """FileStore says by another error than the others that time is over."""
-    monkeypatch.setattr(agreement, "_GLANCE", 0.05)
+    monkeypatch.setattr(rendezvous, "_POLL_SECONDS", 0.05)
     world.store = dist.FileStore(str(tmp_path / "store"), world.size)
 
     def work(rank: int) -> Any:
@@ -134,24 +134,24 @@ def test_a_file_for_a_store_is_waited_for_as_long(world: World, tmp_path, monkey
 
     assert world.run(*(lambda rank=rank: work(rank) for rank in range(3))) == [[0, 1, 2]] * 3
     errors = world.run(*(lambda rank=rank: world.attempt(rank, 0.5).wait("meeting") for rank in range(2)))
-    assert all("rank 2 did not come within 0.5 s while meeting" in text for text in texts_of(errors))
+    assert all("rank 2 did not arrive within 0.5 s while meeting" in text for text in texts_of(errors))
     assert world.run(*(lambda rank=rank: work(rank) for rank in range(3))) == [[0, 1, 2]] * 3
 
 
-def test_who_is_left_alone_in_the_middle_hears_that_the_others_gave_up(world: World, monkeypatch) -> None:
+def test_a_rank_left_in_the_middle_is_told_that_the_attempt_was_abandoned(world: World, monkeypatch) -> None:
     """Rank 2 sleeps in the first step for longer than the others wait."""
-    monkeypatch.setattr(agreement, "_GLANCE", 0.05)
+    monkeypatch.setattr(rendezvous, "_POLL_SECONDS", 0.05)
 
     def work(rank: int) -> None:
-        attempt = world.attempt(rank, PATIENCE if rank == 2 else 0.3)
+        attempt = world.attempt(rank, RENDEZVOUS_TIMEOUT if rank == 2 else 0.3)
         attempt.step("sleeping", lambda: time.sleep(0.8) if rank == 2 else None)
         attempt.wait("going on")
 
     began = time.monotonic()
     errors = world.run(*(lambda rank=rank: work(rank) for rank in range(3)))
-    assert "rank 2 did not come within 0.3 s while sleeping" in texts_of(errors)[0]
-    assert texts_of(errors)[2].startswith("PeerGroup: other ranks have given up this attempt: rank 2 did not come")
-    assert time.monotonic() - began < PATIENCE / 2
+    assert "rank 2 did not arrive within 0.3 s while sleeping" in texts_of(errors)[0]
+    assert texts_of(errors)[2].startswith("PeerGroup: other ranks have abandoned this attempt: rank 2 did not arrive")
+    assert time.monotonic() - began < RENDEZVOUS_TIMEOUT / 2
 
 
 def test_an_answer_that_is_too_long_or_no_json_is_the_senders_failure(world: World) -> None:
@@ -224,7 +224,7 @@ def test_messages_of_another_attempt_are_refused(world: World) -> None:
 
 def facts() -> dict[str, Any]:
     words = {name: "a" for name in ("on_timeout", "device", "name", "host")}
-    return words | {"wants_peers": True, "needs_tuning": False, "slab_bytes": 1, "gpu": None}
+    return words | {"wants_peers": True, "needs_tuning": False, "buffer_bytes": 1, "gpu": None}
 
 
 def test_answers_of_another_kind_are_named(world: World) -> None:

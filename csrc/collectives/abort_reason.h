@@ -1,4 +1,4 @@
-// Why a group was given up, where the host alone knows of it.
+// Why a group was aborted, for transports without kernels.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -6,22 +6,22 @@
 #include <mutex>
 #include <string>
 
-#include "collectives/notice.h"
+#include "common/abort_flag.h"
 
 namespace te_graph::collectives {
 
-class Trouble {
+class AbortReason {
 public:
     // The first one stays.
-    void note(const std::string& why) {
+    void set(const std::string& why) {
         const std::lock_guard lock(mutex_);
         if (why_.empty()) why_ = why;
-        is_some_group_given_up.store(true, std::memory_order_relaxed);
+        any_group_aborted.store(true, std::memory_order_relaxed);
     }
-    void note_abort(const std::string& group, int rank) {
-        note("group " + group + " was given up on rank " + std::to_string(rank) + ": abort() was called");
+    void set_aborted(const std::string& group, int rank) {
+        set("group " + group + " was aborted on rank " + std::to_string(rank) + ": abort() was called");
     }
-    // Throws if there is one; `op` is whoever asks.
+    // Throws if there is one. `op`: the caller, for the message.
     void check(const char* op) const {
         const std::lock_guard lock(mutex_);
         TORCH_CHECK(why_.empty(), op, ": ", why_);
