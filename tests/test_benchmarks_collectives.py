@@ -227,8 +227,8 @@ def test_entries_take_turns_and_the_first_step_of_a_turn_is_left_out(tmp_path, m
 def a_record(world: int = 2, factor: float = 1.0) -> dict:
     """A complete run in which te_graph is at its targets, just, and others are 3 % faster than it, just."""
     limits = {
-        2: {KIB: 3.0, 64 * KIB: 3.2, MIB: 6.3, 4 * MIB: 14.5, 16 * MIB: 51.0},
-        4: {KIB: 3.5, 64 * KIB: 3.8, MIB: 9.0, 4 * MIB: 22.0, 16 * MIB: 77.0, 64 * MIB: 295.0},
+        2: {KIB: 3.0, 64 * KIB: 3.2, MIB: 6.3, 4 * MIB: 14.5, 16 * MIB: 51.0, 64 * MIB: 191.0},
+        4: {KIB: 3.5, 64 * KIB: 3.8, MIB: 9.0, 4 * MIB: 22.0, 16 * MIB: 77.0, 64 * MIB: 298.0},
     }[world]
     rows = []
     for op in OPS:
@@ -255,7 +255,7 @@ def a_record(world: int = 2, factor: float = 1.0) -> dict:
     return record | {"targets": targets.achieved(record)}
 
 
-@pytest.mark.parametrize(("world", "count"), [(2, 5), (4, 6)])
+@pytest.mark.parametrize(("world", "count"), [(2, 6), (4, 6)])
 def test_targets_are_judged_in_graphs_and_against_the_fastest_other(world, count):
     met, missed = a_record(world)["targets"], a_record(world, 1.01)["targets"]
     assert [target["is_met"] for target in met] == [True] * (count + 6)

@@ -1,7 +1,14 @@
-#include "collectives/autograd.h"
-
+// Gradients of the collectives, for a loss that is the sum of all ranks' losses.
+//
+//     all_reduce       the sum of the ranks' gradients
+//     reduce_scatter   all_gather
+//     all_gather       reduce_scatter
+//
+// Tangents of forward-mode differentiation are sent by a call of their own, like their primals: x has one on all ranks
+// or on none. Forms that write into a given tensor have no derivatives, and reject tensors that need one.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include <functional>
 #include <initializer_list>
@@ -110,9 +117,8 @@ void check_no_gradient(const char* op, std::initializer_list<std::reference_wrap
     }
 }
 
-}  // namespace
-
-at::Tensor all_reduce_autograd(const at::Tensor& x, std::string group, std::string reduction) {
+at::Tensor all_reduce_autograd(const at::Tensor& x,  // [...]
+                               std::string group, std::string reduction) {
     if (needs_derivative(x)) check_differentiable("all_reduce", reduction);
     return with_tangent(x, [&](const at::Tensor& x) {
         if (needs_gradient(x)) return AllReduce::apply(x, group);
@@ -121,8 +127,8 @@ at::Tensor all_reduce_autograd(const at::Tensor& x, std::string group, std::stri
     });
 }
 
-at::Tensor reduce_scatter_autograd(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group,
-                                   std::string reduction) {
+at::Tensor reduce_scatter_autograd(const at::Tensor& x,  // [..., world * n, ...]
+                                   int64_t dim, int64_t world_size, std::string group, std::string reduction) {
     if (needs_derivative(x)) check_differentiable("reduce_scatter", reduction);
     return with_tangent(x, [&](const at::Tensor& x) {
         if (needs_gradient(x)) return ReduceScatter::apply(x, dim, world_size, group);
@@ -131,7 +137,8 @@ at::Tensor reduce_scatter_autograd(const at::Tensor& x, int64_t dim, int64_t wor
     });
 }
 
-at::Tensor all_gather_autograd(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group) {
+at::Tensor all_gather_autograd(const at::Tensor& x,  // [..., n, ...]
+                               int64_t dim, int64_t world_size, std::string group) {
     return with_tangent(x, [&](const at::Tensor& x) {
         if (needs_gradient(x)) return AllGather::apply(x, dim, world_size, group);
         const at::AutoDispatchBelowADInplaceOrView below;
@@ -139,14 +146,17 @@ at::Tensor all_gather_autograd(const at::Tensor& x, int64_t dim, int64_t world_s
     });
 }
 
-void all_reduce_inplace_autograd(const at::Tensor& x, std::string group, std::string reduction) {
+void all_reduce_inplace_autograd(const at::Tensor& x,  // [...]
+                                 std::string group, std::string reduction) {
     check_no_gradient("all_reduce_", {x});
     static const auto op = op_named<void(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_");
     const at::AutoDispatchBelowADInplaceOrView below;
     op.call(x, group, reduction);
 }
 
-void all_reduce_out_autograd(const at::Tensor& out, const at::Tensor& x, std::string group, std::string reduction) {
+void all_reduce_out_autograd(const at::Tensor& out,  // [...]
+                             const at::Tensor& x,    // [...]
+                             std::string group, std::string reduction) {
     check_no_gradient("all_reduce_out", {out, x});
     static const auto op =
         op_named<void(const at::Tensor&, const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_out");
@@ -154,8 +164,9 @@ void all_reduce_out_autograd(const at::Tensor& out, const at::Tensor& x, std::st
     op.call(out, x, group, reduction);
 }
 
-void reduce_scatter_out_autograd(const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size,
-                                 std::string group, std::string reduction) {
+void reduce_scatter_out_autograd(const at::Tensor& out,  // [..., n, ...]
+                                 const at::Tensor& x,    // [..., world * n, ...]
+                                 int64_t dim, int64_t world_size, std::string group, std::string reduction) {
     check_no_gradient("reduce_scatter_out", {out, x});
     static const auto op =
         op_named<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string, std::string)>(
@@ -164,13 +175,26 @@ void reduce_scatter_out_autograd(const at::Tensor& out, const at::Tensor& x, int
     op.call(out, x, dim, world_size, group, reduction);
 }
 
-void all_gather_out_autograd(const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size,
-                             std::string group) {
+void all_gather_out_autograd(const at::Tensor& out,  // [..., world * n, ...]
+                             const at::Tensor& x,    // [..., n, ...]
+                             int64_t dim, int64_t world_size, std::string group) {
     check_no_gradient("all_gather_out", {out, x});
     static const auto op =
         op_named<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather_out");
     const at::AutoDispatchBelowADInplaceOrView below;
     op.call(out, x, dim, world_size, group);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
+    m.impl("all_reduce", all_reduce_autograd);
+    m.impl("reduce_scatter", reduce_scatter_autograd);
+    m.impl("all_gather", all_gather_autograd);
+    m.impl("all_reduce_", all_reduce_inplace_autograd);
+    m.impl("all_reduce_out", all_reduce_out_autograd);
+    m.impl("reduce_scatter_out", reduce_scatter_out_autograd);
+    m.impl("all_gather_out", all_gather_out_autograd);
 }
 
 }  // namespace te_graph::collectives

@@ -1,15 +1,10 @@
-#include "collectives/bindings.h"
-
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
 
 #include "collectives/group.h"
-#include "collectives/local_transport.h"
-#include "collectives/mem_pool.h"
-#include "collectives/peer_transport.h"
-#include "collectives/process_group_transport.h"
 #include "collectives/symmetric_buffer.h"
+#include "collectives/transport.h"
 
 namespace py = pybind11;
 

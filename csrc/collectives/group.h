@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "collectives/operation.h"
+#include "collectives/transport.h"
 
 namespace te_graph::collectives {
 

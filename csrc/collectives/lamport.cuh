@@ -1,9 +1,7 @@
 // Lamport as a protocol of the kernels in low_latency.cuh.
 #pragma once
 
-#include "collectives/lamport.h"
-#include "collectives/line_transfer.cuh"
-#include "collectives/proto_ll128.cuh"
+#include "collectives/low_latency.cuh"
 
 namespace te_graph::collectives {
 
@@ -29,7 +27,6 @@ struct ProtoLamport {
     __device__ static int64_t slot_bytes(const Peers& peers) { return peers.data_slot_bytes; }
     __device__ static char* receive_buffer(const Peers& peers, int rank) { return peers.data_slots(rank); }
 
-    static constexpr bool kHasHandshake = true;
     // A line with the flag to each peer, for this block and for blocks that peers have and this rank has not.
     template <int kWorld>
     __device__ static void send_handshakes(const Peers& peers, const LaunchState& state) {

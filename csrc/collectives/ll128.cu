@@ -1,8 +1,7 @@
-// Kernels of the LL128 protocol (ll128.h, low_latency.cuh).
+// Kernels of the LL128 protocol (protocols.h, low_latency.cuh).
 // Bytes per element, one-shot all-reduce: read twice, received world - 1 times, written once; 128 / 120 of it on the
 // wire.
 #include "collectives/low_latency.cuh"
-#include "collectives/proto_ll128.cuh"
 
 namespace te_graph::collectives {
 namespace {
@@ -10,40 +9,40 @@ namespace {
 // Many blocks of few warps are faster than few blocks of many.
 constexpr int kLinesOfSmallBlock = 16;
 
-template <typename T, Reduction kReduction, int kWorld, int kUnrolled, bool kTakes>
+template <typename T, Reduction kReduction, int kWorld, int kUnrolled>
 __global__ void __launch_bounds__(kMaxThreads<ProtoLL128, kWorld, kUnrolled>, 1)
     one_shot_all_reduce_ll128_kernel(const __grid_constant__ LaunchArgs args, const __grid_constant__ Peers peers) {
-    run<ProtoLL128, T, kReduction, Algorithm::kOneShot, kWorld, kUnrolled, kTakes>(args, peers);
+    run<ProtoLL128, T, kReduction, Algorithm::kOneShot, kWorld, kUnrolled>(args, peers);
 }
 
-template <typename T, Reduction kReduction, int kWorld, int kUnrolled, bool kTakes>
+template <typename T, Reduction kReduction, int kWorld, int kUnrolled>
 __global__ void __launch_bounds__(kMaxThreads<ProtoLL128, kWorld, kUnrolled>, 1)
     two_shot_all_reduce_ll128_kernel(const __grid_constant__ LaunchArgs args, const __grid_constant__ Peers peers) {
-    run<ProtoLL128, T, kReduction, Algorithm::kTwoShot, kWorld, kUnrolled, kTakes>(args, peers);
+    run<ProtoLL128, T, kReduction, Algorithm::kTwoShot, kWorld, kUnrolled>(args, peers);
 }
 
-template <typename T, Reduction kReduction, int kWorld, int kUnrolled, bool kTakes>
+template <typename T, Reduction kReduction, int kWorld, int kUnrolled>
 __global__ void __launch_bounds__(kMaxThreads<ProtoLL128, kWorld, kUnrolled>, 1)
     reduce_scatter_ll128_kernel(const __grid_constant__ LaunchArgs args, const __grid_constant__ Peers peers) {
-    run<ProtoLL128, T, kReduction, Algorithm::kReduceScatter, kWorld, kUnrolled, kTakes>(args, peers);
+    run<ProtoLL128, T, kReduction, Algorithm::kReduceScatter, kWorld, kUnrolled>(args, peers);
 }
 
 template <int kWorld, int kUnrolled>
 __global__ void __launch_bounds__(kMaxThreads<ProtoLL128, kWorld, kUnrolled>, 1)
     all_gather_ll128_kernel(const __grid_constant__ LaunchArgs args, const __grid_constant__ Peers peers) {
-    run<ProtoLL128, float, Reduction::kSum, Algorithm::kAllGather, kWorld, kUnrolled, false>(args, peers);
+    run<ProtoLL128, float, Reduction::kSum, Algorithm::kAllGather, kWorld, kUnrolled>(args, peers);
 }
 
 struct LL128Kernels {
     using Proto = ProtoLL128;
-    template <Algorithm kAlgorithm, typename T, Reduction kReduction, int kWorld, int kUnrolled, bool kTakes>
+    template <Algorithm kAlgorithm, typename T, Reduction kReduction, int kWorld, int kUnrolled>
     static auto get() {
         if constexpr (kAlgorithm == Algorithm::kOneShot) {
-            return one_shot_all_reduce_ll128_kernel<T, kReduction, kWorld, kUnrolled, kTakes>;
+            return one_shot_all_reduce_ll128_kernel<T, kReduction, kWorld, kUnrolled>;
         } else if constexpr (kAlgorithm == Algorithm::kTwoShot) {
-            return two_shot_all_reduce_ll128_kernel<T, kReduction, kWorld, kUnrolled, kTakes>;
+            return two_shot_all_reduce_ll128_kernel<T, kReduction, kWorld, kUnrolled>;
         } else if constexpr (kAlgorithm == Algorithm::kReduceScatter) {
-            return reduce_scatter_ll128_kernel<T, kReduction, kWorld, kUnrolled, kTakes>;
+            return reduce_scatter_ll128_kernel<T, kReduction, kWorld, kUnrolled>;
         } else {
             return all_gather_ll128_kernel<kWorld, kUnrolled>;
         }

@@ -5,8 +5,6 @@
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
 
-#include "collectives/autograd.h"
-#include "collectives/element_of.h"
 #include "collectives/group.h"
 #include "common/check.h"
 #include "common/note_writes.h"
@@ -266,16 +264,6 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl(kAllGatherOut, [](const at::Tensor& out, const at::Tensor& x, int64_t dim, int64_t world_size, std::string) {
         check_out_meta(kAllGatherOut, out, x, gathered_shape_meta(kAllGatherOut, x, dim, world_size));
     });
-}
-
-TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
-    m.impl(kAllReduceOp, all_reduce_autograd);
-    m.impl(kReduceScatterOp, reduce_scatter_autograd);
-    m.impl(kAllGatherOp, all_gather_autograd);
-    m.impl(kAllReduceInplace, all_reduce_inplace_autograd);
-    m.impl(kAllReduceOut, all_reduce_out_autograd);
-    m.impl(kReduceScatterOut, reduce_scatter_out_autograd);
-    m.impl(kAllGatherOut, all_gather_out_autograd);
 }
 
 }  // namespace te_graph::collectives

@@ -1,4 +1,4 @@
-#include "collectives/peer_transport.h"
+#include "collectives/transport.h"
 
 #ifdef TE_GRAPH_CUDA
 
@@ -17,10 +17,8 @@
 #include <sstream>
 #include <thread>
 
-#include "collectives/element_of.h"
+#include "collectives/abort.h"
 #include "collectives/stream_chain.h"
-#include "collectives/watchdog.h"
-#include "common/abort_flag.h"
 
 namespace te_graph::collectives {
 namespace {

@@ -41,7 +41,6 @@ struct Control {
     int32_t traps;       // abort by ending the context
     float failed;        // 0, or 1 once aborted: the `found_inf` of captured optimizers
     FailureRecord* record;
-    alignas(128) uint32_t taken[kMaxLaunchId + 1];  // course.h, by a launch's number; 0 between operations
 };
 
 // The start of a rank's receive buffer, written by peers that abort. The slots of operations follow: for LL128 lines,
@@ -111,7 +110,7 @@ struct LaunchArgs {
     Algorithm algorithm;
     Element element;
     Reduction reduction;
-    bool starts_early;  // early_launch.cuh
+    bool starts_early;  // launch_state.cuh
 };
 
 }  // namespace te_graph::collectives

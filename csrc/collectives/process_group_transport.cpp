@@ -1,4 +1,4 @@
-#include "collectives/process_group_transport.h"
+#include "collectives/transport.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -9,8 +9,7 @@
 #include <mutex>
 #include <vector>
 
-#include "collectives/abort_reason.h"
-#include "collectives/element_of.h"
+#include "collectives/abort.h"
 #include "collectives/reduce_rows.h"
 #include "common/run_on.h"
 

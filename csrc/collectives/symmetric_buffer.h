@@ -1,10 +1,12 @@
-// Symmetric memory: a buffer of each rank, mapped into the processes of all ranks.
+// Symmetric memory: a buffer of each rank, mapped into the processes of all ranks, and a memory pool in it.
 #pragma once
 
 #ifdef TE_GRAPH_CUDA
 
 #include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -43,6 +45,12 @@ private:
     int rank_ = 0;
     std::vector<uint64_t> addresses_;  // 0: not mapped
 };
+
+// A memory pool in the symmetric buffer of a group, for torch.cuda.MemPool.
+// buffer: [bytes] uint8, kept alive; the pool is the memory after its first `begin` bytes. Allocation makes no CUDA
+// call, so it is possible during a capture.
+std::shared_ptr<c10::cuda::CUDACachingAllocator::CUDAAllocator> make_pool_allocator(const std::string& group,
+                                                                                    at::Tensor buffer, int64_t begin);
 
 }  // namespace te_graph::collectives
 

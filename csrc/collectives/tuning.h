@@ -4,8 +4,7 @@
 
 #include <cstdint>
 
-#include "collectives/lamport.h"
-#include "collectives/simple.h"
+#include "collectives/protocols.h"
 
 namespace te_graph::collectives {
 

@@ -19,18 +19,13 @@ struct LateProto : Proto {
     }
 };
 
-// Does not wait for handshakes.
+// Uses the contents of the receive buffer without waiting, and does not wait for handshakes.
 template <typename Proto>
-struct NoHandshakeProto : Proto {
+struct NoWaitProto : LateProto<Proto> {
     template <typename Poll>
     __device__ static void await_handshakes(const Peers&, LaunchState&, const Poll& poll) {
         poll();
     }
-};
-
-// Uses the contents of the receive buffer without waiting.
-template <typename Proto>
-struct NoWaitProto : NoHandshakeProto<LateProto<Proto>> {
     __device__ static bool is_missing(const Fragment&, uint64_t) { return false; }
 };
 
@@ -47,17 +42,17 @@ __global__ void copy_without_wait_kernel(const __grid_constant__ LaunchArgs args
     await_predecessor(1);
 }
 
-template <typename P, typename T, Reduction kReduction, Algorithm kAlgorithm, int kWorld, int kUnrolled, bool kTakes>
+template <typename P, typename T, Reduction kReduction, Algorithm kAlgorithm, int kWorld, int kUnrolled>
 __global__ void __launch_bounds__(kMaxThreads<P, kWorld, kUnrolled>, 1)
     race_kernel(const __grid_constant__ LaunchArgs args, const __grid_constant__ Peers peers) {
-    run<P, T, kReduction, kAlgorithm, kWorld, kUnrolled, kTakes>(args, peers);
+    run<P, T, kReduction, kAlgorithm, kWorld, kUnrolled>(args, peers);
 }
 template <typename P>
 struct RaceKernels {
     using Proto = P;
-    template <Algorithm kAlgorithm, typename T, Reduction kReduction, int kWorld, int kUnrolled, bool kTakes>
+    template <Algorithm kAlgorithm, typename T, Reduction kReduction, int kWorld, int kUnrolled>
     static auto get() {
-        return race_kernel<P, T, kReduction, kAlgorithm, kWorld, kUnrolled, kTakes>;
+        return race_kernel<P, T, kReduction, kAlgorithm, kWorld, kUnrolled>;
     }
 };
 
@@ -76,11 +71,6 @@ cudaError_t launch_late(const Peers& peers, const LaunchArgs& args, Protocol pro
     }
     return waiting == Waiting::kForData ? launch_sum<LateProto<ProtoLamport>>(peers, args, stream)
                                         : launch_sum<NoWaitProto<ProtoLamport>>(peers, args, stream);
-}
-
-cudaError_t launch_without_handshake(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
-    return launch<RaceKernels<NoHandshakeProto<ProtoLamport>>, float, Reduction::kSum, Algorithm::kReduceScatter>(
-        peers, args, stream);
 }
 
 cudaError_t copy_late(char* to, const char* from, int64_t bytes, uint64_t ns, cudaStream_t stream) {

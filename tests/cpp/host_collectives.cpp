@@ -260,6 +260,21 @@ TEST(ReceiveBuffer, IsDividedIntoLinesForAllProtocolsWithoutLoss) {
     }
 }
 
+TEST(Threads, SufficeForTheIterationsAndLeaveNoWarpWithoutLines) {
+    auto generator = seeded_generator();
+    for (int round = 0; round < 100000; ++round) {
+        const int blocks = 1 << generator() % 8, most = generator() % 2 == 0 ? 512 : 1024;
+        const auto lines = static_cast<int64_t>(1 + generator() % (1ull << generator() % 30));
+        const int64_t step = int64_t{blocks} * most / 8, iterations = (lines + step - 1) / step;
+        const int threads = threads_for(lines, blocks, iterations);
+        ASSERT_TRUE(threads > 0 && threads <= most && threads % 32 == 0) << threads;
+        ASSERT_GE(int64_t{blocks} * threads / 8 * iterations, lines);
+        ASSERT_LT((threads - 32) / 32 * iterations * blocks * kLinesPerWarp, lines) << "a warp of each block is idle";
+        // Indices of lines are counted past the last one by a delay of at most 8 iterations.
+        ASSERT_LT(lines + 9 * step, int64_t{1} << 31);
+    }
+}
+
 // A launch fits into a slot, whatever the thresholds; each block of a Lamport kernel has a line for its handshake.
 TEST(Selection, FitsIntoSlots) {
     auto generator = seeded_generator();

@@ -11,9 +11,6 @@ enum class Waiting { kForData, kForNothing };
 cudaError_t launch_late(const Peers& peers, const LaunchArgs& args, Protocol protocol, Waiting waiting,
                         cudaStream_t stream);
 
-// A reduce-scatter of fp32, Lamport, whose blocks claim lines before they have received the handshakes.
-cudaError_t launch_without_handshake(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
-
 // Copies after some time, and lets its successor start at once.
 cudaError_t copy_late(char* to, const char* from, int64_t bytes, uint64_t ns, cudaStream_t stream);
 // Copies the input to out, and does not wait for its predecessor.

@@ -1,8 +1,10 @@
-// Why a group was aborted, for transports without kernels.
+// Aborted groups on the host: why, and a watchdog of failures that remain unobserved.
 #pragma once
 
 #include <c10/util/Exception.h>
 
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -10,6 +12,9 @@
 
 namespace te_graph::collectives {
 
+struct FailureRecord;
+
+// Why a group was aborted, for transports without kernels.
 class AbortReason {
 public:
     // The first one stays.
@@ -30,6 +35,22 @@ public:
 private:
     mutable std::mutex mutex_;
     std::string why_;
+};
+
+// Terminates a process in which the failure of a group remains unobserved.
+class Watchdog {
+public:
+    // record: outlives this. Once it is set, any_group_aborted is set, too; if it is not acknowledged within `timeout`
+    // seconds, `message()` is printed and the process exits with status 1. timeout 0: never.
+    Watchdog(const FailureRecord* record, double timeout, std::function<std::string()> message);
+    ~Watchdog();
+
+    // The failure has been observed.
+    void acknowledge();
+
+private:
+    struct State;
+    std::unique_ptr<State> state_;
 };
 
 }  // namespace te_graph::collectives

@@ -1,14 +1,13 @@
-#include "collectives/watchdog.h"
+#include "collectives/abort.h"
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <mutex>
 #include <thread>
 
-#include "common/abort_flag.h"
+#include "collectives/peers.h"
 
 namespace te_graph::collectives {
 namespace {

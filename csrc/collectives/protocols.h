@@ -1,0 +1,85 @@
+// The protocols by which data is sent to peers, and the launchers of their kernels. No Torch.
+#pragma once
+
+#include "collectives/peers.h"
+
+namespace te_graph::collectives {
+
+// The LL128 protocol, as in NCCL: data and flag share a 128-byte line, which is stored and loaded by one instruction of
+// eight lanes, so a line whose flag has arrived is complete. No barrier and no registration: data is sent from any
+// memory, and a kernel waits for the data alone.
+//
+// A line holds 15 words of 8 bytes and its flag (signature.h). The receive buffer of a rank is double-buffered: one
+// half for even and one for odd sequence numbers. A rank that runs operation s + 2 has finished s + 1, for which it
+// needed lines of all peers, so all of them have finished s: what is overwritten has been read.
+
+constexpr int kLineBytes = 128;
+constexpr int kWordsPerLine = 15;
+constexpr int kLinesPerWarp = 4;
+constexpr int kLineData = kWordsPerLine * 8;
+
+// Bytes of a slot that so many lines need, of this protocol or the Lamport one.
+constexpr int64_t slot_bytes_for(Algorithm algorithm, int64_t lines) {
+    return lines * kLineBytes * (algorithm == Algorithm::kTwoShot ? 2 : 1);
+}
+
+// Threads of each of `blocks` blocks that transfer `lines` lines in so many iterations, as even as possible.
+constexpr int threads_for(int64_t lines, int blocks, int64_t iterations) {
+    const int64_t lines_per_warp = iterations * blocks * kLinesPerWarp;
+    return 32 * static_cast<int>((lines + lines_per_warp - 1) / lines_per_warp);
+}
+
+// Number of blocks for `lines` lines: a power of two, at most `most`, which is one.
+int blocks_for_lines(int64_t lines, int most);
+
+// The Lamport protocol of large reductions, as in FlashInfer and TensorRT-LLM: nothing but data on the wire, neither
+// flag nor fence. Receive buffers are filled with a sentinel word that data never has, so any other word is data; the
+// receiver puts the sentinel back for the operation after the next (double buffering as in LL128). Each block sends its
+// counterpart on each peer a handshake, one LL128 line with the flag, so that a peer that runs another operation is
+// detected before its data is used.
+//
+// The sentinel is a NaN of each format, twice for those of two bytes. Data that equals it is sent as another NaN: sums
+// are NaN all the same, and their bits do not depend on those of a NaN operand.
+
+constexpr uint32_t kSentinelWord = 0xFFFFFFFF;
+constexpr uint64_t kSentinel = static_cast<uint64_t>(kSentinelWord) << 32 | kSentinelWord;
+constexpr int kSentinelByte = 0xFF;
+// Also a NaN of each format, and the largest word below the sentinel, so that a minimum replaces the sentinel by it.
+constexpr uint32_t kNanWord = kSentinelWord - 1;
+
+// The simple protocol of large all-gathers, as in NCCL: chunks of 16 KB of plain data, each followed by a fence and one
+// flag. A rank announces in a handshake where its output is; outputs in its memory pool are written by the peers
+// directly, others are copied from the receive buffer.
+//
+// Chunks share the data slots with the Lamport protocol, so the receiver puts sentinels back after a copy. Flags have
+// slots of their own, where there is never data. Double buffering is that of LL128. The handshake is the first line of
+// the LL128 slot, where a rank that runs another operation finds this one's flag.
+
+constexpr int kChunkBytes = 16 << 10;
+
+// Chunks that a data slot and a flag slot have room for.
+constexpr int64_t chunks_of_slots(int64_t data_bytes, int64_t flag_bytes) {
+    const int64_t chunks = data_bytes / kChunkBytes, flags = flag_bytes / static_cast<int64_t>(sizeof(uint64_t));
+    return chunks < flags ? chunks : flags;
+}
+
+// Number of blocks for `chunks` chunks: a power of two, at most `most`, which is one.
+constexpr int blocks_for_chunks(int64_t chunks, int most) {
+    int blocks = 1;
+    while (blocks < most && blocks < chunks) blocks *= 2;
+    return blocks;
+}
+
+#ifdef TE_GRAPH_CUDA
+cudaError_t launch_ll128(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
+// Whether kernels of this build wait for their predecessor on the current device, as LaunchArgs::starts_early requires.
+bool can_start_early();
+
+// All algorithms but kAllGather. An LL128 slot has to have room for a line of each block.
+cudaError_t launch_lamport(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
+
+// Algorithm kAllGather.
+cudaError_t launch_simple(const Peers& peers, const LaunchArgs& args, cudaStream_t stream);
+#endif
+
+}  // namespace te_graph::collectives
