@@ -14,10 +14,6 @@ __device__ inline uint64_t without_sentinel(uint64_t word) {
     return static_cast<uint64_t>(min(high, kNanWord)) << 32 | min(low, kNanWord);
 }
 
-struct alignas(16) TwoWords {
-    uint64_t first, second;
-};
-
 struct ProtoLamport {
     // Large blocks, so that one iteration keeps the links busy while the sums of the one before are computed.
     static constexpr int threads(int world) { return world == 2 ? 1024 : 512; }
@@ -73,7 +69,7 @@ struct ProtoLamport {
     __device__ static Fragment load(const char* begin, int64_t bytes, int64_t line) {
         const int64_t offset = lane_offset(line), left = bytes - offset;
         if (reinterpret_cast<uintptr_t>(begin) % 16 == 0 && left >= 16) {
-            const TwoWords words = *reinterpret_cast<const TwoWords*>(begin + offset);
+            const Vector words = *reinterpret_cast<const Vector*>(begin + offset);
             return {without_sentinel(words.first), without_sentinel(words.second)};
         }
         return {without_sentinel(load_odd_word(begin + offset, left)),
@@ -82,7 +78,7 @@ struct ProtoLamport {
     __device__ static void store(char* begin, int64_t bytes, int64_t line, const Fragment& fragment) {
         const int64_t offset = lane_offset(line), left = bytes - offset;
         if (reinterpret_cast<uintptr_t>(begin) % 16 == 0 && left >= 16) {
-            *reinterpret_cast<TwoWords*>(begin + offset) = {fragment.first, fragment.second};
+            *reinterpret_cast<Vector*>(begin + offset) = {fragment.first, fragment.second};
         } else {
             store_odd_word(begin + offset, left, fragment.first);
             store_odd_word(begin + offset + 8, left - 8, fragment.second);

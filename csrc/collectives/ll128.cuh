@@ -41,6 +41,11 @@ __device__ inline void store_some(char* address, int64_t left, uint64_t word) {
     with_unit(address, count, [&]<typename Unit>() { store_units<Unit>(address, count, word); });
 }
 
+// Accesses of 16 aligned bytes.
+struct alignas(16) Vector {
+    uint64_t first, second;
+};
+
 // A lane's 16 bytes of a line: two words, or in every eighth lane one word and the flag.
 struct Fragment {
     uint64_t first, second;

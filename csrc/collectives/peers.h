@@ -67,11 +67,11 @@ struct Peers {
     char* pool[kMaxRanks];  // a tensor at offset o of rank p's pool is at pool[p] + o
     Extents extents;        // of the operation that is launched
 
-    TE_GRAPH_ANYWHERE SignalPad* signal_pad(int p) const { return reinterpret_cast<SignalPad*>(receive_buffer[p]); }
+    TE_GRAPH_HOST_DEVICE SignalPad* signal_pad(int p) const { return reinterpret_cast<SignalPad*>(receive_buffer[p]); }
     // Slots for even sequence numbers, then for odd ones.
-    TE_GRAPH_ANYWHERE char* ll128_slots(int p) const { return receive_buffer[p] + sizeof(SignalPad); }
-    TE_GRAPH_ANYWHERE char* data_slots(int p) const { return ll128_slots(p) + 2 * (world - 1) * ll128_slot_bytes; }
-    TE_GRAPH_ANYWHERE char* flag_slots(int p) const { return data_slots(p) + 2 * (world - 1) * data_slot_bytes; }
+    TE_GRAPH_HOST_DEVICE char* ll128_slots(int p) const { return receive_buffer[p] + sizeof(SignalPad); }
+    TE_GRAPH_HOST_DEVICE char* data_slots(int p) const { return ll128_slots(p) + 2 * (world - 1) * ll128_slot_bytes; }
+    TE_GRAPH_HOST_DEVICE char* flag_slots(int p) const { return data_slots(p) + 2 * (world - 1) * data_slot_bytes; }
 };
 
 // Element types of reductions; bytes are only moved.
@@ -86,8 +86,8 @@ struct Pieces {
     int64_t stride;
     int64_t piece;
 
-    TE_GRAPH_ANYWHERE Byte* begin(int p) const { return data + p * stride; }
-    TE_GRAPH_ANYWHERE int64_t size(int p) const {
+    TE_GRAPH_HOST_DEVICE Byte* begin(int p) const { return data + p * stride; }
+    TE_GRAPH_HOST_DEVICE int64_t size(int p) const {
         const int64_t left = bytes - p * stride;
         return left < 0 ? 0 : left < piece ? left : piece;
     }

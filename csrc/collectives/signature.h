@@ -5,11 +5,7 @@
 #include <array>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define TE_GRAPH_ANYWHERE __host__ __device__
-#else
-#define TE_GRAPH_ANYWHERE
-#endif
+#include "common/host_device.h"
 
 namespace te_graph::collectives {
 
@@ -62,7 +58,7 @@ struct Extents {
     int64_t before = 1;  // the product of the sizes before dim
     int64_t behind = 1;
 
-    TE_GRAPH_ANYWHERE constexpr int64_t size() const { return numel / (before * behind); }
+    TE_GRAPH_HOST_DEVICE constexpr int64_t size() const { return numel / (before * behind); }
     constexpr bool operator==(const Extents&) const = default;
 };
 
@@ -78,36 +74,36 @@ struct Signature {
 // factor is about 2^28 over the golden ratio, no quotient of small sizes, so that differences of two parts do not
 // cancel.
 constexpr uint64_t kHashModulus = (1ull << 28) - 57, kHashFactor = 0x9E3779B;
-TE_GRAPH_ANYWHERE constexpr uint64_t add_to_hash(uint64_t hash, int64_t part) {
+TE_GRAPH_HOST_DEVICE constexpr uint64_t add_to_hash(uint64_t hash, int64_t part) {
     return (hash * kHashFactor + static_cast<uint64_t>(part) % kHashModulus) % kHashModulus;
 }
-TE_GRAPH_ANYWHERE constexpr uint64_t hash_of(const Extents& extents) {
+TE_GRAPH_HOST_DEVICE constexpr uint64_t hash_of(const Extents& extents) {
     uint64_t hash = add_to_hash(0, extents.dim);
     hash = add_to_hash(hash, extents.before);
     hash = add_to_hash(hash, extents.behind);
     return add_to_hash(hash, extents.numel);
 }
 
-TE_GRAPH_ANYWHERE constexpr uint64_t pack(const Signature& signature) {
+TE_GRAPH_HOST_DEVICE constexpr uint64_t pack(const Signature& signature) {
     const OperationKind& kind = signature.kind;
     return static_cast<uint64_t>(kind.op) << 35 | static_cast<uint64_t>(kind.reduction) << 34 |
            static_cast<uint64_t>(kind.dtype & 63) << 28 | hash_of(signature.extents);
 }
-TE_GRAPH_ANYWHERE constexpr uint64_t flag_of(uint64_t sequence, uint64_t signature) {
+TE_GRAPH_HOST_DEVICE constexpr uint64_t flag_of(uint64_t sequence, uint64_t signature) {
     return sequence << kSignatureBits | signature;
 }
-TE_GRAPH_ANYWHERE constexpr uint64_t sequence_of(uint64_t flag) { return flag >> kSignatureBits; }
-TE_GRAPH_ANYWHERE constexpr OperationKind kind_of(uint64_t flag) {
+TE_GRAPH_HOST_DEVICE constexpr uint64_t sequence_of(uint64_t flag) { return flag >> kSignatureBits; }
+TE_GRAPH_HOST_DEVICE constexpr OperationKind kind_of(uint64_t flag) {
     return {static_cast<Op>(flag >> 35 & 3), static_cast<Reduction>(flag >> 34 & 1),
             static_cast<uint8_t>(flag >> 28 & 63)};
 }
 // Whether they can be the extents of the flag's operation. Memory that has not been written never fits.
-TE_GRAPH_ANYWHERE constexpr bool fits(const Extents& extents, uint64_t flag) {
+TE_GRAPH_HOST_DEVICE constexpr bool fits(const Extents& extents, uint64_t flag) {
     return extents.numel > 0 && extents.before > 0 && extents.behind > 0 &&
            flag_of(sequence_of(flag), pack({kind_of(flag), extents})) == flag;
 }
 // Same sequence number, but another kind or other extents. 0 is memory that has not been written yet.
-TE_GRAPH_ANYWHERE constexpr bool is_other_operation(uint64_t expected, uint64_t seen) {
+TE_GRAPH_HOST_DEVICE constexpr bool is_other_operation(uint64_t expected, uint64_t seen) {
     return seen != 0 && expected != seen && sequence_of(expected) == sequence_of(seen);
 }
 
@@ -130,11 +126,11 @@ constexpr int kSequenceShift = kLaunchBits + kInsideBits + kDepartedBits;
 static_assert(kSequenceShift == kSignatureBits);
 static_assert(2 * (kMaxBlocks - 1) * kMaxLaunchId < 1 << (kLaunchBits - 1) && kMaxBlocks < 1 << (kInsideBits - 1));
 
-TE_GRAPH_ANYWHERE constexpr uint64_t arrival(int block, int blocks, int launch) {
+TE_GRAPH_HOST_DEVICE constexpr uint64_t arrival(int block, int blocks, int launch) {
     const int64_t part = block < blocks - 1 ? launch : -static_cast<int64_t>(blocks - 1) * launch;
     return (1ull << kLaunchBits) + static_cast<uint64_t>(part);
 }
-TE_GRAPH_ANYWHERE constexpr uint64_t departure(int blocks) {
+TE_GRAPH_HOST_DEVICE constexpr uint64_t departure(int blocks) {
     return (1ull << (kSequenceShift - kDepartedBits)) * ((1u << kDepartedBits) / blocks) - (1ull << kLaunchBits);
 }
 
@@ -143,7 +139,7 @@ struct ArrivalResult {
     bool is_exclusive;  // no block of another kernel is inside
 };
 // What a block learns from the `state` it found on arrival.
-TE_GRAPH_ANYWHERE constexpr ArrivalResult read_state(uint64_t state, int blocks, int launch) {
+TE_GRAPH_HOST_DEVICE constexpr ArrivalResult read_state(uint64_t state, int blocks, int launch) {
     // In 32 bits where they suffice: sending waits for this.
     constexpr int kUpper = 32 - kLaunchBits;
     const int32_t sum = static_cast<int32_t>(static_cast<uint32_t>(state) << kUpper) >> kUpper;

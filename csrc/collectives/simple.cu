@@ -36,10 +36,6 @@ __device__ bool sync_role(bool value = false) {
     return any != 0;
 }
 
-// 16 bytes.
-struct alignas(16) Vector {
-    uint64_t first, second;
-};
 using Vectors = Vector[kVectors];
 
 __device__ int64_t vector_offset(int64_t chunk, int i) {

@@ -32,7 +32,7 @@ public:
         if (link.last && *link.last != stream) {
             // The last stream's work alone has to be waited for, so an event may be recorded this late. For a stream
             // that is being captured by now, earlier work has no event; kernels detect an overlap.
-            if (!link.is_recorded && !is_capturing(*link.last)) record(link, *link.last);
+            if (!link.is_recorded && !capture_of(*link.last)) record(link, *link.last);
             if (link.is_recorded) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, link.event));
         }
         // Also where the operation fails halfway.
@@ -54,10 +54,13 @@ private:
 
     // Torch's own streams live as long as the process: the default one, and those whose numbers are odd.
     static bool is_of_torch(const c10::cuda::CUDAStream& stream) { return stream.id() == 0 || stream.id() % 2 != 0; }
-    static bool is_capturing(cudaStream_t stream) {
+    // The capture that a stream is part of, if any.
+    static std::optional<unsigned long long> capture_of(cudaStream_t stream) {
         cudaStreamCaptureStatus status;
-        C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-        return status != cudaStreamCaptureStatusNone;
+        unsigned long long capture = 0;
+        C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+        if (status == cudaStreamCaptureStatusNone) return {};
+        return capture;
     }
     static void record(Link& link, cudaStream_t stream) {
         if (link.event == nullptr) C10_CUDA_CHECK(cudaEventCreateWithFlags(&link.event, cudaEventDisableTiming));
@@ -68,11 +71,9 @@ private:
     Link& link_of(cudaStream_t stream) {
         // The default stream cannot be captured, and asking takes time.
         if (stream == nullptr) return eager_;
-        cudaStreamCaptureStatus status;
-        unsigned long long capture = 0;
-        C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
-        if (status == cudaStreamCaptureStatusNone) return eager_;
-        if (captured_.capture != capture) captured_ = {captured_.event, {}, false, capture};
+        const auto capture = capture_of(stream);
+        if (!capture) return eager_;
+        if (captured_.capture != *capture) captured_ = {captured_.event, {}, false, *capture};
         return captured_;
     }
 

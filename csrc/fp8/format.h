@@ -3,13 +3,8 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
 #include "multi_tensor/table.h"
-
-#ifdef __CUDACC__
-#define TE_GRAPH_HOST_DEVICE __host__ __device__
-#else
-#define TE_GRAPH_HOST_DEVICE
-#endif
 
 namespace te_graph::fp8 {
 

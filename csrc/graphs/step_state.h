@@ -8,6 +8,8 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "common/host_device.h"
+
 namespace te_graph::graphs {
 
 // 64 bytes of int32. The flags are set from the host, when they change; the counters go on by themselves.
@@ -28,11 +30,7 @@ inline void set_flags_cpu(StepState* state, bool is_first_microbatch, bool updat
 }
 
 // One micro-batch on: the first one of a step is number 0.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    inline void
-    advance(StepState* state) {
+TE_GRAPH_HOST_DEVICE inline void advance(StepState* state) {
     const bool is_first = state->is_first_microbatch != 0;
     state->step += is_first;
     state->microbatch = is_first ? 0 : state->microbatch + 1;

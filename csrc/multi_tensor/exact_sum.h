@@ -12,11 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define TE_GRAPH_HOST_DEVICE __host__ __device__
-#else
-#define TE_GRAPH_HOST_DEVICE
-#endif
+#include "common/host_device.h"
 
 namespace te_graph::multi_tensor {
 
