@@ -29,7 +29,7 @@ GPU_WORLDS = [world for world in WORLDS if world.values[0][0] == "cuda"]
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
 gpu_ranks = pytest.fixture(ranks_of, scope="module", params=GPU_WORLDS)
 ops = torch.ops.te_graph
-SLAB = 1 << 20  # bytes: small, so that sizes on both its sides are quick
+BUFFER_BYTES = 1 << 20  # bytes: small, so that sizes on both its sides are quick
 WIDTH = 256  # columns of fp32: 1024 rows are as large as the buffer
 
 
@@ -101,7 +101,7 @@ def assert_replays(rank: Rank, module: nn.Module, call: Callable[[Tensor], Any],
 def scenario_compiled(rank: Rank, backend: str) -> None:
     """C1: one trace, made before any capture, for eager calls and captures of all sizes around the buffer's."""
     counter = CompileCounterWithBackend(backend)
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         module = layer(rank, group)
         call = torch.compile(module, fullgraph=True, dynamic=True, backend=counter)
         # No views: Dynamo compiles once more for those.
@@ -122,7 +122,7 @@ def scenario_compiled(rank: Rank, backend: str) -> None:
 
 def scenario_reduce_overhead(rank: Rank) -> None:
     """C2: graphs that torch.compile captures, 3 sizes in turn."""
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         module = layer(rank, group)
         call = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead")
         for _ in range(20):
@@ -147,7 +147,7 @@ def traced(module: nn.Module, x: Tensor, how: str) -> Callable[[Tensor], Any]:
 
 def scenario_traced(rank: Rank, how: str) -> None:
     """C3: what a tracer made of the Python wrapper, outside any capture, is captured and replayed."""
-    with open_group(rank, name="traced", buffer_bytes=SLAB) as group:
+    with open_group(rank, name="traced", buffer_bytes=BUFFER_BYTES) as group:
         module = layer(rank, group)
         call = traced(module, torch.zeros(6, 16, device=rank.device), how)
         all_ranks = draw(rank, 6, 16)
@@ -180,7 +180,7 @@ def several_expected(all_ranks: list[Tensor], rank: Rank) -> list[Tensor]:
 def scenario_several_in_a_graph(rank: Rank, count: int, replays: int) -> None:
     """G1: nothing waits between replays; each has its own numbers."""
     numels = [rank.world * n for n in (4, 5000, 17, 100_000, 1, 2051, 33_333)][:count]
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         static = [torch.zeros(rank.world, n, device=rank.device) for n in numels]
         graph, outputs = capture(rank, lambda: several(static, rank, group))
         inputs = [[draw(rank, n) for n in numels] for _ in range(replays)]
@@ -198,7 +198,7 @@ def scenario_several_in_a_graph(rank: Rank, count: int, replays: int) -> None:
 def scenario_mutation(rank: Rank, seed: int, replays: int) -> None:
     """G2: the input is written as soon as the collective is over here, whatever peers are still doing."""
     delays = Delays(rank, seed)
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         for numel in (40, 3000, 150_001):
             x = torch.zeros(numel, device=rank.device)
 
@@ -228,7 +228,7 @@ def scenario_mutation(rank: Rank, seed: int, replays: int) -> None:
 def scenario_interleaved(rank: Rank, seed: int, steps: int) -> None:
     """G3: eager calls and replays of several graphs, in any order, at sizes that differ by algorithm and grid."""
     order, delays = random.Random(seed), Delays(rank, seed)
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         sizes = (3, 600, 70_000, 400_000)
         graphs = []
         for numel in sizes:
@@ -253,7 +253,7 @@ def scenario_recaptured(rank: Rank, times: int, collectives: int) -> None:
     """G5: nothing of a graph that is gone stays, and nothing fills up."""
     gc.collect()
     gc.freeze()  # a capture collects garbage, and what was there before is no concern of this test
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         all_ranks = draw(rank, 512)
         static, expected = all_ranks[rank.rank].clone(), reference_reduce(all_ranks)
         memory = []
@@ -280,7 +280,7 @@ def scenario_views(rank: Rank, is_expandable: bool) -> None:
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
-        with open_group(rank, buffer_bytes=SLAB) as group:
+        with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
             block = torch.zeros(3, 1 << 20, device=rank.device)
             if is_expandable:
                 assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
@@ -303,7 +303,7 @@ def scenario_views(rank: Rank, is_expandable: bool) -> None:
 
 def scenario_warm_up(rank: Rank) -> None:
     """G7: warm-ups find the right values, as do calls on a capture's stream that are not captured."""
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         all_ranks = draw(rank, 5000)
         static, expected = all_ranks[rank.rank].clone(), reference_reduce(all_ranks)
         if is_cpu(rank):
@@ -335,7 +335,7 @@ def scenario_warm_up(rank: Rank) -> None:
 
 def scenario_freed(rank: Rank) -> None:
     """G8: what was input to a collective inside a graph is gone, and others have filled memory since."""
-    with open_group(rank, buffer_bytes=SLAB) as group:
+    with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         static = torch.zeros(50_000, device=rank.device)
 
         def region() -> Tensor:
