@@ -144,3 +144,9 @@ def test_a_circle_is_found_where_there_is_one(edges, circle):
 def test_a_way_to_the_right_is_found():
     edges = {"common/a.h": {"fp8/b.h"}, "fp8/b.h": {"common/a.h"}}
     assert wrong_ways(edges, cpp_area_of(edges)) == ["common/a.h uses fp8/b.h"]
+
+
+def test_the_drawing_of_the_design_has_the_areas_in_this_order():
+    (drawing,) = re.findall(r"^(common < .*)$", (ROOT / "docs" / "design" / "overview.md").read_text(), re.MULTILINE)
+    there = {path.name for path in (ROOT / "te_graph").iterdir() if path.is_dir()}
+    assert drawing.split(" < ") == [area for area in AREAS if area in there]
