@@ -285,14 +285,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     start_ranks(config.device)
-    group = tg.PeerGroup(timeout=TIMEOUT)
     try:
-        status = run(config, corpus, group)
+        # An error aborts the group, so that the other ranks do not wait for this one.
+        with tg.PeerGroup(timeout=TIMEOUT) as group:
+            status = run(config, corpus, group)
     except FloatingPointError as error:
-        # The others may wait for this rank; it must not wait for them, so that torchrun sees it end.
-        print(f"error: rank {group.rank}: {error}", file=sys.stderr)
+        print(f"error: rank {dist.get_rank()}: {error}", file=sys.stderr)
         return 1
-    group.close()
     dist.destroy_process_group()
     return status
 
