@@ -92,7 +92,7 @@ is_over = False
 
 
 def opened(number):
-    return _C.GroupHandle.alone(f"group {number}", torch.device("cpu"))
+    return _C.GroupHandle.local(f"group {number}", torch.device("cpu"))
 
 
 def ask():

@@ -22,6 +22,8 @@ from torch.nn.utils import parametrize
 from twins import run
 
 import te_graph as tg
+from te_graph.graphs.callables import handle
+from te_graph.graphs.callables import make_graphed_callables as api
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -380,7 +382,7 @@ def test_class_that_cannot_be_extended_is_found_before_anything_runs() -> None:
             return x
 
     first, second = nn.Linear(4, 4), Refusing()
-    original = tg.handle.graphed_class
+    original = handle.graphed_class
 
     def failing(kind: type) -> type:
         if kind is Refusing:
@@ -388,7 +390,7 @@ def test_class_that_cannot_be_extended_is_found_before_anything_runs() -> None:
         return original(kind)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg.handle, "graphed_class", failing)
+        patch.setattr(handle, "graphed_class", failing)
         with pytest.raises(TypeError, match="layout differs"):
             tg.make_graphed_callables((first, second), ((batch(),), (batch(),)))
     assert type(first) is nn.Linear
@@ -399,14 +401,14 @@ def test_class_that_cannot_be_extended_is_found_before_anything_runs() -> None:
 def test_failure_at_installation_leaves_none_graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = nn.Linear(4, 4), nn.Linear(4, 4)
     modules[0].forward = own = lambda x: x * 2
-    install = tg.callables.install
+    install = api.install
 
     def failing(target: nn.Module, handle: Any) -> Any:
         if target is modules[1]:
             raise MemoryError
         return install(target, handle)
 
-    monkeypatch.setattr(tg.callables, "install", failing)
+    monkeypatch.setattr(api, "install", failing)
     with pytest.raises(MemoryError):
         tg.make_graphed_callables(modules, ((batch(),), (batch(),)))
     assert [type(module) for module in modules] == [nn.Linear] * 2
