@@ -105,6 +105,19 @@ def test_python_modules_import_no_area_on_their_right():
     assert wrong_ways(edges, python_area_of(edges)) == []
 
 
+def test_packages_of_graphs_import_none_that_comes_later():
+    packages = ("arguments", "tracing", "guards", "capture", "callables", "functions")
+
+    def rank_of(name: str) -> int:
+        package = (*name.split("."), "", "", "")[2] if name.startswith("te_graph.graphs.") else ""
+        return packages.index(package) if package in packages else -1
+
+    edges = python_imports()
+    assert {rank_of(name) for name in edges} == {-1, *range(len(packages))}
+    later = [(name, other) for name in edges for other in edges[name] if rank_of(other) > rank_of(name) > -1]
+    assert later == []
+
+
 def test_python_modules_import_each_other_in_no_circle():
     assert circle_in(python_imports()) == []
 

@@ -16,7 +16,6 @@ import transformers as hf
 from torch import Tensor, nn
 from twins import eager_copy, gradients_of
 
-import te_graph
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = [
@@ -118,7 +117,7 @@ def graphed_by_the_recipe(case: Case, device: str) -> tuple[nn.Module, nn.Module
     """A model whose layers are graphed, and its eager twin."""
     model = case.model().to(device).train()
     twin = eager_copy(model)
-    names: dict[str, Any] = {"tg": te_graph}
+    names: dict[str, Any] = {}
     exec(RECIPE.rpartition("\n\n")[0], names)
     names["graph_layers"](model, case.layers(model), **case.batch(device))
     return model, twin
