@@ -66,16 +66,17 @@ test-gpu: $(BUILT) tools
 SANITIZERS := @$(CURDIR)/tests/cpp/sanitizers.txt
 UNDER_SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	CUDA_VISIBLE_DEVICES= ASAN_OPTIONS=detect_leaks=0:handle_segv=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1
-TORTURE := $(foreach topic,stress programs chain ownership hazards outputs gradients graphed_fn exhausted input_uses \
-	collectives multi_tensor fp8 class_programs training_scripts,tests/test_$(topic)*.py)
-TIMED := tests/test_graphed_fn_guard.py::test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds
+TORTURE := $(addprefix tests/,programs multi_tensor fp8 collectives recorder $(addprefix graphs/,\
+	chain functions gradients guards hazards stress capture/test_outputs.py capture/test_exhausted.py \
+	capture/test_input_uses.py capture/test_class_programs.py))
+TIMED := tests/graphs/functions/test_graphed_fn_guard.py::test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds
 TSAN := build/sanitize-threads
 
 sanitize: $(BUILT) tools
 	TE_GRAPH_CUDA=0 CFLAGS='$(SANITIZERS)' LDFLAGS='$(SANITIZERS)' $(PY) setup.py --quiet \
 		build_py --build-lib build/sanitize build_ext --build-lib build/sanitize --build-temp build/sanitize/objects
 	cd build/sanitize && $(UNDER_SANITIZERS) $(PY) -m pytest -n $(JOBS) -m 'not gpu' \
-		--deselect $(TIMED) $(addprefix $(CURDIR)/,$(wildcard $(TORTURE))) $(ARGS)
+		--deselect $(TIMED) $(addprefix $(CURDIR)/,$(TORTURE)) $(ARGS)
 	$(call gtest,host,sanitize-gtest,-DTE_GRAPH_SANITIZE=ON)
 	TE_GRAPH_CUDA=0 cmake -G Ninja -S . -B $(TSAN) -DPython_EXECUTABLE=$(PY) -DCMAKE_CXX_FLAGS='-fsanitize=thread -g1'
 	cmake --build $(TSAN) --parallel $(JOBS) --target te_graph_host_tests && $(TSAN)/te_graph_host_tests --gtest_brief=1
@@ -93,7 +94,7 @@ sanitize-kernels: $(BUILT) tools
 	for check in memcheck racecheck synccheck initcheck; do \
 		$(CHECK) build/gtest/te_graph_device_tests --gtest_brief=1 --gtest_filter='$(KERNEL_TESTS)' || exit 1; \
 		if [ $$(nvidia-smi -L | wc -l) -gt 1 ] && [ $$check != initcheck ]; then \
-			$(CHECK) $(PY) -m pytest -m multi_gpu tests/test_collectives_pool.py || exit 1; fi; \
+			$(CHECK) $(PY) -m pytest -m multi_gpu tests/collectives/test_collectives_pool.py || exit 1; fi; \
 	done
 
 bench: $(BUILT)

@@ -1,0 +1,173 @@
+"""What setup.py decides to build, what it refuses, and what the installed package says of itself."""
+
+import importlib.metadata
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+from setuptools import Extension
+from torch.utils import cpp_extension
+
+import te_graph
+from te_graph import _build
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT = _build.build_info()
+
+
+def run_setup(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Extension:
+    """Runs setup.py up to setup() under the given environment. Returns the extension that it would build."""
+    for name, value in {"TE_GRAPH_CUDA": None, "TORCH_CUDA_ARCH_LIST": None, **environment}.items():
+        # Set first in any case, so that what setup.py itself writes is undone after the test.
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    calls = []
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: calls.append(arguments))
+    runpy.run_path(str(ROOT / "setup.py"))
+    (extension,) = calls[0]["ext_modules"]
+    return extension
+
+
+def pretend_toolkit(monkeypatch: pytest.MonkeyPatch, home: Path, release: str) -> None:
+    """Makes setup.py see a CUDA build of torch and an nvcc of the given release."""
+    nvcc = home / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", release)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(home))
+
+
+def macros(extension: Extension) -> set[str]:
+    named = {f"-D{name}" for name, _ in extension.define_macros}
+    return named | {flag for flag in extension.extra_compile_args["cxx"] if flag.startswith("-D")}
+
+
+def files(*suffixes: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
+
+
+def test_te_graph_cuda_0_builds_every_cpp_file_and_no_kernel(monkeypatch):
+    extension = run_setup(monkeypatch, TE_GRAPH_CUDA="0")
+    assert sorted(extension.sources) == files(".cpp")
+    assert "-DTE_GRAPH_CUDA" not in macros(extension)
+    assert '-DTE_GRAPH_CUDA_VERSION=""' in macros(extension)
+    assert "c10_cuda" not in extension.libraries
+
+
+def test_with_torch_cuda_and_nvcc_every_kernel_is_built(monkeypatch, tmp_path):
+    pretend_toolkit(monkeypatch, tmp_path, "13.0")
+    extension = run_setup(monkeypatch)
+    assert files(".cu")
+    assert sorted(extension.sources) == files(".cpp", ".cu")
+    assert {"-DTE_GRAPH_CUDA", '-DTE_GRAPH_CUDA_VERSION="13.0"'} <= macros(extension)
+    assert "c10_cuda" in extension.libraries
+
+
+@pytest.mark.parametrize(
+    ("wanted", "release", "built"),
+    [
+        (None, "13.0", "8.0;9.0;10.0+PTX"),
+        (None, "12.6", "8.0;9.0+PTX"),
+        ("9.0a", "13.0", "9.0a"),
+    ],
+)
+def test_architectures_are_the_wanted_ones_or_the_default_that_nvcc_knows(
+    monkeypatch, tmp_path, wanted, release, built
+):
+    pretend_toolkit(monkeypatch, tmp_path, release)
+    extension = run_setup(monkeypatch, TORCH_CUDA_ARCH_LIST=wanted)
+    assert f'-DTE_GRAPH_ARCHS="{built}"' in macros(extension)
+
+
+def test_te_graph_cuda_1_without_nvcc_is_refused_naming_nvcc(monkeypatch, tmp_path):
+    pretend_toolkit(monkeypatch, tmp_path, "13.0")
+    (tmp_path / "bin" / "nvcc").unlink()
+    with pytest.raises(SystemExit, match=f"TE_GRAPH_CUDA=1 asks for CUDA, but nvcc was not found .no {tmp_path}/bin"):
+        run_setup(monkeypatch, TE_GRAPH_CUDA="1")
+
+
+def test_te_graph_cuda_1_with_a_cpu_build_of_torch_is_refused_naming_torch(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(SystemExit, match=f"but torch {re.escape(torch.__version__)} is a CPU build"):
+        run_setup(monkeypatch, TE_GRAPH_CUDA="1")
+
+
+def test_a_cpu_build_of_torch_gets_the_cpu_ops_unless_cuda_is_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert sorted(run_setup(monkeypatch).sources) == files(".cpp")
+
+
+def test_an_unknown_value_of_te_graph_cuda_is_refused(monkeypatch):
+    with pytest.raises(SystemExit, match="TE_GRAPH_CUDA must be 0 or 1, got 'yes'"):
+        run_setup(monkeypatch, TE_GRAPH_CUDA="yes")
+
+
+def test_torch_older_than_2_11_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(SystemExit, match=r"torch >= 2.11 is needed, and torch 2.9.1\+cu128 is installed"):
+        run_setup(monkeypatch)
+
+
+def test_build_info_names_the_package_both_torch_versions_and_cuda():
+    assert BUILT["te_graph"] == importlib.metadata.version("te_graph")
+    assert BUILT["torch_running"] == torch.__version__
+    assert (BUILT["cuda"] is None) == (BUILT["archs"] is None)
+    assert te_graph.build_info() == BUILT
+
+
+def test_build_info_and_the_extension_tell_of_the_same_build():
+    expected = {"torch": BUILT["torch_built"], "cuda": BUILT["cuda"] or "", "archs": BUILT["archs"] or ""}
+    assert _build.load_extension().build_config() == expected
+
+
+def test_cuda_kernels_are_registered_exactly_when_build_info_says_so():
+    op = "te_graph::multi_tensor_accumulate_table_"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA") == (BUILT["cuda"] is not None)
+
+
+def test_python_m_te_graph_prints_build_info_on_a_machine_without_gpu():
+    no_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    printed = subprocess.run([sys.executable, "-m", "te_graph"], env=no_gpu, cwd=ROOT, capture_output=True, text=True)
+    lines = [f"{name}: {value or 'none (CPU ops only)'}" for name, value in BUILT.items()]
+    assert printed.stdout.splitlines() == lines, printed.stderr
+
+
+def test_another_minor_version_of_torch_is_named_before_the_extension_is_loaded(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    monkeypatch.setitem(sys.modules, "te_graph._C", None)  # loading it would raise another error
+    with pytest.raises(ImportError) as error:
+        _build.load_extension()
+    both = f"te_graph was built for torch {BUILT['torch_built']} and torch 2.99.0+cpu is running: reinstall it with "
+    assert str(error.value).startswith(both)
+
+
+def test_another_patch_version_of_torch_is_accepted(monkeypatch):
+    major, minor = BUILT["torch_built"].split(".")[:2]
+    monkeypatch.setattr(torch, "__version__", f"{major}.{minor}.99")
+    assert _build.load_extension().build_config()["torch"] == BUILT["torch_built"]
+
+
+def test_an_extension_that_does_not_load_is_reported_with_the_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "te_graph._C", None)
+    with pytest.raises(ImportError, match=r"^te_graph was built for .* does not load under .*_C.*: reinstall it"):
+        _build.load_extension()
+
+
+def test_a_source_folder_that_was_not_built_says_how_to_build_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "te_graph._build_config", None)
+    folder = re.escape(str(Path(_build.__file__).parents[1]))
+    with pytest.raises(ImportError, match=f"^te_graph is not built in {folder}: run pip install"):
+        _build.load_extension()
+
+
+def test_the_package_ships_its_type_hints():
+    assert (Path(te_graph.__file__).parent / "py.typed").is_file()
