@@ -1,4 +1,4 @@
-"""Values of the collectives: bits of sums in fp32 in the order of the ranks, rounded once (A1-A7, S1, D1).
+"""Values of the collectives: bits of sums in fp32 in the order of the ranks, rounded once.
 
 All ranks draw the same numbers, so each knows what all others have: the reference needs no communication.
 """
@@ -41,7 +41,7 @@ def scenario_all_reduce(rank: Rank, dtype: torch.dtype, numels: list[int]) -> No
 
 
 def scenario_order(rank: Rank, dtype: torch.dtype) -> None:
-    """A2: small numbers beside large ones that cancel, so that another order gives other bits."""
+    """Small numbers beside large ones that cancel, so that another order gives other bits."""
     all_ranks = torch.zeros(rank.world, 4096, dtype=dtype, device=rank.device)
     all_ranks[0] = torch.randn(4096, device=rank.device) * 2.0**-10
     all_ranks[rank.world // 2] += 2.0**15
@@ -53,7 +53,7 @@ def scenario_order(rank: Rank, dtype: torch.dtype) -> None:
 
 
 def scenario_size_invariance(rank: Rank, dtype: torch.dtype, heights: list[int]) -> None:
-    """A3: rows have the same sums however many others are with them, whatever the algorithm."""
+    """Rows have the same sums however many others are with them, whatever the algorithm."""
     all_ranks = spread((max(heights), 4096), rank, dtype)
     expected = reference_reduce(all_ranks)
     with open_group(rank) as group:
@@ -80,7 +80,6 @@ def odd_tensors(rank: Rank, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
 
 
 def scenario_odd_tensors(rank: Rank, dtype: torch.dtype) -> None:
-    """A4."""
     with open_group(rank) as group:
         for what, all_ranks in odd_tensors(rank, dtype):
             mine = all_ranks[rank.rank]
@@ -97,7 +96,7 @@ def scenario_odd_tensors(rank: Rank, dtype: torch.dtype) -> None:
 
 
 def scenario_special_values(rank: Rank, dtype: torch.dtype) -> None:
-    """A5: zeros keep their signs, infinities and NaNs are what IEEE makes of them, subnormals stay."""
+    """Zeros keep their signs, infinities and NaNs are what IEEE makes of them, subnormals stay."""
     limits = torch.finfo(dtype)
     values = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), limits.tiny / 4, limits.max, -limits.max]
     grid = torch.tensor(values, dtype=dtype, device=rank.device)
@@ -115,7 +114,7 @@ def scenario_special_values(rank: Rank, dtype: torch.dtype) -> None:
 
 
 def scenario_guards(rank: Rank, dtype: torch.dtype) -> None:
-    """A7: what lies around input and output stays as it was."""
+    """What lies around input and output stays as it was."""
     with open_group(rank) as group:
         for numel in (1, 13, 1000, 70001):
             all_ranks = spread((numel,), rank, dtype)
@@ -129,7 +128,7 @@ def scenario_guards(rank: Rank, dtype: torch.dtype) -> None:
 
 
 def scenario_oversize(rank: Rank, dtype: torch.dtype) -> None:
-    """A6: operations around, above and far above what the buffer holds at once."""
+    """Operations around, above and far above what the buffer holds at once."""
     with open_group(rank, buffer_bytes=1 << 20) as group:
         for nbytes in ((1 << 19) - 16, 1 << 19, (1 << 19) + 16, 5 << 20):
             all_ranks = spread((nbytes // dtype.itemsize + 3,), rank, dtype)
@@ -168,7 +167,7 @@ def scenario_max(rank: Rank) -> None:
 
 
 def scenario_scatter_and_gather(rank: Rank, dtype: torch.dtype) -> None:
-    """S1: along every dimension, into new and given tensors."""
+    """Along every dimension, into new and given tensors."""
     with open_group(rank) as group:
         shape = (2 * rank.world, 3, 5 * rank.world)
         all_ranks = spread(shape, rank, dtype)
@@ -195,7 +194,7 @@ def scenario_any_dtype(rank: Rank) -> None:
 
 
 def scenario_repeats(rank: Rank, times: int) -> None:
-    """D1: the same input gives the same bits every time."""
+    """The same input gives the same bits every time."""
     all_ranks = spread((5000,), rank, torch.bfloat16)
     expected = reference_reduce(all_ranks)
     with open_group(rank) as group:

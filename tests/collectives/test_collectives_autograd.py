@@ -1,4 +1,4 @@
-"""Gradients of the collectives and of tensor- and sequence-parallel regions (B1, B2).
+"""Gradients of the collectives and of tensor- and sequence-parallel regions.
 
 The reference is one process that has everything: all ranks draw the same numbers, so each of them computes what all
 have, and autograd of ordinary operators tells what a rank's gradient must be. Small integers make sums exact in any
@@ -32,7 +32,7 @@ def part(x: Tensor, dim: int, world: int, rank: int) -> Tensor:
     return x.chunk(world, dim)[rank]
 
 
-# B1: the bare ops. Their loss is the sum of the ranks' losses.
+# Bare ops. Their loss is the sum of the ranks' losses.
 
 
 def bare_ops(group: tg.PeerGroup) -> Iterator[tuple[str, Function, Whole]]:
@@ -107,7 +107,7 @@ def scenario_odd_gradients(rank: Rank) -> None:
         assert same_bits(mine.grad, all_ranks[rank.rank].grad + rank.world)
 
 
-# B1: the regions. Their loss is one number, which all ranks find.
+# Regions. Their loss is one number, which all ranks find.
 
 
 def assert_like_one_process(
@@ -247,7 +247,7 @@ def scenario_region_shapes(rank: Rank) -> None:
                 region(x, group)
 
 
-# B2: a sequence-parallel block.
+# A sequence-parallel block.
 
 WIDTH, INNER = 16, 32
 

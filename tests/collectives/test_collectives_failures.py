@@ -1,4 +1,4 @@
-"""Groups that fail while they work (F1-F4): ranks that wait end with an error that names rank, operation and number.
+"""Groups that fail while they work: ranks that wait end with an error that names rank, operation and number.
 
 Failures are described in failed_groups.py; ranks that run different operations are in
 test_collectives_mismatches.py.
@@ -44,7 +44,6 @@ gpu_ranks = pytest.fixture(ranks_of, scope="module", params=[w for w in SEVERAL 
 
 
 def scenario_late(rank: Rank) -> None:
-    """F1."""
     late = 1.0 if is_cpu(rank) else 3.0
     with open_group(rank) as group:
         all_ranks = draw(rank, 5000)
@@ -59,7 +58,7 @@ def scenario_late(rank: Rank) -> None:
 
 
 def scenario_never(rank: Rank) -> None:
-    """F2: the last rank does not come to the second operation."""
+    """The last rank does not come to the second operation."""
     with short_lived(rank) as group:
         x = torch.ones(1000, device=rank.device)
         tg.all_reduce(x, group)
@@ -148,7 +147,7 @@ def scenario_set_timeout(rank: Rank) -> None:
 
 
 def scenario_two_eager_streams(rank: Rank) -> None:
-    """F4: the group orders its operations, whatever streams they are on."""
+    """The group orders its operations, whatever streams they are on."""
     with open_group(rank) as group:
         streams = [torch.cuda.Stream() for _ in range(2)]
         all_ranks = [draw(rank, numel) for numel in (100, 1 << 20, 7, 1 << 22)]
@@ -164,7 +163,7 @@ def scenario_two_eager_streams(rank: Rank) -> None:
 
 
 def scenario_two_replays_at_once(rank: Rank) -> None:
-    """F4: right results or the named error, and never a hang."""
+    """Right results or the named error, and never a hang."""
     with open_group(rank, timeout=5.0) as group:
         all_ranks = draw(rank, 1 << 20)
         expected = reference_reduce(all_ranks)

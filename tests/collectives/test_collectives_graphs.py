@@ -1,4 +1,4 @@
-"""Collectives in graphs and traces (C1-C3, G1-G8): one op in warm-up, capture, replay, eager and compiled code.
+"""Collectives in graphs and traces: one op in warm-up, capture, replay, eager and compiled code.
 
 The reference is the sum, in the order of the ranks, of numbers that all ranks draw alike. On a GPU a graph is a
 torch.cuda.CUDAGraph, on a CPU a Recorder that fills with NaN what a CUDA graph would have given to others.
@@ -57,7 +57,7 @@ class Delays:
             torch.cuda._sleep(microseconds * 1500)
 
 
-# Traces (C1-C3).
+# Traces.
 
 
 def layer(rank: Rank, group: tg.PeerGroup) -> nn.Module:
@@ -99,7 +99,7 @@ def assert_replays(rank: Rank, module: nn.Module, call: Callable[[Tensor], Any],
 
 
 def scenario_compiled(rank: Rank, backend: str) -> None:
-    """C1: one trace, made before any capture, for eager calls and captures of all sizes around the buffer's."""
+    """One trace, made before any capture, for eager calls and captures of all sizes around the buffer's."""
     counter = CompileCounterWithBackend(backend)
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         module = layer(rank, group)
@@ -121,7 +121,7 @@ def scenario_compiled(rank: Rank, backend: str) -> None:
 
 
 def scenario_reduce_overhead(rank: Rank) -> None:
-    """C2: graphs that torch.compile captures, 3 sizes in turn."""
+    """Graphs that torch.compile captures, 3 sizes in turn."""
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         module = layer(rank, group)
         call = torch.compile(module, fullgraph=True, dynamic=False, mode="reduce-overhead")
@@ -146,7 +146,7 @@ def traced(module: nn.Module, x: Tensor, how: str) -> Callable[[Tensor], Any]:
 
 
 def scenario_traced(rank: Rank, how: str) -> None:
-    """C3: what a tracer made of the Python wrapper, outside any capture, is captured and replayed."""
+    """What a tracer made of the Python wrapper, outside any capture, is captured and replayed."""
     with open_group(rank, name="traced", buffer_bytes=BUFFER_BYTES) as group:
         module = layer(rank, group)
         call = traced(module, torch.zeros(6, 16, device=rank.device), how)
@@ -160,7 +160,7 @@ def scenario_traced(rank: Rank, how: str) -> None:
         call(all_ranks[rank.rank])
 
 
-# Graphs (G1-G8).
+# Graphs.
 
 
 def several(all_ranks: list[Tensor], rank: Rank, group: tg.PeerGroup) -> list[Tensor]:
@@ -178,7 +178,7 @@ def several_expected(all_ranks: list[Tensor], rank: Rank) -> list[Tensor]:
 
 
 def scenario_several_in_a_graph(rank: Rank, count: int, replays: int) -> None:
-    """G1: nothing waits between replays; each has its own numbers."""
+    """Nothing waits between replays; each has its own numbers."""
     numels = [rank.world * n for n in (4, 5000, 17, 100_000, 1, 2051, 33_333)][:count]
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         static = [torch.zeros(rank.world, n, device=rank.device) for n in numels]
@@ -196,7 +196,7 @@ def scenario_several_in_a_graph(rank: Rank, count: int, replays: int) -> None:
 
 
 def scenario_mutation(rank: Rank, seed: int, replays: int) -> None:
-    """G2: the input is written as soon as the collective is over here, whatever peers are still doing."""
+    """The input is written as soon as the collective is over here, whatever peers are still doing."""
     delays = Delays(rank, seed)
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         for numel in (40, 3000, 150_001):
@@ -226,7 +226,7 @@ def scenario_mutation(rank: Rank, seed: int, replays: int) -> None:
 
 
 def scenario_interleaved(rank: Rank, seed: int, steps: int) -> None:
-    """G3: eager calls and replays of several graphs, in any order, at sizes that differ by algorithm and grid."""
+    """Eager calls and replays of several graphs, in any order, at sizes that differ by algorithm and grid."""
     order, delays = random.Random(seed), Delays(rank, seed)
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         sizes = (3, 600, 70_000, 400_000)
@@ -250,7 +250,7 @@ def scenario_interleaved(rank: Rank, seed: int, steps: int) -> None:
 
 
 def scenario_recaptured(rank: Rank, times: int, collectives: int) -> None:
-    """G5: nothing of a graph that is gone stays, and nothing fills up."""
+    """Nothing of a graph that is gone stays, and nothing fills up."""
     gc.collect()
     gc.freeze()  # a capture collects garbage, and what was there before is no concern of this test
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
@@ -275,7 +275,7 @@ def scenario_recaptured(rank: Rank, times: int, collectives: int) -> None:
 
 
 def scenario_views(rank: Rank, is_expandable: bool) -> None:
-    """G6: inputs at odd places of large blocks, and graphs that share a pool."""
+    """Inputs at odd places of large blocks, and graphs that share a pool."""
     if is_expandable:
         torch.cuda.empty_cache()
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -302,7 +302,7 @@ def scenario_views(rank: Rank, is_expandable: bool) -> None:
 
 
 def scenario_warm_up(rank: Rank) -> None:
-    """G7: warm-ups find the right values, as do calls on a capture's stream that are not captured."""
+    """Warm-ups find the right values, as do calls on a capture's stream that are not captured."""
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         all_ranks = draw(rank, 5000)
         static, expected = all_ranks[rank.rank].clone(), reference_reduce(all_ranks)
@@ -334,7 +334,7 @@ def scenario_warm_up(rank: Rank) -> None:
 
 
 def scenario_freed(rank: Rank) -> None:
-    """G8: what was input to a collective inside a graph is gone, and others have filled memory since."""
+    """What was input to a collective inside a graph is gone, and others have filled memory since."""
     with open_group(rank, buffer_bytes=BUFFER_BYTES) as group:
         static = torch.zeros(50_000, device=rank.device)
 

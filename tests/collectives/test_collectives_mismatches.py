@@ -1,4 +1,4 @@
-"""Ranks that run different operations of a group (F3): an error on all, which names the operations of two ranks."""
+"""Ranks that run different operations of a group: an error on all, which names the operations of two ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -125,7 +125,7 @@ MISMATCHES: dict[str, tuple[Step, Step]] = {
 
 
 def scenario_mismatch(rank: Rank, what: str) -> None:
-    """F3: all ranks raise; each on a CPU, on GPUs at least one, names what it did and what another did."""
+    """All ranks raise; each on a CPU, on GPUs at least one, names what it did and what another did."""
     (first, first_words), (other, other_words) = MISMATCHES[what]
     own, theirs = (first_words, other_words) if rank.rank == 0 else (other_words, first_words)
     with short_lived(rank) as group:

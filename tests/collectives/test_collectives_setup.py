@@ -1,4 +1,4 @@
-"""Opening and closing groups (F5-F8): all ranks open one, or all raise the same error; names, options, fallbacks.
+"""Opening and closing groups: all ranks open one, or all raise the same error; names, options, fallbacks.
 
 Failures are injected on one rank alone. What all ranks must agree on, texts and results, is compared between ranks.
 """
@@ -62,8 +62,6 @@ def same_error(rank: Rank, call: Callable[[], Any]) -> str:
     assert len(set(texts)) == 1, texts
     return texts[0]
 
-
-# F5.
 
 
 def explode(*_: Any, **__: Any) -> None:
@@ -144,8 +142,6 @@ def scenario_unlike_options(rank: Rank) -> None:
         assert_works(rank, group)
 
 
-# F6.
-
 
 def scenario_many_groups(rank: Rank, times: int) -> None:
     def resources() -> tuple[int, int]:
@@ -197,8 +193,6 @@ def scenario_names(rank: Rank) -> None:
     with open_group(rank, name="by error") as group:
         assert_works(rank, group)
 
-
-# F7.
 
 
 def scenario_unwanted_peers(rank: Rank) -> None:
@@ -254,8 +248,6 @@ def test_gpus_that_are_hidden_or_not_linked_are_no_peers(monkeypatch):
     reason = group._map([b""] * 3, ["GPU-c", "GPU-b", "GPU-a"])
     assert reason == "rank 1 does not see the GPU of rank 0: make all GPUs visible to all ranks"
 
-
-# F8.
 
 
 def scenario_overlapping_groups(rank: Rank, seed: int) -> None:

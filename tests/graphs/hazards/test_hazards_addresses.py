@@ -104,7 +104,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "words"), CHANGES)
-def test_hazard_08_a_moved_or_replaced_tensor_is_refused_by_name_and_reset_and_recapture_works(device, change, words):
+def test_a_moved_or_replaced_tensor_is_refused_by_name_and_reset_and_recapture_works(device, change, words):
     model = Net().to(device)
     make_graphed_callables(model, (batch(device),))
     run(model, batch(device))
@@ -126,7 +126,7 @@ def test_hazard_08_a_moved_or_replaced_tensor_is_refused_by_name_and_reset_and_r
     assert_bitwise_equal(train(model, steps), train(twin, steps))
 
 
-def test_hazard_08_an_activation_replaced_by_one_at_the_same_address_is_noticed_every_time(device):
+def test_an_activation_replaced_by_one_at_the_same_address_is_noticed_every_time(device):
     unnoticed = 0
     for _ in range(20):
         model = Net().to(device)
@@ -142,7 +142,7 @@ def test_hazard_08_an_activation_replaced_by_one_at_the_same_address_is_noticed_
 
 
 @pytest.mark.parametrize("edit", [lambda net: net.append(nn.Tanh()), lambda net: net.insert(0, nn.Tanh())])
-def test_hazard_08_a_layer_added_after_capture_is_refused_by_name(device, edit):
+def test_a_layer_added_after_capture_is_refused_by_name(device, edit):
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU())).to(device)
     make_graphed_callables(model, (batch(device),))
     edit(model[1])
@@ -151,7 +151,7 @@ def test_hazard_08_a_layer_added_after_capture_is_refused_by_name(device, edit):
     assert_right_when_captured_again(model, batch(device), batch(device))
 
 
-def test_hazard_08_a_parameter_moved_between_forward_and_backward_is_refused_by_name(device):
+def test_a_parameter_moved_between_forward_and_backward_is_refused_by_name(device):
     model = Net().to(device)
     make_graphed_callables(model, (batch(device),))
     output = model(batch(device))
@@ -161,7 +161,7 @@ def test_hazard_08_a_parameter_moved_between_forward_and_backward_is_refused_by_
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_hazard_08_tensors_that_functions_reach_through_variables_are_refused_by_name_when_replaced(device):
+def test_tensors_that_functions_reach_through_variables_are_refused_by_name_when_replaced(device):
     weight, holder = torch.randn(4, device=device), {"bias": torch.randn(4, device=device)}
 
     def affine(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
@@ -180,7 +180,7 @@ def test_hazard_08_tensors_that_functions_reach_through_variables_are_refused_by
         graphed(x)
 
 
-def test_hazard_08_changing_values_in_place_is_no_move(device):
+def test_changing_values_in_place_is_no_move(device):
     model = Net().to(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -196,7 +196,7 @@ def test_hazard_08_changing_values_in_place_is_no_move(device):
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
 
 
-def test_hazard_08_a_deep_copy_has_addresses_of_its_own_and_runs_eagerly(device):
+def test_a_deep_copy_has_addresses_of_its_own_and_runs_eagerly(device):
     model = Net().to(device)
     make_graphed_callables(model, (batch(device),))
     twin = eager_copy(model)
@@ -209,7 +209,7 @@ def test_hazard_08_a_deep_copy_has_addresses_of_its_own_and_runs_eagerly(device)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True])
-def test_hazard_09_an_input_in_host_memory_is_refused(pinned):
+def test_an_input_in_host_memory_is_refused(pinned):
     model = Net().cuda()
     make_graphed_callables(model, (batch("cuda"),))
     x = torch.randn(3, 4, pin_memory=pinned, requires_grad=True)
@@ -218,7 +218,7 @@ def test_hazard_09_an_input_in_host_memory_is_refused(pinned):
 
 
 @pytest.mark.parametrize("is_chain", [False, True])
-def test_hazard_09_an_input_that_is_freed_right_after_the_call_is_not_read_again(device, is_chain):
+def test_an_input_that_is_freed_right_after_the_call_is_not_read_again(device, is_chain):
     layers = [Net().to(device) for _ in range(2)]
     twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), ((batch(device).detach(),), (batch(device),)), chain=is_chain)
@@ -234,7 +234,7 @@ def test_hazard_09_an_input_that_is_freed_right_after_the_call_is_not_read_again
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2, 0, 2)])
-def test_hazard_11_callables_captured_together_may_be_replayed_in_any_order(device, order):
+def test_callables_captured_together_may_be_replayed_in_any_order(device, order):
     layers = [Net().to(device) for _ in range(3)]
     twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), tuple((batch(device),) for _ in layers))
@@ -249,7 +249,7 @@ def test_hazard_11_callables_captured_together_may_be_replayed_in_any_order(devi
         assert_bitwise_equal(gradients_of(list(layer.parameters())), gradients_of(list(twin.parameters())))
 
 
-def test_hazard_11_forwards_that_wait_together_may_run_their_backwards_in_any_order(device):
+def test_forwards_that_wait_together_may_run_their_backwards_in_any_order(device):
     layers = [Net().to(device) for _ in range(3)]
     twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), tuple((batch(device),) for _ in layers))
@@ -265,7 +265,7 @@ def test_hazard_11_forwards_that_wait_together_may_run_their_backwards_in_any_or
     assert_bitwise_equal(step(layers), step(twins))
 
 
-def test_hazard_12_an_input_gradient_is_right_when_two_graphed_branches_sum_into_it(device):
+def test_an_input_gradient_is_right_when_two_graphed_branches_sum_into_it(device):
     left, right = Net().to(device), Net().to(device)
     twins = eager_copy(left), eager_copy(right)
     make_graphed_callables((left, right), ((batch(device),), (batch(device),)))
@@ -283,7 +283,7 @@ def test_hazard_12_an_input_gradient_is_right_when_two_graphed_branches_sum_into
 
 
 @pytest.mark.parametrize("is_chain", [False, True])
-def test_hazard_12_outputs_and_input_gradients_are_valid_for_longer_than_the_backwards_of_later_micro_batches(
+def test_outputs_and_input_gradients_are_valid_for_longer_than_the_backwards_of_later_micro_batches(
     device, is_chain
 ):
     stages = [Net().to(device) for _ in range(2)]
@@ -308,7 +308,7 @@ def test_hazard_12_outputs_and_input_gradients_are_valid_for_longer_than_the_bac
 
 
 @pytest.mark.parametrize("is_hook", [False, True])
-def test_hazard_28_the_first_replay_reads_the_weights_that_are_gathered_after_capture(device, is_hook):
+def test_the_first_replay_reads_the_weights_that_are_gathered_after_capture(device, is_hook):
     model = Net().to(device)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -344,7 +344,7 @@ def test_hazard_28_the_first_replay_reads_the_weights_that_are_gathered_after_ca
     assert model.te_graph.info()["forward_replays"] == 3
 
 
-def test_hazard_27_the_last_reference_frees_a_module_and_its_graphs_without_the_garbage_collector(device):
+def test_the_last_reference_frees_a_module_and_its_graphs_without_the_garbage_collector(device):
     gc.collect()
     gc.disable()
     try:
@@ -360,7 +360,7 @@ def test_hazard_27_the_last_reference_frees_a_module_and_its_graphs_without_the_
         gc.enable()
 
 
-def test_hazard_27_reset_frees_a_function_and_what_only_its_graph_held(device):
+def test_reset_frees_a_function_and_what_only_its_graph_held(device):
     def scaling() -> Callable:
         weight = torch.randn(4, device=device, requires_grad=True)
         return lambda x: x * weight
@@ -384,7 +384,7 @@ def test_hazard_27_reset_frees_a_function_and_what_only_its_graph_held(device):
         gc.enable()
 
 
-def test_hazard_09_an_input_whose_memory_has_been_freed_is_refused_as_in_eager_execution(device):
+def test_an_input_whose_memory_has_been_freed_is_refused_as_in_eager_execution(device):
     model = Net().to(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("repeatable")
         (lambda device: torch.randn(3, 4, device="meta"), "got meta"),
     ],
 )
-def test_hazard_04_an_input_that_a_copy_would_silently_accept_is_refused(device, make, words):
+def test_an_input_that_a_copy_would_silently_accept_is_refused(device, make, words):
     model = mlp(device)
     make_graphed_callables(model, (batch(device, requires_grad=False),))
     x = make(device)
@@ -41,7 +41,7 @@ def test_hazard_04_an_input_that_a_copy_would_silently_accept_is_refused(device,
 
 
 @pytest.mark.parametrize("restride", [lambda t: t.t(), lambda t: t[:, :1].expand(4, 4), lambda t: t.flip(0)[:4]])
-def test_hazard_04_an_input_of_the_same_shape_and_other_strides_is_right(device, restride):
+def test_an_input_of_the_same_shape_and_other_strides_is_right(device, restride):
     model = mlp(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (torch.randn(4, 4, device=device, requires_grad=True),))
@@ -60,7 +60,7 @@ def test_hazard_04_an_input_of_the_same_shape_and_other_strides_is_right(device,
     "restride",
     [lambda t: t.t(), lambda t: t[:1].expand(4, 4), lambda t: t[:, :1].expand(4, 4)],
 )
-def test_hazard_04_an_input_at_the_static_address_with_other_strides_is_right(device, restride):
+def test_an_input_at_the_static_address_with_other_strides_is_right(device, restride):
     """In a chain the input of the second is where the first has written its result."""
     first, second = nn.Linear(4, 4).to(device), nn.Linear(4, 4).to(device)
     twins = eager_copy(first), eager_copy(second)
@@ -97,7 +97,7 @@ def test_a_backward_goes_on_with_the_argument_that_its_forward_was_given(device,
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_hazard_05_an_input_with_another_requires_grad_than_the_sample_is_refused(device, captured):
+def test_an_input_with_another_requires_grad_than_the_sample_is_refused(device, captured):
     model = mlp(device)
     make_graphed_callables(model, (batch(device, requires_grad=captured),))
     words = rf"expected args\[0\] with requires_grad={captured}, got requires_grad={not captured}"
@@ -106,7 +106,7 @@ def test_hazard_05_an_input_with_another_requires_grad_than_the_sample_is_refuse
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_hazard_05_a_parameter_frozen_or_unfrozen_after_capture_is_refused_by_name(device, captured):
+def test_a_parameter_frozen_or_unfrozen_after_capture_is_refused_by_name(device, captured):
     model = mlp(device)
     model[2].weight.requires_grad_(captured)
     make_graphed_callables(model, (batch(device),))
@@ -132,7 +132,7 @@ def masked(x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) ->
         (0, ("mask",), "expected 1 positional arguments as at capture, got 0"),
     ],
 )
-def test_hazard_06_other_arguments_than_at_capture_are_refused_by_name(device, args, kwargs, words):
+def test_other_arguments_than_at_capture_are_refused_by_name(device, args, kwargs, words):
     def one() -> Tensor:
         return batch(device, requires_grad=False)
 
@@ -141,7 +141,7 @@ def test_hazard_06_other_arguments_than_at_capture_are_refused_by_name(device, a
         graphed(*(one() for _ in range(args)), **{name: one() for name in kwargs})
 
 
-def test_hazard_06_none_where_the_capture_had_a_tensor_is_refused_and_the_reverse(device):
+def test_none_where_the_capture_had_a_tensor_is_refused_and_the_reverse(device):
     x, mask = batch(device, requires_grad=False), batch(device, requires_grad=False)
     graphed = make_graphed_callables(masked, (x, mask))
     with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be a tensor as at capture, got None"):
@@ -151,7 +151,7 @@ def test_hazard_06_none_where_the_capture_had_a_tensor_is_refused_and_the_revers
         graphed(x, mask)
 
 
-def test_hazard_06_a_tensor_and_none_that_have_changed_places_are_refused(device):
+def test_a_tensor_and_none_that_have_changed_places_are_refused(device):
     x, mask = batch(device, requires_grad=False), batch(device, requires_grad=False)
     graphed = make_graphed_callables(masked, (x, mask, None))
     with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be a tensor as at capture, got None"):
@@ -182,7 +182,7 @@ class Mode(enum.Enum):
         (slice(0, 2), slice(0, 3)),
     ],
 )
-def test_hazard_07_a_constant_argument_with_another_value_is_refused_not_ignored(device, captured, called):
+def test_a_constant_argument_with_another_value_is_refused_not_ignored(device, captured, called):
     def scale(x: Tensor, how: object) -> Tensor:  # [3, 4] -> [3, 4]
         return x * (2 if how == captured else 3)
 
@@ -196,7 +196,7 @@ def test_hazard_07_a_constant_argument_with_another_value_is_refused_not_ignored
 @pytest.mark.parametrize(
     ("captured", "called"), [((1, 2), (1, 2, 3)), ([1, 2], (1, 2)), ({"a": 1}, {"b": 1}), ((1, (2,)), ((1,), 2))]
 )
-def test_hazard_07_a_nest_of_another_structure_is_refused(device, captured, called):
+def test_a_nest_of_another_structure_is_refused(device, captured, called):
     graphed = make_graphed_callables(lambda x, how: x * 2, (batch(device), captured))
     with pytest.raises(ValueError, match=r"expected args\[1\] nested as at capture"):
         graphed(batch(device), called)
@@ -216,7 +216,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(("attribute", "value"), [("scale", 3.0), ("use_relu", False)])
-def test_hazard_07_other_python_values_and_branches_than_at_capture_are_refused_until_reset(device, attribute, value):
+def test_other_python_values_and_branches_than_at_capture_are_refused_until_reset(device, attribute, value):
     model = Scaled().to(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -231,7 +231,7 @@ def test_hazard_07_other_python_values_and_branches_than_at_capture_are_refused_
     assert_bitwise_equal(run(model, x), run(twin, x))
 
 
-def test_hazard_07_one_tensor_given_for_several_arguments_is_one_tensor_in_the_graph_too(device):
+def test_one_tensor_given_for_several_arguments_is_one_tensor_in_the_graph_too(device):
     model = nn.MultiheadAttention(4, 2).to(device)  # has a path of its own for self-attention: query is key is value
     twin, sample = eager_copy(model), batch(device)
     make_graphed_callables(model, (sample, sample, sample))
@@ -270,7 +270,7 @@ LEAVING = {
 
 
 @pytest.mark.parametrize("where", LEAVING)
-def test_hazard_07_a_callable_that_leaves_a_computed_tensor_behind_is_refused_and_left_as_it_was(device, where):
+def test_a_callable_that_leaves_a_computed_tensor_behind_is_refused_and_left_as_it_was(device, where):
     model = Leaver(LEAVING[where]).to(device)
     sample = batch(device)
     before = snapshot(model)

@@ -123,7 +123,7 @@ WHICH = {"one": slice(6, 7), "all": slice(None)}
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("kind", KINDS)
-def test_hazard_20_a_hook_added_to_a_parameter_after_the_forward_runs_once_in_its_backward(
+def test_a_hook_added_to_a_parameter_after_the_forward_runs_once_in_its_backward(
     device, is_chain, kind, which
 ):
     layers = layers_on(device, Layer, Layer, Shift)
@@ -147,7 +147,7 @@ def test_hazard_20_a_hook_added_to_a_parameter_after_the_forward_runs_once_in_it
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hazard_20_a_hook_added_after_the_forward_and_removed_before_the_backward_does_not_run(device, is_chain, kind):
+def test_a_hook_added_after_the_forward_and_removed_before_the_backward_does_not_run(device, is_chain, kind):
     layers = layers_on(device)
     twins = capture(layers, is_chain)
 
@@ -162,7 +162,7 @@ def test_hazard_20_a_hook_added_after_the_forward_and_removed_before_the_backwar
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hazard_20_a_hook_added_after_the_forward_does_not_run_where_the_backward_is_for_inputs_alone(
+def test_a_hook_added_after_the_forward_does_not_run_where_the_backward_is_for_inputs_alone(
     device, is_chain, kind
 ):
     layers = layers_on(device)
@@ -186,7 +186,7 @@ def test_hazard_20_a_hook_added_after_the_forward_does_not_run_where_the_backwar
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_hazard_20_a_hook_added_between_two_backwards_of_one_forward_runs_in_the_second(device, is_chain, kind):
+def test_a_hook_added_between_two_backwards_of_one_forward_runs_in_the_second(device, is_chain, kind):
     layers = layers_on(device)
     twins = capture(layers, is_chain)
 
@@ -202,7 +202,7 @@ def test_hazard_20_a_hook_added_between_two_backwards_of_one_forward_runs_in_the
     assert_same_steps(layers, twins, scenario, device)
 
 
-def test_hazard_20_a_hook_added_with_two_forwards_in_flight_runs_in_the_backwards_that_come_before_its_removal(
+def test_a_hook_added_with_two_forwards_in_flight_runs_in_the_backwards_that_come_before_its_removal(
     device, is_chain
 ):
     layers = layers_on(device)
@@ -221,7 +221,7 @@ def test_hazard_20_a_hook_added_with_two_forwards_in_flight_runs_in_the_backward
     assert_same_steps(layers, twins, scenario, device)
 
 
-def test_hazard_20_hooks_added_after_the_forward_run_from_the_last_layer_to_the_first(device, is_chain):
+def test_hooks_added_after_the_forward_run_from_the_last_layer_to_the_first(device, is_chain):
     layers = layers_on(device, *[Shift] * 4)
     twins = capture(layers, is_chain)
 
@@ -250,7 +250,7 @@ def plain_with_one_head(nets: Nets, x: Tensor) -> None:
     in_turn(nets, x)[0].square().sum().backward()
 
 
-def test_hazard_20_a_hook_added_after_the_forward_does_not_run_where_the_loss_does_not_depend_on_its_parameter(
+def test_a_hook_added_after_the_forward_does_not_run_where_the_loss_does_not_depend_on_its_parameter(
     device, is_chain
 ):
     layers = layers_on(device, Layer, TwoHeads)
@@ -273,7 +273,7 @@ class Mine(Exception):
     """An exception of the user's own."""
 
 
-def test_hazard_20_an_exception_of_a_hook_added_after_the_forward_reaches_the_caller_and_training_goes_on(
+def test_an_exception_of_a_hook_added_after_the_forward_reaches_the_caller_and_training_goes_on(
     device, is_chain
 ):
     layers = layers_on(device)
@@ -308,7 +308,7 @@ FROZEN = {"one": slice(6, 7), "a layer": slice(4, 8), "every other": slice(0, No
 
 
 @pytest.mark.parametrize("which", FROZEN)
-def test_hazard_05_a_parameter_frozen_after_the_forward_gets_no_gradient_in_its_backward(device, is_chain, which):
+def test_a_parameter_frozen_after_the_forward_gets_no_gradient_in_its_backward(device, is_chain, which):
     layers = layers_on(device)
     twins = capture(layers, is_chain)
 
@@ -330,7 +330,7 @@ def test_hazard_05_a_parameter_frozen_after_the_forward_gets_no_gradient_in_its_
     assert eager_calls(layers) == [0] * 3
 
 
-def test_hazard_05_a_parameter_frozen_with_two_forwards_in_flight_gets_the_gradients_from_before_and_after(
+def test_a_parameter_frozen_with_two_forwards_in_flight_gets_the_gradients_from_before_and_after(
     device, is_chain
 ):
     layers = layers_on(device)
@@ -370,7 +370,7 @@ def backward_while_frozen(nets: Nets, result: Tensor) -> None:  # [n, 6]
 
 
 @each_hook
-def test_hazard_05_a_parameter_with_a_hook_that_is_frozen_after_the_forward_is_treated_as_in_eager_execution(
+def test_a_parameter_with_a_hook_that_is_frozen_after_the_forward_is_treated_as_in_eager_execution(
     device, is_chain, kind
 ):
     layers, twins = shifts_with_gradients(device, is_chain)
@@ -386,7 +386,7 @@ def test_hazard_05_a_parameter_with_a_hook_that_is_frozen_after_the_forward_is_t
         assert_same(layers, twins, scenario, batch(device))
 
 
-def test_hazard_05_a_parameter_that_stays_frozen_after_the_backward_is_refused_by_name_in_the_next_forward(
+def test_a_parameter_that_stays_frozen_after_the_backward_is_refused_by_name_in_the_next_forward(
     device, is_chain
 ):
     layers = layers_on(device)
@@ -402,7 +402,7 @@ def test_hazard_05_a_parameter_that_stays_frozen_after_the_backward_is_refused_b
         layers[0](batch(device))
 
 
-def test_hazard_05_the_main_grad_of_a_parameter_frozen_after_the_forward_stays_as_it_is(device, is_chain):
+def test_the_main_grad_of_a_parameter_frozen_after_the_forward_stays_as_it_is(device, is_chain):
     layers = [layer.to(torch.bfloat16) for layer in layers_on(device)]
     twins = capture(layers, is_chain, grad_dtype=torch.float32)
     expected = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters_of(layers)]
@@ -422,7 +422,7 @@ def test_hazard_05_the_main_grad_of_a_parameter_frozen_after_the_forward_stays_a
 
 
 @each_hook
-def test_hazard_05_a_parameter_that_gets_a_hook_and_is_frozen_after_the_forward_is_treated_as_in_eager_execution(
+def test_a_parameter_that_gets_a_hook_and_is_frozen_after_the_forward_is_treated_as_in_eager_execution(
     device, is_chain, kind
 ):
     layers, twins = shifts_with_gradients(device, is_chain)

@@ -37,7 +37,7 @@ def nothing(*_) -> None:
 
 
 @pytest.mark.parametrize("kind", REGISTRATIONS)
-def test_hazard_20_hooks_of_a_submodule_present_at_capture_are_refused(device, kind):
+def test_hooks_of_a_submodule_present_at_capture_are_refused(device, kind):
     model = net(device)
     REGISTRATIONS[kind](model[0][2], nothing)
     sample = batch(device)
@@ -48,7 +48,7 @@ def test_hazard_20_hooks_of_a_submodule_present_at_capture_are_refused(device, k
 
 
 @pytest.mark.parametrize("kind", REGISTRATIONS)
-def test_hazard_20_hooks_of_a_module_that_a_function_calls_are_refused_at_capture(device, kind):
+def test_hooks_of_a_module_that_a_function_calls_are_refused_at_capture(device, kind):
     model = net(device)
     REGISTRATIONS[kind](model[1], nothing)
     with pytest.raises(RuntimeError, match=rf"closure variable model\.1 has {kind}, which a replay would not run"):
@@ -56,7 +56,7 @@ def test_hazard_20_hooks_of_a_module_that_a_function_calls_are_refused_at_captur
 
 
 @pytest.mark.parametrize("kind", REGISTRATIONS)
-def test_hazard_20_a_submodule_hook_added_after_capture_is_refused_by_name_until_it_is_removed(device, kind):
+def test_a_submodule_hook_added_after_capture_is_refused_by_name_until_it_is_removed(device, kind):
     model = net(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -69,7 +69,7 @@ def test_hazard_20_a_submodule_hook_added_after_capture_is_refused_by_name_until
 
 
 @pytest.mark.parametrize("before_capture", [True, False])
-def test_hazard_20_hooks_of_the_graphed_module_itself_run_around_every_replay(device, before_capture):
+def test_hooks_of_the_graphed_module_itself_run_around_every_replay(device, before_capture):
     model = net(device)
     twin = eager_copy(model)
     seen = {id(model): [], id(twin): []}
@@ -100,7 +100,7 @@ def test_hazard_20_hooks_of_the_graphed_module_itself_run_around_every_replay(de
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
 
 
-def test_hazard_20_hooks_of_parameters_added_and_removed_after_capture_run_as_in_eager_execution(device):
+def test_hooks_of_parameters_added_and_removed_after_capture_run_as_in_eager_execution(device):
     model = net(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -125,7 +125,7 @@ def test_hazard_20_hooks_of_parameters_added_and_removed_after_capture_run_as_in
     assert counts == {id(model): 2, id(twin): 2}
 
 
-def test_hazard_21_a_submodule_switched_to_eval_after_capture_is_refused_by_name(device):
+def test_a_submodule_switched_to_eval_after_capture_is_refused_by_name(device):
     model = net(device, dropout=0.5)
     make_graphed_callables(model, (batch(device),))
     model[0][1].eval()
@@ -134,7 +134,7 @@ def test_hazard_21_a_submodule_switched_to_eval_after_capture_is_refused_by_name
     assert_right_when_captured_again(model, batch(device), batch(device))
 
 
-def test_hazard_21_eval_mode_and_no_grad_run_eagerly_and_leave_waiting_activations_alone(device):
+def test_eval_mode_and_no_grad_run_eagerly_and_leave_waiting_activations_alone(device):
     model = net(device, dropout=0.5)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -161,7 +161,7 @@ def test_hazard_21_eval_mode_and_no_grad_run_eagerly_and_leave_waiting_activatio
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_hazard_21_what_was_captured_in_eval_mode_or_without_gradients_replays_there_alone(device, training):
+def test_what_was_captured_in_eval_mode_or_without_gradients_replays_there_alone(device, training):
     model = net(device, dropout=0.5).train(training)
     twin = eager_copy(model)
     with torch.set_grad_enabled(not training):
@@ -190,7 +190,7 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, **self.options))
 
 
-def test_hazard_22_a_checkpoint_inside_the_callable_is_right(device):
+def test_a_checkpoint_inside_the_callable_is_right(device):
     model = Checkpointed(device, dropout=0.0, reentrant=False, preserve=False)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -200,7 +200,7 @@ def test_hazard_22_a_checkpoint_inside_the_callable_is_right(device):
 
 
 @pytest.mark.parametrize(("dropout", "reentrant"), [(0.5, False), (0.0, True), (0.5, True)])
-def test_hazard_22_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_trace_else_it_is_right(
+def test_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_trace_else_it_is_right(
     device, dropout, reentrant
 ):
     model = Checkpointed(device, dropout, reentrant, preserve=True)
@@ -219,7 +219,7 @@ def test_hazard_22_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_tr
 
 
 @pytest.mark.parametrize(("reentrant", "slots"), [(True, 1), (False, 2)])
-def test_hazard_22_a_checkpoint_around_the_callable_is_right(device, reentrant, slots):
+def test_a_checkpoint_around_the_callable_is_right(device, reentrant, slots):
     model = net(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), max_in_flight=slots)
@@ -232,7 +232,7 @@ def test_hazard_22_a_checkpoint_around_the_callable_is_right(device, reentrant, 
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
 
 
-def test_hazard_22_a_recomputation_that_would_overwrite_activations_is_refused(device):
+def test_a_recomputation_that_would_overwrite_activations_is_refused(device):
     model = net(device)
     make_graphed_callables(model, (batch(device),))
     output = checkpoint(lambda x: torch.sin(model(x)), batch(device), use_reentrant=False)
@@ -271,7 +271,7 @@ def test_anomaly_detection_finds_nan_in_a_graphed_function(device):
     assert counts(step) == (1, 2, 0, 2)
 
 
-def test_hazard_23_double_backward_is_refused(device):
+def test_double_backward_is_refused(device):
     model = net(device)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
@@ -282,7 +282,7 @@ def test_hazard_23_double_backward_is_refused(device):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_hazard_23_a_second_backward_without_retain_graph_is_refused(device):
+def test_a_second_backward_without_retain_graph_is_refused(device):
     model = net(device)
     make_graphed_callables(model, (batch(device),))
     output = model(batch(device))
@@ -293,7 +293,7 @@ def test_hazard_23_a_second_backward_without_retain_graph_is_refused(device):
     assert_bitwise_equal(gradients_of(list(model.parameters())), kept)
 
 
-def test_hazard_23_a_second_backward_after_retain_graph_is_right_and_keeps_the_slot(device):
+def test_a_second_backward_after_retain_graph_is_right_and_keeps_the_slot(device):
     model = net(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -326,7 +326,7 @@ def selects_by_data(x: Tensor) -> Tensor:  # [3, 4] -> [..., 4]
 
 
 @pytest.mark.parametrize("function", [reads_item, branches_on_data, selects_by_data])
-def test_hazard_24_what_depends_on_data_in_python_is_refused_without_a_trace(device, function):
+def test_what_depends_on_data_in_python_is_refused_without_a_trace(device, function):
     sample = batch(device)
     before = snapshot()
     with pytest.raises(RuntimeError) as refusal:
@@ -340,7 +340,7 @@ def test_hazard_24_what_depends_on_data_in_python_is_refused_without_a_trace(dev
 
 
 @pytest.mark.gpu
-def test_hazard_25_replays_on_changing_streams_are_ordered_one_after_the_other():
+def test_replays_on_changing_streams_are_ordered_one_after_the_other():
     model = net("cuda")
     twin = eager_copy(model)
     make_graphed_callables(model, (batch("cuda"),))

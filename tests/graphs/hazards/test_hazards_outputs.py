@@ -17,7 +17,7 @@ from te_graph.testing import assert_bitwise_equal
 pytestmark = pytest.mark.usefixtures("repeatable")
 
 
-def test_hazard_01_kept_outputs_keep_their_values_while_replays_overwrite_the_graphs_memory(device):
+def test_kept_outputs_keep_their_values_while_replays_overwrite_the_graphs_memory(device):
     model = mlp(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -34,7 +34,7 @@ def test_hazard_01_kept_outputs_keep_their_values_while_replays_overwrite_the_gr
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_hazard_01_an_eager_op_that_saved_an_output_gets_right_gradients_with_two_in_flight(device, order):
+def test_an_eager_op_that_saved_an_output_gets_right_gradients_with_two_in_flight(device, order):
     model, head = mlp(device), nn.Linear(4, 2).to(device)
     twin, twin_head = eager_copy(model), eager_copy(head)
     make_graphed_callables(model, (batch(device),), max_in_flight=2)
@@ -50,7 +50,7 @@ def test_hazard_01_an_eager_op_that_saved_an_output_gets_right_gradients_with_tw
     assert_bitwise_equal(step(model, head), step(twin, twin_head))
 
 
-def test_hazard_01_kept_gradients_of_intermediate_inputs_keep_their_values(device):
+def test_kept_gradients_of_intermediate_inputs_keep_their_values(device):
     model = mlp(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -68,7 +68,7 @@ def test_hazard_01_kept_gradients_of_intermediate_inputs_keep_their_values(devic
     assert_bitwise_equal(gradients(model), gradients(twin))
 
 
-def test_hazard_01_results_that_share_memory_with_an_argument_or_with_each_other_are_right(device):
+def test_results_that_share_memory_with_an_argument_or_with_each_other_are_right(device):
     def views(x: Tensor) -> tuple[Tensor, ...]:  # [3, 4] -> [2, 4], [3, 4], [4, 3], [3, 4]
         doubled = x * 2
         return x[1:], doubled, doubled.t(), x
@@ -82,7 +82,7 @@ def test_hazard_01_results_that_share_memory_with_an_argument_or_with_each_other
     assert_bitwise_equal(kept, expected)
 
 
-def test_hazard_01_an_output_can_be_fed_back_as_the_next_input(device):
+def test_an_output_can_be_fed_back_as_the_next_input(device):
     weight = torch.randn(4, 4, device=device)
 
     def advance(x: Tensor) -> Tensor:  # [4, 4] -> [4, 4]
@@ -95,7 +95,7 @@ def test_hazard_01_an_output_can_be_fed_back_as_the_next_input(device):
     assert_bitwise_equal(state, expected)
 
 
-def test_hazard_01_an_input_of_another_layout_is_copied_into_the_layout_of_the_sample(device):
+def test_an_input_of_another_layout_is_copied_into_the_layout_of_the_sample(device):
     """Not bit for bit: a matrix product may choose its kernel, hence its rounding, by the layout."""
     model = mlp(device)
     twin = eager_copy(model)
@@ -110,7 +110,7 @@ def test_hazard_01_an_input_of_another_layout_is_copied_into_the_layout_of_the_s
             torch.testing.assert_close(model(layout).detach(), twin(layout).detach())
 
 
-def test_hazard_02_a_second_forward_before_the_backward_is_refused_and_the_first_backward_stays_right(device):
+def test_a_second_forward_before_the_backward_is_refused_and_the_first_backward_stays_right(device):
     model = mlp(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -123,7 +123,7 @@ def test_hazard_02_a_second_forward_before_the_backward_is_refused_and_the_first
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
 
 
-def test_hazard_02_dropping_the_outputs_of_a_forward_lets_the_next_one_run(device):
+def test_dropping_the_outputs_of_a_forward_lets_the_next_one_run(device):
     model = mlp(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -136,7 +136,7 @@ def test_hazard_02_dropping_the_outputs_of_a_forward_lets_the_next_one_run(devic
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_hazard_02_as_many_forwards_as_max_in_flight_may_wait_for_their_backward(device, order):
+def test_as_many_forwards_as_max_in_flight_may_wait_for_their_backward(device, order):
     model = mlp(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), max_in_flight=3)
@@ -158,7 +158,7 @@ def test_hazard_02_as_many_forwards_as_max_in_flight_may_wait_for_their_backward
 
 
 @pytest.mark.parametrize("edit", [lambda t: t.mul_(2), lambda t: t[0].zero_(), lambda t: t.detach().add_(1)])
-def test_hazard_03_editing_an_output_that_the_backward_reads_raises_as_in_eager_execution(device, edit):
+def test_editing_an_output_that_the_backward_reads_raises_as_in_eager_execution(device, edit):
     weight = torch.randn(4, device=device, requires_grad=True)
 
     def activation(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4], saves its result
@@ -173,7 +173,7 @@ def test_hazard_03_editing_an_output_that_the_backward_reads_raises_as_in_eager_
     assert weight.grad is None
 
 
-def test_hazard_03_editing_a_result_without_gradient_that_the_backward_reads_raises_as_in_eager_execution(device):
+def test_editing_a_result_without_gradient_that_the_backward_reads_raises_as_in_eager_execution(device):
     weight = torch.randn(4, device=device, requires_grad=True)
 
     def gate(x: Tensor) -> tuple[Tensor, Tensor]:  # [3, 4] -> [3, 4], bool [3, 4], which the backward reads
@@ -188,7 +188,7 @@ def test_hazard_03_editing_a_result_without_gradient_that_the_backward_reads_rai
             backward_of(output)
 
 
-def test_hazard_03_editing_an_output_that_the_backward_does_not_read_is_right(device):
+def test_editing_an_output_that_the_backward_does_not_read_is_right(device):
     model = nn.Linear(4, 4).to(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -198,7 +198,7 @@ def test_hazard_03_editing_an_output_that_the_backward_does_not_read_is_right(de
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
 
 
-def test_hazard_03_editing_a_weight_between_forward_and_backward_raises_as_in_eager_execution(device):
+def test_editing_a_weight_between_forward_and_backward_raises_as_in_eager_execution(device):
     model = mlp(device)
     make_graphed_callables(model, (batch(device),))
     output = model(batch(device))
@@ -209,7 +209,7 @@ def test_hazard_03_editing_a_weight_between_forward_and_backward_raises_as_in_ea
     assert model[2].weight.grad is None
 
 
-def test_hazard_03_a_callable_that_edits_its_argument_behind_autograds_back_is_refused(device):
+def test_a_callable_that_edits_its_argument_behind_autograds_back_is_refused(device):
     with pytest.raises(RuntimeError, match=r"scale: aten.mul_.* modifies args\[0\] in place"):
 
         def scale(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]

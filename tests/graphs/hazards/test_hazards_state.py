@@ -28,7 +28,7 @@ def stateful(device: str) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)).to(device)
 
 
-def test_hazard_13_replays_draw_the_random_numbers_that_eager_execution_draws_in_their_place(device, seed):
+def test_replays_draw_the_random_numbers_that_eager_execution_draws_in_their_place(device, seed):
     model = stateful(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),))
@@ -44,14 +44,14 @@ def test_hazard_13_replays_draw_the_random_numbers_that_eager_execution_draws_in
     assert_bitwise_equal(loop(model), loop(twin))
 
 
-def test_hazard_13_each_replay_draws_fresh_numbers(device):
+def test_each_replay_draws_fresh_numbers(device):
     model = nn.Dropout(0.5)
     make_graphed_callables(model, (torch.ones(64, device=device),))
     first, second = (model(torch.ones(64, device=device)) for _ in range(2))
     assert not torch.equal(first, second)
 
 
-def test_hazard_13_a_generator_of_its_own_is_refused(device):
+def test_a_generator_of_its_own_is_refused(device):
     generator = torch.Generator(device).manual_seed(0)
 
     def noisy(x: Tensor) -> Tensor:  # [6, 4] -> [6, 4]
@@ -61,7 +61,7 @@ def test_hazard_13_a_generator_of_its_own_is_refused(device):
         make_graphed_callables(noisy, (batch(device),))
 
 
-def test_hazard_13_seeding_inside_the_callable_is_refused(device):
+def test_seeding_inside_the_callable_is_refused(device):
     def reseeding(x: Tensor) -> Tensor:  # [6, 4] -> [6, 4]
         torch.manual_seed(0)
         return F.dropout(x)
@@ -74,7 +74,7 @@ def test_hazard_13_seeding_inside_the_callable_is_refused(device):
 
 
 @pytest.mark.parametrize("iterations", [0, 1, 2, 5])
-def test_hazard_14_warm_up_and_capture_leave_no_trace(device, iterations):
+def test_warm_up_and_capture_leave_no_trace(device, iterations):
     model = stateful(device)
     run(model, batch(device))
     model[3].weight.grad = None
@@ -97,7 +97,7 @@ def test_hazard_14_warm_up_and_capture_leave_no_trace(device, iterations):
     assert called == []
 
 
-def test_hazard_14_running_statistics_follow_the_replays_alone(device):
+def test_running_statistics_follow_the_replays_alone(device):
     model = stateful(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), max_in_flight=2)
@@ -175,7 +175,7 @@ STAGES = [
 ]
 
 
-def test_hazard_16_a_flag_set_for_one_model_is_not_seen_by_another(device):
+def test_a_flag_set_for_one_model_is_not_seen_by_another(device):
     """The flag says that the next backward overwrites ``main_grad``: there is one for each parameter, not for all."""
     models = [nn.Linear(4, 4).to(device, torch.bfloat16) for _ in range(3)]
     twins, samples = [eager_copy(model) for model in models], (batch(device).bfloat16().detach(),)
@@ -198,7 +198,7 @@ def test_hazard_16_a_flag_set_for_one_model_is_not_seen_by_another(device):
 
 
 @pytest.mark.parametrize(("direction", "number", "error"), STAGES)
-def test_hazard_17_a_capture_that_fails_leaves_no_trace_and_the_next_one_works(device, direction, number, error):
+def test_a_capture_that_fails_leaves_no_trace_and_the_next_one_works(device, direction, number, error):
     fuse = Fuse(direction, number, error)
     good, bad = stateful(device), Fragile(fuse).to(device)
     run(bad.inner, batch(device))
@@ -222,7 +222,7 @@ def test_hazard_17_a_capture_that_fails_leaves_no_trace_and_the_next_one_works(d
         assert_bitwise_equal(seen, train(twin, steps, set_to_none=False))
 
 
-def test_hazard_17_a_capture_that_fails_takes_back_the_main_grads_that_it_created(device):
+def test_a_capture_that_fails_takes_back_the_main_grads_that_it_created(device):
     model = Fragile(Fuse("backward", WARM_UPS + 1, raise_mine)).to(device, torch.bfloat16)
     sample = batch(device).detach().bfloat16()
     before = snapshot(model)
@@ -234,7 +234,7 @@ def test_hazard_17_a_capture_that_fails_takes_back_the_main_grads_that_it_create
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_hazard_17_garbage_collection_is_on_or_off_as_before(device, enabled):
+def test_garbage_collection_is_on_or_off_as_before(device, enabled):
     (gc.enable if enabled else gc.disable)()
     try:
         make_graphed_callables(nn.Linear(4, 4).to(device), (batch(device),))
@@ -246,7 +246,7 @@ def test_hazard_17_garbage_collection_is_on_or_off_as_before(device, enabled):
         gc.enable()
 
 
-def test_hazard_18_other_instances_of_a_graphed_class_stay_as_they_are(device):
+def test_other_instances_of_a_graphed_class_stay_as_they_are(device):
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model, bystander = nn.Sequential(inner, nn.Linear(4, 4)).to(device), stateful(device)
     twin, call = eager_copy(model), nn.Sequential.__call__
@@ -261,7 +261,7 @@ def test_hazard_18_other_instances_of_a_graphed_class_stay_as_they_are(device):
         assert_bitwise_equal(gradients_of(list(one.parameters())), gradients_of(list(other.parameters())))
 
 
-def test_hazard_19_autocast_is_part_of_the_capture(device):
+def test_autocast_is_part_of_the_capture(device):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to(device)
     twin = eager_copy(model)
     inputs = [batch(device) for _ in range(2)]
@@ -293,7 +293,7 @@ class Product(torch.autograd.Function):
         return grad @ w.t(), x.t() @ grad
 
 
-def test_hazard_19_the_backward_of_a_capture_under_autocast_runs_without_autocast(device):
+def test_the_backward_of_a_capture_under_autocast_runs_without_autocast(device):
     weight = torch.randn(4, 4, device=device, requires_grad=True)
 
     def product(x: Tensor) -> Tensor:  # [6, 4] -> [6, 4]
@@ -311,7 +311,7 @@ def test_hazard_19_the_backward_of_a_capture_under_autocast_runs_without_autocas
     assert_bitwise_equal(*seen)
 
 
-def test_hazard_19_a_replay_under_other_autocast_settings_than_the_capture_is_refused(device):
+def test_a_replay_under_other_autocast_settings_than_the_capture_is_refused(device):
     model = nn.Linear(4, 4).to(device)
     make_graphed_callables(model, (batch(device),))
     with (
@@ -328,7 +328,7 @@ def test_hazard_19_a_replay_under_other_autocast_settings_than_the_capture_is_re
         model(batch(device))
 
 
-def test_hazard_19_autocast_inside_the_callable_is_captured(device):
+def test_autocast_inside_the_callable_is_captured(device):
     model = nn.Linear(4, 4).to(device)
 
     def mixed(x: Tensor) -> Tensor:  # [6, 4] -> [6, 4]
@@ -352,7 +352,7 @@ def test_hazard_19_autocast_inside_the_callable_is_captured(device):
         (lambda: torch.set_float32_matmul_precision("medium"), "float32 precision of matrix products"),
     ],
 )
-def test_hazard_19_other_global_settings_than_at_capture_are_refused_by_name(device, change, words):
+def test_other_global_settings_than_at_capture_are_refused_by_name(device, change, words):
     torch.set_float32_matmul_precision("highest")
     model = nn.Linear(4, 4).to(device)
     make_graphed_callables(model, (batch(device),))
@@ -367,7 +367,7 @@ def test_hazard_19_other_global_settings_than_at_capture_are_refused_by_name(dev
     assert model.te_graph.info()["forward_replays"] == 1
 
 
-def test_hazard_29_a_capture_between_backward_and_optimizer_step_keeps_the_gradients(device):
+def test_a_capture_between_backward_and_optimizer_step_keeps_the_gradients(device):
     model = nn.Linear(4, 4).to(device)
     model.bias.main_grad = torch.randn(4, device=device)
     twin = eager_copy(model)

@@ -43,7 +43,7 @@ def beside(device: str, stream: torch.cuda.Stream | None, is_busy: bool) -> Iter
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_hazard_25_one_buffer_that_is_refilled_for_every_call_is_read_before_it_is_overwritten(device, is_late):
+def test_one_buffer_that_is_refilled_for_every_call_is_read_before_it_is_overwritten(device, is_late):
     model = net(device)
     twin, buffer = eager_copy(model), batch(device, requires_grad=False)
     make_graphed_callables(model, (buffer,))
@@ -63,7 +63,7 @@ def test_hazard_25_one_buffer_that_is_refilled_for_every_call_is_read_before_it_
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
 
 
-def test_hazard_25_a_buffer_that_is_refilled_before_the_backward_changes_no_gradient(device):
+def test_a_buffer_that_is_refilled_before_the_backward_changes_no_gradient(device):
     """Eager execution refuses this; a graph has a copy of its own, and the gradients are those of the forward."""
     model = net(device)
     twin, buffer = eager_copy(model), batch(device, requires_grad=False)
@@ -79,7 +79,7 @@ def test_hazard_25_a_buffer_that_is_refilled_before_the_backward_changes_no_grad
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_chain", [False, True])
-def test_hazard_25_a_step_on_another_stream_than_the_one_before_waits_for_it_without_being_told(is_chain):
+def test_a_step_on_another_stream_than_the_one_before_waits_for_it_without_being_told(is_chain):
     layers = [net("cuda") for _ in range(3)]
     twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), ((batch("cuda"),),) * 3, chain=is_chain)
@@ -99,7 +99,7 @@ def test_hazard_25_a_step_on_another_stream_than_the_one_before_waits_for_it_wit
 
 
 @pytest.mark.gpu
-def test_hazard_11_callables_captured_together_that_are_replayed_on_two_streams_do_not_overlap():
+def test_callables_captured_together_that_are_replayed_on_two_streams_do_not_overlap():
     layers = [net("cuda") for _ in range(2)]
     twins = [eager_copy(layer) for layer in layers]
     make_graphed_callables(tuple(layers), ((batch("cuda"),),) * 2)
@@ -149,7 +149,7 @@ def reserved_bytes() -> int:
 
 
 @pytest.mark.gpu
-def test_hazard_26_a_side_stream_that_is_not_joined_is_refused_without_a_trace():
+def test_a_side_stream_that_is_not_joined_is_refused_without_a_trace():
     forked, sample = Forked(is_joined=False).cuda(), batch("cuda")
     before, reserved = snapshot(forked.left, forked.right), []
     for _ in range(4):
@@ -166,7 +166,7 @@ def test_hazard_26_a_side_stream_that_is_not_joined_is_refused_without_a_trace()
 
 
 @pytest.mark.gpu
-def test_hazard_26_a_side_stream_that_is_joined_and_records_its_results_is_right_and_leaks_nothing():
+def test_a_side_stream_that_is_joined_and_records_its_results_is_right_and_leaks_nothing():
     model, twin = Forked(is_joined=True).cuda(), Forked(is_joined=True).cuda()
     twin.load_state_dict(model.state_dict())
     reserved = []
@@ -182,7 +182,7 @@ def test_hazard_26_a_side_stream_that_is_joined_and_records_its_results_is_right
 
 
 @pytest.mark.gpu
-def test_hazard_26_other_threads_may_allocate_pin_and_ask_events_during_a_capture():
+def test_other_threads_may_allocate_pin_and_ask_events_during_a_capture():
     """As a data loader's pinning thread and the watchdog of a process group do."""
     stop, errors, rounds = threading.Event(), [], []
 
