@@ -63,7 +63,6 @@ def same_error(rank: Rank, call: Callable[[], Any]) -> str:
     return texts[0]
 
 
-
 def explode(*_: Any, **__: Any) -> None:
     raise OSError("injected")
 
@@ -142,7 +141,6 @@ def scenario_unlike_options(rank: Rank) -> None:
         assert_works(rank, group)
 
 
-
 def scenario_many_groups(rank: Rank, times: int) -> None:
     def resources() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -192,7 +190,6 @@ def scenario_names(rank: Rank) -> None:
         raise ZeroDivisionError
     with open_group(rank, name="by error") as group:
         assert_works(rank, group)
-
 
 
 def scenario_unwanted_peers(rank: Rank) -> None:
@@ -247,7 +244,6 @@ def test_gpus_that_are_hidden_or_not_linked_are_no_peers(monkeypatch):
     assert asked == [(0, 1)]
     reason = group._map([b""] * 3, ["GPU-c", "GPU-b", "GPU-a"])
     assert reason == "rank 1 does not see the GPU of rank 0: make all GPUs visible to all ranks"
-
 
 
 def scenario_overlapping_groups(rank: Rank, seed: int) -> None:

@@ -283,9 +283,7 @@ def test_an_input_gradient_is_right_when_two_graphed_branches_sum_into_it(device
 
 
 @pytest.mark.parametrize("is_chain", [False, True])
-def test_outputs_and_input_gradients_are_valid_for_longer_than_the_backwards_of_later_micro_batches(
-    device, is_chain
-):
+def test_outputs_and_input_gradients_are_valid_for_longer_than_the_backwards_of_later_micro_batches(device, is_chain):
     stages = [Net().to(device) for _ in range(2)]
     twins = [eager_copy(stage) for stage in stages]
     samples = ((batch(device),), (batch(device),))

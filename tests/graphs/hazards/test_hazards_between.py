@@ -123,9 +123,7 @@ WHICH = {"one": slice(6, 7), "all": slice(None)}
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_added_to_a_parameter_after_the_forward_runs_once_in_its_backward(
-    device, is_chain, kind, which
-):
+def test_a_hook_added_to_a_parameter_after_the_forward_runs_once_in_its_backward(device, is_chain, kind, which):
     layers = layers_on(device, Layer, Layer, Shift)
     twins = capture(layers, is_chain)
     runs = {"several_hooks": 5}.get(kind.__name__, 1)
@@ -162,9 +160,7 @@ def test_a_hook_added_after_the_forward_and_removed_before_the_backward_does_not
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_added_after_the_forward_does_not_run_where_the_backward_is_for_inputs_alone(
-    device, is_chain, kind
-):
+def test_a_hook_added_after_the_forward_does_not_run_where_the_backward_is_for_inputs_alone(device, is_chain, kind):
     layers = layers_on(device)
     twins = capture(layers, is_chain)
 
@@ -202,9 +198,7 @@ def test_a_hook_added_between_two_backwards_of_one_forward_runs_in_the_second(de
     assert_same_steps(layers, twins, scenario, device)
 
 
-def test_a_hook_added_with_two_forwards_in_flight_runs_in_the_backwards_that_come_before_its_removal(
-    device, is_chain
-):
+def test_a_hook_added_with_two_forwards_in_flight_runs_in_the_backwards_that_come_before_its_removal(device, is_chain):
     layers = layers_on(device)
     twins = capture(layers, is_chain, max_in_flight=3)
 
@@ -250,9 +244,7 @@ def plain_with_one_head(nets: Nets, x: Tensor) -> None:
     in_turn(nets, x)[0].square().sum().backward()
 
 
-def test_a_hook_added_after_the_forward_does_not_run_where_the_loss_does_not_depend_on_its_parameter(
-    device, is_chain
-):
+def test_a_hook_added_after_the_forward_does_not_run_where_the_loss_does_not_depend_on_its_parameter(device, is_chain):
     layers = layers_on(device, Layer, TwoHeads)
     twins = capture(layers, is_chain)
 
@@ -273,9 +265,7 @@ class Mine(Exception):
     """An exception of the user's own."""
 
 
-def test_an_exception_of_a_hook_added_after_the_forward_reaches_the_caller_and_training_goes_on(
-    device, is_chain
-):
+def test_an_exception_of_a_hook_added_after_the_forward_reaches_the_caller_and_training_goes_on(device, is_chain):
     layers = layers_on(device)
     twins = capture(layers, is_chain)
     raised: list[bool] = []
@@ -330,9 +320,7 @@ def test_a_parameter_frozen_after_the_forward_gets_no_gradient_in_its_backward(d
     assert eager_calls(layers) == [0] * 3
 
 
-def test_a_parameter_frozen_with_two_forwards_in_flight_gets_the_gradients_from_before_and_after(
-    device, is_chain
-):
+def test_a_parameter_frozen_with_two_forwards_in_flight_gets_the_gradients_from_before_and_after(device, is_chain):
     layers = layers_on(device)
     twins = capture(layers, is_chain, max_in_flight=3)
 
@@ -386,9 +374,7 @@ def test_a_parameter_with_a_hook_that_is_frozen_after_the_forward_is_treated_as_
         assert_same(layers, twins, scenario, batch(device))
 
 
-def test_a_parameter_that_stays_frozen_after_the_backward_is_refused_by_name_in_the_next_forward(
-    device, is_chain
-):
+def test_a_parameter_that_stays_frozen_after_the_backward_is_refused_by_name_in_the_next_forward(device, is_chain):
     layers = layers_on(device)
     twins = capture(layers, is_chain)
 

@@ -200,9 +200,7 @@ def test_a_checkpoint_inside_the_callable_is_right(device):
 
 
 @pytest.mark.parametrize(("dropout", "reentrant"), [(0.5, False), (0.0, True), (0.5, True)])
-def test_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_trace_else_it_is_right(
-    device, dropout, reentrant
-):
+def test_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_trace_else_it_is_right(device, dropout, reentrant):
     model = Checkpointed(device, dropout, reentrant, preserve=True)
     twin, sample = eager_copy(model), batch(device)
     before = snapshot(model)
