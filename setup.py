@@ -79,11 +79,9 @@ def make_extension():
     warnings = ["-Wall", "-Wextra", "-Werror=return-type"]
     # A directory named by -isystem is no longer searched as the -I directory that torch adds, and warns no more.
     headers = cpp_extension.include_paths("cuda" if CUDA_VERSION else "cpu")
-    stamp = {"TORCH_VERSION": torch.__version__, "CUDA_VERSION": CUDA_VERSION or "", "ARCHS": ARCHS}
     # Without fused multiply-adds the CPU finds the bits that the kernels find.
     cxx = ["-std=c++20", "-O3", "-ffp-contract=off", "-g0", "-fvisibility=hidden", *warnings]
     cxx += [flag for path in headers for flag in ("-isystem", path)]
-    cxx += [f'-DTE_GRAPH_{name}="{value}"' for name, value in stamp.items()]
     nvcc = ["-std=c++20", "-O3", *(f"-Xcompiler={flag}" for flag in ["-fvisibility=hidden", *warnings])]
 
     make = cpp_extension.CUDAExtension if CUDA_VERSION else cpp_extension.CppExtension

@@ -102,7 +102,7 @@ TORCH_LIBRARY(te_graph, m) {
     def("fp8_scale(Tensor amax, ScalarType dtype, *, float margin=0.0, float eps=0.0, bool power_of_2=False) -> "
         "Tensor");
 
-    // The state of a step: [16] int32 (csrc/graph/step_state.h).
+    // The state of a step: [16] int32 (csrc/graphs/step_state.h).
     def("step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()");
     def("step_state_advance_(Tensor(a!) state) -> ()");
 
@@ -122,10 +122,6 @@ TORCH_LIBRARY(te_graph, m) {
 }
 
 PYBIND11_MODULE(_C, m) {
-    m.def("build_config", [] {
-        return std::map<std::string, std::string>{
-            {"torch", TE_GRAPH_TORCH_VERSION}, {"cuda", TE_GRAPH_CUDA_VERSION}, {"archs", TE_GRAPH_ARCHS}};
-    });
     te_graph::graphs::bind(m);
     te_graph::multi_tensor::bind(m);
     te_graph::fp8::bind(m);

@@ -41,7 +41,7 @@ class TrainResult:
         state: final weights, [...] each, on the CPU.
         optimizer_state: final state of the optimizer, [...] each, on the CPU.
         validation_loss: of the final weights.
-        update_stats: of the optimizer side, if it is a graph.
+        update_info: of the optimizer side, if it is a graph.
     """
 
     losses: list[float]
@@ -50,7 +50,7 @@ class TrainResult:
     state: dict[str, Tensor]
     optimizer_state: dict[str, Tensor]
     validation_loss: float
-    update_stats: dict[str, int] | None = None
+    update_info: dict[str, Any] | None = None
 
 
 def positive_int(text: str) -> int:
@@ -198,7 +198,7 @@ def train(config: Config, corpus: Corpus, graph: bool, resumed: dict[str, Any] |
         state=state,
         optimizer_state=trainer.optimizer_state(),
         validation_loss=trainer.validation_loss(),
-        update_stats=trainer.update_stats(),
+        update_info=trainer.update_info(),
     )
 
 
@@ -262,9 +262,9 @@ def print_results(results: dict[str, TrainResult]) -> None:
         norm = f"{result.norms[-1]:.4f}" if result.norms else "-"
         print(f"{name:<8}{len(result.losses):>8}{losses}{norm:>12}{speed:>12}")
     for name, result in results.items():
-        if result.update_stats is not None:
-            counts = ", ".join(f"{key} {count}" for key, count in result.update_stats.items())
-            print(f"{name}: optimizer side: {counts}")
+        if (info := result.update_info) is not None:
+            eager = sum(info["eager_calls"].values())
+            print(f"{name}: optimizer side: {info['forward_replays']} replays, {eager} eager calls")
 
 
 def save_plot(path: Path, results: dict[str, TrainResult]) -> None:

@@ -158,9 +158,9 @@ class Trainer:
         self.model.train()
         return total / count
 
-    def update_stats(self) -> dict[str, int] | None:
+    def update_info(self) -> dict[str, Any] | None:
         """How often the optimizer side was captured, replayed and run eagerly; None where it is no graph."""
-        return None if self._update is update else self._update.stats()
+        return None if self._update is update else self._update.info()
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Copies on the CPU of the optimizer's tensors, [...] each, under names made of the parameters' names."""

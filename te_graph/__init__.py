@@ -44,7 +44,7 @@ from te_graph.graphs.step_state import StepState
 from te_graph.graphs.tracing.recorder import CaptureError, Recorder
 from te_graph.multi_tensor.clip import clip_grad_norm_, clip_grads_with_norm_
 from te_graph.multi_tensor.hp_grads import clip_tensors_by_global_norm, get_global_norm_of_tensors, update_hp_grads
-from te_graph.multi_tensor.norms import get_total_norm, new_sum_squares, norm_of_sum_squares
+from te_graph.multi_tensor.norms import get_total_norm, multi_tensor_norms, new_sum_squares, norm_of_sum_squares
 from te_graph.multi_tensor.plan import MultiTensorPlan
 from te_graph.report import info
 
@@ -83,6 +83,7 @@ __all__ = [
     "graphed",
     "info",
     "make_graphed_callables",
+    "multi_tensor_norms",
     "new_sum_squares",
     "norm_of_sum_squares",
     "pipeline",

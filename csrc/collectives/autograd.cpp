@@ -6,7 +6,6 @@
 //
 // Tangents of forward-mode differentiation are sent by a call of their own, like their primals: x has one on all ranks
 // or on none. Forms that write into a given tensor have no derivatives, and reject tensors that need one.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -14,6 +13,7 @@
 #include <initializer_list>
 
 #include "common/no_derivative.h"
+#include "common/own_op.h"
 
 namespace te_graph::collectives {
 namespace {
@@ -21,25 +21,18 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Through the dispatcher, so that tracers see each op once.
-template <typename Signature>
-auto op_named(const char* name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 at::Tensor call_all_reduce(const at::Tensor& x, std::string group, std::string reduction) {
-    static const auto op = op_named<at::Tensor(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce");
+    static const auto op = own_op<at::Tensor(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce");
     return op.call(x, group, reduction);
 }
 at::Tensor call_reduce_scatter(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group,
                                std::string reduction) {
     static const auto op =
-        op_named<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string, std::string)>("te_graph::reduce_scatter");
+        own_op<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string, std::string)>("te_graph::reduce_scatter");
     return op.call(x, dim, world_size, group, reduction);
 }
 at::Tensor call_all_gather(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group) {
-    static const auto op =
-        op_named<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather");
+    static const auto op = own_op<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather");
     return op.call(x, dim, world_size, group);
 }
 
@@ -149,7 +142,7 @@ at::Tensor all_gather_autograd(const at::Tensor& x,  // [..., n, ...]
 void all_reduce_inplace_autograd(const at::Tensor& x,  // [...]
                                  std::string group, std::string reduction) {
     check_no_gradient("all_reduce_", {x});
-    static const auto op = op_named<void(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_");
+    static const auto op = own_op<void(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_");
     const at::AutoDispatchBelowADInplaceOrView below;
     op.call(x, group, reduction);
 }
@@ -159,7 +152,7 @@ void all_reduce_out_autograd(const at::Tensor& out,  // [...]
                              std::string group, std::string reduction) {
     check_no_gradient("all_reduce_out", {out, x});
     static const auto op =
-        op_named<void(const at::Tensor&, const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_out");
+        own_op<void(const at::Tensor&, const at::Tensor&, std::string, std::string)>("te_graph::all_reduce_out");
     const at::AutoDispatchBelowADInplaceOrView below;
     op.call(out, x, group, reduction);
 }
@@ -169,7 +162,7 @@ void reduce_scatter_out_autograd(const at::Tensor& out,  // [..., n, ...]
                                  int64_t dim, int64_t world_size, std::string group, std::string reduction) {
     check_no_gradient("reduce_scatter_out", {out, x});
     static const auto op =
-        op_named<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string, std::string)>(
+        own_op<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string, std::string)>(
             "te_graph::reduce_scatter_out");
     const at::AutoDispatchBelowADInplaceOrView below;
     op.call(out, x, dim, world_size, group, reduction);
@@ -180,7 +173,7 @@ void all_gather_out_autograd(const at::Tensor& out,  // [..., world * n, ...]
                              int64_t dim, int64_t world_size, std::string group) {
     check_no_gradient("all_gather_out", {out, x});
     static const auto op =
-        op_named<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather_out");
+        own_op<void(const at::Tensor&, const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather_out");
     const at::AutoDispatchBelowADInplaceOrView below;
     op.call(out, x, dim, world_size, group);
 }

@@ -1,11 +1,11 @@
 // Registration of the collectives.
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include "collectives/group.h"
+#include "common/arguments_apart.h"
 #include "common/check.h"
 #include "common/note_writes.h"
 
@@ -56,8 +56,7 @@ std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const
 // What is written has a place for each element.
 void check_written(const char* op, const char* argument, const at::Tensor& tensor) {
     check_writable(op, argument, tensor);
-    TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": expected ", argument,
-                      " without overlapping elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
+    check_elements_apart(op, argument, tensor);
 }
 
 void check_out(const char* op, const at::Tensor& out, const at::Tensor& x, at::IntArrayRef shape) {
@@ -77,16 +76,10 @@ void write_to(const at::Tensor& out, const Function& function) {
     out.copy_(result);
 }
 
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-    const auto *const first = static_cast<const char*>(a.const_data_ptr()), *const second = static_cast<const char*>(
-                                                                                b.const_data_ptr());
-    return a.nbytes() > 0 && b.nbytes() > 0 && first < second + b.nbytes() && second < first + a.nbytes();
-}
-
 // What an op reads while it writes `out`: contiguous, and apart from `out` unless they are one.
 at::Tensor input_beside(const at::Tensor& x, const at::Tensor& out, bool may_be_one) {
     const at::Tensor input = x.contiguous();
-    if (!overlap(input, out)) return input;
+    if (!share_memory(input, out)) return input;
     return may_be_one && input.const_data_ptr() == out.const_data_ptr() ? input : input.clone();
 }
 

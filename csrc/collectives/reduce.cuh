@@ -2,7 +2,7 @@
 #pragma once
 
 #include "collectives/peers.h"
-#include "multi_tensor/element.cuh"
+#include "common/element.cuh"
 
 namespace te_graph::collectives {
 
@@ -29,13 +29,13 @@ __device__ uint64_t reduce_words(const uint64_t (&words)[kMost], int world) {
         const auto packed = __builtin_bit_cast(Packed<T>, words[p]);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            const float value = multi_tensor::widen(packed.values[i]);
+            const float value = widen(packed.values[i]);
             sums[i] = p == 0 ? value : combine<kReduction>(sums[i], value);
         }
     }
     Packed<T> result;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) result.values[i] = multi_tensor::narrow<T>(sums[i]);
+    for (int i = 0; i < kCount; ++i) result.values[i] = narrow<T>(sums[i]);
     return __builtin_bit_cast(uint64_t, result);
 }
 

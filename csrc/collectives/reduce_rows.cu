@@ -16,11 +16,11 @@ __global__ void __launch_bounds__(kThreads)
     reduce_rows_kernel(const T* rows /* [ranks, columns] */, T* out /* [columns] */, int64_t columns, int ranks) {
     const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
     for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < columns; i += step) {
-        float sum = multi_tensor::widen(rows[i]);
+        float sum = widen(rows[i]);
         for (int row = 1; row < ranks; ++row) {
-            sum = combine<kReduction>(sum, multi_tensor::widen(rows[row * columns + i]));
+            sum = combine<kReduction>(sum, widen(rows[row * columns + i]));
         }
-        out[i] = multi_tensor::narrow<T>(sum);
+        out[i] = narrow<T>(sum);
     }
 }
 

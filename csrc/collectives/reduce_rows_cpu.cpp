@@ -1,12 +1,9 @@
 // Sums of rows on the CPU, with the bits of the kernels but for the payloads of NaNs.
 #include "collectives/reduce_rows.h"
-#include "multi_tensor/element_cpu.h"
+#include "common/element_cpu.h"
 
 namespace te_graph::collectives {
 namespace {
-
-using multi_tensor::BFloat16;
-using multi_tensor::Float16;
 
 float combine(Reduction reduction, float a, float b) {
     if (reduction == Reduction::kSum) return a + b;
@@ -20,11 +17,11 @@ void reduce(const Rows& work) {
     const auto* const rows = static_cast<const T*>(work.rows);
     auto* const out = static_cast<T*>(work.out);
     for (int64_t i = 0; i < work.columns; ++i) {
-        float sum = multi_tensor::widen(rows[i]);
+        float sum = widen(rows[i]);
         for (int row = 1; row < work.ranks; ++row) {
-            sum = combine(work.reduction, sum, multi_tensor::widen(rows[row * work.columns + i]));
+            sum = combine(work.reduction, sum, widen(rows[row * work.columns + i]));
         }
-        out[i] = multi_tensor::narrow<T>(sum);
+        out[i] = narrow<T>(sum);
     }
 }
 

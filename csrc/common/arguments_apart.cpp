@@ -74,6 +74,11 @@ bool may_overlap(const at::Tensor& tensor) {
     return false;
 }
 
+void check_elements_apart(const char* op, const char* argument, const at::Tensor& tensor, std::optional<size_t> i) {
+    TORCH_CHECK_VALUE(!may_overlap(tensor), op, ": expected ", argument, i ? "[" + std::to_string(*i) + "]" : "",
+                      " without overlapping elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
+}
+
 bool share_memory(const at::Tensor& a, const at::Tensor& b) {
     const Span first = span_of(a), second = span_of(b);
     if (!first.overlaps(second)) return false;

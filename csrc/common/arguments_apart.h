@@ -36,6 +36,10 @@ Span span_of(const at::Tensor& tensor);
 // that the smaller ones span.
 bool may_overlap(const at::Tensor& tensor);
 
+// Raises if elements of a strided tensor that is written may lie in one place. i: of a list `argument`, which element.
+void check_elements_apart(const char* op, const char* argument, const at::Tensor& tensor,
+                          std::optional<size_t> i = std::nullopt);
+
 // Whether two strided tensors have an element in common: not so the columns of one table.
 bool share_memory(const at::Tensor& a, const at::Tensor& b);
 

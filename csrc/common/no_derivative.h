@@ -19,7 +19,7 @@ inline bool is_followed(c10::TensorImpl& tensor, bool is_recorded) {
     return (is_recorded && meta->grad_fn_ != nullptr) || (meta->fw_grad_ != nullptr && !meta->fw_grad_->empty());
 }
 
-// The Autograd kernel. A result through which somebody wants a gradient says so in the backward. Refused are tangents,
+// The Autograd kernel. A result says so in the backward, where a gradient is asked of it. Refused are tangents,
 // which would be lost, and tensors that are written while autograd follows them: their history would stay what it was,
 // and gradients be those of the values before.
 torch::CppFunction no_derivative();

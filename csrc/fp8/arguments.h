@@ -84,8 +84,7 @@ Strided<T> strided_of(const char* op, const char* argument, const at::Tensor& ve
     check_dtype(op, argument, vector, dtype);
     check_shape(op, argument, vector, {n});
     check_device(op, argument, vector, device);
-    TORCH_CHECK_VALUE(std::is_const_v<T> || n <= 1 || vector.stride(0) != 0, op, ": expected ", argument,
-                      " without overlapping elements, got strides ", vector.strides());
+    if constexpr (!std::is_const_v<T>) check_elements_apart(op, argument, vector);
     return {static_cast<T*>(vector.data_ptr()), n == 0 ? 0 : vector.stride(0)};
 }
 

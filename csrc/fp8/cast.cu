@@ -63,12 +63,12 @@ __global__ void __launch_bounds__(kThreads) fp8_dequantize_kernel(const Dequanti
 #pragma unroll
                 for (int k = 0; k < 8; ++k) {
                     const auto bits = static_cast<uint8_t>((k < 4 ? bytes.x : bytes.y) >> (k % 4 * 8));
-                    eight.values[k] = multi_tensor::narrow<T>(__fmul_rn(widen(bits, work.format), scale_inv));
+                    eight.values[k] = narrow<T>(__fmul_rn(widen(bits, work.format), scale_inv));
                 }
                 *reinterpret_cast<Vector<T, 8>*>(out + i) = eight;
             } else {
                 for (int64_t j = i; j < min(i + 8, work.numel); ++j) {
-                    out[j] = multi_tensor::narrow<T>(__fmul_rn(widen(work.input[j], work.format), scale_inv));
+                    out[j] = narrow<T>(__fmul_rn(widen(work.input[j], work.format), scale_inv));
                 }
             }
         }

@@ -15,7 +15,7 @@
 
 namespace te_graph::fp8 {
 
-// What is counted of a cast, if somebody asks.
+// What is counted of a cast, where counts are asked for.
 enum Count { kSaturated, kUnderflowed, kNotFinite, kCounts };
 
 // One matrix and where its casts go. 80 bytes: a row of a table in device memory, too.
@@ -58,7 +58,9 @@ struct ColumnSums {
 // counted, and every eight elements of a row at a multiple of 16 bytes (8 in `out`). Else one of these.
 constexpr int kMixed = 0;
 constexpr int kCounted = -1;  // mixed, and something is counted
-constexpr int kind_of(DType dtype, Format format) { return 1 + 2 * static_cast<int>(dtype) + static_cast<int>(format); }
+constexpr int kind_of(DType dtype, Format format) {
+    return 1 + static_cast<int>(std::size(kFormats)) * static_cast<int>(dtype) + static_cast<int>(format);
+}
 inline int kind_of(const Cast& cast) {
     if (cast.counts) return kCounted;
     const bool is_even = cast.columns % 8 == 0 && reinterpret_cast<uintptr_t>(cast.input) % 16 == 0 &&

@@ -7,9 +7,6 @@
 namespace te_graph::fp8 {
 namespace {
 
-using multi_tensor::narrow;
-using multi_tensor::widen;
-
 struct Findings {
     float amax = 0;
     int64_t counts[kCounts] = {};

@@ -173,7 +173,7 @@ struct Uniform {
 template <bool kWithSums, typename Function>
 void with_kind(int kind, const Function& function) {
     constexpr Extra kExtra = kWithSums ? Extra::kSums : Extra::kNone;
-    const auto with_format = [&]<Format kFormat>() {
+    const auto try_format = [&]<Format kFormat>() {
         if (kind == kind_of(DType::kBFloat16, kFormat)) {
             function.template operator()<Uniform<__nv_bfloat16, kFormat>, kExtra>();
         } else if (kind == kind_of(DType::kFloat16, kFormat)) {
@@ -185,7 +185,9 @@ void with_kind(int kind, const Function& function) {
         }
         return true;
     };
-    if (with_format.template operator()<Format::kE4M3>() || with_format.template operator()<Format::kE5M2>()) return;
+    for (const Format format : kFormats) {
+        if (with_format(format, try_format)) return;
+    }
     if (kind == kCounted) {
         function.template operator()<Mixed, Extra::kSumsAndCounts>();
     } else {

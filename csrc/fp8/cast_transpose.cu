@@ -105,7 +105,7 @@ __global__ void fp8_cast_transpose_dbias_kernel(const float* partial, T* out, in
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) sum = __fadd_rn(sum, batch[b]);
     }
-    out[column] = multi_tensor::narrow<T>(sum);
+    out[column] = narrow<T>(sum);
 }
 
 cudaError_t finish_sums(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {

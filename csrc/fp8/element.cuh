@@ -5,15 +5,14 @@
 
 #include <cfloat>
 
+#include "common/element.cuh"
 #include "fp8/cast.h"
-#include "multi_tensor/element.cuh"
 
 namespace te_graph::fp8 {
 
-using multi_tensor::Vector;
-using multi_tensor::widen;
+using te_graph::widen;  // beside those of FP8 numbers
 
-constexpr int kThreads = multi_tensor::kThreads;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
 // Two numbers, the first one in the lower byte.
@@ -135,7 +134,7 @@ __device__ Vector<T, 8> load_eight(const T* input, int64_t end) {
         }
     } else {
 #pragma unroll
-        for (int k = 0; k < 8; ++k) eight.values[k] = k < end ? input[k] : multi_tensor::narrow<T>(0.0f);
+        for (int k = 0; k < 8; ++k) eight.values[k] = k < end ? input[k] : narrow<T>(0.0f);
     }
     return eight;
 }

@@ -2,18 +2,25 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 
+#include "common/dtype.h"
 #include "common/host_device.h"
-#include "multi_tensor/table.h"
 
 namespace te_graph::fp8 {
 
-using multi_tensor::DType;
-
 enum class Format : uint8_t { kE4M3, kE5M2 };
+constexpr Format kFormats[] = {Format::kE4M3, Format::kE5M2};
 
 // The largest number of the format.
 TE_GRAPH_HOST_DEVICE constexpr float max_of(Format format) { return format == Format::kE4M3 ? 448.0f : 57344.0f; }
+
+// Calls function.operator()<kFormat>(), on the host.
+template <typename Function>
+auto with_format(Format format, const Function& function) {
+    if (format == Format::kE4M3) return function.template operator()<Format::kE4M3>();
+    return function.template operator()<Format::kE5M2>();
+}
 
 // A one-element tensor that is read when the kernel runs: set unless it is 0. Nothing where there is none.
 struct Flag {

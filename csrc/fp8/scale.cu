@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kColumns* kDepth)
             if (is_rolled && row >= 2 && row < height) at(row - 1) = held[k];
         }
     }
-    // The row that goes to the end is written by nobody else.
+    // The row that goes to the end is written by no other thread.
     if (is_inside && depth == 0) {
         if (is_rolled && height > 1) at(height - 1) = newest;
         at(0) = 0;

@@ -40,10 +40,10 @@ void current_scale_cpu(const CurrentScale& work) {
     with_input(work.dtype, [&]<typename T>() {
         float amax = 0;
         for (int64_t i = 0; i < work.numel; ++i) {
-            const float x = std::fabs(multi_tensor::widen(static_cast<const T*>(work.input)[i]));
+            const float x = std::fabs(widen(static_cast<const T*>(work.input)[i]));
             if (!(x <= amax) && amax == amax) amax = x;
         }
-        *work.amax = amax != amax ? multi_tensor::as_float(0x7FC00000) : amax;
+        *work.amax = amax != amax ? as_float(0x7FC00000) : amax;
         *work.scale = scale_of(*work.amax, work.rule);
     });
 }

@@ -49,8 +49,7 @@ Update update_of(const at::Tensor& amax_history,     // [H, n]
                       fp8_max);
     TORCH_CHECK_VALUE(amax_compute_algo == "max" || amax_compute_algo == "most_recent", kUpdate,
                       ": expected amax_compute_algo to be 'max' or 'most_recent', got '", amax_compute_algo, "'");
-    TORCH_CHECK_VALUE(!may_overlap(amax_history), kUpdate, ": expected amax_history without overlapping elements, got ",
-                      "shape ", amax_history.sizes(), " with strides ", amax_history.strides());
+    check_elements_apart(kUpdate, "amax_history", amax_history);
     const at::Device device = amax_history.device();
     const int64_t n = amax_history.size(1);
     check_strided(kUpdate, "non_weight_mask", non_weight_mask);

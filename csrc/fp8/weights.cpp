@@ -1,12 +1,13 @@
 #include "fp8/weights.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <initializer_list>
 
+#include "common/note_writes.h"
+#include "common/own_op.h"
 #include "common/to_device.h"
 #include "fp8/arguments.h"
 
@@ -15,8 +16,6 @@ namespace {
 
 constexpr const char* kWeights = "Fp8Weights";
 constexpr int64_t kCastWords = sizeof(Cast) / sizeof(int64_t);
-
-int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
 
 std::string at_index(const char* list, size_t i) { return std::string(list) + "[" + std::to_string(i) + "]"; }
 
@@ -225,10 +224,8 @@ void WeightTable::cast(const at::Tensor& noop, bool is_done) {
                            {"counts", vectors_.size() > 3 ? vectors_[3] : at::Tensor(), true},
                            {"noop", noop, false}});
     check_beside(kWeights, buffers_, {}, {{"noop", noop, false}});
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("te_graph::fp8_cast_weights_table_", "")
-                               .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList,
-                                           int64_t, const std::optional<at::Tensor>&)>();
+    static const auto op = own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, int64_t,
+                                       const std::optional<at::Tensor>&)>("te_graph::fp8_cast_weights_table_");
     op.call(table_, tiles_, state_, written_, kind_, noop.defined() ? std::optional<at::Tensor>(noop) : std::nullopt);
     if (!is_done) return;
     for (size_t i = 0; i < weights_.size(); ++i) versions_[i] = version_of(weights_[i]);

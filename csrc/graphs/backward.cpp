@@ -49,7 +49,7 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
     return {begin, begin + tensor.nbytes()};
 }
 
-// A tensor over the memory of `buffer` if nobody else refers to that, else over new memory, like `source`. Always a tensor
+// A tensor over the memory of `buffer` if nothing else refers to that, else over new memory, like `source`. Always a tensor
 // of its own: what the user has set on an earlier one (attributes, hooks, flags) went with that.
 at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
     const bool is_ours = buffer.defined() && buffer.storage().use_count() == 1;
@@ -88,7 +88,7 @@ void GraphedCallable::check_backward(const PendingBackward& pending) const {
 
 void GraphedCallable::check_what_backward_reads() const {
     const pybind11::gil_scoped_acquire gil;
-    Guard::Tensors none;
+    CallableGuard::Tensors none;
     const std::string change = backward_guard_->is_rooted() ? backward_guard_->check(Py_None, none) : std::string();
     TORCH_CHECK(change.empty(), name_, ": ", change,
                 " since the forward, and code that the backward runs reads it, which a replay would not do: change it "
@@ -126,7 +126,7 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
             load(i, grads[i]);
         }
     }
-    // Somebody may hold gradients that lie where these are to be written.
+    // Gradients that are still held may lie where these are to be written.
     if (!elsewhere.empty()) replay_order_->input_gradients().protect();
     for (const size_t i : elsewhere) load(i, grads[i]);
     return got;

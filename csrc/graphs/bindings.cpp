@@ -8,6 +8,7 @@
 
 #include "graphs/callable.h"
 #include "graphs/fast_call.h"
+#include "graphs/function_guard.h"
 #include "graphs/hooks.h"
 #include "graphs/modes.h"
 #include "graphs/observers.h"
@@ -111,14 +112,13 @@ void bind(py::module_& m) {
     m.def("make_fast_call", &make_fast_call, py::arg("type"));
     m.def(
         "fast_call",
-        [](std::shared_ptr<GraphedCallable> callable, std::shared_ptr<Guard> plain, size_t tensors, bool grad_mode) {
+        [](std::shared_ptr<GraphedCallable> callable, std::shared_ptr<CallableGuard> plain, size_t tensors,
+           bool grad_mode) {
             return to_python(
                 std::make_unique<FastCall>(FastCall{std::move(callable), std::move(plain), tensors, grad_mode}));
         },
         py::arg("callable"), py::arg("plain"), py::arg("tensors"), py::arg("grad_mode"));
-    m.def("is_capturing", &is_capturing, py::arg("device"));
-    m.def(
-        "has_gradient_hooks", [](const at::Tensor& leaf) { return has_gradient_hooks(leaf); }, py::arg("leaf"));
+    m.def("is_capturing", &is_capturing, py::arg("device") = py::none());
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
@@ -195,7 +195,7 @@ void bind(py::module_& m) {
         .value("NEVER", StepKind::kNever);
 
     m.def(
-        "version_of", [](const py::type& type) { return version_of(reinterpret_cast<PyTypeObject*>(type.ptr())); },
+        "type_version", [](const py::type& type) { return type_version(reinterpret_cast<PyTypeObject*>(type.ptr())); },
         py::arg("type"));
     m.def("register_value_type", &register_value_type, py::arg("type"), py::arg("key"), py::arg("is_mutable"));
     py::class_<Value, std::shared_ptr<Value>>(m, "Value").def_property_readonly("is_mutable", &Value::is_mutable);
@@ -207,7 +207,6 @@ void bind(py::module_& m) {
         py::arg("dict"));
 
     py::class_<Guard, std::shared_ptr<Guard>>(m, "Guard")
-        .def(py::init<>())
         .def("add_step", &Guard::add_step, py::arg("kind"), py::arg("parent"), py::arg("key"), py::arg("index"),
              py::arg("expected"), py::arg("subject"), py::arg("is_ephemeral") = false)
         .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"), py::arg("is_used") = true,
@@ -218,17 +217,21 @@ void bind(py::module_& m) {
         .def("expect_type", &Guard::expect_type, py::arg("step"), py::arg("type"))
         .def("expect_same", &Guard::expect_same, py::arg("step"), py::arg("other"))
         .def_property_readonly("steps", &Guard::steps)
-        .def_property_readonly("tensors", &Guard::tensors)
-        .def("check_call", [](const Guard& guard, const py::object& root) { return guard.check_call(root.ptr()); })
-        .def("begin",
-             [](const Guard& guard, const Settings& settings, const py::object& root, const std::vector<int>& steps) {
-                 std::vector<py::object> found;
-                 std::string change = settings.change();
-                 if (change.empty()) change = guard.begin(root.ptr(), steps, found);
-                 return std::make_pair(std::move(change), std::move(found));
-             })
-        .def("check", [](const Guard& guard, const py::object& root) {
-            Guard::Tensors found;
+        .def_property_readonly("tensors", &Guard::tensors);
+    py::class_<FunctionGuard, Guard, std::shared_ptr<FunctionGuard>>(m, "FunctionGuard")
+        .def(py::init<>())
+        .def("check", [](const FunctionGuard& guard, const py::object& root) { return guard.check(root.ptr()); })
+        .def("begin", [](const FunctionGuard& guard, const Settings& settings, const py::object& root,
+                         const std::vector<int>& steps) {
+            std::vector<py::object> found;
+            std::string change = settings.change();
+            if (change.empty()) change = guard.begin(root.ptr(), steps, found);
+            return std::make_pair(std::move(change), std::move(found));
+        });
+    py::class_<CallableGuard, Guard, std::shared_ptr<CallableGuard>>(m, "CallableGuard")
+        .def(py::init<>())
+        .def("check", [](const CallableGuard& guard, const py::object& root) {
+            CallableGuard::Tensors found;
             return guard.check(root.ptr(), found);
         });
 
@@ -312,10 +315,10 @@ void bind(py::module_& m) {
 
     py::class_<GraphedCallable, std::shared_ptr<GraphedCallable>>(
         m, "GraphedCallable", py::custom_type_setup(&collect_garbage_through_guards))
-        .def(py::init<std::string, at::Device, std::shared_ptr<ReplayOrder>, std::shared_ptr<Guard>,
+        .def(py::init<std::string, at::Device, std::shared_ptr<ReplayOrder>, std::shared_ptr<CallableGuard>,
                       std::vector<InputSpec>, std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>,
                       std::vector<bool>, std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>,
-                      std::shared_ptr<Guard>>(),
+                      std::shared_ptr<CallableGuard>>(),
              py::arg("name"), py::arg("device"), py::arg("replay_order"), py::arg("guard"), py::arg("inputs"),
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
              py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"), py::arg("backward_guard"))

@@ -17,10 +17,10 @@
 #include <variant>
 #include <vector>
 
+#include "graphs/callable_guard.h"
 #include "graphs/gradient_plan.h"
 #include "graphs/gradient_table.h"
 #include "graphs/graph.h"
-#include "graphs/guard.h"
 #include "graphs/lent_storages.h"
 #include "graphs/pending_backward.h"
 #include "graphs/replay_order.h"
@@ -31,7 +31,7 @@
 
 namespace te_graph::graphs {
 
-// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, whoever graphs it.
+// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, shared by all callables that use it.
 struct StoreFlag {
     std::atomic<bool> overwrite{false};
 };
@@ -138,10 +138,11 @@ struct ReplayMiss {
 class GraphedCallable : public std::enable_shared_from_this<GraphedCallable> {
 public:
     GraphedCallable(std::string name, at::Device device, std::shared_ptr<ReplayOrder> replay_order,
-                    std::shared_ptr<Guard> guard, std::vector<InputSpec> inputs, std::vector<ParameterSpec> parameters,
-                    const std::vector<ExternalSpec>& externals, std::vector<int> differentiable,
-                    std::vector<bool> saved_outputs, std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
-                    const std::shared_ptr<GraphedCallable>& predecessor, std::shared_ptr<Guard> backward_guard);
+                    std::shared_ptr<CallableGuard> guard, std::vector<InputSpec> inputs,
+                    std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
+                    std::vector<int> differentiable, std::vector<bool> saved_outputs, std::vector<bool> inner_outputs,
+                    std::vector<ResultSpec> results, const std::shared_ptr<GraphedCallable>& predecessor,
+                    std::shared_ptr<CallableGuard> backward_guard);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
@@ -165,7 +166,7 @@ public:
 
     const std::string& name() const { return name_; }
     // For the garbage collector.
-    const Guard& guard() const { return *guard_; }
+    const CallableGuard& guard() const { return *guard_; }
 
     // Of all slots: each forward, followed by its backward.
     std::vector<std::shared_ptr<CapturedGraph>> graphs() const;
@@ -177,17 +178,17 @@ public:
 private:
     using Bits = std::vector<bool>;
 
-    std::optional<ReplayMiss> check(PyObject* root, const std::vector<at::Tensor>& inputs, Guard::Tensors& externals,
-                                    int& slot) const;
+    std::optional<ReplayMiss> check(PyObject* root, const std::vector<at::Tensor>& inputs,
+                                    CallableGuard::Tensors& externals, int& slot) const;
     std::string difference_of_inputs(const std::vector<at::Tensor>& inputs) const;
     std::string difference_of_memory(const std::vector<at::Tensor>& inputs, const FoundTensors& externals) const;
     void make_results(bool early, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
-                      const Guard::Tensors& externals, std::vector<at::Tensor>& results) const;
+                      const CallableGuard::Tensors& externals, std::vector<at::Tensor>& results) const;
     std::optional<ReplayMiss> choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     std::optional<ReplayMiss> choose_linked_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     ReplayMiss held_elsewhere() const;
     bool finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const;
-    void attach_node(SlotLease lease, Guard::Tensors externals, const std::vector<at::Tensor>& inputs,
+    void attach_node(SlotLease lease, CallableGuard::Tensors externals, const std::vector<at::Tensor>& inputs,
                      std::vector<at::Tensor>& outputs);
 
     Slot& slot_of(const PendingBackward& pending) const { return *slots_[pending.lease.slot()]; }
@@ -215,8 +216,8 @@ private:
     const std::string name_;
     const at::Device device_;
     const std::shared_ptr<ReplayOrder> replay_order_;
-    const std::shared_ptr<Guard> guard_;
-    const std::shared_ptr<Guard> backward_guard_;  // over what Python code in the backward reads; null: nothing
+    const std::shared_ptr<CallableGuard> guard_;
+    const std::shared_ptr<CallableGuard> backward_guard_;  // over what Python code in the backward reads; null: nothing
     const Settings settings_;
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;

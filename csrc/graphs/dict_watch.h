@@ -14,7 +14,7 @@ uint64_t dict_changes();
 bool watch_dict(PyObject* dict);
 
 // The same for the attributes of an object: only of names that were given to name_attribute() a change counts, so that
-// a counter which nobody looks at costs nobody anything.
+// a counter that is not read costs nothing.
 bool watch_attributes(PyObject* dict);
 void name_attribute(PyObject* name);
 

@@ -19,7 +19,7 @@ PyObject* lookup(PyTypeObject* type, PyObject* name) { return _PyType_Lookup(typ
 // What the call of a module consists of. Kept for good: it lives as long as torch.
 struct ModuleCalls {
     PyObject *call_name, *call_impl_name, *forward_name, *own_forward_name;
-    PyObject *call, *call_impl;  // of torch.nn.Module, as torch made them: who replaces them wants to see every call
+    PyObject *call, *call_impl;  // of torch.nn.Module, as torch made them: a replacement is there to see every call
     PyObject* hook_dicts[4];     // of all modules
 
     static const ModuleCalls& get() {
@@ -109,7 +109,7 @@ PyObject* replay(PyObject* module, PyObject* const* args, size_t count) {
             if (args[i] == args[other]) return nullptr;
         }
     }
-    Guard::Tensors none;
+    CallableGuard::Tensors none;
     if (!fast->plain->check(module, none).empty()) return nullptr;
     std::vector<at::Tensor> inputs;
     inputs.reserve(count);

@@ -10,14 +10,14 @@
 #include <memory>
 
 #include "graphs/callable.h"
-#include "graphs/guard.h"
+#include "graphs/callable_guard.h"
 
 namespace te_graph::graphs {
 
 // What the call must know of one graphed module: attribute `fast_call` of its handle `te_graph`.
 struct FastCall {
     std::shared_ptr<GraphedCallable> callable;
-    std::shared_ptr<Guard>
+    std::shared_ptr<CallableGuard>
         plain;       // passes while the instance lets torch.nn.Module.__call__ do nothing but call forward
     size_t tensors;  // number of arguments, all of them tensors
     bool grad_mode;

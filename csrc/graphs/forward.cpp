@@ -22,12 +22,12 @@ namespace impl = torch::autograd::impl;
 namespace py = pybind11;
 
 GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<ReplayOrder> replay_order,
-                                 std::shared_ptr<Guard> guard, std::vector<InputSpec> inputs,
+                                 std::shared_ptr<CallableGuard> guard, std::vector<InputSpec> inputs,
                                  std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
                                  std::vector<int> differentiable, std::vector<bool> saved_outputs,
                                  std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
                                  const std::shared_ptr<GraphedCallable>& predecessor,
-                                 std::shared_ptr<Guard> backward_guard)
+                                 std::shared_ptr<CallableGuard> backward_guard)
     : name_(std::move(name)),
       device_(device),
       replay_order_(std::move(replay_order)),
@@ -154,7 +154,7 @@ std::optional<ReplayMiss> GraphedCallable::choose_slot(const std::vector<at::Ten
         if (!pool_->is_free(slot)) continue;
         is_any_free = true;
         const LentStorages::Holder holder = lent_[slot]->holder(position_);
-        // What is held would have to move, and somebody may be reading it: another stream, a thread that it was given.
+        // What is held would have to move while it may be read: by another stream, by a thread that it was given to.
         if (holder == LentStorages::Holder::kNone) return std::nullopt;
         if (holder == LentStorages::Holder::kThisThread && held < 0) held = slot;
     }
@@ -210,7 +210,7 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
 
 // All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
 std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
-                                                 Guard::Tensors& externals, int& slot) const {
+                                                 CallableGuard::Tensors& externals, int& slot) const {
     check_groups(name_.c_str());
     if (is_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
     if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
@@ -245,7 +245,7 @@ std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vect
 std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObject* root,
                                                                            const std::vector<at::Tensor>& inputs) {
     const c10::DeviceGuard on_device(device_);
-    Guard::Tensors externals;
+    CallableGuard::Tensors externals;
     int number = 0;
     if (auto miss = check(root, inputs, externals, number)) return *std::move(miss);
 
@@ -281,7 +281,7 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
 }
 
 void GraphedCallable::make_results(bool early, const std::vector<at::Tensor>& outputs,
-                                   const std::vector<at::Tensor>& inputs, const Guard::Tensors& externals,
+                                   const std::vector<at::Tensor>& inputs, const CallableGuard::Tensors& externals,
                                    std::vector<at::Tensor>& results) const {
     for (size_t i = 0; i < results_.size(); ++i) {
         const ResultSpec& spec = results_[i];
@@ -293,8 +293,8 @@ void GraphedCallable::make_results(bool early, const std::vector<at::Tensor>& ou
     }
 }
 
-void GraphedCallable::attach_node(SlotLease lease, Guard::Tensors externals, const std::vector<at::Tensor>& inputs,
-                                  std::vector<at::Tensor>& outputs) {
+void GraphedCallable::attach_node(SlotLease lease, CallableGuard::Tensors externals,
+                                  const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) {
     const auto [node, owner] = make_node<ReplayNode>(PendingBackward(shared_from_this(), std::move(lease)));
     node->set_label(name_);
     PendingBackward& pending = node->pending();

@@ -17,7 +17,6 @@
 namespace te_graph::graphs {
 
 using multi_tensor::Chunk;
-using multi_tensor::DType;
 using multi_tensor::Entry;
 using multi_tensor::Mode;
 

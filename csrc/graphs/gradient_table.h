@@ -77,7 +77,7 @@ bool is_dense(const at::Tensor& tensor);
 
 // A supported dtype with the number of its elements that make one element of `dtype` (2 for complex).
 struct ElementType {
-    multi_tensor::DType dtype;
+    DType dtype;
     int64_t count;
 };
 ElementType element_type(at::ScalarType dtype);

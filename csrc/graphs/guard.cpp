@@ -1,7 +1,6 @@
 #include "graphs/guard.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 namespace py = pybind11;
 
 namespace te_graph::graphs {
+
 Guard::Identity::Identity(const py::object& object) {
     if (object.is_none()) return;
     address_ = object.ptr();
@@ -27,7 +27,7 @@ PyObject* Guard::Identity::live() const {
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject* found = nullptr;
     PyWeakref_GetRef(weak_.ptr(), &found);
-    Py_XDECREF(found);  // somebody else holds it
+    Py_XDECREF(found);  // others hold it
     return found;
 #else
     PyObject* const found = PyWeakref_GetObject(weak_.ptr());
@@ -71,7 +71,7 @@ int Guard::add_tensor(int step, const at::Tensor& tensor, bool is_used, bool is_
 }
 
 // Items of dictionaries, except those of a function's globals, which training scripts change all the time, and of
-// instances where Python keeps their values in the object: attributes then change without a word to who watches.
+// instances where Python keeps their values in the object: attributes then change without telling watchers.
 bool Guard::is_in_watched_dict(const Step& step) const {
     constexpr bool kHasValuesInObjects = PY_VERSION_HEX >= 0x030D0000;
     const bool is_dict = step.kind == StepKind::kItem || step.kind == StepKind::kAbsent ||
@@ -99,75 +99,6 @@ bool Guard::watch(const Step& step, PyObject* parent) const {
     return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
 }
 
-std::string Guard::check(PyObject* root, Tensors& found) const {
-    // Where Python code runs, of keys and destructors, other threads may come in: they look for themselves.
-    const bool is_alone = !is_in_check_;
-    const auto done = c10::make_scope_exit([&] {
-        if (is_alone) is_in_check_ = false;
-    });
-    is_in_check_ = true;
-    if (is_alone && is_as_last_time(root)) {
-        found = found_;
-        return {};
-    }
-    if (is_alone) forget();
-    const uint64_t changes = dict_changes();
-    std::vector<PyObject*> tensors(tensors_.size());
-    Walk met;
-    Held held;
-    if (std::string change = walk(root, &tensors, met, held); !change.empty()) return change;
-    found = std::make_shared<FoundTensors>(std::move(tensors));
-    if (is_alone) {
-        found_ = found;
-        std::swap(last_, met);
-        root_ = root;
-        changes_ = changes;
-    }
-    return {};
-}
-
-std::string Guard::check_call(PyObject* root) const {
-    Held held;
-    return check_call(root, held);
-}
-
-std::string Guard::check_call(PyObject* root, Held& held) const {
-    if (is_as_before(root, held)) return {};
-    root_ = nullptr;
-    const uint64_t changes = dict_changes();
-    Walk met;
-    if (std::string change = walk(root, nullptr, met, held); !change.empty()) return change;
-    std::swap(last_, met);
-    note_what_is_watched();
-    root_ = root;
-    changes_ = changes;
-    return {};
-}
-
-std::string Guard::begin(PyObject* root, const std::vector<int>& steps, std::vector<py::object>& found) const {
-    Held held;
-    if (std::string change = check_call(root, held); !change.empty()) return change;
-    bump_versions();
-    for (const int step : steps) found.push_back(py::reinterpret_borrow<py::object>(last_.reached.at(step)));
-    return {};
-}
-
-void Guard::bump_versions() const {
-    for (const ExpectedTensor& expected : tensors_) {
-        if (!expected.is_written) continue;
-        PyObject* const object = last_.reached[expected.step];
-        const at::Tensor& tensor =
-            steps_[expected.step].kind == StepKind::kGrad ? grad_of(object) : THPVariable_Unpack(object);
-        if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-    }
-}
-
-void Guard::forget() const {
-    root_ = nullptr;
-    const Tensors last = std::move(found_);  // dropped once this is in order: objects may call back
-    found_ = nullptr;
-}
-
 PyObject* Guard::take(const Step& step, PyObject* parent, const std::vector<PyObject*>& reached) {
     if (step.kind == StepKind::kKnown) return step.expected.live();
     PyObject* const key = step.kind == StepKind::kItemOf ? reached[step.index] : step.key.ptr();
@@ -178,63 +109,6 @@ bool Guard::is_expected(const Step& step, PyObject* object, const std::vector<Py
     if (step.same_as >= 0 && object != reached[step.same_as]) return false;
     if (step.value && !step.value->matches(object)) return false;
     return step.type.matches(reinterpret_cast<PyObject*>(Py_TYPE(object))) && step.expected.matches(object);
-}
-
-bool Guard::has_tensor(const Step& step, PyObject* parent, PyObject* object) const {
-    const ExpectedTensor& expected = tensors_[step.tensor];
-    if (step.kind == StepKind::kGrad) return object != Py_None && is_same(expected, grad_of(parent), true);
-    return THPVariable_Check(object) && is_same(expected, THPVariable_Unpack(object), true);
-}
-
-bool Guard::is_as_last_time(PyObject* root) const {
-    if (root != root_ || changes_ != dict_changes()) return false;
-    for (const size_t i : last_.unwatched) {
-        const Step& step = steps_[i];
-        PyObject* const object = take(step, step.parent < 0 ? root : last_.reached[step.parent], last_.reached);
-        if (!object || object != last_.reached[i] || !is_expected(step, object, last_.reached)) return false;
-    }
-    for (const auto& [i, version] : last_.classes) {
-        PyObject* const parent = steps_[i].parent < 0 ? root : last_.reached[steps_[i].parent];
-        if (type_of(parent)->tp_version_tag != version || version == 0) return false;
-    }
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-        if (!found_->is_unswapped(i) || !is_same(tensors_[i], (*found_)[i], true)) return false;
-    }
-    return true;
-}
-
-// As the last check in passing found it, though some objects may be others. Those below which nothing is taken again
-// must not be. Where a step ran Python code, another thread may have changed a dictionary: then nothing below it counts.
-bool Guard::is_as_before(PyObject* root, Held& held) const {
-    if (!root_ || changes_ != dict_changes()) return false;
-    held.reserve(last_.unwatched.size());
-    for (const size_t i : last_.unwatched) {
-        const Step& step = steps_[i];
-        PyObject* const parent = step.parent < 0 ? root : last_.reached[step.parent];
-        PyObject* const object = held(take(step, parent, last_.reached));
-        if (!object || (object != last_.reached[i] && leads_to_watched_[i])) return false;
-        if (!is_expected(step, object, last_.reached) || changes_ != dict_changes()) return false;
-        last_.reached[i] = object;
-        if (step.tensor >= 0 && !has_tensor(step, parent, object)) return false;
-    }
-    return std::all_of(watched_tensors_.begin(), watched_tensors_.end(), [&](size_t i) {
-        return has_tensor(steps_[i], last_.reached[steps_[i].parent], last_.reached[i]);
-    });
-}
-
-void Guard::note_what_is_watched() const {
-    std::vector<char> is_taken(steps_.size(), 0);
-    for (const size_t i : last_.unwatched) is_taken[i] = 1;
-    leads_to_watched_.assign(steps_.size(), 0);
-    watched_tensors_.clear();
-    for (size_t i = 0; i < steps_.size(); ++i) {
-        if (is_taken[i]) continue;
-        const Step& step = steps_[i];
-        if (step.tensor >= 0) watched_tensors_.push_back(i);
-        if (step.parent >= 0) leads_to_watched_[step.parent] = 1;
-        if (step.kind == StepKind::kItemOf) leads_to_watched_[step.index] = 1;
-        if (step.same_as >= 0) leads_to_watched_[step.same_as] = 1;
-    }
 }
 
 std::string Guard::difference(const Step& step, PyObject* object) {
@@ -277,15 +151,6 @@ std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found, Walk& wal
             if (found) (*found)[step.tensor] = object;
         }
         if (!is_expected(step, object, reached)) return difference(step, object);
-    }
-    return {};
-}
-
-std::string Guard::check_tensors(const FoundTensors& found) const {
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-        if (!found.is_unswapped(i)) return tensor_name(i) + " was swapped with another tensor";
-        if (is_same(tensors_[i], found[i], false)) continue;
-        if (std::string change = compare(tensors_[i], found[i], false); !change.empty()) return tensor_name(i) + change;
     }
     return {};
 }

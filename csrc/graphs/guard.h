@@ -8,9 +8,8 @@
 // Dictionaries on the way are watched (Python 3.12 or newer). As long as none has changed, a check takes only the
 // steps that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors that the last walk found.
 //
-// check() is for callables, whose backward goes on with the tensors found. check_call() is for functions that
-// are called with whatever the caller has at hand: what is found may be other objects each time, and none of it is
-// kept.
+// How often the objects found may be others is what callables (callable_guard.h) and functions (function_guard.h)
+// differ in.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +20,6 @@
 #include <utility>
 #include <vector>
 
-#include "graphs/found_tensors.h"
 #include "graphs/hooks.h"
 #include "graphs/step.h"
 #include "graphs/tensor_facts.h"
@@ -51,9 +49,6 @@ private:
 
 class Guard {
 public:
-    using Tensors = std::shared_ptr<const FoundTensors>;
-
-    Guard() = default;
     // Autograd may drop the last owner on a thread that does not hold the GIL.
     ~Guard();
     Guard(const Guard&) = delete;
@@ -80,33 +75,13 @@ public:
     // It must be the very object that the earlier step `other` reaches.
     void expect_same(int step, int other) { steps_[step].same_as = other; }
 
-    // Checks from `root` on. Puts the tensors into `found` and returns an empty string, or returns what has changed.
-    std::string check(PyObject* root, Tensors& found) const;
-
-    // Checks from `root` on, and keeps nothing of what it finds. Not to be mixed with check() on one guard, and for one
-    // thread at a time.
-    std::string check_call(PyObject* root) const;
-    // The same. If nothing has changed, notes in the version counters that the written tensors are written, and puts
-    // what `steps` reached into `found`.
-    std::string begin(PyObject* root, const std::vector<int>& steps, std::vector<pybind11::object>& found) const;
-
-    // Compares tensors found by an earlier check() again: they may have moved since. Their requires_grad no
-    // longer matters, as for a backward in eager execution. Needs no GIL.
-    std::string check_tensors(const FoundTensors& found) const;
-
-    // Whether the object lives that the first step, one to a known object, leads to.
-    bool is_rooted() const { return steps_.front().expected.live(); }
-
-    // For the garbage collector. What a backward still needs is no business of the guard's alone.
-    int visit(visitproc visit, void* arg) const { return found_.use_count() == 1 ? found_->visit(visit, arg) : 0; }
-    // Lets go of what the last walk found.
-    void forget() const;
-
     size_t tensors() const { return tensors_.size(); }
     size_t steps() const { return steps_.size(); }
     const std::string& tensor_name(size_t tensor) const { return steps_[tensors_[tensor].step].subject; }
 
-private:
+protected:
+    Guard() = default;
+
     // An object to be found again, without owning it: by weak reference where its type has them, so that a new object
     // at the address of a dead one is not taken for it; else by address (constants, closure cells).
     class Identity {
@@ -160,34 +135,19 @@ private:
     };
 
     static std::string compare(const ExpectedTensor& expected, const at::Tensor& tensor, bool compare_requires_grad);
-    bool is_in_watched_dict(const Step& step) const;
-    bool is_attribute(const Step& step) const;
-    bool watch(const Step& step, PyObject* parent) const;
     static PyObject* take(const Step& step, PyObject* parent, const std::vector<PyObject*>& reached);
     static bool is_expected(const Step& step, PyObject* object, const std::vector<PyObject*>& reached);
-    bool has_tensor(const Step& step, PyObject* parent, PyObject* object) const;
-    bool is_as_last_time(PyObject* root) const;
-    bool is_as_before(PyObject* root, Held& held) const;
-    std::string check_call(PyObject* root, Held& held) const;
-    void note_what_is_watched() const;
-    void bump_versions() const;
-    static std::string difference(const Step& step, PyObject* object);
     // found: [tensors], filled, or null. What is met lives until `held` goes: other threads may drop it meanwhile.
     std::string walk(PyObject* root, std::vector<PyObject*>* found, Walk& walk, Held& held) const;
 
     std::vector<Step> steps_;
     std::vector<ExpectedTensor> tensors_;
 
-    // Of the last walk that found everything as it must be.
-    mutable Tensors found_;
-    mutable Walk last_;  // what it met is alive while `changes_` is up to date
-    // For checks of calls: the other steps that reach tensors, and whether a step has ones that are not taken below
-    // it.
-    mutable std::vector<size_t> watched_tensors_;
-    mutable std::vector<char> leads_to_watched_;  // [steps]
-    mutable PyObject* root_ = nullptr;
-    mutable uint64_t changes_ = 0;
-    mutable bool is_in_check_ = false;  // by a thread that another one has interrupted
+private:
+    bool is_in_watched_dict(const Step& step) const;
+    bool is_attribute(const Step& step) const;
+    bool watch(const Step& step, PyObject* parent) const;
+    static std::string difference(const Step& step, PyObject* object);
 };
 
 }  // namespace te_graph::graphs

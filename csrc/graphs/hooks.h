@@ -1,4 +1,4 @@
-// Hooks on leaves: who has them, and how to keep them out of a capture.
+// Hooks on leaves: which leaves have them, and how to keep them out of a capture.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,7 +1,7 @@
 // Static memory lent to the user as ordinary tensors.
 //
 // A graph writes its results to the same memory at every replay. What the user gets is a tensor with a StorageImpl of
-// its own over that memory: no copy. Before the memory is overwritten, every such StorageImpl that somebody still holds
+// its own over that memory: no copy. Before the memory is overwritten, every such StorageImpl that is still held
 // (directly, through a view, or inside an autograd node) is moved to a copy in ordinary memory, so no value ever
 // changes under its holder.
 #pragma once
@@ -17,7 +17,7 @@ namespace te_graph::graphs {
 // True while the memory of `storage` is lent: until it was moved, resized or exchanged.
 bool is_lent(const c10::StorageImpl& storage);
 
-// Moves `storage` to memory of its own if it is lent. For who is about to tell its address to somebody that does not
+// Moves `storage` to memory of its own if it is lent. Called before its address is told to code that does not
 // know of the StorageImpl.
 void move_if_lent(c10::StorageImpl& storage);
 
@@ -31,7 +31,7 @@ class LentStorages {
 public:
     // All of `position` and later ones have been protected.
     void add(c10::intrusive_ptr<c10::StorageImpl> storage, int position = 0);
-    // Who holds some of what protect() would move. A thread of autograd stands for the one that waits for its backward.
+    // The thread that holds some of what protect() would move. A thread of autograd stands for the one that waits for its backward.
     enum class Holder { kNone, kThisThread, kOtherThread };
     Holder holder(int position = 0);
     // To be called before the memory of `position` and later ones is overwritten, on the stream that will overwrite it.

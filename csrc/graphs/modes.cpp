@@ -10,7 +10,7 @@
 
 #ifdef TE_GRAPH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 #endif
 
@@ -21,23 +21,30 @@ namespace {
 
 thread_local int sessions = 0;
 
-// Whether the current stream of the current GPU is being captured. Does not wake a GPU that nobody has used.
-bool is_current_stream_capturing() {
-#ifdef TE_GRAPH_CUDA
-    if (!c10::cuda::CUDACachingAllocator::get()->initialized() || torch::utils::is_device_in_bad_fork(at::kCUDA)) {
-        return false;
-    }
-    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-#else
-    return false;
-#endif
-}
-
 }  // namespace
 
 void enter_session() { ++sessions; }
 void leave_session() { --sessions; }
 bool in_session() { return sessions > 0; }
+
+#ifdef TE_GRAPH_CUDA
+
+bool is_capturing(std::optional<at::Device> device) {
+    if (device && !device->is_cuda()) return false;
+    if (!c10::cuda::CUDACachingAllocator::get()->initialized() || torch::utils::is_device_in_bad_fork(at::kCUDA)) {
+        return false;
+    }
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    const auto stream = c10::cuda::getCurrentCUDAStream(device ? device->index() : c10::DeviceIndex{-1});
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+}
+
+#else
+
+bool is_capturing(std::optional<at::Device>) { return false; }
+
+#endif
 
 const char* observing_mode() {
     if (c10::impl::TorchDispatchModeTLS::any_modes_set()) return "called under a TorchDispatchMode";
@@ -58,7 +65,7 @@ bool has_saved_tensor_hooks() {
 
 bool is_observed() {
     return in_session() || observing_mode() || has_saved_tensor_hooks() ||
-           torch::autograd::ForwardADLevel::try_get_by_idx(0) || is_current_stream_capturing();
+           torch::autograd::ForwardADLevel::try_get_by_idx(0) || is_capturing();
 }
 
 }  // namespace te_graph::graphs

@@ -1,6 +1,10 @@
 // Modes of the calling thread that want to see every operation: a replay has none to show them.
 #pragma once
 
+#include <c10/core/Device.h>
+
+#include <optional>
+
 namespace te_graph::graphs {
 
 // Marks this thread as capturing: calls then run eagerly, to be captured themselves.
@@ -8,14 +12,18 @@ void enter_session();
 void leave_session();
 bool in_session();
 
+// Whether the current stream of `device` is being captured; without one, that of the current GPU, which is not
+// initialised for it.
+bool is_capturing(std::optional<at::Device> device = std::nullopt);
+
 // A mode that is on, in the words of a replay miss ("called under a TorchDispatchMode"); nullptr when there is none.
 const char* observing_mode();
 
-// Whether somebody wants to see or exchange what autograd saves. Not activation checkpointing, which computes it again:
+// Whether saved-tensor hooks see or exchange what autograd saves. Not activation checkpointing, which computes it again:
 // a replay needs none of that. With the GIL.
 bool has_saved_tensor_hooks();
 
-// Whether a graphed function has to run as it is: in a session, while somebody captures the current stream, under one of
+// Whether a graphed function has to run as it is: in a session, while the current stream is captured, under one of
 // these modes or such hooks, and while forward-mode derivatives are taken, which any tensor that it reaches may carry.
 // With the GIL.
 bool is_observed();

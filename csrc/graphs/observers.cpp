@@ -71,9 +71,8 @@ void refuse_observers_of_results(Node& node, const std::vector<bool>& inner, con
     const auto words = [label](size_t output) {
         return label + ": result " + std::to_string(output) +
                " has a hook, retains its gradient or is an input of torch.autograd.grad, and another result is "
-               "computed "
-               "from it inside the graph, where nobody sees that part of its gradient: let the callable return a clone "
-               "of it";
+               "computed from it inside the graph, where that part of its gradient is not seen: let the callable "
+               "return a clone of it";
     };
     node.add_tensor_pre_hook(std::make_unique<ObserverCheck>(node, inner, words));
 }
@@ -86,9 +85,8 @@ void refuse_observers_of_argument(const at::Tensor& tensor, const std::string& n
     const auto words = [name](size_t) {
         return name +
                ", which the call changed in place, has a hook that was put on it since, retains its gradient or is an "
-               "input of torch.autograd.grad, and a result is computed from it inside the graph, where nobody sees "
-               "that "
-               "part of its gradient: pass a clone, and do that with the result of an operation on it";
+               "input of torch.autograd.grad, and a result is computed from it inside the graph, where that part of "
+               "its gradient is not seen: pass a clone, and do that with the result of an operation on it";
     };
     node->add_tensor_pre_hook(std::make_unique<ObserverCheck>(*node, std::move(inner), words));
 }

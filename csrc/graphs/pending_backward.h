@@ -7,7 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "graphs/guard.h"
+#include "common/note_writes.h"
+#include "graphs/callable_guard.h"
 #include "graphs/slot_pool.h"
 
 namespace te_graph::graphs {
@@ -35,12 +36,6 @@ struct InputEdge {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
 };
 
-// Tensors made in inference mode have no version.
-inline uint32_t version_of(const at::Tensor& tensor) {
-    c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    return impl.is_inference() ? 0 : impl.version_counter().current_version();
-}
-
 // One forward whose backward is due. Keeps its slot busy.
 struct PendingBackward {
     PendingBackward(std::shared_ptr<GraphedCallable> of, SlotLease slot)
@@ -48,7 +43,7 @@ struct PendingBackward {
 
     std::shared_ptr<GraphedCallable> callable;
     SlotLease lease;
-    Guard::Tensors externals;                                   // [guard's tensors], as found by the forward
+    CallableGuard::Tensors externals;                           // [guard's tensors], as found by the forward
     c10::SmallVector<uint32_t, 16> saved_versions;              // [externals that autograd saved] after the forward
     c10::SmallVector<c10::VariableVersion, 1> output_versions;  // [outputs that the backward reads]
     c10::SmallVector<LinkedInput, 1> linked_inputs;             // those that autograd saved

@@ -60,7 +60,7 @@ bool is_held_by_input(const InputEdge& edge, const NodePointer& maker) {
 
 }  // namespace
 
-// Who else holds the node that made an input may have used the input, too; more than that cannot be known. The input
+// Another holder of the node that made an input may have used the input, too; more than that cannot be known. The input
 // itself holds it as long as it lives and is what it was.
 void ReplayNode::find_shared_inputs() {
     size_t next = 0;
@@ -77,7 +77,7 @@ void ReplayNode::find_shared_inputs() {
     }
 }
 
-// Nobody but this node may refer to `below`, whose results then are gone and cannot get a gradient from elsewhere. No
+// Only this node may refer to `below`, whose results then are gone and cannot get a gradient from elsewhere. No
 // node was made between the two, so that the engine's order among all other nodes stays what it is. Neither has
 // parameters that autograd serves: their hooks run after the layer's backward and before the next one's, as all-reduces
 // that overlap need it. `links`: edges from here to there, all from linked inputs.

@@ -10,9 +10,9 @@
 
 namespace te_graph::graphs {
 
-// Holds the slots until the backward has run without retain_graph, or until nobody can run it any more.
+// Holds the slots until the backward has run without retain_graph, or until it can no longer run.
 //
-// A node begins with one pending backward. In a chain it takes over the node below it as soon as nobody else can reach that one,
+// A node begins with one pending backward. In a chain it takes over the node below it as soon as nothing else refers to that one,
 // so a backward through many layers is one node for torch's engine, and one launch. Its edges are those of its pending backwards,
 // last forward first, without the edges between them.
 class ReplayNode final : public torch::autograd::Node {

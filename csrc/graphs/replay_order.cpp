@@ -32,13 +32,6 @@ void ReplayOrder::enter() {
     last_replay_->last = current;
 }
 
-bool is_capturing(at::Device device) {
-    if (!device.is_cuda()) return false;
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device.index()), &status));
-    return status != cudaStreamCaptureStatusNone;
-}
-
 void sync_backward_caller(at::Device device) {
     if (!device.is_cuda()) return;
     const auto replayed_on = c10::cuda::getCurrentCUDAStream(device.index());
@@ -57,7 +50,6 @@ void sync_backward_caller(at::Device device) {
 struct ReplayOrder::LastReplay {};
 ReplayOrder::ReplayOrder(at::Device device) : device_(device) {}
 void ReplayOrder::enter() {}
-bool is_capturing(at::Device) { return false; }
 void sync_backward_caller(at::Device) {}
 
 #endif

@@ -38,9 +38,6 @@ private:
     std::mutex backward_;
 };
 
-// True while the current stream of `device` is being captured.
-bool is_capturing(at::Device device);
-
 // Lets the stream on which the running backward call was made wait for what is now queued on the current stream. The
 // engine does so for leaves only; a node that writes .grad by itself has to ask for it.
 void sync_backward_caller(at::Device device);

@@ -21,7 +21,7 @@ namespace py = pybind11;
 namespace te_graph::graphs {
 namespace {
 
-// NONE means that nobody has chosen; the kernels then compute as for IEEE.
+// NONE means that nothing was chosen; the kernels then compute as for IEEE.
 at::Float32Precision precision(const at::Context& context, c10::DeviceType device, at::Float32Op op) {
     const auto backend = device == at::kCUDA ? at::Float32Backend::CUDA : at::Float32Backend::MKLDNN;
     const auto chosen = context.float32Precision(backend, op);

@@ -33,7 +33,7 @@ private:
 class SlotPool : public std::enable_shared_from_this<SlotPool> {
 public:
     // predecessor: the pool whose slots' results are read in place, each by the slot of its number, or null. A slot in
-    // use keeps that slot busy, and so on: a result that nobody waits for is still read, and must not be written
+    // use keeps that slot busy, and so on: a result without a reader is still read, and must not be written
     // again.
     explicit SlotPool(std::shared_ptr<SlotPool> predecessor = nullptr) : predecessor_(std::move(predecessor)) {}
 

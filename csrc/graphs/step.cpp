@@ -12,7 +12,7 @@ PyTypeObject* type_of(PyObject* object) {
     return PyType_Check(object) ? reinterpret_cast<PyTypeObject*>(object) : Py_TYPE(object);
 }
 
-unsigned int version_of(PyTypeObject* type) {
+unsigned int type_version(PyTypeObject* type) {
     static PyObject* const any_name = PyUnicode_InternFromString("__class__");
     if (type->tp_version_tag == 0 || !PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) {
         _PyType_Lookup(type, any_name);  // which gives it one
@@ -75,7 +75,7 @@ PyObject* object_of(PyObject* weak_reference) {
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject* live = nullptr;
     if (PyWeakref_GetRef(weak_reference, &live) <= 0) return Py_None;
-    Py_DECREF(live);  // somebody else holds it
+    Py_DECREF(live);  // others hold it
     return live;
 #else
     return PyWeakref_GetObject(weak_reference);
@@ -153,8 +153,8 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
             break;
         case StepKind::kTypeVersion:
             if (!PyType_Check(parent)) break;
-            found = version_of(reinterpret_cast<PyTypeObject*>(parent)) == static_cast<unsigned int>(index) ? parent
-                                                                                                            : nullptr;
+            found = type_version(reinterpret_cast<PyTypeObject*>(parent)) == static_cast<unsigned int>(index) ? parent
+                                                                                                              : nullptr;
             break;
         case StepKind::kNoAttribute:
             found = has_attribute(parent, key) ? nullptr : parent;

@@ -44,7 +44,7 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
 PyTypeObject* type_of(PyObject* object);
 
 // The version of a class, which any change of it or of a base renews; 0 where Python has run out of them.
-unsigned int version_of(PyTypeObject* type);
+unsigned int type_version(PyTypeObject* type);
 
 const at::Tensor& grad_of(PyObject* tensor);
 

@@ -6,7 +6,7 @@
 #include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/run_on.h"
-#include "graphs/replay_order.h"
+#include "graphs/modes.h"
 #include "graphs/step_state.h"
 
 namespace te_graph::graphs {

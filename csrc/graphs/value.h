@@ -32,7 +32,7 @@ public:
     // How `found`, which messages call `name`, differs; after matches() has said that it does.
     std::string difference(const std::string& name, PyObject* found) const;
     bool is_mutable() const { return is_mutable_; }
-    // Everything is a dictionary's own: whoever watches that one sees all changes.
+    // Everything is a dictionary's own: watching that one shows all changes.
     bool is_watchable() const { return kind_ == Kind::kKeys || (kind_ == Kind::kDict && !holds_mutable_); }
 
 private:

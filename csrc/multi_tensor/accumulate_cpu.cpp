@@ -1,7 +1,7 @@
 // Plain loops: the specification that the CUDA kernel is held to, and the recorder's backend.
+#include "common/element_cpu.h"
 #include "multi_tensor/accumulate.h"
 #include "multi_tensor/chunk_sum.h"
-#include "multi_tensor/element_cpu.h"
 #include "multi_tensor/scale_factor.h"
 
 namespace te_graph::multi_tensor {

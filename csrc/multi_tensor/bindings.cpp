@@ -2,7 +2,6 @@
 #include "multi_tensor/bindings.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -11,6 +10,7 @@
 #include <memory>
 
 #include "common/no_derivative.h"
+#include "common/own_op.h"
 #include "multi_tensor/exact_sum.h"
 #include "multi_tensor/operands.h"
 #include "multi_tensor/ops.h"
@@ -32,8 +32,7 @@ using Flag = std::optional<at::Tensor>;  // [] or [1] fp32
 template <typename Result, typename... Arguments>
 class Op {
 public:
-    explicit Op(const char* name)
-        : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Arguments...)>()) {}
+    explicit Op(const char* name) : handle_(own_op<Result(Arguments...)>(name)) {}
     Result operator()(Arguments... arguments) const {
         const at::AutoDispatchBelowADInplaceOrView guard;
         return handle_.call(std::forward<Arguments>(arguments)...);
@@ -181,7 +180,7 @@ std::optional<std::vector<TensorList>> collect(const py::sequence& sequence, boo
     return lists;
 }
 
-// Gradients that nobody can drop while this thread holds the GIL, without owning them.
+// Gradients that cannot be dropped while this thread holds the GIL, without owning them.
 class BorrowedList {
 public:
     explicit BorrowedList(size_t capacity) { tensors_.reserve(capacity); }
@@ -304,6 +303,7 @@ void plan_zero(const Plan& plan) {
 
 void bind(py::module_& m) {
     m.attr("NORM_STATE_WORDS") = kStateWords;
+    m.attr("CLIP_EPS") = kClipEps;
     m.def("collect", &collect, py::arg("sequence"), py::arg("gradients"));
     m.def("clip_plain_gradients", &clip_plain_gradients, py::arg("parameters"), py::arg("max_norm"), py::arg("p"),
           py::arg("found_inf"));
@@ -369,7 +369,7 @@ void bind(py::module_& m) {
                 plan.check_write(false, {kPlan, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}}});
                 plan_clip(plan, total_norm, max_norm, eps, found_inf);
             },
-            py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"), py::arg("found_inf"))
+            py::arg("total_norm"), py::arg("max_norm"), py::arg("eps") = kClipEps, py::arg("found_inf") = py::none())
         .def(
             "clip_norm_",
             [](const Plan& plan, double max_norm, double p, const Flag& found_inf) {

@@ -1,7 +1,7 @@
 // Sums of chunks within a block, in the order that norm.h fixes, and the exact sum that a block keeps of them.
 #pragma once
 
-#include "multi_tensor/element.cuh"
+#include "common/element.cuh"
 #include "multi_tensor/norm.h"
 
 namespace te_graph::multi_tensor {

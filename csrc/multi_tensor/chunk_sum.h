@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "multi_tensor/element_cpu.h"
+#include "common/element_cpu.h"
 #include "multi_tensor/norm.h"
 
 namespace te_graph::multi_tensor {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "multi_tensor/element.cuh"
+#include "common/element.cuh"
 #include "multi_tensor/table.h"
 
 namespace te_graph::multi_tensor {
@@ -215,6 +215,19 @@ cudaError_t launch_over(const TensorTable& tensors, const Launch& launch) {
     if (tensors.count <= kFewInlineTensors)
         return launch_inline<InlineTable<kFewInlineTensors, kPairs>>(tensors, launch);
     return launch_inline<InlineTable<kPairs ? kInlinePairs : kInlineTensors, kPairs>>(tensors, launch);
+}
+
+// Calls body.operator()<n>(i) for vectors i, i + kThreads, ... i + (n - 1) kThreads of this thread, until all whole
+// vectors of kCount among `count` elements are done; returns the number of elements done. Vectors of a batch are
+// loaded before the first one is stored, so that enough reads are under way.
+template <int kCount, typename Body>
+__device__ int for_each_vector(int count, const Body& body) {
+    constexpr int kBatch = 4;
+    const int vectors = count / kCount;
+    int i = threadIdx.x;
+    for (; i + (kBatch - 1) * kThreads < vectors; i += kBatch * kThreads) body.template operator()<kBatch>(i);
+    for (; i < vectors; i += kThreads) body.template operator()<1>(i);
+    return vectors * kCount;
 }
 
 }  // namespace te_graph::multi_tensor

@@ -1,5 +1,5 @@
 // Plain loops: the specification of scaling, clipping and zeroing.
-#include "multi_tensor/element_cpu.h"
+#include "common/element_cpu.h"
 #include "multi_tensor/scale.h"
 #include "multi_tensor/scale_factor.h"
 

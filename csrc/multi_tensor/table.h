@@ -13,9 +13,10 @@
 #include <cuda_runtime_api.h>
 #endif
 
+#include "common/dtype.h"
+
 namespace te_graph::multi_tensor {
 
-enum class DType : uint8_t { kFloat32, kFloat64, kFloat16, kBFloat16 };
 enum class Mode : uint8_t { kSkip, kStore, kAdd };
 
 // One tensor, or a pair of equal size. 32 bytes, so that a block fetches its entry with two 16-byte loads.
@@ -42,10 +43,8 @@ struct Chunk {
 // reading the entry is below 1 % of the bytes moved.
 constexpr int64_t kChunkElements = 8192;
 
-// Threads of a block, and how many consecutive elements of 2, 4 or 8 bytes each of them takes at a time: 16 bytes.
+// Threads of a block.
 constexpr int kThreads = 256;
-template <typename T>
-constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
 constexpr int64_t chunks_of(int64_t numel) { return (numel + kChunkElements - 1) / kChunkElements; }
 

@@ -92,8 +92,7 @@ void check_element(const char* op, const char* argument, size_t i, const at::Ten
     TORCH_CHECK_VALUE(!tensor.key_set().has_any(kDeferred), op, ": expected ", argument, "[", i,
                       "] whose memory has its values, got one that is still to be negated or conjugated; use "
                       "resolve_neg()");
-    TORCH_CHECK_VALUE(!may_overlap(tensor), op, ": expected ", argument, "[", i,
-                      "] without overlapping elements, got shape ", tensor.sizes(), " with strides ", tensor.strides());
+    check_elements_apart(op, argument, tensor, i);
 }
 
 void check_distinct(const char* op, at::TensorList written, at::TensorList read) {

@@ -36,8 +36,9 @@ def is_capturing_callables() -> bool:
     return _C.in_session() and _collection.get() is None
 
 
-def is_captured(device: torch.device) -> bool:
-    """True where what is called now is captured, by te_graph or, on the current stream of ``device``, by other code."""
+def is_captured(device: torch.device | None = None) -> bool:
+    """True where what is called now is captured, by te_graph or, on the current stream of ``device`` (None: of the
+    current GPU), by other code."""
     return is_capturing() or _C.is_capturing(device)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_graph import _C
-from te_graph.common.capture_state import is_capturing
+from te_graph.common.capture_state import is_captured
 from te_graph.graphs.callables.handle import Handle
 from te_graph.graphs.capture.options import is_disabled
 from te_graph.graphs.functions.graphed import GraphedFunction
@@ -109,7 +109,7 @@ class KernelNode:
                     f"KernelNode.set_: expected {argument} of {self.kernel} to be a {expected.__name__}, got {value!r} "
                     f"({type(value).__name__})"
                 )
-        if is_capturing() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if is_captured():
             raise RuntimeError(f"KernelNode.set_: expected {self.kernel} to be set between replays, got a capture")
         self._node.set_(arguments)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from te_graph.common.capture_state import capturing
+from te_graph.common.reasons import Told
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.recorder import Recorder
@@ -21,13 +22,13 @@ class NoGraph:
     """What ``create_graph`` returns with ``TE_GRAPH_DISABLE=1``: captures nothing, replays nothing."""
 
     def __init__(self) -> None:
-        self._has_told = False
+        self._told = Told()
 
     def replay(self) -> None:
         """Do nothing; say so the first time."""
-        if not self._has_told:
-            self._has_told = True
-            _log.warning("replay_graph: does nothing, since TE_GRAPH_DISABLE=1: run what was captured eagerly instead")
+        reason = "TE_GRAPH_DISABLE=1"
+        if self._told.is_first(reason):
+            _log.warning("replay_graph: does nothing, since %s: run what was captured eagerly instead", reason)
 
 
 Graph = torch.cuda.CUDAGraph | Recorder | NoGraph

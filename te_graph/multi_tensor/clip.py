@@ -17,8 +17,6 @@ from te_graph.multi_tensor.tensor_lists import Part, as_number, as_sequence, che
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_EPS = 1e-6
-
 
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -68,7 +66,7 @@ def clip_grad_norm_(
     norm = total_norm(parts, norm_type, process_groups, sequence)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
-    clip_parts(parts, max_norm, norm, _EPS, found_inf)
+    clip_parts(parts, max_norm, norm, _C.CLIP_EPS, found_inf)
     return norm
 
 
@@ -97,7 +95,7 @@ def clip_grads_with_norm_(
         raise TypeError(f"te_graph: expected total_norm to be a tensor, got {type(total_norm).__name__}")
     check_operands("clip_grads_with_norm_", found_inf=found_inf)
     parts = parts_of(_parameters(parameters), True)
-    clip_parts(parts, max_norm, total_norm, _EPS, found_inf)
+    clip_parts(parts, max_norm, total_norm, _C.CLIP_EPS, found_inf)
 
 
 def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float, found_inf: Tensor | None) -> None:

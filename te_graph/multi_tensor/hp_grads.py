@@ -32,7 +32,7 @@ def clip_tensors_by_global_norm(
     max_norm: float = 1.0,
     global_norm: Tensor | None = None,
     process_groups: Sequence[ProcessGroup] = (),
-    eps: float = 1e-6,
+    eps: float = _C.CLIP_EPS,
 ) -> Tensor:
     """Scale tensors in place by ``min(1, max_norm / (global_norm + eps))``, deciding on the device.
 

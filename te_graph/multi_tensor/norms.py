@@ -64,6 +64,33 @@ def get_total_norm(
     return norm
 
 
+def multi_tensor_norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Norm of each tensor by itself, as training logs show them for each layer.
+
+    ``(sum |x|^p)^(1/p)`` of each; for p = inf ``max |x|``; for p = 0 the number of elements that are not zero.
+
+    Args:
+        tensors: [n] of any shapes, float32, float64, float16 or bfloat16, on one device, empty ones included. Not
+            mutated.
+        norm_type: p; 0, positive or ``inf``.
+
+    Returns:
+        [n] on the device of the tensors: float32, or float64 if one of them is. New memory. Each number has the bits of
+        ``get_total_norm([tensor])``, rounded once.
+
+    Raises:
+        ValueError: ``norm_type`` is negative or NaN; tensors on several devices; a tensor's elements overlap.
+        TypeError: integer, complex or sparse tensors.
+
+    Stream and capture: one launch on the current stream for up to 2000 tensors, allocates the result and 576 bytes for
+    each tensor, waits for nothing. A replay overwrites the result.
+
+    Semantics: torch._foreach_norm, with one result.
+    """
+    sequence, p = as_sequence(tensors, "tensors"), float(as_number(norm_type, "norm_type"))
+    return torch.ops.te_graph.multi_tensor_norms(list(sequence), p)
+
+
 def total_norm(
     parts: Sequence[Part], norm_type: float, process_groups: Sequence[ProcessGroup], tensors: Sequence[Tensor] = ()
 ) -> Tensor:

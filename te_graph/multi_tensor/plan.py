@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.capture_state import before_replay, is_capturing
+from te_graph.common.capture_state import before_replay, is_captured
 from te_graph.multi_tensor.tensor_lists import as_number, as_sequence, check_operands
 
 _NAME = "MultiTensorPlan"
@@ -65,8 +64,7 @@ class MultiTensorPlan:
             ValueError: a size, dtype or number differs, or as for the constructor.
             RuntimeError: called during a capture, whose replays would set the table back.
         """
-        device = self._plan.table.device
-        if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if is_captured(self._plan.table.device):
             raise RuntimeError(f"{_NAME}: expected update() outside of captures, between replays")
         self._plan.update(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
 
@@ -85,7 +83,7 @@ class MultiTensorPlan:
         """
         check_operands(_NAME, total_norm=total_norm, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
-        self._plan.clip_(total_norm, as_number(max_norm, "max_norm"), 1e-6, found_inf)
+        self._plan.clip_(total_norm, as_number(max_norm, "max_norm"), found_inf=found_inf)
 
     def clip_norm_(self, max_norm: float, p: float = 2.0, *, found_inf: Tensor | None = None) -> Tensor:
         """``norm`` and ``clip_``: two launches, one look at the tensors. Returns the norm before clipping, []."""

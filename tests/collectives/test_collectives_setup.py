@@ -117,7 +117,7 @@ def scenario_taken_name(rank: Rank) -> None:
         with pytest.raises((ValueError, RuntimeError), match="expected a new name, got 'taken'"):
             open_group(rank, name="taken")
         assert_works(rank, group)
-    # On one rank alone somebody has the name.
+    # On one rank alone the name is taken.
     if rank.world > 1:
         blocker = _C.GroupHandle.local("half taken", torch.device(rank.device)) if is_last(rank) else None
         error = same_error(rank, lambda: open_group(rank, name="half taken"))

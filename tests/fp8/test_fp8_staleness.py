@@ -259,7 +259,7 @@ def test_a_step_that_is_replayed_is_known(given, kind, device):
     parameter.grad = torch.ones_like(parameter)
     for _ in range(5):
         assert_stale_after(step, prepared)
-    assert step.stats()["replays"] >= 3
+    assert step.info()["forward_replays"] >= 3
 
 
 def test_a_compiled_step_is_known(device):
@@ -283,7 +283,7 @@ def test_an_optimizer_is_freed_with_its_last_owner(device):
     assert gone() is None and prepared.is_stale
 
 
-# What nobody tells, as the documentation of ``Fp8Weights`` says.
+# What cannot be seen, as the documentation of ``Fp8Weights`` says.
 
 
 def test_documented_limit_a_collective_of_torch_into_a_weight_is_not_seen(mesh):

@@ -14,8 +14,15 @@ from te_graph.testing import assert_bitwise_equal
 
 def counts(sequence: Any) -> tuple[int, int, int, int]:
     """(captures, replays, misses, eager calls) of a graphed function."""
-    stats = sequence.stats()
-    return stats["captures"], stats["replays"], stats["misses"], stats["eager_calls"]
+    info = sequence.info()
+    eager = info["eager_calls"]
+    misses = sum(count for reason, count in eager.items() if reason.endswith(" since capture"))
+    return info["signatures"] + info["recaptures"], info["forward_replays"], misses, sum(eager.values())
+
+
+def captures(sequence: Any) -> int:
+    """Captures of a graphed function so far."""
+    return counts(sequence)[0]
 
 
 def tensors(device: str, count: int = 3, size: int = 5) -> list[Tensor]:  # [size] each

@@ -94,7 +94,7 @@ class Draft:
         return {piece} | (self.tied if piece in self.tied else set())
 
     def accumulates(self, piece: int) -> bool:
-        """True when graphs accumulate the gradients of ``piece``, and not autograd, whoever uses its parameters."""
+        """True when graphs accumulate the gradients of ``piece``, not autograd, also if others use its parameters."""
         able = {n for g in self.groups if dict(g.options).get("accumulate_grads", True) for n in g.pieces}
         return self.sharing(piece) <= able
 
@@ -217,6 +217,9 @@ class Draft:
         if value[0] in "yh" and value not in batch.shared and self.chance(0.4):
             edit = rng.choice(("{}.mul_(2)", "{}.add_(1)", "{}[0].zero_()", "{}.relu_()", "{}.detach().add_(1)"))
             self.add("edit a result in place", edit.format(value))
+            if "detach" in edit:
+                # Of a result that is a view inside, torch makes another node then, and the old one's gradient is None.
+                batch.shared.add(value)
             return
         result = self.name("z")
         turned = "{}.t()" if self.may_turn else "{} - 1"

@@ -190,7 +190,8 @@ def _optimizer(draft: Draft) -> None:
         kinds = ["SGD({}, lr=0.5, momentum=0.5)"]
         # AdamW takes no conjugate view, as autograd keeps it; what graphs leave is none (docs/limits.md).
         if not draft.is_exact and not any(piece.name == "ConjugateGrad" for piece in draft.pieces):
-            kinds.append("AdamW({}, lr=0.1)")
+            # With torch's eps a gradient of rounding errors alone, which cancels otherwise, makes a whole step.
+            kinds.append("AdamW({}, lr=0.1, eps=1.0)")
         kind = draft.rng.choice(kinds)
         draft.add("optimizer", f"{draft.optimizer} = torch.optim.{kind.format(parameters)}")
     draft.add("optimizer step", f"{draft.optimizer}.step()")

@@ -231,7 +231,7 @@ def _must_be_equal(program: Program, kind: str, eager: World) -> bool:
 
 
 def _is_honest(error: BaseException, labels: set[str]) -> bool:
-    """A refusal says who refuses: te_graph, or the callable by its label, which is a class's or a function's name."""
+    """A refusal names what refuses: te_graph, or the callable by its label, which is a class's or a function's name."""
     is_named = _HONEST.search(str(error)) or str(error).split(":")[0] in labels
     return isinstance(error, RuntimeError | ValueError | TypeError) and bool(is_named)
 

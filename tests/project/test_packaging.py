@@ -58,7 +58,6 @@ def test_te_graph_cuda_0_builds_every_cpp_file_and_no_kernel(monkeypatch):
     extension = run_setup(monkeypatch, TE_GRAPH_CUDA="0")
     assert sorted(extension.sources) == files(".cpp")
     assert "-DTE_GRAPH_CUDA" not in macros(extension)
-    assert '-DTE_GRAPH_CUDA_VERSION=""' in macros(extension)
     assert "c10_cuda" not in extension.libraries
 
 
@@ -67,7 +66,7 @@ def test_with_torch_cuda_and_nvcc_every_kernel_is_built(monkeypatch, tmp_path):
     extension = run_setup(monkeypatch)
     assert files(".cu")
     assert sorted(extension.sources) == files(".cpp", ".cu")
-    assert {"-DTE_GRAPH_CUDA", '-DTE_GRAPH_CUDA_VERSION="13.0"'} <= macros(extension)
+    assert "-DTE_GRAPH_CUDA" in macros(extension)
     assert "c10_cuda" in extension.libraries
 
 
@@ -83,8 +82,8 @@ def test_architectures_are_the_wanted_ones_or_the_default_that_nvcc_knows(
     monkeypatch, tmp_path, wanted, release, built
 ):
     pretend_toolkit(monkeypatch, tmp_path, release)
-    extension = run_setup(monkeypatch, TORCH_CUDA_ARCH_LIST=wanted)
-    assert f'-DTE_GRAPH_ARCHS="{built}"' in macros(extension)
+    run_setup(monkeypatch, TORCH_CUDA_ARCH_LIST=wanted)
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == built
 
 
 def test_te_graph_cuda_1_without_nvcc_is_refused_naming_nvcc(monkeypatch, tmp_path):
@@ -123,9 +122,8 @@ def test_build_info_names_the_package_both_torch_versions_and_cuda():
     assert te_graph.build_info() == BUILT
 
 
-def test_build_info_and_the_extension_tell_of_the_same_build():
-    expected = {"torch": BUILT["torch_built"], "cuda": BUILT["cuda"] or "", "archs": BUILT["archs"] or ""}
-    assert _build.load_extension().build_config() == expected
+def test_build_info_tells_whether_the_extension_has_kernels():
+    assert bool(_build.load_extension().kernels()) == (BUILT["cuda"] is not None)
 
 
 def test_cuda_kernels_are_registered_exactly_when_build_info_says_so():
@@ -153,7 +151,7 @@ def test_another_minor_version_of_torch_is_named_before_the_extension_is_loaded(
 def test_another_patch_version_of_torch_is_accepted(monkeypatch):
     major, minor = BUILT["torch_built"].split(".")[:2]
     monkeypatch.setattr(torch, "__version__", f"{major}.{minor}.99")
-    assert _build.load_extension().build_config()["torch"] == BUILT["torch_built"]
+    assert _build.load_extension().__name__ == "te_graph._C"
 
 
 def test_an_extension_that_does_not_load_is_reported_with_the_reason(monkeypatch):

@@ -84,7 +84,7 @@ def test_externals_of_a_module_are_its_parameters_and_used_buffers_and_nothing_e
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     expected = {tensor.untyped_storage()._cdata for name, tensor in state.items() if name != "unused"}
     assert watch.externals.keys() == expected
-    originals = {id(external.original) for external in watch.externals.values()}
+    originals = {id(external.originals[0]) for external in watch.externals.values()}
     assert originals == {id(tensor) for name, tensor in state.items() if name != "unused"}
 
 
@@ -155,7 +155,7 @@ def test_external_names_the_first_operator_and_the_users_line() -> None:
     external = find(watch, closed_over)
     assert external.op == "aten.mul.Tensor"
     assert external.site == f"{__file__}:{region.__code__.co_firstlineno + 1} in region"
-    assert external.original is closed_over
+    assert external.originals[0] is closed_over
 
 
 def test_external_of_the_engine_itself_is_placed_in_the_backward() -> None:

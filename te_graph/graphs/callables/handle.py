@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
 from te_graph.common.opaque import opaque
+from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
 from te_graph.graphs.capture.checks import check_circumstances, sample_of
 from te_graph.graphs.capture.entry import Doubt, Doubtful, Entry
@@ -35,7 +36,6 @@ _Kind = _C.ReplayMiss.Kind
 _DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
 _CAPTURING = "inside another capture"
-_MAX_REASONS = 32  # shapes in messages may go on for ever
 
 
 class Handle:
@@ -65,8 +65,8 @@ class Handle:
         self.fast_call: Any = None
         self._captures = 0
         self._past_replays: Counter[str] = Counter()  # of entries that are no more
-        self._eager_calls: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._eager_calls = ReasonCounts()
+        self._told = Told()
         register(self)
 
     def arm(self, entry: Entry, group: Group) -> None:
@@ -106,8 +106,7 @@ class Handle:
                 for attribute in entry.computed:
                     attribute.mark()
                 return entry.result_of(outputs)
-        is_known = reason in self._eager_calls or len(self._eager_calls) < _MAX_REASONS
-        self._eager_calls[reason if is_known else "other reasons"] += 1
+        self._eager_calls.add(reason)
         return self.run_eagerly(root, base)(*args, **kwargs)
 
     def _reason_for_eager(self, root: Any) -> str | None:
@@ -165,7 +164,7 @@ class Handle:
         group = self._group
         if self._captures >= group.options.max_captures:
             return [], self._fall_back(f"{miss.message}; max_captures={group.options.max_captures} are made")
-        counted = self._eager_calls.copy()  # without those that the capture makes
+        counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
         try:
             check_circumstances(group.device)
             sample = sample_of(self.label, args, kwargs, group.device)
@@ -188,8 +187,7 @@ class Handle:
     def _fall_back(self, reason: str) -> str:
         """``reason``, told once, if the eager result is right."""
         self._check_main_grads(reason)
-        if reason not in self._told and len(self._told) < _MAX_REASONS:
-            self._told.add(reason)
+        if self._told.is_first(reason):
             _log.warning("%s (runs eagerly)", reason)
         return reason.removeprefix(f"{self.label}: ")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.capture_state import is_capturing
+from te_graph.common.capture_state import is_captured
 from te_graph.graphs.arguments.signature import Signature, subclass_of
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module
@@ -163,7 +163,7 @@ def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples:
 
 def check_circumstances(device: torch.device, name: str = _NAME) -> None:
     """Refuse to capture where that cannot be right. ``name`` is what was called."""
-    if is_capturing() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if is_captured(device):
         raise RuntimeError(f"{name}: called inside another capture")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{name}: called under torch.inference_mode(); use torch.no_grad()")

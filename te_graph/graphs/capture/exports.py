@@ -16,7 +16,7 @@ from te_graph import _C
 def move_exported_results() -> None:
     """From now on a result of a replay gets memory of its own before its address is handed to another library.
 
-    Results lie in memory that later replays overwrite. Who holds one as a tensor keeps its value, because the tensor is
+    Results lie in memory that later replays overwrite. A tensor that is held keeps its value, because it is
     moved before; a holder of its address alone would not notice. The entry points of torch that hand out addresses are
     therefore wrapped, when the first callable is captured: ``Tensor.numpy`` (which ``__array__`` calls),
     ``__dlpack__``, ``__cuda_array_interface__`` and ``torch.utils.dlpack.to_dlpack``. ``data_ptr()`` and DLPack's C

@@ -1,4 +1,4 @@
-"""Who accumulates the gradient of a parameter, across the graphed callables that use it."""
+"""What accumulates the gradient of a parameter, across the graphed callables that use it."""
 
 from __future__ import annotations
 

@@ -85,11 +85,11 @@ class FunctionEntry:
     """
 
     label: str
-    guard: _C.Guard
+    guard: _C.FunctionGuard
     devices: set[torch.device]
     multiplies: bool = False
     effect: str = ""
-    before: _C.Guard | None = None
+    before: _C.FunctionGuard | None = None
     device: torch.device = field(init=False)
     settings: _C.Settings = field(init=False)
     graph: _C.CapturedGraph | None = None
@@ -111,7 +111,7 @@ class FunctionEntry:
 
     def change(self, frame: Frame) -> str:
         """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
-        return self.guard.check_call(frame) or self.settings.change()
+        return self.guard.check(frame) or self.settings.change()
 
     def begin(self, frame: Frame) -> tuple[str, list[Any]]:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
@@ -121,7 +121,7 @@ class FunctionEntry:
 
     def refuse_if_undone(self, frame: Frame) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
-        if self.before is not None and not self.before.check_call(frame):
+        if self.before is not None and not self.before.check(frame):
             raise CaptureError(_CHANGES_STATE.format(self.label, self.effect) + advice_on_change(self.effect))
 
     def replay(self, frame: Frame, replay_order: _C.ReplayOrder, found: list[Any]) -> Any:
@@ -180,7 +180,7 @@ def run_first(label: str, frame: Frame, walker: SourceWalker) -> tuple[Any, Func
     if walker.has_too_many_sources:
         return result, None
     function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
-    effect = before.check_call(frame)
+    effect = before.check(frame)
     entry = FunctionEntry(
         label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
     )
@@ -332,7 +332,7 @@ class _Attempt:
                     f"{self._label}: leaves a tensor that it computed in {source.name}; a replay would not run that "
                     "assignment: return the tensor, or write in place into one that is there"
                 )
-        change = self._state_before.guard.check_call(self._frame)
+        change = self._state_before.guard.check(self._frame)
         if change:
             raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
 

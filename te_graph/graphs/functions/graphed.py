@@ -9,6 +9,7 @@ import inspect
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from te_graph import _C
 from te_graph.common.capture_state import try_to_be_alone
 from te_graph.common.dispatch import function_modes
+from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
 from te_graph.graphs.functions.entry import FunctionEntry, capture, run_first
@@ -25,12 +27,11 @@ from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Frame, call, frame_of
 
 _log = logging.getLogger("te_graph")
-_ON_CHANGE = ("recapture", "eager", "raise")
+_ON_MISMATCH = ("capture", "eager", "raise")
 _MAX_ENTRIES = 8
 _MAX_MISSES = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
 _TELLING = 4  # calls in a row, after which the log says why
 _MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
-_MAX_REASONS = 32  # values in messages may go on for ever
 _ADVICE = {
     " changed from ": "a number that changes at every call is to be a tensor (of an optimizer with fused=True or "
     "capturable=True: lr=torch.tensor(...))",
@@ -46,16 +47,16 @@ class GraphedFunction(Inlined):
     """
 
     __slots__ = (
-        *("_captured", "_counts", "_explorer", "_in_vain", "_is_disabled", "_label", "_lock", "_on_change", "_pool"),
-        *("_runs_python", "_scopes", "_seen", "_stream", "_thread", "_told"),
+        *("_captured", "_captures", "_eager_calls", "_in_vain", "_is_disabled", "_label", "_lock", "_on_mismatch"),
+        *("_pool", "_replay_orders", "_replays", "_runs_python", "_seen", "_stream", "_thread", "_told", "_walker"),
     )
 
     def __init__(
-        self, function: Callable[..., Any], on_change: str, pool: Any, stream: torch.cuda.Stream | None
+        self, function: Callable[..., Any], on_mismatch: str, pool: Any, stream: torch.cuda.Stream | None
     ) -> None:
         functools.update_wrapper(self, function, updated=("__dict__",) if inspect.isfunction(function) else ())
         self._label = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
-        self._on_change = on_change
+        self._on_mismatch = on_mismatch
         self._pool = pool
         self._stream = stream
         self._is_disabled = is_disabled()
@@ -63,20 +64,24 @@ class GraphedFunction(Inlined):
         self._replay_orders: dict[torch.device, _C.ReplayOrder] = {}  # one for each device: they order replays
         self._captured: list[FunctionEntry] = []  # the one used last comes first
         self._seen: list[FunctionEntry] = []  # of calls that ran as they are, once each
-        self._counts = dict.fromkeys(("captures", "replays", "misses", "eager_calls"), 0)
+        self._captures = self._replays = 0
+        self._eager_calls = ReasonCounts()
         self._lock = threading.Lock()  # of everything here, and of the guards of the entries
         self._thread: int | None = None  # that has it
         self._runs_python = False  # of the user's: it may go on for long, and wait for others
         self._in_vain = 0  # calls since the last replay
-        self._told: set[str] = set()
+        self._told = Told()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the instance is the first argument."""
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_disabled or _must_be_plain() or not self._enter():
-            self._counts["eager_calls"] += 1
+        reason = "TE_GRAPH_DISABLE=1" if self._is_disabled else _reason_to_be_plain()
+        if reason is None and not self._enter():
+            reason = "called while another call runs"
+        if reason is not None:
+            self._eager_calls.add(reason)
             return self.__wrapped__(*args, **kwargs)
         try:
             return self._call(frame_of(self.__wrapped__, args, kwargs))
@@ -116,13 +121,13 @@ class GraphedFunction(Inlined):
     def _replay(self, entry: FunctionEntry, frame: Frame, found: list[Any]) -> Any:
         self._in_vain = 0
         result = entry.replay(frame, self._replay_orders[entry.device], found)
-        self._counts["replays"] += 1
+        self._replays += 1
         return result
 
     def _capture_and_replay(self, first: FunctionEntry, frame: Frame) -> Any:
         alone = try_to_be_alone()
         if alone is None:  # the next such call captures
-            return self._run(frame)
+            return self._run(frame, "called inside another capture")
         with alone, self._python():
             entry = capture(first, frame, self._walker, self._pool, self._stream)
         self._seen.remove(first)
@@ -130,7 +135,7 @@ class GraphedFunction(Inlined):
             register(self)
         self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
         self._replay_orders.setdefault(entry.device, _C.ReplayOrder(entry.device))
-        self._counts["captures"] += 1
+        self._captures += 1
         _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
         # Its guard has not looked yet, and a replay needs what it finds.
         change, found = entry.begin(frame)
@@ -140,31 +145,31 @@ class GraphedFunction(Inlined):
 
     def _replay_nothing(self, frame: Frame, change: str) -> Any:
         """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed."""
+        reason = f"{change} since capture" if change else "not captured yet"
         if change:
-            self._counts["misses"] += 1
-            if self._on_change == "raise":
-                raise RuntimeError(f"{self._label}: {change} since capture")
-            self._tell(f"{change} since capture (runs eagerly)")
-            if self._on_change == "eager":
-                return self._run(frame)
+            if self._on_mismatch == "raise":
+                raise RuntimeError(f"{self._label}: {reason}")
+            self._tell(f"{reason} (runs eagerly)")
+            if self._on_mismatch == "eager":
+                return self._run(frame, reason)
         self._in_vain += 1
         if self._in_vain == _TELLING and self._seen:
             change = change or next((entry.change(frame) for entry in self._seen), "")
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
         if (self._in_vain > _MAX_MISSES or self._walker.has_too_many_sources) and self._in_vain % _MAX_MISSES:
-            return self._run(frame)
+            return self._run(frame, reason)
         with self._python():
             result, entry = run_first(self._label, frame, self._walker)
-        self._counts["eager_calls"] += 1
+        self._eager_calls.add(reason)
         if entry is None:
             self._tell("refers to more sources than can be compared (runs eagerly)")
             return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
 
-    def _run(self, frame: Frame) -> Any:
-        self._counts["eager_calls"] += 1
+    def _run(self, frame: Frame, reason: str) -> Any:
+        self._eager_calls.add(reason)
         with self._python():
             return call(frame)
 
@@ -179,16 +184,15 @@ class GraphedFunction(Inlined):
 
     def _tell(self, change: str) -> None:
         reason = change.partition(" changed from ")[0]
-        if reason not in self._told and len(self._told) < _MAX_REASONS:
-            self._told.add(reason)
+        if self._told.is_first(reason):
             _log.warning("%s: %s", self._label, change)
 
     def __copy__(self) -> GraphedFunction:
-        return GraphedFunction(self.__wrapped__, self._on_change, None, self._stream)
+        return GraphedFunction(self.__wrapped__, self._on_mismatch, None, self._stream)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedFunction:
         """One that knows no capture, around a copy of the function. (Python does not copy functions, but methods.)"""
-        return GraphedFunction(copy.deepcopy(self.__wrapped__, memo), self._on_change, None, self._stream)
+        return GraphedFunction(copy.deepcopy(self.__wrapped__, memo), self._on_mismatch, None, self._stream)
 
     def __reduce__(self) -> str | tuple:
         """Where a name in a module stands for this object, that name; else the function, and how it was graphed."""
@@ -196,34 +200,54 @@ class GraphedFunction(Inlined):
         found: Any = sys.modules.get(getattr(self, "__module__", ""))
         for part in name.split("."):
             found = getattr(found, part, None)
-        return name if found is self else (_graphed_as, (self.__wrapped__, self._on_change))
+        return name if found is self else (_graphed_as, (self.__wrapped__, self._on_mismatch))
 
-    def release(self) -> None:
+    def reset(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
         self._captured, self._seen, self._replay_orders = [], [], {}
         unregister(self)
 
-    def stats(self) -> dict[str, int]:
-        """Counts since this object was made.
+    def info(self) -> dict[str, Any]:
+        """What was captured and how often it has run: the keys of ``.te_graph.info()`` of a graphed callable.
 
         Returns:
-            ``captures``; ``replays`` of graphs, the one that follows each capture included; ``misses``, calls that no
-            capture was for once there were some; ``eager_calls``; ``bytes`` of memory that the graphs hold now.
+            ``forward_replays`` counts the replays, the one that follows each capture included; ``recaptures`` are
+            captures that are gone by now; ``eager_calls`` are counted by reason, those that no capture was for by what
+            has changed. A function has no slots, forwards in flight or replays of a backward: they are 0.
         """
-        return {**self._counts, "bytes": sum(entry.nbytes for entry in self._captured)}
-
-    def info(self) -> dict[str, Any]:
-        """What ``te_graph.info`` tells, with the keys of ``.te_graph.info()`` of a graphed callable."""
+        entries = self._captured
         return {
             "name": f"graphed {self._label}",
-            "forward_replays": self._counts["replays"],
-            "eager_calls": {"not captured": count} if (count := self._counts["eager_calls"]) else {},
-            "signatures": len(self._captured),
-            "graphs": len(self._captured),
-            "nodes": sum(entry.nodes for entry in self._captured),
+            "backend": ("cuda" if entries[0].device.type == "cuda" else "recorder") if entries else None,
+            "signatures": len(entries),
+            "slots": 0,
+            "graphs": len(entries),
+            "nodes": sum(entry.nodes for entry in entries),
+            "clones": 0,
+            "bytes": sum(entry.nbytes for entry in entries),
+            "capture_seconds": float(sum(entry.seconds for entry in entries)),
+            "recaptures": max(0, self._captures - len(entries)),
+            "in_flight": 0,
+            "forward_replays": self._replays,
+            "backward_replays": 0,
+            "eager_calls": dict(self._eager_calls),
+        }
+
+    def release(self) -> None:
+        """``reset()``, by its old name."""
+        _warn_of_old_name("release()", "reset()")
+        self.reset()
+
+    def stats(self) -> dict[str, int]:
+        """Part of ``info()``, by old names: ``captures``, ``replays``, ``misses``, ``eager_calls``, ``bytes``."""
+        _warn_of_old_name("stats()", "info()")
+        misses = sum(count for reason, count in self._eager_calls.items() if reason.endswith(" since capture"))
+        return {
+            "captures": self._captures,
+            "replays": self._replays,
+            "misses": misses,
+            "eager_calls": sum(self._eager_calls.values()),
             "bytes": sum(entry.nbytes for entry in self._captured),
-            "capture_seconds": sum(entry.seconds for entry in self._captured),
-            "recaptures": max(0, self._counts["captures"] - len(self._captured)),
         }
 
     def graphs(self) -> list[_C.CapturedGraph]:
@@ -235,18 +259,23 @@ class GraphedFunction(Inlined):
         return self._pool or (self._captured[0].pool if self._captured else None)
 
 
-def _graphed_as(function: Callable[..., Any], on_change: str) -> GraphedFunction:
-    return GraphedFunction(function, on_change, None, None)
+def _graphed_as(function: Callable[..., Any], on_mismatch: str) -> GraphedFunction:
+    return GraphedFunction(function, on_mismatch, None, None)
 
 
-def _must_be_plain() -> bool:
-    """True inside other captures, and where a mode or a compiler wants to see the operations."""
+def _warn_of_old_name(old: str, new: str) -> None:
+    sentence = f"graphed: {old} is now called {new}; the old name will be removed in the next release"
+    warnings.warn(sentence, DeprecationWarning, stacklevel=3)
+
+
+def _reason_to_be_plain() -> str | None:
+    """Why a call runs the function itself: inside other captures, and where a mode or a compiler sees operations."""
     if torch.compiler.is_compiling() or _C.is_observed():
-        return True
+        return "called inside a capture, or where operations are observed"
     if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        return True  # it asks each operation of a backward for NaN
+        return "called under torch.autograd.detect_anomaly"  # it asks each operation of a backward for NaN
     modes = function_modes()
-    return bool(modes) and not all(map(_sets_default_device, modes))
+    return "called under a function mode" if modes and not all(map(_sets_default_device, modes)) else None
 
 
 def _sets_default_device(mode: Any) -> bool:
@@ -258,9 +287,10 @@ def _sets_default_device(mode: Any) -> bool:
 def graphed(
     fn: Callable[..., Any] | None = None,
     *,
-    on_change: str = "recapture",
+    on_mismatch: str = "capture",
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
+    on_change: str | None = None,
 ) -> Any:
     """Let calls of a function that launches a short sequence of kernels replay a graph of them.
 
@@ -279,20 +309,21 @@ def graphed(
     Args:
         fn: called with any arguments. On CUDA tensors its work is captured into a CUDA graph, on the device alone;
             where all tensors are on the CPU a ``Recorder`` takes its place.
-        on_change: what a call does that is like none captured so far: "recapture" runs it as it is, and captures if the
+        on_mismatch: what a call does that is like none captured so far: "capture" runs it as it is, and captures if the
             next one is like it; "eager" runs it as it is, the captures stay; "raise" names the change. The eight
             signatures used last are kept.
         pool: memory pool for what the graphs make (``torch.cuda.graph_pool_handle()``); one for each graph if None.
             Sharing one with other graphs follows torch's rule: same order, no overlap.
         stream: to capture on; the one of ``torch.cuda.graph`` if None.
+        on_change: the old name of ``on_mismatch``, and "recapture" that of "capture"; warns.
 
     Returns:
         What replays. Arguments are read in place. Results that the function computed lie in the same memory at every
         replay: the next one overwrites them, as it does the in-place effects, and moves their version counters on, so
-        that autograd tells if it had saved one. Results that are arguments, or views of
-        them, are these. ``stats()`` counts captures, replays, misses, eager calls and bytes; ``pool()`` is the memory
-        pool of the last graph; ``release()`` frees the graphs, and the next call is a first one. The user's tensors and
-        objects are not kept alive, except by a recorder, whose recording holds the memory that it reads.
+        that autograd tells if it had saved one. Results that are arguments, or views of them, are these. ``info()``
+        counts captures, replays, bytes and eager calls by reason; ``pool()`` is the memory pool of the last graph;
+        ``reset()`` frees the graphs, and the next call is a first one. The user's tensors and objects are not kept
+        alive, except by a recorder, whose recording holds the memory that it reads.
 
         Calls on several threads are right, and come one after the other; while one runs the function itself, or
         captures, those of other threads run eagerly. Copies, deep copies and what is pickled know no capture.
@@ -310,18 +341,21 @@ def graphed(
             that it computed in an attribute, a list or a ``.grad``, changes a number or a container at every call, uses
             a tensor that cannot be found, returns one that requires a gradient. Names the operation and the line, or
             the attribute.
-        RuntimeError: ``on_change="raise"`` and something has changed; or what ``te_graph.capturing.before_replay`` was
-            told to check.
+        RuntimeError: ``on_mismatch="raise"`` and something has changed; or what is used (a plan, prepared weights) is
+            no longer what it was.
 
     Stream and capture: a capture synchronizes the device. Replays go to the current stream and wait for the last replay
         of this object if that was on another. They do not synchronize. The capture error mode is "thread_local".
     """
-    if on_change not in _ON_CHANGE:
-        raise ValueError(f"graphed: expected on_change in {_ON_CHANGE}, got {on_change!r}")
+    if on_change is not None:
+        _warn_of_old_name("on_change=", "on_mismatch=")
+        on_mismatch = "capture" if on_change == "recapture" else on_change
+    if on_mismatch not in _ON_MISMATCH:
+        raise ValueError(f"graphed: expected on_mismatch in {_ON_MISMATCH}, got {on_mismatch!r}")
     check_pool("graphed", pool)
     check_stream("graphed", stream)
     if fn is None:
-        return functools.partial(graphed, on_change=on_change, pool=pool, stream=stream)
+        return functools.partial(graphed, on_mismatch=on_mismatch, pool=pool, stream=stream)
     if not callable(fn) or isinstance(fn, type):
         raise TypeError(f"graphed: expected fn to be a function, got {type(fn).__name__}")
-    return GraphedFunction(fn, on_change, pool, stream)
+    return GraphedFunction(fn, on_mismatch, pool, stream)

@@ -29,7 +29,7 @@ _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__")
 
 
-def backward_guard(reader: CodeReader, watch: CodeWatch, used: Collection[int]) -> _C.Guard | None:
+def backward_guard(reader: CodeReader, watch: CodeWatch, used: Collection[int]) -> _C.CallableGuard | None:
     """The guard over what the code that ``watch`` has seen in a backward may read, of the sources ``reader`` knows.
 
     None where it reads nothing there: a replay then has nothing to look at.

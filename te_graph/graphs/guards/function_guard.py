@@ -36,7 +36,7 @@ class FunctionGuard:
         runs_backward: bool = False,
         is_strict: bool = True,
     ) -> None:
-        self.guard = _C.Guard()
+        self.guard = _C.FunctionGuard()
         self._runs_backward = runs_backward
         self._steps: dict[int, int] = {}
         self._incomparable = {id(source.parent) for source in sources if source.kind == _Kind.NEVER}

@@ -40,7 +40,7 @@ class ModuleGuard:
         names: what messages call them, such as ``weight of layers.3.fc1``.
     """
 
-    guard: _C.Guard = field(default_factory=lambda: _C.Guard())
+    guard: _C.CallableGuard = field(default_factory=lambda: _C.CallableGuard())
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)

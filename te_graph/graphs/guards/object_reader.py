@@ -270,7 +270,7 @@ class ObjectReader:
         if library is not None:
             base = kind.__mro__[library]
             below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=library)
-            yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.version_of(base))
+            yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.type_version(base))
 
 
 def hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:

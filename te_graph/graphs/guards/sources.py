@@ -75,9 +75,9 @@ class Source:
         return above or (self if isinstance(self.obj, nn.Module) else None)
 
 
-def plain_call_guard() -> _C.Guard:
+def plain_call_guard() -> _C.CallableGuard:
     """A guard that passes while a call of a module does nothing but call the ``forward`` of its class."""
-    guard = _C.Guard()
+    guard = _C.CallableGuard()
     members = guard.add_step(_Kind.INSTANCE_DICT, -1, None, 0, None, "attributes")
     for name in ("forward", "_call_impl", "_compiled_call_impl"):
         guard.add_step(_Kind.ABSENT, members, name, 0, None, name)

@@ -49,11 +49,6 @@ class External:
     written: bool = False
     saved: bool = False
 
-    @property
-    def original(self) -> Tensor | None:
-        """[...] the object first seen on this storage if it was a leaf, else the first parameter seen, else None."""
-        return self.originals[0] if self.originals else None
-
 
 class TensorWatch(TorchDispatchMode):
     """Dispatch mode that finds the external tensors of a region and can undo the region's writes to them.

@@ -25,6 +25,7 @@ from te_graph.common.dispatch import (
     written_tensors,
 )
 from te_graph.common.opaque import opaque
+from te_graph.common.reasons import Told
 from te_graph.graphs.tracing.host_access import HostAccessWatch
 from te_graph.graphs.tracing.refusals import (
     CaptureError,
@@ -122,7 +123,7 @@ class Recorder:
         self._born: dict[int, Tensor] = {}
         self._temporaries: list[Tensor] | None = None
         self._captured = False
-        self._told: set[str] = set()
+        self._told = Told()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Recorder]:
@@ -231,8 +232,7 @@ class Recorder:
             # A wrapper was put around a tensor (the AsyncCollectiveTensor of a functional collective): no data moves.
             return
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() in _OTHERWISE and node.name() not in self._told:
-            self._told.add(node.name())
+        if node is not None and node.name() in _OTHERWISE and self._told.is_first(node.name()):
             _log.warning("Recorder: %s is computed otherwise while it is recorded: its rounding differs", node.name())
         name = base_name(func)
         known = {storage_key(tensor) for tensor in inputs}

@@ -340,10 +340,10 @@ private:
     std::optional<Buffer> device_;
 };
 
-inline multi_tensor::DType dtype_of(Element element) {
-    return element == Element::kFloat32   ? multi_tensor::DType::kFloat32
-           : element == Element::kFloat16 ? multi_tensor::DType::kFloat16
-                                          : multi_tensor::DType::kBFloat16;
+inline DType dtype_of(Element element) {
+    return element == Element::kFloat32   ? DType::kFloat32
+           : element == Element::kFloat16 ? DType::kFloat16
+                                          : DType::kBFloat16;
 }
 
 inline uint64_t random_special(const multi_tensor::Format& format, std::mt19937_64& generator) {

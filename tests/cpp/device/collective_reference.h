@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "collective_ranks.h"
-#include "multi_tensor/element_cpu.h"
+#include "common/element_cpu.h"
 
 namespace te_graph::collectives {
 
@@ -23,10 +23,10 @@ T reduce_one(const std::vector<const char*>& addresses, Reduction reduction) {
     for (size_t rank = 0; rank < addresses.size(); ++rank) {
         T element;
         std::memcpy(&element, addresses[rank], sizeof(T));
-        const float value = multi_tensor::widen(element);
+        const float value = widen(element);
         result = rank == 0 ? value : reduction == Reduction::kSum ? result + value : larger(result, value);
     }
-    return multi_tensor::narrow<T>(result);
+    return narrow<T>(result);
 }
 
 template <typename T>
@@ -55,8 +55,8 @@ inline std::vector<char> reference(const Memory& memory) {
             for (const char*& input : inputs) input += rank * memory.out_bytes();
         }
         const auto reduce = now.element == Element::kFloat32   ? reduce_all<float>
-                            : now.element == Element::kFloat16 ? reduce_all<multi_tensor::Float16>
-                                                               : reduce_all<multi_tensor::BFloat16>;
+                            : now.element == Element::kFloat16 ? reduce_all<Float16>
+                                                               : reduce_all<BFloat16>;
         reduce(inputs, memory.out_bytes(), now.reduction, out);
     }
     return after;

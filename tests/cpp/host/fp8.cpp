@@ -80,7 +80,7 @@ TEST(Fp8Numbers, EveryNumberAndEveryTieAndTheirNeighboursAreRoundedToTheNearestN
         auto generator = seeded_generator();
         for (int i = 0; i < 1'000'000; ++i) {
             const auto bits = static_cast<uint32_t>(random_bits(DType::kFloat32, Values::kAny, generator));
-            const float x = multi_tensor::as_float(bits);
+            const float x = as_float(bits);
             ASSERT_EQ(to_fp8(x, format), nearest(x)) << x;
         }
     }
@@ -95,7 +95,7 @@ TEST(Fp8Numbers, WhatIsTooLargeBecomesTheLargestNumberAndNanStaysNan) {
             EXPECT_EQ(to_fp8(x, format), largest_code(format)) << x;
             EXPECT_EQ(to_fp8(-x, format), largest_code(format) | 0x80) << x;
         }
-        for (const float x : {kNan, -kNan, multi_tensor::as_float(0x7F800001)}) EXPECT_EQ(to_fp8(x, format), 0x7F);
+        for (const float x : {kNan, -kNan, as_float(0x7F800001)}) EXPECT_EQ(to_fp8(x, format), 0x7F);
         EXPECT_EQ(to_fp8(0.0f, format), 0);
         EXPECT_EQ(to_fp8(-0.0f, format), 0x80);
     }

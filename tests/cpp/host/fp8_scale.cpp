@@ -226,7 +226,7 @@ TEST(Fp8Scale, CurrentScalingPassesNansOnAndTakesTheLargestMagnitudeElse) {
         uint32_t state[2];
         current_scale_cpu({.input = x.data(),
                            .numel = static_cast<int64_t>(x.size()),
-                           .dtype = multi_tensor::DType::kFloat32,
+                           .dtype = DType::kFloat32,
                            .amax = &result[0],
                            .scale = &result[1],
                            .state = state,

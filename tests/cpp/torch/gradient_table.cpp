@@ -15,7 +15,6 @@ namespace te_graph::graphs {
 namespace {
 
 using multi_tensor::Chunk;
-using multi_tensor::DType;
 using multi_tensor::Entry;
 using multi_tensor::Mode;
 using testing::AllOf;

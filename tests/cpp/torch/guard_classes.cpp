@@ -1,4 +1,4 @@
-// Guard and code: what a class has for its instances, whichever class a user takes it for, and the code of functions.
+// CallableGuard and code: what a class has for its instances, whichever class a user takes it for, and the code of functions.
 #include <gmock/gmock.h>
 #include <pybind11/eval.h>
 
@@ -20,7 +20,7 @@ private:
     py::dict replay_order_;
 };
 
-class ClassTest : public GuardTest {
+class ClassTest : public CallableGuardTest {
 protected:
     Program program{R"(
 class Below:
@@ -128,7 +128,7 @@ key = Key('scale')
     EXPECT_GT(lookups(), 0);
 }
 
-class CodeTest : public GuardTest {
+class CodeTest : public CallableGuardTest {
 protected:
     Program program{"def scale(x): return x * 2\ndef other(x): return x * 3\n"};
     void expect_code() {

@@ -1,4 +1,4 @@
-// A guard over Python objects, for tests.
+// Guards over Python objects, for tests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "graphs/guard.h"
+#include "graphs/callable_guard.h"
+#include "graphs/function_guard.h"
 #include "graphs/value.h"
 
 namespace py = pybind11;
@@ -24,6 +25,7 @@ inline py::object namespace_of(const py::dict& attributes) {
 // What a guard compares with `object` by value.
 inline std::shared_ptr<const Value> snapshot(const py::object& object) { return Value::of(object.ptr()); }
 
+template <typename Guarding>
 class GuardTest : public testing::Test {
 protected:
     int step(StepKind kind, int parent, const py::object& key, const py::object& expected, std::string subject) {
@@ -33,9 +35,16 @@ protected:
         return guard.add_step(StepKind::kPosition, parent, py::none(), index, expected, std::move(subject));
     }
 
+    const py::gil_scoped_acquire gil;
+    const py::object none = py::none();
+    Guarding guard;
+};
+
+class CallableGuardTest : public GuardTest<CallableGuard> {
+protected:
     // What has changed below `root`, or nothing.
     std::string check(const py::object& root) {
-        Guard::Tensors tensors;
+        CallableGuard::Tensors tensors;
         const std::string change = guard.check(root.ptr(), tensors);
         EXPECT_EQ(PyErr_Occurred(), nullptr);
         found.clear();
@@ -51,9 +60,6 @@ protected:
         return guard.check_tensors(as_found);
     }
 
-    const py::gil_scoped_acquire gil;
-    const py::object none = py::none();
-    Guard guard;
     std::vector<at::Tensor> found;
 };
 

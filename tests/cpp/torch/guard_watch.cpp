@@ -1,4 +1,4 @@
-// Guard and watched dictionaries: what has not changed is not looked up again, and every change is noticed.
+// CallableGuard and watched dictionaries: what has not changed is not looked up again, and every change is noticed.
 #include <pybind11/eval.h>
 
 #include "guard_test.h"
@@ -33,7 +33,7 @@ class Key(str):
 
 constexpr int kLookupsWhenUnchanged = PY_VERSION_HEX >= 0x030C0000 ? 0 : 1;  // Python tells of changes since 3.12
 
-TEST_F(GuardTest, ADictIsLookedIntoAgainOnlyAfterAChange) {
+TEST_F(CallableGuardTest, ADictIsLookedIntoAgainOnlyAfterAChange) {
     CountedKey counted("child");
     const py::list child;
     py::dict root("child"_a = child);
@@ -56,7 +56,7 @@ TEST_F(GuardTest, ADictIsLookedIntoAgainOnlyAfterAChange) {
     EXPECT_EQ(check(root), "");
 }
 
-TEST_F(GuardTest, DictsOfStrangersMayChangeWithoutALookup) {
+TEST_F(CallableGuardTest, DictsOfStrangersMayChangeWithoutALookup) {
     CountedKey counted("child");
     const py::dict root("child"_a = 1);
     py::dict stranger;
@@ -68,7 +68,7 @@ TEST_F(GuardTest, DictsOfStrangersMayChangeWithoutALookup) {
     EXPECT_EQ(counted.lookups(), kLookupsWhenUnchanged);
 }
 
-TEST_F(GuardTest, AnotherRootIsWalkedAnew) {
+TEST_F(CallableGuardTest, AnotherRootIsWalkedAnew) {
     const py::list child;
     const py::dict root("child"_a = child), same("child"_a = child), other("child"_a = py::list());
     step(StepKind::kItem, -1, py::str("child"), child, "child");
@@ -78,7 +78,7 @@ TEST_F(GuardTest, AnotherRootIsWalkedAnew) {
     EXPECT_EQ(check(root), "");
 }
 
-TEST_F(GuardTest, AttributesThatNoGuardNamesMayChangeWithoutALookup) {
+TEST_F(CallableGuardTest, AttributesThatNoGuardNamesMayChangeWithoutALookup) {
     CountedKey counted("child");
     const py::object root = py::eval("type('Holder', (), {})()");
     root.attr("scale") = 1;
@@ -103,7 +103,7 @@ TEST_F(GuardTest, AttributesThatNoGuardNamesMayChangeWithoutALookup) {
     EXPECT_EQ(check(root), "override changed");
 }
 
-TEST_F(GuardTest, EveryWayOfChangingADictIsNoticedAfterAPassingCheck) {
+TEST_F(CallableGuardTest, EveryWayOfChangingADictIsNoticedAfterAPassingCheck) {
     const py::list child;
     const py::dict root;
     step(StepKind::kItem, -1, py::str("child"), child, "child");
@@ -123,7 +123,7 @@ TEST_F(GuardTest, EveryWayOfChangingADictIsNoticedAfterAPassingCheck) {
     }
 }
 
-TEST_F(GuardTest, ADictAtTheAddressOfADeadOneIsNotTakenForIt) {
+TEST_F(CallableGuardTest, ADictAtTheAddressOfADeadOneIsNotTakenForIt) {
     const py::list child;
     py::object holder = py::eval("type('Holder', (), {})()");
     holder.attr("table") = py::dict("child"_a = child);
@@ -142,7 +142,7 @@ TEST_F(GuardTest, ADictAtTheAddressOfADeadOneIsNotTakenForIt) {
     EXPECT_EQ(check(holder), "child was replaced by another object");
 }
 
-TEST_F(GuardTest, ListsCellsAndInstancesThatChangeWhileNoDictDoesAreNoticed) {
+TEST_F(CallableGuardTest, ListsCellsAndInstancesThatChangeWhileNoDictDoesAreNoticed) {
     const py::list child;
     py::list list;
     list.append(child);

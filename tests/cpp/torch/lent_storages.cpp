@@ -1,4 +1,4 @@
-// StaticTensors and LentStorages: no value changes under its holder, and nothing is copied that nobody holds.
+// StaticTensors and LentStorages: no value changes under its holder, and nothing without a holder is copied.
 #include "graphs/lent_storages.h"
 
 #include <ATen/core/grad_mode.h>

@@ -218,7 +218,7 @@ def test_a_sequence_under_autocast(device):
     with torch.autocast(device, torch.bfloat16):
         for _ in range(4):
             assert_bitwise_equal(sequence(x).clone(), predict(x))
-    assert sequence.stats()["replays"] == 3
+    assert sequence.info()["forward_replays"] == 3
 
 
 class Gated(nn.Module):

@@ -204,8 +204,8 @@ def test_a_static_graph_gives_the_gradients_of_eager(ranks: Ranks, order: str, a
 
 def skipped_blocks(rank: Rank, order: str, as_view: bool) -> None:
     graphed, eager = both(order, rank, find_unused_parameters=True, gradient_as_bucket_view=as_view)
-    everybody, nobody = (1,), ()
-    for skip in (nobody, (1,) if rank.rank == 0 else nobody, everybody, everybody, (0, 2), nobody):
+    every_rank, no_rank = (1,), ()
+    for skip in (no_rank, (1,) if rank.rank == 0 else no_rank, every_rank, every_rank, (0, 2), no_rank):
         data = batches(rank)
         for ddp in (graphed, eager):
             ddp.zero_grad()

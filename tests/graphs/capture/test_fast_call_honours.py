@@ -146,7 +146,7 @@ def test_forward_replaced_on_the_instance_is_called_until_it_is_removed(device, 
 
 
 def doubled(call: Callable) -> Callable:
-    """``call`` as somebody wraps it who wants to see each call: here, to double the result."""
+    """``call`` wrapped by code that has to see each call: here, to double the result."""
 
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(self, *args, **kwargs) * 2

@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: Hugging Face decoder layers and language models, torch's own layers and cells.
+"""Models of other projects: Hugging Face decoder layers and language models, torch's own layers and cells.
 
 The reference is eager execution of a copy of the same model on the same inputs, from the same generator state.
 """

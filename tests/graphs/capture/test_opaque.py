@@ -111,7 +111,7 @@ def test_model_with_graphed_layers_is_compiled_around_them(device: str, backend:
     tg.make_graphed_callables(tuple(layers), ((batch(device),),) * 2)
 
     def whole(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:  # [5, 6]
-        return second(first(x * 2) * 4) * 0.5  # powers of two: exact, whoever computes them
+        return second(first(x * 2) * 4) * 0.5  # powers of two: exact, however they are computed
 
     compiled = torch.compile(whole, backend=backend)
     for _ in range(2):

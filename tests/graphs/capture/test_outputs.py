@@ -1,4 +1,4 @@
-"""Results, input gradients and slots: values stay with their holder; memory nobody holds is used again (G7, G8)."""
+"""Results, input gradients and slots: values stay with their holder; memory without a holder is used again (G7, G8)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_layer_that_is_reset_leaves_the_layers_after_it_eager_and_those_before
     with caplog.at_level(logging.WARNING, logger="te_graph"):
         assert_same_steps(layers, twins, forward_and_backward, device)
     rest = [layer for layer in layers if hasattr(layer, "te_graph")]
-    # Behind a layer that runs eagerly nobody's input is in its place.
+    # Behind a layer that runs eagerly no input is in its place.
     assert counts(rest, "forward_replays") == [8] * position + [4] * (3 - position)
     assert eager_calls(rest) == [0] * position + [4] * (3 - position)
     assert len(caplog.records) == 3 - position

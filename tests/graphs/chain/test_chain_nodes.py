@@ -1,4 +1,4 @@
-"""chain=True: neighbours whose results nobody else can reach become one autograd node and one launch, unnoticed.
+"""chain=True: neighbours whose results cannot be reached otherwise become one autograd node and one launch, unnoticed.
 
 The reference is eager execution of copies of the same layers on the same inputs.
 """

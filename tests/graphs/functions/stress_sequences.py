@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sequences import counts
 from stress_sources import NUMBERS, SOURCES, Source
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -33,6 +34,7 @@ from functools import partial, wraps
 from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import torch
+from sequences import counts
 from torch import nn
 import CFG
 
@@ -193,9 +195,9 @@ def run(program: Program) -> tuple[str, int, int]:
             difference = f"step {number}, {step}: graphed, eager: {pairs[:2]}"
         if difference:
             break
-    stats = sequence.stats()
-    sequence.release()
-    return difference, stats["replays"], stats["replays"] + stats["eager_calls"]
+    _, replays, _, eager_calls = counts(sequence)
+    sequence.reset()
+    return difference, replays, replays + eager_calls
 
 
 def _outcome(side: _Side, step: str) -> list[Any] | str:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from sequences import called, counts, reference_norm, tensors
+from sequences import called, captures, counts, reference_norm, tensors
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -109,8 +109,8 @@ def test_results_that_are_arguments_are_found_anew(device: str) -> None:
         assert_bitwise_equal((x, row, total), (before * 2, before[1] * 2, (before * 2).sum()))
 
 
-def test_eager_on_change_runs_as_it_is_and_goes_on_replaying_the_first(device: str) -> None:
-    norm = graphed(norm_of, on_change="eager")
+def test_eager_on_mismatch_runs_as_it_is_and_goes_on_replaying_the_first(device: str) -> None:
+    norm = graphed(norm_of, on_mismatch="eager")
     first, second = tensors(device), tensors(device)
     called(norm, 3, first)
     for grads in (second, second, second, first):
@@ -124,8 +124,8 @@ def test_alternating_sets_of_tensors_do_not_capture_for_ever(device: str) -> Non
     for _ in range(6):
         for grads in sets:
             assert norm(grads).item() == pytest.approx(reference_norm(grads), rel=1e-5)
-    assert norm.stats()["captures"] == 8
-    assert norm.stats()["replays"] == 5 * 8
+    assert captures(norm) == 8
+    assert norm.info()["forward_replays"] == 5 * 8
 
 
 def test_results_of_one_set_survive_replays_for_another(device: str) -> None:
@@ -173,11 +173,11 @@ def test_a_decorated_method_serves_each_instance(device: str) -> None:
     one.rate = 1.0
     one.update(value)
     assert_bitwise_equal(one.mean, value)
-    Averager.update.release()
+    Averager.update.reset()
 
 
 def test_the_decorator_takes_options(device: str) -> None:
-    @graphed(on_change="raise")
+    @graphed(on_mismatch="raise")
     def double(x: Tensor) -> Tensor:
         return x * 2
 
@@ -188,7 +188,7 @@ def test_the_decorator_takes_options(device: str) -> None:
 
 
 def test_writes_are_told_to_version_counters(device: str) -> None:
-    """Who keeps a copy of weights by their version (autograd, FP8 casts) must see that a replay wrote them."""
+    """Copies of weights kept by version (autograd, FP8 casts) are stale once a replay wrote them."""
     weight, other = torch.zeros(2, device=device), torch.zeros(2, device=device)
     bump = graphed(lambda w, o: w.add_(o))
     called(bump, 2, weight, other)
@@ -212,7 +212,7 @@ def test_inside_other_captures_the_function_runs_plainly(device: str) -> None:
     module = make_graphed_callables(lambda t: double(t) + 1, (x,))
     for _ in range(3):
         assert_bitwise_equal(module(x), x * 3)
-    assert double.stats()["captures"] == 0
+    assert captures(double) == 0
 
 
 def test_a_graphed_function_inside_another_is_part_of_it(device: str) -> None:
@@ -226,7 +226,7 @@ def test_a_graphed_function_inside_another_is_part_of_it(device: str) -> None:
     called(outer, 5)
     assert_bitwise_equal(total, torch.full_like(total, 10))
     assert counts(outer) == (1, 4, 0, 1)
-    assert inner.stats()["captures"] == 0
+    assert captures(inner) == 0
     called(inner, 3)
     assert_bitwise_equal(total, torch.full_like(total, 13))
 
@@ -235,17 +235,17 @@ def test_release_frees_and_starts_anew(device: str) -> None:
     x = torch.ones(1000, device=device)
     double = graphed(lambda t: t * 2)
     held = called(double, 3, x)
-    assert double.stats()["bytes"] >= x.nbytes
-    double.release()
-    assert double.stats()["bytes"] == 0
+    assert double.info()["bytes"] >= x.nbytes
+    double.reset()
+    assert double.info()["bytes"] == 0
     assert_bitwise_equal(held, x * 2)
     freed = StorageWeakRef(held.untyped_storage())
     del held
     assert freed.expired()
     assert_bitwise_equal(called(double, 3, x), x * 2)
     assert counts(double) == (2, 4, 0, 2)
-    double.release()
-    double.release()
+    double.reset()
+    double.reset()
 
 
 def test_dropping_the_object_frees_it_without_the_garbage_collector(device: str) -> None:
@@ -332,6 +332,37 @@ def test_info_tells_of_a_graphed_function_from_its_capture_to_its_release(device
     (line,) = (line for line in info().splitlines() if line not in lines)
     assert line.startswith("graphed norm_of: 67% of 3 calls replayed, 1 signature, 1 graph, ")
     assert f"{norm.info()['nodes']} nodes" in line and norm.info()["nodes"] > 1
-    assert line.endswith("eager: 1 x not captured")
-    norm.release()
+    assert line.endswith("eager: 1 x not captured yet")
+    norm.reset()
     assert info().splitlines() == lines
+
+
+def test_old_names_warn_and_do_the_same() -> None:
+    with pytest.warns(DeprecationWarning, match="on_change= is now called on_mismatch="):
+        double = graphed(lambda t: t * 2, on_change="recapture")
+    x = torch.randn(3)
+    called(double, 3, x)
+    with pytest.warns(DeprecationWarning, match=r"stats\(\) is now called info\(\)") as warned:
+        stats = double.stats()
+    assert stats == {"captures": 1, "replays": 2, "misses": 0, "eager_calls": 1, "bytes": double.info()["bytes"]}
+    assert warned[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match=r"release\(\) is now called reset\(\)"):
+        double.release()
+    assert double.info()["signatures"] == 0
+
+
+def test_info_has_the_keys_of_a_callable_and_reasons_for_eager_calls() -> None:
+    layer = torch.nn.Linear(3, 3)
+    make_graphed_callables(layer, (torch.randn(2, 3),))
+    double = graphed(lambda t: t * 2)
+    assert double.info().keys() == layer.te_graph.info().keys()
+    x = torch.randn(3)
+    called(double, 2, x)
+    with torch.autograd.detect_anomaly(check_nan=True):
+        double(x)
+    double(torch.randn(4))
+    assert double.info()["eager_calls"] == {
+        "not captured yet": 1,
+        "called under torch.autograd.detect_anomaly": 1,
+        "argument 0 changed shape from [3] to [4] since capture": 1,
+    }

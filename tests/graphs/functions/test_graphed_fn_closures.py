@@ -56,7 +56,7 @@ MAKERS = (of_an_object, of_a_number, of_a_default)
 
 
 def out_of_reach(function: Any) -> Callable[[], Any]:
-    """What gives ``function``, and refers to it in a way that nobody follows."""
+    """What gives ``function``, and refers to it in a way that is not followed."""
     kept = [function]
     give = functools.lru_cache(kept.pop)
     give()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sequences import called, counts, reference_norm, tensors
+from sequences import called, captures, counts, reference_norm, tensors
 from torch import Tensor, nn
 
 from te_graph import graphed
@@ -45,7 +45,7 @@ def test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds() -> None:
     given = [torch.ones(2) for _ in range(1000)]
     listed, frame = guard_of(lambda ts: None, given)
     assert listed.guard.tensors == 1000
-    assert microseconds(lambda: listed.guard.check_call((frame[0], (list(given),), {}))) < 250
+    assert microseconds(lambda: listed.guard.check((frame[0], (list(given),), {}))) < 250
 
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(200)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -54,7 +54,7 @@ def test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds() -> None:
     optimizer.step()
     stepped, frame = guard_of(lambda: optimizer.step())
     assert stepped.guard.tensors == 1000
-    assert microseconds(lambda: stepped.guard.check_call(frame)) < 250
+    assert microseconds(lambda: stepped.guard.check(frame)) < 250
 
 
 def test_dictionaries_are_looked_at_again_after_a_change() -> None:
@@ -66,7 +66,7 @@ def test_dictionaries_are_looked_at_again_after_a_change() -> None:
     function_guard, frame = guard_of(lambda: optimizer.step())
 
     def change() -> str:
-        return function_guard.guard.check_call(frame)
+        return function_guard.guard.check(frame)
 
     assert change() == change() == ""
     state = optimizer.state[parameters[1]]
@@ -94,9 +94,9 @@ def test_containers_that_die_between_calls_are_not_followed() -> None:
     a, b = torch.ones(2), torch.ones(2)
     function_guard, frame = guard_of(lambda table: None, {"x": a, "y": [b]})
     for _ in range(100):
-        assert function_guard.guard.check_call((frame[0], ({"x": a, "y": [b]},), {})) == ""
-        assert function_guard.guard.check_call((frame[0], ({"x": a, "y": [a]},), {})) != ""
-        assert function_guard.guard.check_call((frame[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
+        assert function_guard.guard.check((frame[0], ({"x": a, "y": [b]},), {})) == ""
+        assert function_guard.guard.check((frame[0], ({"x": a, "y": [a]},), {})) != ""
+        assert function_guard.guard.check((frame[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
         gc.collect(0)
 
 
@@ -113,7 +113,7 @@ def test_an_object_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
     del owner
     for _ in range(50):
         again = Owner(tensor)
-        assert function_guard.guard.check_call((function, (again,), {})) != ""
+        assert function_guard.guard.check((function, (again,), {})) != ""
         del again
 
 
@@ -199,10 +199,10 @@ def test_who_is_called_with_a_new_tensor_each_time_is_told_to_copy_it_into_one_t
             assert_bitwise_equal(double(batch), batch * 2)
     (message,) = [record.message for record in caplog.records]
     assert "argument 0 moved to other memory; tensors are read in place: copy what is new" in message
-    static, before = torch.empty_like(batches[0]), double.stats()["replays"]
+    static, before = torch.empty_like(batches[0]), double.info()["forward_replays"]
     for batch in batches:
         assert_bitwise_equal(double(static.copy_(batch)).clone(), batch * 2)
-    assert double.stats()["replays"] == before + 5
+    assert double.info()["forward_replays"] == before + 5
 
 
 def test_who_is_called_in_vain_says_so_and_stops_looking_so_often(
@@ -223,13 +223,13 @@ def test_who_is_called_in_vain_says_so_and_stops_looking_so_often(
         "lr=torch.tensor(...))"
     ]
     assert_bitwise_equal(called(scale, 40, x, 3.0), x * 3)
-    assert scale.stats()["captures"] == 1
+    assert captures(scale) == 1
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"on_change": "guess"}, "expected on_change in"),
+        ({"on_mismatch": "guess"}, "expected on_mismatch in"),
         ({"pool": 3}, "expected pool to be"),
         ({"stream": 3}, "expected stream to be a torch.cuda.Stream, got int"),
         ({"fn": 3}, "expected fn to be a function, got int"),
@@ -303,13 +303,13 @@ def test_release_gives_the_memory_back() -> None:
     product = graphed(lambda w: w @ w @ w)
     with torch.no_grad():
         called(product, 2, weight)
-        product.release()
+        product.reset()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         for _ in range(5):
             called(product, 3, weight)
-            product.release()
+            product.reset()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before, os.environ.get("PYTORCH_CUDA_ALLOC_CONF")

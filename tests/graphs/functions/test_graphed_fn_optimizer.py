@@ -128,7 +128,7 @@ def test_a_learning_rate_that_changes_at_every_step_is_never_captured(device: st
 
 def test_a_float_learning_rate_that_changed_is_named(device: str) -> None:
     twins = Twins(device, adamw, lambda: 0.1)
-    step = graphed(twins.steps[0], on_change="raise")
+    step = graphed(twins.steps[0], on_mismatch="raise")
     twins.backward()
     called(step, 3)
     twins.optimizers[0].param_groups[0]["lr"] = 0.05
@@ -265,7 +265,7 @@ def test_a_step_and_update_of_a_grad_scaler_skip_what_is_not_finite(device: str)
             run(optimizer, scaler, True)
         twins.assert_equal()
     assert [scaler.get_scale() for scaler in scalers] == [2.0, 2.0]
-    assert step.stats()["replays"] >= 4
+    assert step.info()["forward_replays"] >= 4
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_what_holds_a_graphed_function_can_be_copied_and_saved() -> None:
             torch.load(file, weights_only=False),
         ):
             assert_bitwise_equal(called(other.function, 3, x), wanted)
-    made = copy.deepcopy(graphed(double, on_change="raise"))
+    made = copy.deepcopy(graphed(double, on_mismatch="raise"))
     assert counts(made) == (0, 0, 0, 0)
     called(made, 2, x)
     with pytest.raises(RuntimeError, match="argument 0 moved"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sequences import called
+from sequences import called, captures
 from torch import Tensor, nn
 
 from te_graph import graphed, make_graphed_callables
@@ -56,7 +56,7 @@ def test_threads_with_tensors_of_their_own() -> None:
             assert_bitwise_equal(sets[number], wanted[number])
 
     on_threads(3, work)
-    assert scaled.stats()["replays"] > 100
+    assert scaled.info()["forward_replays"] > 100
 
 
 def test_threads_that_capture_at_once() -> None:
@@ -132,7 +132,7 @@ def test_a_function_that_calls_itself() -> None:
     powered, x = graphed(power), torch.ones(2)
     for _ in range(4):
         assert_bitwise_equal(powered(x, 3), x * 16)
-    assert powered.stats()["captures"] == 1
+    assert captures(powered) == 1
 
 
 def test_a_check_that_calls_the_function_runs_it_plainly() -> None:
@@ -146,4 +146,4 @@ def test_a_check_that_calls_the_function_runs_it_plainly() -> None:
     for _ in range(4):
         assert_bitwise_equal(sequence(x), x * 2)
     assert calls.is_set()
-    assert sequence.stats()["replays"] == 3
+    assert sequence.info()["forward_replays"] == 3

@@ -259,7 +259,7 @@ def test_hooks_on_parameters_run_once_with_the_right_gradient(device: str, kind:
     module = mlp(device)
     eager = copy.deepcopy(module)
     seen: list[list[Tensor]] = [[], []]
-    # An AccumulateGrad node lives only as long as somebody holds it.
+    # An AccumulateGrad node lives only as long as it is referred to.
     held = [p.expand_as(p) for p in (module[0].weight, eager[0].weight)]
     if when == "before capture":
         HOOKS[kind](module[0].weight, seen[1])

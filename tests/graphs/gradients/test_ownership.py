@@ -1,4 +1,4 @@
-"""Who owns a byte: what graphs lend, alias and write is what eager execution lends, aliases and writes.
+"""Owners of memory: what graphs lend, alias and write is what eager execution lends, aliases and writes.
 
 Each case is a program that is run twice, eagerly and with its callables graphed; what it returns must be equal bit for
 bit.

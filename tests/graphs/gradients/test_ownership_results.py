@@ -1,4 +1,4 @@
-"""Who owns a byte of results: what they share memory with, who exports or observes them, on several threads."""
+"""Owners of the memory of results: what they share it with, exports and observers of them, on several threads."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Draft:
         self.bases |= {"K0": [], "K1": chance.choice([["K0"], ["K0", "Q0"]]), "K2": ["K1"]}
         self.order = ["Q0", "P0", "P1", "P2", "K0", "K1", "K2"]
         self.part = chance.randrange(3)
-        self.by_name = chance.choice([[], [], ["K0.v0"], ["P0.v0"]])  # whoever is named is compared as a whole
+        self.by_name = chance.choice([[], [], ["K0.v0"], ["P0.v0"]])  # what is named is compared as a whole
 
     def text(self) -> str:
         parts = [_HEAD, *(f"G{i} = {self.value()}\n" for i in range(2)), "\n\ndef fn(k=2.0):\n    return k * G1\n"]
@@ -136,7 +136,7 @@ def _module_of(text: str, name: str) -> types.ModuleType:
 def failure(text: str, changes: list[str], on_mismatch: str = "capture", is_kept: bool = True) -> str:
     """What differs from eager execution; empty where nothing does."""
     module = _module_of(text, "hierarchy")
-    # Who exchanges a method often keeps the old one, which then is not gone.
+    # An exchanged method is often kept, and then is not gone.
     kept = [dict(vars(kind)) for kind in vars(module).values() if isinstance(kind, type)] if is_kept else []
     torch.manual_seed(0)
     graphed, eager = module.M(), module.M()

@@ -231,7 +231,7 @@ def test_a_call_looks_nothing_up_unless_something_changed_that_matters(device):
         Name.lookups = 0
         net(batch(device))
         counts.append(Name.lookups)
-    assert counts[:2] == [0, 0], "nobody asks for an attribute of this name"
+    assert counts[:2] == [0, 0], "no guard asks for an attribute of this name"
     assert counts[3] > 0
     # From 3.13 on the dictionary of an instance is looked at in each call, since it cannot be watched.
     assert (counts[2] > 0) == (sys.version_info < (3, 13))

@@ -319,7 +319,7 @@ def test_a_captured_module_keeps_what_it_named_when_it_is_captured_again(device)
     assert graphed.te_graph.info()["recaptures"] == 6
 
 
-# ---- What is nobody's business ----
+# ---- What does not matter ----
 
 
 class Trained(nn.Module):

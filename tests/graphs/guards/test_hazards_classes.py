@@ -223,7 +223,7 @@ def test_a_member_that_code_gets_to_by_super_is_seen(device, case, is_inner):
 
     kind, name, value = BELOW[case]
     graphed, _, twin, _ = both(make, device, on_mismatch="eager")
-    with member_set(Below, "calls", lambda self: 7):  # which nobody calls
+    with member_set(Below, "calls", lambda self: 7):  # which is never called
         assert_equal_runs(graphed, twin, device)
     with member_set(kind, name, value):
         assert_equal_runs(graphed, twin, device)

@@ -268,7 +268,7 @@ def test_what_is_used_under_another_name_is_seen(device, change, words):
     assert_seen(build, change, words, device)
 
 
-# ---- What is nobody's business ----
+# ---- What does not matter ----
 
 
 def test_modules_that_the_code_does_not_name_may_change(device):

@@ -38,7 +38,7 @@ def capture(layers: Nets, is_chain: bool, **options: Any) -> list[nn.Module]:
 
 
 def accumulator(parameter: Tensor) -> torch.autograd.graph.Node:
-    """The AccumulateGrad node of ``parameter`` [...]. It lives as long as somebody holds it."""
+    """The AccumulateGrad node of ``parameter`` [...]. It lives as long as it is referred to."""
     return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
 
@@ -110,7 +110,7 @@ class Hooks:
         self._held.clear()
 
     def sorted(self) -> list[tuple[int, Tensor]]:
-        """By parameter: the order among parameters of one callable is nobody's promise, in eager execution neither."""
+        """By parameter: no order is promised among parameters of one callable, in eager execution neither."""
         return sorted(self.seen, key=lambda entry: entry[0])
 
 

@@ -174,7 +174,7 @@ def hook_on_a_parameter(world: World) -> None:
         elif kind == "releasing":
             hook.handle = parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
         else:
-            # The node lives only as long as somebody holds it.
+            # The node lives only as long as it is referred to.
             hook.anchor = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             hook.handle = hook.anchor.register_hook(lambda *_: log.append(_copied(parameter.grad)))
         return hook

@@ -4,11 +4,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
 #include <type_traits>
 
-#include "multi_tensor/table.h"
+#include "common/dtype.h"
 
-namespace te_graph::multi_tensor {
+namespace te_graph {
 
 __device__ inline float widen(float value) { return value; }
 __device__ inline double widen(double value) { return value; }
@@ -58,17 +59,4 @@ __device__ bool is_aligned(const T*... pointers) {
     return ((reinterpret_cast<uintptr_t>(pointers) | ...) % 16) == 0;
 }
 
-// Calls body.operator()<n>(i) for vectors i, i + kThreads, ... i + (n - 1) kThreads of this thread, until all whole
-// vectors of kCount among `count` elements are done; returns the number of elements done. Vectors of a batch are
-// loaded before the first one is stored, so that enough reads are under way.
-template <int kCount, typename Body>
-__device__ int for_each_vector(int count, const Body& body) {
-    constexpr int kBatch = 4;
-    const int vectors = count / kCount;
-    int i = threadIdx.x;
-    for (; i + (kBatch - 1) * kThreads < vectors; i += kBatch * kThreads) body.template operator()<kBatch>(i);
-    for (; i < vectors; i += kThreads) body.template operator()<1>(i);
-    return vectors * kCount;
-}
-
-}  // namespace te_graph::multi_tensor
+}  // namespace te_graph

@@ -1,4 +1,4 @@
-// Guard: each kind of step reached, replaced and gone; each fact of a tensor; messages that name the subject.
+// CallableGuard: each kind of step reached, replaced and gone; each fact of a tensor; messages that name the subject.
 #include <ATen/ops/_neg_view.h>
 #include <ATen/ops/rand.h>
 #include <gmock/gmock.h>
@@ -11,9 +11,9 @@
 namespace te_graph::graphs {
 namespace {
 
-TEST_F(GuardTest, WithoutStepsFindsNothingChanged) { EXPECT_EQ(check(none), ""); }
+TEST_F(CallableGuardTest, WithoutStepsFindsNothingChanged) { EXPECT_EQ(check(none), ""); }
 
-TEST_F(GuardTest, InstanceDictIsReachedReplacedAndGone) {
+TEST_F(CallableGuardTest, InstanceDictIsReachedReplacedAndGone) {
     const py::object root = namespace_of(py::dict("a"_a = 1));
     step(StepKind::kInstanceDict, -1, none, root.attr("__dict__"), "attributes of fc1");
     EXPECT_EQ(check(root), "");
@@ -24,7 +24,7 @@ TEST_F(GuardTest, InstanceDictIsReachedReplacedAndGone) {
     EXPECT_EQ(check(py::int_(3)), "attributes of fc1 is gone");
 }
 
-TEST_F(GuardTest, AReplacedInstanceDictIsNoticed) {
+TEST_F(CallableGuardTest, AReplacedInstanceDictIsNoticed) {
     const py::object root = py::eval("type('Holder', (), {})()");
     const py::object attributes = root.attr("__dict__");
     step(StepKind::kInstanceDict, -1, none, attributes, "attributes of fc1");
@@ -33,7 +33,7 @@ TEST_F(GuardTest, AReplacedInstanceDictIsNoticed) {
     EXPECT_EQ(check(root), "attributes of fc1 was replaced by another object");
 }
 
-TEST_F(GuardTest, ItemIsReachedReplacedAndGone) {
+TEST_F(CallableGuardTest, ItemIsReachedReplacedAndGone) {
     const py::list bias;
     py::dict root("bias"_a = bias);
     step(StepKind::kItem, -1, py::str("bias"), bias, "bias of fc1");
@@ -45,12 +45,12 @@ TEST_F(GuardTest, ItemIsReachedReplacedAndGone) {
     EXPECT_EQ(check(py::list()), "bias of fc1 is gone");
 }
 
-TEST_F(GuardTest, ItemWithAKeyThatCannotBeHashedIsGoneAndLeavesNoPythonError) {
+TEST_F(CallableGuardTest, ItemWithAKeyThatCannotBeHashedIsGoneAndLeavesNoPythonError) {
     step(StepKind::kItem, -1, py::list(), none, "bias of fc1");
     EXPECT_EQ(check(py::dict()), "bias of fc1 is gone");
 }
 
-TEST_F(GuardTest, AChangedFlagIsNamedWithItsValue) {
+TEST_F(CallableGuardTest, AChangedFlagIsNamedWithItsValue) {
     py::dict root("training"_a = true, "frozen"_a = false);
     step(StepKind::kItem, -1, py::str("training"), py::bool_(true), "training of fc1");
     step(StepKind::kItem, -1, py::str("frozen"), py::bool_(false), "frozen of fc1");
@@ -61,7 +61,7 @@ TEST_F(GuardTest, AChangedFlagIsNamedWithItsValue) {
     EXPECT_EQ(check(root), "training of fc1 is now False");
 }
 
-TEST_F(GuardTest, LengthIsThatOfADictOrListAndChangesBothWays) {
+TEST_F(CallableGuardTest, LengthIsThatOfADictOrListAndChangesBothWays) {
     py::dict root("a"_a = 1, "b"_a = 2);
     guard.add_step(StepKind::kLength, -1, none, 2, none, "hooks of fc1");
     EXPECT_EQ(check(root), "");
@@ -73,7 +73,7 @@ TEST_F(GuardTest, LengthIsThatOfADictOrListAndChangesBothWays) {
     EXPECT_EQ(check(py::int_(2)), "hooks of fc1 changed");
 }
 
-TEST_F(GuardTest, AbsentHoldsUntilTheKeyAppearsAndLeadsToTheDictItself) {
+TEST_F(CallableGuardTest, AbsentHoldsUntilTheKeyAppearsAndLeadsToTheDictItself) {
     const py::list item;
     py::dict root("a"_a = item);
     const int absent = step(StepKind::kAbsent, -1, py::str("forward"), none, "forward of fc1");
@@ -84,7 +84,7 @@ TEST_F(GuardTest, AbsentHoldsUntilTheKeyAppearsAndLeadsToTheDictItself) {
     EXPECT_EQ(check(py::list()), "forward of fc1 changed");
 }
 
-TEST_F(GuardTest, LengthLeadsToTheDictItself) {
+TEST_F(CallableGuardTest, LengthLeadsToTheDictItself) {
     const py::list item;
     const py::dict root("a"_a = item);
     const int length = guard.add_step(StepKind::kLength, -1, none, 1, none, "modules");
@@ -92,7 +92,7 @@ TEST_F(GuardTest, LengthLeadsToTheDictItself) {
     EXPECT_EQ(check(root), "");
 }
 
-TEST_F(GuardTest, PositionOfAListIsReachedReplacedAndGone) {
+TEST_F(CallableGuardTest, PositionOfAListIsReachedReplacedAndGone) {
     const py::list first, second;
     py::list root;
     root.append(first);
@@ -106,7 +106,7 @@ TEST_F(GuardTest, PositionOfAListIsReachedReplacedAndGone) {
     EXPECT_EQ(check(py::dict()), "layers[1] is gone");
 }
 
-TEST_F(GuardTest, PositionOfATupleIsReachedReplacedAndGone) {
+TEST_F(CallableGuardTest, PositionOfATupleIsReachedReplacedAndGone) {
     const py::list first, second;
     position(-1, 1, second, "args[1]");
     EXPECT_EQ(check(py::make_tuple(first, second)), "");
@@ -114,7 +114,7 @@ TEST_F(GuardTest, PositionOfATupleIsReachedReplacedAndGone) {
     EXPECT_EQ(check(py::make_tuple(second)), "args[1] is gone");
 }
 
-TEST_F(GuardTest, CellIsReachedReplacedAndGone) {
+TEST_F(CallableGuardTest, CellIsReachedReplacedAndGone) {
     const py::object cell = py::module_::import("types").attr("CellType")(py::list());
     step(StepKind::kCell, -1, none, cell.attr("cell_contents"), "closure variable scale");
     EXPECT_EQ(check(cell), "");
@@ -125,7 +125,7 @@ TEST_F(GuardTest, CellIsReachedReplacedAndGone) {
     EXPECT_EQ(check(py::list()), "closure variable scale is gone");
 }
 
-TEST_F(GuardTest, AKnownObjectIsTakenFromWhereverItIsUntilItIsGone) {
+TEST_F(CallableGuardTest, AKnownObjectIsTakenFromWhereverItIsUntilItIsGone) {
     py::object type = py::eval("type('Holder', (), {'scale': 2.0})");
     const int known = step(StepKind::kKnown, -1, none, type, "Holder");
     guard.expect_value(step(StepKind::kAttribute, known, py::str("scale"), none, "Holder.scale"),
@@ -140,7 +140,7 @@ TEST_F(GuardTest, AKnownObjectIsTakenFromWhereverItIsUntilItIsGone) {
     EXPECT_EQ(check(none), "Holder is gone");
 }
 
-TEST_F(GuardTest, ContentsAreComparedMemberByMember) {
+TEST_F(CallableGuardTest, ContentsAreComparedMemberByMember) {
     const py::dict members;
     const char* const containers[] = {"[1, (0.0, 'a')]", "{'a': 1, 'b': 2}", "{1, 2}"};
     const char* const changes[] = {"c[0] = 2",           "c[0] = True",   "c.append(1)",   "c.pop()",
@@ -149,13 +149,13 @@ TEST_F(GuardTest, ContentsAreComparedMemberByMember) {
     int seen = 0;
     for (const char* const container : containers) {
         for (const char* const change : changes) {
-            Guard one;
+            CallableGuard one;
             const py::object held = py::eval(container);
             const py::list root(py::make_tuple(held));
             const int place = one.add_step(StepKind::kPosition, -1, none, 0, none, "sizes");
             one.expect_value(one.add_step(StepKind::kContents, place, none, 0, none, "sizes"),
                              snapshot(py::eval(container)));
-            Guard::Tensors tensors;
+            CallableGuard::Tensors tensors;
             for (int count = 0; count < 2; ++count) ASSERT_EQ(one.check(root.ptr(), tensors), "");
             try {
                 py::exec(change, py::dict("c"_a = held));
@@ -171,7 +171,7 @@ TEST_F(GuardTest, ContentsAreComparedMemberByMember) {
     EXPECT_EQ(seen, 17);
 }
 
-TEST_F(GuardTest, AttributeIsReachedReplacedAndGone) {
+TEST_F(CallableGuardTest, AttributeIsReachedReplacedAndGone) {
     const py::object partial = py::module_::import("functools").attr("partial");
     const py::object function = py::eval("lambda: None"), other = py::eval("lambda: None");
     step(StepKind::kAttribute, -1, py::str("func"), function, "function of the partial");
@@ -180,7 +180,7 @@ TEST_F(GuardTest, AttributeIsReachedReplacedAndGone) {
     EXPECT_EQ(check(py::list()), "function of the partial is gone");
 }
 
-TEST_F(GuardTest, AStepWithoutAnExpectedObjectTakesAny) {
+TEST_F(CallableGuardTest, AStepWithoutAnExpectedObjectTakesAny) {
     py::dict root("a"_a = 1000);
     step(StepKind::kItem, -1, py::str("a"), none, "a");
     root["a"] = 2000;
@@ -189,7 +189,7 @@ TEST_F(GuardTest, AStepWithoutAnExpectedObjectTakesAny) {
     EXPECT_EQ(check(root), "a is gone");
 }
 
-TEST_F(GuardTest, WalksThroughAllKindsAndNamesTheFirstStepThatChanged) {
+TEST_F(CallableGuardTest, WalksThroughAllKindsAndNamesTheFirstStepThatChanged) {
     const at::Tensor weight = at::rand({2, 2}), scale = at::rand({1});
     const py::object cell = py::module_::import("types").attr("CellType")(py::cast(scale));
     py::dict parameters("weight"_a = weight);
@@ -225,7 +225,7 @@ TEST_F(GuardTest, WalksThroughAllKindsAndNamesTheFirstStepThatChanged) {
     EXPECT_EQ(check(root), "scale moved to other memory");
 }
 
-TEST_F(GuardTest, KeepsNothingAliveThatItExpects) {
+TEST_F(CallableGuardTest, KeepsNothingAliveThatItExpects) {
     const py::object type = py::eval("type('Module', (), {})");
     py::object module = type();
     const py::object root = namespace_of(py::dict("child"_a = module));
@@ -239,7 +239,7 @@ TEST_F(GuardTest, KeepsNothingAliveThatItExpects) {
     EXPECT_EQ(check(root), "child is gone");
 }
 
-TEST_F(GuardTest, CheckLeavesReferenceCountsAsTheyWere) {
+TEST_F(CallableGuardTest, CheckLeavesReferenceCountsAsTheyWere) {
     const py::object child = py::eval("type('Module', (), {})()");
     const py::object root = namespace_of(py::dict("child"_a = child));
     const py::object attributes = root.attr("__dict__");
@@ -253,9 +253,9 @@ TEST_F(GuardTest, CheckLeavesReferenceCountsAsTheyWere) {
     EXPECT_EQ(child.ref_count(), counts[2]);
 }
 
-TEST_F(GuardTest, MayBeDroppedWithoutTheGilThoughItsKeysRunPythonCode) {
+TEST_F(CallableGuardTest, MayBeDroppedWithoutTheGilThoughItsKeysRunPythonCode) {
     const py::list dropped;
-    auto dying = std::make_unique<Guard>();
+    auto dying = std::make_unique<CallableGuard>();
     const py::object type = py::eval("type('Key', (), {'__del__': lambda self: self.dropped.append(1)})");
     type.attr("dropped") = dropped;
     dying->add_step(StepKind::kItem, -1, type(), 0, none, "key");
@@ -267,7 +267,7 @@ TEST_F(GuardTest, MayBeDroppedWithoutTheGilThoughItsKeysRunPythonCode) {
     EXPECT_EQ(dropped.size(), 1u);
 }
 
-TEST_F(GuardTest, ANewObjectAtTheAddressOfADeadOneIsNotTakenForIt) {
+TEST_F(CallableGuardTest, ANewObjectAtTheAddressOfADeadOneIsNotTakenForIt) {
     const py::object type = py::eval("type('Module', (), {})");
     py::object module = type();
     const PyObject* const address = module.ptr();
@@ -286,7 +286,7 @@ TEST_F(GuardTest, ANewObjectAtTheAddressOfADeadOneIsNotTakenForIt) {
 }
 
 // A dict with one tensor, guarded.
-class GuardedWeight : public GuardTest {
+class GuardedWeight : public CallableGuardTest {
 protected:
     GuardedWeight() { guard.add_tensor(step(StepKind::kItem, -1, py::str("weight"), none, "weight of fc1"), weight); }
 
@@ -336,7 +336,7 @@ TEST_F(GuardedWeight, ThatIsANegatedViewNowIsNamedAsSomethingElseThanRequiresGra
     EXPECT_THAT(change, testing::Not(testing::HasSubstr("requires_grad")));
 }
 
-TEST_F(GuardTest, AConjugatedViewThatIsTheSameAsBeforeIsFoundUnchanged) {
+TEST_F(CallableGuardTest, AConjugatedViewThatIsTheSameAsBeforeIsFoundUnchanged) {
     const at::Tensor weight = at::rand({2}, at::kComplexFloat).conj();
     guard.add_tensor(step(StepKind::kItem, -1, py::str("weight"), none, "weight"), weight);
     EXPECT_EQ(check(py::dict("weight"_a = weight)), "");
@@ -350,7 +350,7 @@ TEST_F(GuardedWeight, WhoseStorageWasExchangedInPlaceIsNoticed) {
     EXPECT_EQ(check_tensors({weight}), "weight of fc1 moved to other memory");
 }
 
-TEST_F(GuardTest, AWeightAtAnotherOffsetOfItsStorageHasMoved) {
+TEST_F(CallableGuardTest, AWeightAtAnotherOffsetOfItsStorageHasMoved) {
     const at::Tensor flat = at::rand({20});
     guard.add_tensor(step(StepKind::kItem, -1, py::str("weight"), none, "weight of fc1"), flat.slice(0, 4, 20));
     EXPECT_EQ(check(py::dict("weight"_a = flat.slice(0, 4, 20))), "");
@@ -363,7 +363,7 @@ TEST_F(GuardedWeight, ThatRequiresGradNowIsNamedByCheckAndOfNoImportanceToCheckT
     EXPECT_EQ(check_tensors({weight}), "");
 }
 
-TEST_F(GuardTest, AWeightThatIsFrozenNowIsNamedByCheckAndOfNoImportanceToCheckTensors) {
+TEST_F(CallableGuardTest, AWeightThatIsFrozenNowIsNamedByCheckAndOfNoImportanceToCheckTensors) {
     const at::Tensor weight = at::rand({2}).requires_grad_();
     guard.add_tensor(step(StepKind::kItem, -1, py::str("weight"), none, "weight of fc1"), weight);
     const py::dict root("weight"_a = weight);
@@ -388,7 +388,7 @@ TEST_F(GuardedWeight, ReplacedByATensorOverTheSameMemoryIsNamedWhenTheObjectIsEx
     EXPECT_EQ(check(root), "parameter weight of fc1 was replaced by another object");
 }
 
-TEST_F(GuardTest, CheckTensorsNamesTheOneOfSeveralThatMoved) {
+TEST_F(CallableGuardTest, CheckTensorsNamesTheOneOfSeveralThatMoved) {
     const std::vector<at::Tensor> tensors{at::rand({2}), at::rand({3}), at::rand({0})};
     py::list root;
     for (const at::Tensor& tensor : tensors) root.append(tensor);

@@ -7,9 +7,9 @@
 #include <limits>
 #include <type_traits>
 
-#include "multi_tensor/table.h"
+#include "common/dtype.h"
 
-namespace te_graph::multi_tensor {
+namespace te_graph {
 
 struct BFloat16 {
     uint16_t bits;
@@ -111,4 +111,4 @@ void with_type(DType dtype, const Function& function) {
     }
 }
 
-}  // namespace te_graph::multi_tensor
+}  // namespace te_graph

@@ -1,4 +1,4 @@
-// Guard, checks of calls: values, lengths, keys, gradients; other objects that hold the same; nothing is kept.
+// FunctionGuard: values, lengths, keys, gradients; other objects that hold the same; nothing is kept.
 #include <ATen/ops/ones.h>
 #include <pybind11/eval.h>
 
@@ -7,13 +7,13 @@
 namespace te_graph::graphs {
 namespace {
 
-class GuardInPassingTest : public GuardTest {
+class FunctionGuardTest : public GuardTest<FunctionGuard> {
 protected:
     int item(int parent, const py::object& key, std::string subject, bool is_ephemeral = false) {
         return guard.add_step(StepKind::kItem, parent, key, 0, none, std::move(subject), is_ephemeral);
     }
     std::string pass(const py::object& root) {
-        const std::string change = guard.check_call(root.ptr());
+        const std::string change = guard.check(root.ptr());
         EXPECT_EQ(PyErr_Occurred(), nullptr);
         return change;
     }
@@ -23,7 +23,7 @@ protected:
     static py::object value_of(const char* code) { return py::eval(code); }
 };
 
-TEST_F(GuardInPassingTest, ValuesAreComparedByTypeAndValue) {
+TEST_F(FunctionGuardTest, ValuesAreComparedByTypeAndValue) {
     py::list root;
     root.append(2.0);
     guard.expect_value(position(-1, 0, none, "lr"), snapshot(py::float_(2.0)));
@@ -40,7 +40,7 @@ TEST_F(GuardInPassingTest, ValuesAreComparedByTypeAndValue) {
     expect(root, "");
 }
 
-TEST_F(GuardInPassingTest, NanEqualsItselfAndZeroHasASign) {
+TEST_F(FunctionGuardTest, NanEqualsItselfAndZeroHasASign) {
     py::list root;
     root.append(value_of("float('nan')"));
     root.append(0.0);
@@ -51,7 +51,7 @@ TEST_F(GuardInPassingTest, NanEqualsItselfAndZeroHasASign) {
     expect(root, "b changed from 0.0 to -0.0");
 }
 
-TEST_F(GuardInPassingTest, LengthsAndKeysInOrder) {
+TEST_F(FunctionGuardTest, LengthsAndKeysInOrder) {
     py::list list(3);
     py::dict dict("x"_a = 1, "y"_a = 2);
     const py::list root(py::make_tuple(list, dict));
@@ -70,7 +70,7 @@ TEST_F(GuardInPassingTest, LengthsAndKeysInOrder) {
     expect(root, "keys of dict changed");
 }
 
-TEST_F(GuardInPassingTest, OtherTensorsOfTheSameFactsWillDo) {
+TEST_F(FunctionGuardTest, OtherTensorsOfTheSameFactsWillDo) {
     const at::Tensor tensor = at::ones({2}), form = at::ones({3});
     guard.add_tensor(position(-1, 0, none, "used"), tensor);
     guard.add_tensor(position(-1, 1, none, "form"), form, /*is_used=*/false);
@@ -82,7 +82,7 @@ TEST_F(GuardInPassingTest, OtherTensorsOfTheSameFactsWillDo) {
     expect(py::make_tuple(tensor, at::ones({3}).requires_grad_()), "form changed requires_grad from False");
 }
 
-TEST_F(GuardInPassingTest, HooksOnGradientsComeAndGo) {
+TEST_F(FunctionGuardTest, HooksOnGradientsComeAndGo) {
     const at::Tensor leaf = at::ones({2}).requires_grad_();
     const py::tuple root = py::make_tuple(leaf);
     guard.add_tensor(position(-1, 0, none, "leaf"), leaf, true, false, /*compares_hooks=*/true);
@@ -92,11 +92,11 @@ TEST_F(GuardInPassingTest, HooksOnGradientsComeAndGo) {
     leaf.remove_hook(hook);
 }
 
-TEST_F(GuardInPassingTest, ClassesKeepTheirVersion) {
+TEST_F(FunctionGuardTest, ClassesKeepTheirVersion) {
     py::dict replay_order;
     py::exec("class Base: pass\nclass Below(Base): pass", replay_order);
     const py::object below = replay_order["Below"];
-    const auto version = version_of(reinterpret_cast<PyTypeObject*>(below.ptr()));
+    const auto version = type_version(reinterpret_cast<PyTypeObject*>(below.ptr()));
     guard.add_step(StepKind::kTypeVersion, position(-1, 0, none, "type"), none, version, none, "class Below");
     const py::tuple root = py::make_tuple(below);
     expect(root, "");
@@ -104,7 +104,7 @@ TEST_F(GuardInPassingTest, ClassesKeepTheirVersion) {
     expect(root, "class Below changed");
 }
 
-TEST_F(GuardInPassingTest, SlotsThatAreEmptyStaySo) {
+TEST_F(FunctionGuardTest, SlotsThatAreEmptyStaySo) {
     py::dict replay_order;
     py::exec("class Slotted: __slots__ = ('k',)\nobject = Slotted()", replay_order);
     const py::object object = replay_order["object"];
@@ -115,7 +115,7 @@ TEST_F(GuardInPassingTest, SlotsThatAreEmptyStaySo) {
     expect(root, "object.k changed");
 }
 
-TEST_F(GuardInPassingTest, NothingIsKept) {
+TEST_F(FunctionGuardTest, NothingIsKept) {
     py::object root = py::make_tuple(at::ones({2}));
     guard.add_tensor(position(-1, 0, none, "tensor"), root[py::int_(0)].cast<at::Tensor>());
     expect(root, "");
@@ -124,7 +124,7 @@ TEST_F(GuardInPassingTest, NothingIsKept) {
     EXPECT_TRUE(watched().is_none());
 }
 
-TEST_F(GuardInPassingTest, GradientsComeAndGo) {
+TEST_F(FunctionGuardTest, GradientsComeAndGo) {
     at::Tensor with = at::ones({2}).requires_grad_(), without = at::ones({2}).requires_grad_();
     const at::Tensor gradient = at::ones({2});
     with.mutable_grad() = gradient;
@@ -151,7 +151,7 @@ TEST_F(GuardInPassingTest, GradientsComeAndGo) {
     expect(root, "grad of with is no longer a tensor");
 }
 
-TEST_F(GuardInPassingTest, ItemsOfObjectsFollowTheirKeys) {
+TEST_F(FunctionGuardTest, ItemsOfObjectsFollowTheirKeys) {
     py::dict replay_order;
     py::exec("class Key:\n    pass\n", replay_order);
     const py::object first = replay_order["Key"](), second = replay_order["Key"]();
@@ -171,7 +171,7 @@ TEST_F(GuardInPassingTest, ItemsOfObjectsFollowTheirKeys) {
     expect(root, "table[key] changed from 1.0 to 3.0");
 }
 
-TEST_F(GuardInPassingTest, WhatIsMetTwiceMustBeOneObject) {
+TEST_F(FunctionGuardTest, WhatIsMetTwiceMustBeOneObject) {
     const py::list one, other;
     const int first = position(-1, 0, none, "first"), second = position(-1, 1, none, "second");
     guard.expect_same(second, first);
@@ -180,7 +180,7 @@ TEST_F(GuardInPassingTest, WhatIsMetTwiceMustBeOneObject) {
     expect(py::make_tuple(one, other), "second was replaced by another object");
 }
 
-TEST_F(GuardInPassingTest, AnotherDictInTheSamePlaceIsLookedInto) {
+TEST_F(FunctionGuardTest, AnotherDictInTheSamePlaceIsLookedInto) {
     py::list root;
     root.append(py::dict("x"_a = 1));
     for (const bool is_ephemeral : {false, true}) {
