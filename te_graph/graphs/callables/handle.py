@@ -35,6 +35,7 @@ _log = logging.getLogger("te_graph")
 _Kind = _C.ReplayMiss.Kind
 _DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
+_ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt)  # whatever on_mismatch= says
 _CAPTURING = "inside another capture"
 
 
@@ -149,7 +150,7 @@ class Handle:
         if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
             return self._capture_again(miss, root, args, kwargs)
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
-        if may_be_eager == "raise" and kind not in (_Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt):
+        if may_be_eager == "raise" and kind not in _ALWAYS_EAGER:
             if kind == _Kind.ARGUMENTS:
                 raise ValueError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run')
             if kind == _Kind.EXHAUSTED:
@@ -180,9 +181,11 @@ class Handle:
             self._retire(self._entry)
         self._add(entry)
         outputs = entry.replay(root, args, kwargs)
-        if type(outputs) is not list:
-            raise RuntimeError(outputs.message)
-        return outputs, None
+        if type(outputs) is list:
+            return outputs, None
+        if outputs.kind in _ALWAYS_EAGER:  # no graph could serve this call
+            return [], self._fall_back(outputs.message)
+        raise RuntimeError(outputs.message)
 
     def _fall_back(self, reason: str) -> str:
         """``reason``, told once, if the eager result is right."""

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from twins import eager_copy, gradients_of, run, snapshot
 
 from te_graph import make_graphed_callables
@@ -338,3 +339,60 @@ def test_an_eager_call_that_would_miss_main_grad_is_an_error_that_names_it(devic
     assert not torch.equal(net.down.bias.main_grad, main_grad)
     assert net.down.bias.grad is None
     assert net.te_graph.info()["eager_calls"] == {"captured with gradients": 1}
+
+
+def with_its_argument(x: Tensor) -> tuple[Tensor, Tensor]:  # [n, 6] -> [n, 6], x itself
+    return x.sin(), x
+
+
+def doubled(x: Tensor, other: Tensor) -> Tensor:  # [n, 6], [n, 6] -> [n, 6], changes x
+    return x.mul_(2) + other
+
+
+def used_twice(x: Tensor) -> Tensor:  # [n, 6] -> [n, n], which autocast casts once if it is a leaf
+    return nn.functional.linear(x, x)
+
+
+def rows_with_gaps(device: str, rows: int) -> tuple[Tensor]:  # [rows, 6]
+    return (torch.randn(rows, 12, device=device)[:, ::2].requires_grad_(),)
+
+
+def overlapping(device: str, rows: int) -> tuple[Tensor, Tensor]:  # [rows, 6] each
+    both = torch.randn(rows + 1, 6, device=device)
+    return both[:-1], both[1:]
+
+
+def leaf(device: str, rows: int) -> tuple[Tensor]:  # [rows, 6]
+    return (batch(device, rows),)
+
+
+def apart(device: str, rows: int) -> tuple[Tensor, Tensor]:  # [rows, 6] each
+    return torch.randn(rows, 6, device=device), torch.randn(rows, 6, device=device)
+
+
+@pytest.mark.parametrize("rows", [4, 5], ids=["as at capture", "of another shape"])
+@pytest.mark.parametrize(
+    ("function", "sample", "arguments", "dtype"),
+    [
+        (with_its_argument, leaf, rows_with_gaps, None),
+        (doubled, apart, overlapping, None),
+        (used_twice, leaf, leaf, torch.bfloat16),
+    ],
+    ids=["with gaps", "overlapping", "leaf under autocast"],
+)
+def test_a_call_that_no_capture_can_serve_runs_eagerly_also_where_it_is_captured(
+    device, function, sample, arguments, dtype, rows
+):
+    with torch.autocast(device, dtype, enabled=dtype is not None):
+        graphed = make_graphed_callables(function, sample(device, 4), on_mismatch="capture")
+        for seed in torch.randint(2**31, (2,)).tolist():
+            seen = []
+            for one in (graphed, function):
+                torch.manual_seed(seed)
+                args = arguments(device, rows)
+                results = pytree.tree_leaves(one(*args))
+                if results[0].requires_grad:
+                    sum(t.float().square().sum() for t in results).backward()
+                seen.append([[t.detach().clone() for t in results], [t.grad for t in args], args])
+            assert_bitwise_equal(*seen)
+    assert graphed.te_graph.info()["eager_calls"]
