@@ -100,3 +100,21 @@ def test_a_batch_of_gradients_is_refused_by_name(device):
         torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
     one_by_one = [torch.autograd.grad(y, x, grad, retain_graph=True)[0] for grad in grads]
     assert_bitwise_equal(one_by_one, [grad * 2 for grad in grads])
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("has_input", [False, True])
+def test_backward_for_chosen_parameters_needs_them_in_autograd_params_which_is_a_documented_limit(
+    device, has_input, is_listed
+):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
+    twin = eager_copy(model)
+    make_graphed_callables(model, (batch(device),), autograd_params=model.parameters() if is_listed else ())
+    x = batch(device)
+    inputs = [x.detach().requires_grad_() for _ in range(2)]
+    for one, own in zip((model, twin), inputs, strict=True):
+        one(own).square().sum().backward(inputs=[*([own] if has_input else []), one[0].weight])
+    assert_bitwise_equal(*(own.grad for own in inputs))
+    expected = twin[0].weight.grad if is_listed else None
+    assert_bitwise_equal(model[0].weight.grad, expected)
+    assert model[0].bias.grad is None
