@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -149,12 +150,23 @@ const ExecInfo* request_for(const std::unordered_map<torch::autograd::Node*, Exe
     return found != exec_info.end() ? &found->second : nullptr;
 }
 
+// True when backward(inputs=...) names a leaf to which no edge leads. The engine then asks for a node of its own in the
+// leaf's place, so which one it is cannot be known.
+bool asks_for_leaf_without_edge(const std::unordered_map<torch::autograd::Node*, ExecInfo>& exec_info) {
+    return std::any_of(exec_info.begin(), exec_info.end(), [](const auto& entry) {
+        const auto& [node, request] = entry;
+        return request.needed_ && !request.captures_ && node->num_outputs() == 0 &&
+               dynamic_cast<const torch::autograd::Identity*>(node) != nullptr;
+    });
+}
+
 }  // namespace
 
 // Decides what happens to each parameter's gradient, and tells the table.
 void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     if (exec_info && exec_info->empty()) exec_info = nullptr;
+    const bool asks_without_edge = exec_info && asks_for_leaf_without_edge(*exec_info);
     const bool got_all = std::find(got.begin(), got.end(), false) == got.end();
     Slot& slot = slot_of(pending);
     pending.owes_gradients = false;
@@ -176,7 +188,13 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
                     ", which the backward accumulates itself: capture with it in autograd_params=");
         const bool inputs_only = exec_info && !(request && request->needed_);
         pending.owes_gradients |= inputs_only && is_kept && !has_edge && parameter.requires_grad();
-        const auto action = plan_gradient({.reached = got_all || any_common(spec.depends_on, got),
+        const bool is_reached = got_all || any_common(spec.depends_on, got);
+        TORCH_CHECK(!(asks_without_edge && inputs_only && is_reached) || has_edge || !parameter.requires_grad(), name_,
+                    ": backward(inputs=...) is asked for a leaf that autograd does not lead to, such as ",
+                    guard_->tensor_name(spec.tensor),
+                    ", which the backward accumulates itself: capture with it in autograd_params=, and leave out what "
+                    "the loss does not depend on");
+        const auto action = plan_gradient({.reached = is_reached,
                                            .inputs_only = inputs_only,
                                            .through_autograd = has_edge,
                                            .hooked_since = !has_edge && has_gradient_hooks(parameter),

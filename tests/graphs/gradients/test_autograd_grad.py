@@ -104,16 +104,20 @@ def test_a_batch_of_gradients_is_refused_by_name(device):
 
 @pytest.mark.parametrize("is_listed", [False, True])
 @pytest.mark.parametrize("has_input", [False, True])
-def test_backward_for_chosen_parameters_needs_them_in_autograd_params_which_is_a_documented_limit(
-    device, has_input, is_listed
-):
+def test_backward_for_chosen_parameters_needs_them_in_autograd_params(device, has_input, is_listed):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
     twin = eager_copy(model)
     make_graphed_callables(model, (batch(device),), autograd_params=model.parameters() if is_listed else ())
     x = batch(device)
     inputs = [x.detach().requires_grad_() for _ in range(2)]
-    for one, own in zip((model, twin), inputs, strict=True):
-        one(own).square().sum().backward(inputs=[*([own] if has_input else []), one[0].weight])
+    losses = [one(own).square().sum() for one, own in zip((model, twin), inputs, strict=True)]
+    chosen = [[*([own] if has_input else []), one[0].weight] for one, own in zip((model, twin), inputs, strict=True)]
+    if has_input and not is_listed:
+        with pytest.raises(RuntimeError, match=r"such as weight of 0, which .* capture with it in autograd_params="):
+            losses[0].backward(inputs=chosen[0])
+        return
+    for loss, leaves in zip(losses, chosen, strict=True):
+        loss.backward(inputs=leaves)
     assert_bitwise_equal(*(own.grad for own in inputs))
     expected = twin[0].weight.grad if is_listed else None
     assert_bitwise_equal(model[0].weight.grad, expected)
