@@ -2,14 +2,17 @@
 
 Environment:
     TE_GRAPH_CUDA         1: with CUDA or fail; 0: CPU ops only; unset: with CUDA where torch has it and nvcc is found
+    TE_GRAPH_CUDA_REASON  why it is 0, where the Makefile decided that
     TORCH_CUDA_ARCH_LIST  GPU architectures, as for every torch extension
-    CXX, MAX_JOBS         compiler and number of parallel jobs
+    CXX, PYTORCH_NVCC     compilers; where they are unset, they are called through ccache if that is there
+    MAX_JOBS              number of parallel jobs
 """
 
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +52,7 @@ def find_cuda() -> tuple[str | None, str]:
     if wish not in ("", "0", "1"):
         fail(f"TE_GRAPH_CUDA must be 0 or 1, got {wish!r}")
     if wish == "0":
-        return None, "TE_GRAPH_CUDA=0"
+        return None, f"{os.environ.get('TE_GRAPH_CUDA_REASON') or 'TE_GRAPH_CUDA=0'}; TE_GRAPH_CUDA=1 builds CUDA code"
 
     home = cpp_extension.CUDA_HOME
     if torch.version.cuda is None:
@@ -62,6 +65,24 @@ def find_cuda() -> tuple[str | None, str]:
     if wish == "1":
         fail(f"TE_GRAPH_CUDA=1 asks for CUDA, but {missing}")
     return None, missing
+
+
+def use_ccache() -> None:
+    """Puts ccache before the compilers that torch would call, by its own means: a link of the compiler's name."""
+    ccache = shutil.which("ccache")
+    if ccache is None:
+        return
+    if "CXX" not in os.environ:
+        link = ROOT / "build" / "ccache" / "c++"
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(ccache)
+        os.environ["PATH"] = f"{link.parent}{os.pathsep}{os.environ['PATH']}"
+    if CUDA_VERSION:
+        os.environ.setdefault("PYTORCH_NVCC", f"{ccache} {cpp_extension.CUDA_HOME}/bin/nvcc")
+    # Another clone finds what this one compiled: neither its paths nor where it is compiled tell them apart.
+    os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
+    os.environ.setdefault("CCACHE_NOHASHDIR", "1")
 
 
 def sources_of(*suffixes: str) -> list[str]:
@@ -98,7 +119,7 @@ def make_extension():
 class BuildExtension(cpp_extension.BuildExtension):
     """Builds in build/, so that pip compiles only what changed, or where --build-temp says.
 
-    Writes te_graph/_build_config.py, and to build/objects where GoogleTests find compiled kernels.
+    Writes te_graph/_build_config.py, and to build/objects where GoogleTests find what was compiled.
     """
 
     def finalize_options(self) -> None:
@@ -111,17 +132,19 @@ class BuildExtension(cpp_extension.BuildExtension):
     def run(self) -> None:
         compiler = first_line([*shlex.split(cpp_extension.get_cxx_compiler()), "--version"])
         version = self.distribution.get_version()
+        use_ccache()
         print(f"te_graph {version}, torch {torch.__version__}, Python {platform.python_version()}")
         print(f"  CUDA           {CUDA_VERSION or 'no'} ({CUDA_REASON})")
         print(f"  architectures  {ARCHS or 'none: CPU ops only'}")
         print(f"  compiler       {compiler}", flush=True)
         super().run()
         if self.is_usual:
-            (ROOT / "build" / "objects").write_text(self.build_temp if CUDA_VERSION else "")
+            (ROOT / "build" / "objects").write_text(self.build_temp)
         config = {
             "TORCH_VERSION": str(torch.__version__),
             "CUDA_VERSION": CUDA_VERSION,
             "ARCHS": ARCHS or None,
+            "CPU_ONLY": CPU_ONLY,
             "COMPILER": compiler,
         }
         lines = ['"""What te_graph._C was built with. Written by setup.py."""', ""]
@@ -134,6 +157,7 @@ if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH
     fail(f"torch >= 2.11 is needed, and torch {torch.__version__} is installed")
 
 CUDA_VERSION, CUDA_REASON = find_cuda()
+CPU_ONLY = None if CUDA_VERSION else f"CPU ops only: {CUDA_REASON}"  # what CUDA tensors are told
 ARCHS = ""
 if CUDA_VERSION:
     # 10.0 is known to nvcc from CUDA 12.8 on.

@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "common/cpu_only.h"
 #include "common/math_bits.h"
 #include "fp8/bindings.h"
 #include "graphs/bindings.h"
@@ -19,9 +20,13 @@ TORCH_LIBRARY(te_graph, m) {
     const auto def = [&](const char* text, Kind kind = Kind::FROM_SCHEMA) {
         m.def(torch::schema(text, kind), tags);
         const c10::FunctionSchema schema = torch::schema(text);
+        const std::string name = toString(schema.operator_name());
+#ifndef TE_GRAPH_CUDA
+        m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CUDA, te_graph::cpu_only()));
+#endif
         if (!schema.is_mutable()) return;
         for (const auto bit : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative}) {
-            m.impl(toString(schema.operator_name()).c_str(), torch::dispatch(bit, te_graph::with_math_bits()));
+            m.impl(name.c_str(), torch::dispatch(bit, te_graph::with_math_bits()));
         }
     };
 

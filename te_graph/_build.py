@@ -36,6 +36,17 @@ def build_info() -> dict[str, str | None]:
     }
 
 
+def cpu_only() -> str | None:
+    """Why there are no CUDA kernels, in the sentence that CUDA tensors raise; None where there are."""
+    return _build_config().CPU_ONLY
+
+
+def check_is_built_for(device: torch.device) -> None:
+    """Raises RuntimeError where ``device`` is a GPU and only the CPU ops were built."""
+    if device.type == "cuda" and cpu_only():
+        raise RuntimeError(cpu_only())
+
+
 def load_extension() -> ModuleType:
     """Imports te_graph._C, which also registers the ops torch.ops.te_graph.*.
 

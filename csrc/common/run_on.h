@@ -2,7 +2,8 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/util/Exception.h>
+
+#include "common/cpu_only.h"
 
 #ifdef TE_GRAPH_CUDA
 #include <c10/cuda/CUDAException.h>
@@ -20,7 +21,7 @@ void run_on(at::Device device, const OnCpu& on_cpu, [[maybe_unused]] const Launc
     const c10::cuda::CUDAGuard guard(device);
     C10_CUDA_CHECK(launch(c10::cuda::getCurrentCUDAStream()));
 #else
-    TORCH_CHECK(false, "te_graph was built without CUDA and got tensors on ", device);
+    check_is_built_for(device);
 #endif
 }
 

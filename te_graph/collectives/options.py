@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from te_graph._build import check_is_built_for
+
 MIN_BUFFER_BYTES = 1 << 20
 
 
@@ -22,6 +24,7 @@ def device_of(process_group: dist.ProcessGroup, device: torch.device | str | int
         raise ValueError(
             f"PeerGroup: expected a device that the process group serves ({', '.join(sorted(kinds))}), got {device}"
         )
+    check_is_built_for(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

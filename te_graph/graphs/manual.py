@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from te_graph._build import check_is_built_for
 from te_graph.common.capture_state import capturing
 from te_graph.common.reasons import Told
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
@@ -60,6 +61,7 @@ def capture_to_graph(graph: Graph, pool: Any = None, stream: torch.cuda.Stream |
     Raises:
         TypeError: an argument is wrong.
         CaptureError: the recorder met an operation that a graph cannot hold; names the user's line.
+        RuntimeError: a CUDA graph, and te_graph was built without CUDA code.
 
     Stream and capture: synchronizes the device, then captures on ``stream`` with capture error mode "thread_local".
     """
@@ -75,6 +77,7 @@ def capture_to_graph(graph: Graph, pool: Any = None, stream: torch.cuda.Stream |
         finally:
             watch.restore()
     elif isinstance(graph, torch.cuda.CUDAGraph):
+        check_is_built_for(torch.device("cuda"))
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"), capturing():
             yield
         if _keeps_nodes(graph):

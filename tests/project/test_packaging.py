@@ -1,12 +1,16 @@
 """What setup.py decides to build, what it refuses, and what the installed package says of itself."""
 
+import contextlib
 import importlib.metadata
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setuptools
@@ -16,23 +20,33 @@ from torch.utils import cpp_extension
 
 import te_graph
 from te_graph import _build
+from te_graph.collectives import options
+from te_graph.graphs.tracing.backends import CudaBackend
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = _build.build_info()
 
 
+SETTINGS = ("TE_GRAPH_CUDA", "TE_GRAPH_CUDA_REASON", "TORCH_CUDA_ARCH_LIST")
+
+
 def run_setup(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> Extension:
     """Runs setup.py up to setup() under the given environment. Returns the extension that it would build."""
-    for name, value in {"TE_GRAPH_CUDA": None, "TORCH_CUDA_ARCH_LIST": None, **environment}.items():
+    return setup_names(monkeypatch, **environment)["extension"]
+
+
+def setup_names(monkeypatch: pytest.MonkeyPatch, **environment: str | None) -> dict[str, Any]:
+    """The same; returns all names of setup.py, and the extension."""
+    for name, value in {**dict.fromkeys(SETTINGS), **environment}.items():
         # Set first in any case, so that what setup.py itself writes is undone after the test.
         monkeypatch.setenv(name, value or "")
         if value is None:
             monkeypatch.delenv(name)
     calls = []
     monkeypatch.setattr(setuptools, "setup", lambda **arguments: calls.append(arguments))
-    runpy.run_path(str(ROOT / "setup.py"))
+    names = runpy.run_path(str(ROOT / "setup.py"))
     (extension,) = calls[0]["ext_modules"]
-    return extension
+    return {**names, "extension": extension}
 
 
 def pretend_toolkit(monkeypatch: pytest.MonkeyPatch, home: Path, release: str) -> None:
@@ -109,6 +123,51 @@ def test_an_unknown_value_of_te_graph_cuda_is_refused(monkeypatch):
         run_setup(monkeypatch, TE_GRAPH_CUDA="yes")
 
 
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        ("no GPU is visible here", "CPU ops only: no GPU is visible here; TE_GRAPH_CUDA=1 builds CUDA code"),
+        (None, "CPU ops only: TE_GRAPH_CUDA=0; TE_GRAPH_CUDA=1 builds CUDA code"),
+    ],
+)
+def test_a_build_of_the_cpu_ops_alone_knows_why(monkeypatch, reason, sentence):
+    assert setup_names(monkeypatch, TE_GRAPH_CUDA="0", TE_GRAPH_CUDA_REASON=reason)["CPU_ONLY"] == sentence
+
+
+def test_only_a_build_with_cuda_code_has_nothing_to_tell_cuda_tensors(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert setup_names(monkeypatch)["CPU_ONLY"] == f"CPU ops only: torch {torch.__version__} is a CPU build"
+    pretend_toolkit(monkeypatch, tmp_path, "13.0")
+    assert setup_names(monkeypatch, TE_GRAPH_CUDA_REASON="of another build")["CPU_ONLY"] is None
+
+
+@pytest.mark.parametrize("own", [None, "clang++"])
+def test_compilers_are_called_through_ccache_where_it_is_unless_others_are_named(monkeypatch, tmp_path, own):
+    pretend_toolkit(monkeypatch, tmp_path, "13.0")
+    names = setup_names(monkeypatch)
+    use_ccache = names["use_ccache"]
+    monkeypatch.setitem(use_ccache.__globals__, "ROOT", tmp_path)
+    for name, value in {"CXX": own, "PYTORCH_NVCC": own, "CCACHE_BASEDIR": None, "CCACHE_NOHASHDIR": None}.items():
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    before = dict(os.environ)
+    use_ccache()
+    assert dict(os.environ) == before
+
+    ccache = tmp_path / "bin" / "ccache"
+    ccache.touch(mode=0o755)
+    for _ in range(2):  # the second build finds the link of the first
+        use_ccache()
+    if own:
+        assert (os.environ["PATH"], os.environ["PYTORCH_NVCC"]) == (before["PATH"], own)
+    else:
+        assert Path(shutil.which("c++")).resolve() == ccache.resolve()
+        assert os.environ["PYTORCH_NVCC"] == f"{ccache} {tmp_path}/bin/nvcc"
+    assert os.environ["CCACHE_BASEDIR"] == str(tmp_path)
+
+
 def test_torch_older_than_2_11_is_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
     with pytest.raises(SystemExit, match=r"torch >= 2.11 is needed, and torch 2.9.1\+cu128 is installed"):
@@ -126,10 +185,50 @@ def test_build_info_tells_whether_the_extension_has_kernels():
     assert bool(_build.load_extension().kernels()) == (BUILT["cuda"] is not None)
 
 
-def test_cuda_kernels_are_registered_exactly_when_build_info_says_so():
-    op = "te_graph::multi_tensor_accumulate_table_"
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA") == (BUILT["cuda"] is not None)
+def ops() -> list[torch._ops.OpOverload]:
+    """All of te_graph."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        op, _, overload = rest.partition(".")
+        if space == "te_graph":
+            found.append(getattr(getattr(torch.ops.te_graph, op), overload or "default"))
+    return found
+
+
+def value_for(argument: torch.Argument) -> Any:
+    """Something of the type that the schema names."""
+    tensor = torch.zeros(2)
+    values = {"Tensor": tensor, "List[Tensor]": [tensor], "float": 1.0, "int": 0, "bool": False, "str": ""}
+    return None if str(argument.type).startswith("Optional") else values[str(argument.type)]
+
+
+def test_ops_have_cuda_kernels_or_say_why_there_are_none():
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    assert (_build.cpu_only() is None) == (BUILT["cuda"] is not None)
+    assert len(ops()) > 30
+    for op in ops():
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), "CUDA"), op
+        if BUILT["cuda"] is None:
+            arguments = [argument for argument in op._schema.arguments if not argument.has_default_value()]
+            with pytest.raises(RuntimeError, match=f"^{re.escape(_build.cpu_only())}"):
+                op.redispatch(cuda, *map(value_for, arguments))
+
+
+@pytest.mark.parametrize("sentence", [None, "CPU ops only: told"])
+def test_what_captures_on_a_gpu_raises_exactly_where_there_are_no_kernels(monkeypatch, sentence):
+    monkeypatch.setattr(_build._build_config(), "CPU_ONLY", sentence)
+    gpu = torch.device("cuda", 0)
+    graph = torch._C._CUDAGraph.__new__(torch.cuda.CUDAGraph)  # its __init__ would ask for a GPU
+    calls = [
+        lambda: CudaBackend(gpu, "thread_local"),
+        lambda: options.device_of(types.SimpleNamespace(_device_types=[gpu]), gpu),
+        lambda: te_graph.capture_to_graph(graph).__enter__(),
+    ]
+    _build.check_is_built_for(torch.device("cpu"))
+    for call in calls[: len(calls) if sentence else 2]:  # the third would begin a capture
+        with pytest.raises(RuntimeError, match=sentence) if sentence else contextlib.nullcontext():
+            call()
 
 
 def test_python_m_te_graph_prints_build_info_on_a_machine_without_gpu():

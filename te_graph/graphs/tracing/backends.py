@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph._build import check_is_built_for
 from te_graph.graphs.tracing.recorder import CaptureError, Recorder
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
@@ -67,11 +68,15 @@ class CudaBackend:
         device: the GPU.
         capture_error_mode: as for ``torch.cuda.graph``.
         stream: to capture on, instead of that one.
+
+    Raises:
+        RuntimeError: te_graph was built without CUDA code.
     """
 
     name = "cuda"
 
     def __init__(self, device: torch.device, capture_error_mode: str, stream: torch.cuda.Stream | None = None) -> None:
+        check_is_built_for(device)
         self._device = device
         self._error_mode = capture_error_mode
         self._stream = stream
