@@ -6,6 +6,9 @@
 # make build      install te_graph, editable, and compile what changed
 # make format     format the C++ code, mend what ruff can
 # make clean      remove what was built
+#
+# CUDA code is compiled for the GPUs of this machine; where none is visible, the CPU ops only. TE_GRAPH_CUDA=1
+# builds CUDA code anyway, TE_GRAPH_CUDA=0 none, TORCH_CUDA_ARCH_LIST=9.0 for that architecture.
 
 PYTHON ?= python3
 TORCH_VERSION ?= 2.11.0
@@ -19,6 +22,19 @@ CHOICE := $(shell $(PYTHON) -c '$(CHOOSE)')
 PY := $(or $(word 1,$(CHOICE)),$(error $(PYTHON) does not run: name a Python >= 3.10 with make PYTHON=...))
 TORCH := torch==$(word 2,$(CHOICE))
 export PATH := $(dir $(PY)):$(PATH)
+
+# What is compiled, unless TE_GRAPH_CUDA and TORCH_CUDA_ARCH_LIST say it: kernels for the GPUs that the machine has,
+# hidden from this process or not, as a build outlives the process; where it has none, the CPU ops only.
+GPUS := $(if $(TORCH_CUDA_ARCH_LIST),,$(sort $(shell \
+	nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -xE '[0-9]+\.[0-9]+')))
+ifneq ($(GPUS),)
+export TORCH_CUDA_ARCH_LIST := $(GPUS)
+else ifeq ($(TE_GRAPH_CUDA)$(TORCH_CUDA_ARCH_LIST),)
+export TE_GRAPH_CUDA := 0
+export TE_GRAPH_CUDA_REASON := no GPU is visible here
+endif
+# The last line of a build without CUDA code: why there is none.
+TELL = @$(PY) -c 'import runpy; told = runpy.run_path("te_graph/_build_config.py")["CPU_ONLY"]; told and print(told)'
 
 # One stamp for each environment and setting: a build for another one is done again.
 KEY := $(shell echo '$(PY) $(TORCH) $(CUDA_HOME) $(TE_GRAPH_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d ' ' -f 1)
@@ -35,7 +51,7 @@ endef
 
 .PHONY: help build train test test-gpu sanitize sanitize-kernels bench format clean tools lint-tools
 help:
-	@sed -n 's/^# //p;/^$$/q' Makefile
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
 $(CURDIR)/.venv/bin/python:
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
@@ -48,15 +64,18 @@ $(BUILT): $(PY) pyproject.toml setup.py $(shell find csrc)
 	@rm -f build/built-* && touch $@
 
 build: $(BUILT)
+	$(TELL)
 
 train: $(BUILT)
 	$(PY) examples/train_gpt.py $(ARGS)
+	$(TELL)
 
 test: $(BUILT) tools lint-tools
 	$(PY) -m ruff check .
 	clang-format --dry-run -Werror $(CXX_FILES)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m 'not gpu' $(ARGS)
 	$(call gtest,host,gtest)
+	$(TELL)
 
 test-gpu: $(BUILT) tools
 	$(PY) -m pytest -m gpu $(ARGS)
