@@ -119,6 +119,24 @@ def flags_table(record: dict[str, Any]) -> list[str]:
     return [*lines, "", " ".join(filter(None, [tell_not_measured(record), tell_origin(record)]))]
 
 
+def build_table(record: dict[str, Any]) -> list[str]:
+    """Lines of Markdown for build.json: one row per kind of build, whole and after a change of one file."""
+    kinds = record["kinds"]
+    changed = list(dict.fromkeys(row["changed"] for row in record["rows"]))
+    seconds = {(row["kind"], row["changed"]): row["seconds"] for row in record["rows"]}
+    lines = [
+        f"Seconds to compile and link, for one GPU architecture ({record['arch']}), on {record['cores']} cores: "
+        "everything, and after a change of one file.",
+        "",
+        f"| | {' | '.join(f'`{name}`' if name else 'everything' for name in changed)} |",
+        f"|---|{'---|' * len(changed)}",
+    ]
+    for kind, label in kinds.items():
+        lines.append(f"| {label} | {' | '.join(_seconds(seconds.get((kind, name))) for name in changed)} |")
+    origin = tell_origin({**record, "gpu": f"Without ccache. {record['cpu']}, {record['compiler']}"})
+    return [*lines, "", " ".join(filter(None, [tell_missed(record), origin]))]
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "graphed": graphed_table,
     SWEEP: sweep_plot,
@@ -126,6 +144,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "flags": flags_table,
     "fp8": fp8_table,
     **{f"collectives_{world}": collectives_table for world in WORLDS},
+    "build": build_table,
 }
 
 
@@ -137,6 +156,10 @@ def _command(name: str) -> str:
 
 def _updates(nodes: int) -> str:
     return f"{nodes} update" + ("" if nodes == 1 else "s")
+
+
+def _seconds(value: float | None) -> str:
+    return "failed" if value is None else show_number(value)
 
 
 def _cell(row: dict[str, Any] | None) -> str:
