@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROBE = 'probe:\n\t@echo "$$TE_GRAPH_CUDA, $$TE_GRAPH_CUDA_REASON, $$TORCH_CUDA_ARCH_LIST"\n'
 NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 SENTENCE = "CPU ops only: no GPU is visible here; TE_GRAPH_CUDA=1 builds CUDA code"

@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 bench = importlib.import_module("bench_build")
 render = importlib.import_module("render")
 
-CSRC = Path(__file__).resolve().parents[1] / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 README = "# Title\n\n<!-- results:build -->\nold\n<!-- /results -->\n\nThe end.\n"
 COMPILER = """#!/usr/bin/env python3
 import sys
