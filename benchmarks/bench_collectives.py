@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_multi_tensor import print_verdicts
-from collective_variants import DTYPE, OPS, VARIANTS, Call, Reference, Setting, label_of
-from collectives_targets import KIB, MIB, WORLDS, achieved, size_name
-from device_time import CYCLES_PER_SECOND, micro
-from harness import choose_variants, complete, describe, finish, header, make_parser
-from rank_processes import ENVIRONMENT, Rank, run_on_ranks
+from cases.collectives.targets import KIB, MIB, WORLDS, achieved, size_name
+from cases.collectives.variants import DTYPE, OPS, VARIANTS, Call, Reference, Setting, label_of
+from lib.device_time import CYCLES_PER_SECOND, micro
+from lib.harness import choose_variants, complete, describe, finish, header, make_parser
+from lib.rank_processes import ENVIRONMENT, Rank, run_on_ranks
 from tqdm import tqdm
 
 SIZES = tuple(KIB * 4**power for power in range(10))  # 1 KB to 256 MB

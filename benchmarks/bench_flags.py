@@ -7,8 +7,8 @@
 A graph holds as many updates of few scales as there are nodes. Each step switches the flag, by one write into device
 memory that all updates read, or on each of their nodes, and launches the graph; "nothing switched" launches it alone.
 That the flag counts is verified before a step is timed. The conditional IF node is measured by a CUDA program of its
-own, conditional_node.cu, beside the same graph without one. A complete run is kept as results/flags.json, a part of it
-only where --out says. Exit status: 0 measured, 1 something failed or computes something else, 2 bad input.
+own, cases/graphs/conditional_node.cu, beside the same graph without one. A complete run is kept as results/flags.json,
+a part of it only where --out says. Exit status: 0 measured, 1 something failed or computes something else, 2 bad input.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import synchronizer
-from device_time import Patience, micro, time_calls
-from harness import Measurements, complete, finish, header, make_parser
+from lib.common import synchronizer
+from lib.device_time import Patience, micro, time_calls
+from lib.harness import Measurements, complete, finish, header, make_parser
 from torch import Tensor
 
 import te_graph as tg
@@ -43,7 +43,7 @@ CONDITIONAL_VARIANTS = {
     "if_run": "C++: IF node, body run",
     "if_skipped": "C++: IF node, body skipped",
 }
-SOURCE = Path(__file__).with_name("conditional_node.cu")
+SOURCE = Path(__file__).parent / "cases" / "graphs" / "conditional_node.cu"
 
 Switch = Callable[[bool], None]
 

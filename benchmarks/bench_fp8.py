@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 from bench_multi_tensor import BANDWIDTH_BYTES, SMALL_BANDWIDTH_BYTES, count_in_rows, print_verdicts
-from device_time import Patience, measure_bandwidth
-from fp8_cases import BYTES, PARTS, Case
-from fp8_problems import make_problem
-from fp8_targets import achieved
-from fp8_variants import VARIANTS
-from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
-from rotation import time_rotated
-from workloads import import_packages
+from cases.fp8.parts import BYTES, PARTS, Case
+from cases.fp8.problems import make_problem
+from cases.fp8.targets import achieved
+from cases.fp8.variants import VARIANTS
+from cases.graphs.workloads import import_packages
+from lib.device_time import Patience, measure_bandwidth
+from lib.harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
+from lib.rotation import time_rotated
 
 FULL, QUICK = Patience(repeats=7, seconds=0.01), Patience(repeats=3, seconds=0.002)
 COUNTED = ("model", "update")  # parts whose launches are counted, which takes the profiler longer than timing

@@ -19,7 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from common import (
+from cases.graphs.workloads import VARIANTS, Shape, Workload, block_workload, import_packages
+from lib.common import (
     Effort,
     bits_equal,
     make_deterministic,
@@ -31,10 +32,9 @@ from common import (
     time_host,
     time_wall,
 )
-from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
-from launches import count_launches, trace_step
+from lib.harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
+from lib.launches import count_launches, trace_step
 from torch import Tensor
-from workloads import VARIANTS, Shape, Workload, block_workload, import_packages
 
 LAYERS = 8
 FULL, QUICK = Effort(repeats=9, seconds=0.15, bursts=20), Effort(repeats=3, seconds=0.02, bursts=3)

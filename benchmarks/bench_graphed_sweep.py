@@ -18,10 +18,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import WARMUP_CALLS, bits_equal, median_us, synchronizer, time_host
-from harness import Measurements, complete, finish, header, make_parser
+from cases.graphs.workloads import VARIANTS, Workload
+from lib.common import WARMUP_CALLS, bits_equal, median_us, synchronizer, time_host
+from lib.harness import Measurements, complete, finish, header, make_parser
 from torch import Tensor, nn
-from workloads import VARIANTS, Workload
 
 PARAMETERS, CALLABLES = (4, 16, 64, 256), (1, 8, 64)
 CPU_PARAMETERS, CPU_CALLABLES = (4, 16), (1, 8)  # for machines without a GPU, where recording the others takes long

@@ -17,14 +17,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from device_time import Patience, measure_bandwidth, micro, time_calls, time_device
-from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
-from hp_sequence import FUNCTIONS, HP_VARIANTS
-from launches import count_launches, trace_step
-from multi_tensor_targets import achieved
-from multi_tensor_variants import ACCUMULATES, OPS, VARIANTS, Problem, Step, floor_seconds
-from tensor_sets import LISTS, SMALL_LISTS
-from workloads import import_packages
+from cases.graphs.workloads import import_packages
+from cases.multi_tensor.hp_sequence import FUNCTIONS, HP_VARIANTS
+from cases.multi_tensor.targets import achieved
+from cases.multi_tensor.tensor_sets import LISTS, SMALL_LISTS
+from cases.multi_tensor.variants import ACCUMULATES, OPS, VARIANTS, Problem, Step, floor_seconds
+from lib.device_time import Patience, measure_bandwidth, micro, time_calls, time_device
+from lib.harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
+from lib.launches import count_launches, trace_step
 
 HP_LISTS = ("gpt3-1.3b-bf16", "2000x1024")  # on which the three functions are measured
 FULL, QUICK = Patience(repeats=7, seconds=0.03), Patience(repeats=3, seconds=0.002)

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives_table import collectives_table
-from collectives_targets import WORLDS
-from fp8_table import fp8_table
-from plots import PLOTS, is_current, save_times
-from remarks import show_number, show_range, show_times, tell_missed, tell_not_measured, tell_origin
+from cases.collectives.table import collectives_table
+from cases.collectives.targets import WORLDS
+from cases.fp8.table import fp8_table
+from lib.plots import PLOTS, is_current, save_times
+from lib.remarks import show_number, show_range, show_times, tell_missed, tell_not_measured, tell_origin
 
 ROOT = Path(__file__).resolve().parents[1]
 START = re.compile(r"<!-- results:(\w+) -->")

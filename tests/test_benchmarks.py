@@ -14,9 +14,9 @@ import torch.utils.deterministic
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-common = importlib.import_module("common")
-harness = importlib.import_module("harness")
-workloads = importlib.import_module("workloads")
+common = importlib.import_module("lib.common")
+harness = importlib.import_module("lib.harness")
+workloads = importlib.import_module("cases.graphs.workloads")
 bench = importlib.import_module("bench_graphed")
 render = importlib.import_module("render")
 

@@ -18,13 +18,13 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-processes = importlib.import_module("rank_processes")
-variants = importlib.import_module("collective_variants")
-targets = importlib.import_module("collectives_targets")
+harness = importlib.import_module("lib.harness")
+processes = importlib.import_module("lib.rank_processes")
+variants = importlib.import_module("cases.collectives.variants")
+targets = importlib.import_module("cases.collectives.targets")
 bench = importlib.import_module("bench_collectives")
 render = importlib.import_module("render")
-plots = importlib.import_module("plots")
+plots = importlib.import_module("lib.plots")
 
 OPS = ["all_reduce", "reduce_scatter", "all_gather"]
 KIB, MIB = 1024, 1024**2

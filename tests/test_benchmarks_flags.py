@@ -10,7 +10,7 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
+harness = importlib.import_module("lib.harness")
 bench = importlib.import_module("bench_flags")
 render = importlib.import_module("render")
 

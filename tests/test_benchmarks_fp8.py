@@ -23,21 +23,21 @@ from fp8_references import (
 )
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-rotation = importlib.import_module("rotation")
-cases = importlib.import_module("fp8_cases")
-plain = importlib.import_module("fp8_torch")
-problems = importlib.import_module("fp8_problems")
-variants = importlib.import_module("fp8_variants")
-targets = importlib.import_module("fp8_targets")
+harness = importlib.import_module("lib.harness")
+rotation = importlib.import_module("lib.rotation")
+cases = importlib.import_module("cases.fp8.parts")
+plain = importlib.import_module("cases.fp8.plain_torch")
+problems = importlib.import_module("cases.fp8.problems")
+variants = importlib.import_module("cases.fp8.variants")
+targets = importlib.import_module("cases.fp8.targets")
 bench = importlib.import_module("bench_fp8")
 render = importlib.import_module("render")
-plots = importlib.import_module("plots")
+plots = importlib.import_module("lib.plots")
 
 WEIGHTS = ["4096x4096", "14336x4096", "28672x4096", "8192x2048"]
 ACTIVATIONS = ["512x2048", "2048x2048", "8192x2048", "512x8192", "2048x8192", "8192x8192"]
 ACTIVATION_OPS = ["cast", "cast_transpose", "cast_transpose_dbias", "current"]
-PATIENCE = importlib.import_module("device_time").Patience(repeats=2, seconds=0.0)
+PATIENCE = importlib.import_module("lib.device_time").Patience(repeats=2, seconds=0.0)
 
 
 @pytest.fixture(scope="module")

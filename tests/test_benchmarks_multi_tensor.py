@@ -15,12 +15,12 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-device_time = importlib.import_module("device_time")
-tensor_sets = importlib.import_module("tensor_sets")
-variants = importlib.import_module("multi_tensor_variants")
-targets = importlib.import_module("multi_tensor_targets")
-hp_sequence = importlib.import_module("hp_sequence")
+harness = importlib.import_module("lib.harness")
+device_time = importlib.import_module("lib.device_time")
+tensor_sets = importlib.import_module("cases.multi_tensor.tensor_sets")
+variants = importlib.import_module("cases.multi_tensor.variants")
+targets = importlib.import_module("cases.multi_tensor.targets")
+hp_sequence = importlib.import_module("cases.multi_tensor.hp_sequence")
 bench = importlib.import_module("bench_multi_tensor")
 render = importlib.import_module("render")
 

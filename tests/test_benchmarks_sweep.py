@@ -9,11 +9,11 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-plots = importlib.import_module("plots")
+harness = importlib.import_module("lib.harness")
+plots = importlib.import_module("lib.plots")
 render = importlib.import_module("render")
 sweep = importlib.import_module("bench_graphed_sweep")
-workloads = importlib.import_module("workloads")
+workloads = importlib.import_module("cases.graphs.workloads")
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torch
 from benchmark_scripts import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
-processes = importlib.import_module("rank_processes")
-variants = importlib.import_module("collective_variants")
-vllm_all_reduce = importlib.import_module("vllm_all_reduce")
+processes = importlib.import_module("lib.rank_processes")
+variants = importlib.import_module("cases.collectives.variants")
+vllm_all_reduce = importlib.import_module("cases.collectives.vllm_all_reduce")
 bench = importlib.import_module("bench_collectives")
 
 

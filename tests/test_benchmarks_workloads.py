@@ -1,4 +1,4 @@
-"""benchmarks/workloads.py on the recorder: the example's block, eager gradients, a stand-in for TransformerEngine."""
+"""Workloads of the benchmarks on the recorder: the example's block, eager gradients, a stand-in for others' graphs."""
 
 import importlib
 import sys
@@ -10,8 +10,8 @@ import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-common = importlib.import_module("common")
-workloads = importlib.import_module("workloads")
+common = importlib.import_module("lib.common")
+workloads = importlib.import_module("cases.graphs.workloads")
 sys.path.insert(0, str(BENCHMARKS.parent / "examples"))
 gpt = importlib.import_module("gpt")
 

@@ -6,13 +6,13 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-import workloads
-from common import bits_equal
-from rank_processes import OPERATION_TIMEOUT, Rank
+from lib.common import bits_equal
+from lib.rank_processes import OPERATION_TIMEOUT, Rank
 from torch import Tensor
-from vllm_all_reduce import VllmAllReduce
 
 import te_graph as tg
+from cases.collectives.vllm_all_reduce import VllmAllReduce
+from cases.graphs import workloads
 
 OPS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 DTYPE = torch.bfloat16

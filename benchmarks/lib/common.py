@@ -17,7 +17,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DIRTY = "-dirty"
 
 # The driver blocks the caller once about a thousand launches wait for the device. Three calls of the largest eager

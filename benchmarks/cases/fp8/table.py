@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from remarks import show_range, show_times, tell_missed, tell_not_measured, tell_origin
+from lib.remarks import show_range, show_times, tell_missed, tell_not_measured, tell_origin
 
 SHOWN_ACTIVATION = "2048x8192"  # the others are in the plot
 

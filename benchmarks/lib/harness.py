@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from common import ROOT, environment, write_json
 from tqdm import tqdm
+
+from lib.common import ROOT, environment, write_json
 
 RESULTS = ROOT / "benchmarks" / "results"
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.utils as utils
-from common import WARMUP_CALLS, bits_equal
-from tensor_sets import TensorSet
+from lib.common import WARMUP_CALLS, bits_equal
 from torch import Tensor, nn
-from workloads import Variant
+
+from cases.graphs.workloads import Variant
+from cases.multi_tensor.tensor_sets import TensorSet
 
 OPS = {
     "norm": "norm",

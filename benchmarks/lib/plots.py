@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from collectives_targets import WORLDS, size_name
+from cases.collectives.targets import WORLDS, size_name
 
 MARKERS = {0: "o", 1: "s", 2: "^"}  # by the number of what is told apart
 

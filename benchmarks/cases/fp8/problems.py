@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from fp8_cases import TENSORS, Case, Part
-from fp8_torch import E4M3, require_cast, require_copy, require_update, require_zeros, torch_update
-from rotation import FEWEST_CALLS, FOOTPRINT, calls_for, slots_for
+from lib.rotation import FEWEST_CALLS, FOOTPRINT, calls_for, slots_for
 from torch import Tensor
 
+from cases.fp8.parts import TENSORS, Case, Part
+from cases.fp8.plain_torch import E4M3, require_cast, require_copy, require_update, require_zeros, torch_update
+
 MOST_UPDATES = 64
-Found = dict[str, Tensor]  # what a call gives, by the names of fp8_torch; one for each weight of a model
+Found = dict[str, Tensor]  # what a call gives, by the names of plain_torch; one for each weight of a model
 
 
 def make_problem(part: Part, case: Case, device: str, seed: int) -> Any:
@@ -28,7 +29,7 @@ class CastProblem:
     """Matrices in bf16 that are cast one at a time, with a scale of which few of them saturate.
 
     Attributes:
-        x: [M, N] for each slot; out, out_t, scale, scale_inv, amax, dbias: buffers for each, as `fp8_torch` names them.
+        x: [M, N] for each slot; out, out_t, scale, scale_inv, amax, dbias: for each what `plain_torch` names so.
         written: What `clear` zeroes; a variant adds its own buffers.
     """
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from tensor_sets import Shape, gpt_shapes, llama_shapes
+from cases.multi_tensor.tensor_sets import Shape, gpt_shapes, llama_shapes
 
 MODULES, TENSORS = 100, 3  # of the update of scales: input, weight and output of each module
 

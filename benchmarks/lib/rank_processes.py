@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import fresh_processes
+
+from lib.harness import fresh_processes
 
 # NVLink multicast stays off, in NCCL and in torch's symmetric memory alike.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fp8_cases import TENSORS
-from fp8_problems import CastProblem, Found, UpdateProblem, WeightsProblem
-from fp8_torch import E4M3, LARGEST, torch_cast, torch_update
-from rotation import Call
+from lib.rotation import Call
 from torch import Tensor
-from workloads import Variant
+
+from cases.fp8.parts import TENSORS
+from cases.fp8.plain_torch import E4M3, LARGEST, torch_cast, torch_update
+from cases.fp8.problems import CastProblem, Found, UpdateProblem, WeightsProblem
+from cases.graphs.workloads import Variant
 
 
 def by_kind(**builders: Callable[[Any, str], Call | None]) -> Callable[[Any, str], Call | None]:
@@ -121,7 +122,7 @@ class Quantized:
     """A matrix as TransformerEngine casts it, in buffers that `clear` zeroes.
 
     Args:
-        x: [M, N]. scale, amax: [1], as in `fp8_torch`; None for current scaling.
+        x: [M, N]. scale, amax: [1], as in `plain_torch`; None for current scaling.
     """
 
     def __init__(self, x: Tensor, scale: Tensor | None, amax: Tensor | None, transpose: bool = True) -> None:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from collectives_targets import KIB, MIB, size_name
-from remarks import show_number, tell_missed, tell_not_measured, tell_origin
+from lib.remarks import show_number, tell_missed, tell_not_measured, tell_origin
+
+from cases.collectives.targets import KIB, MIB, size_name
 
 SHOWN = {  # sizes in the table, of ops that do not show all; the others are in the plot
     "reduce_scatter": (64 * KIB, MIB, 16 * MIB, 256 * MIB),

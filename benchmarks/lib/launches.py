@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import synchronizer
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from lib.common import synchronizer
 
 STEP = "benchmark step"
 NODE = "autograd::engine::evaluate_function: "

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from common import bits_equal
-from multi_tensor_variants import SHRINK, UNLIMITED, Problem, Step, in_blocks
+from lib.common import bits_equal
 from torch import Tensor, nn
+
+from cases.multi_tensor.variants import SHRINK, UNLIMITED, Problem, Step, in_blocks
 
 FUNCTIONS = {
     "update_hp_grads": "update_hp_grads",

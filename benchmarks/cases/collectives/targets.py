@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from multi_tensor_targets import at_most
+from cases.multi_tensor.targets import at_most
 
 OURS, WORST = "te_graph", 1.03
 WORLDS = (2, 4, 8)  # whose results are kept
@@ -18,7 +18,7 @@ def size_name(nbytes: int) -> str:
 
 
 def achieved(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets beside what `record` holds of bench_collectives.py, as `multi_tensor_targets` lists them; of the ops
+    """The targets beside what `record` holds of bench_collectives.py, as `multi_tensor.targets` lists them; of the ops
     and sizes that were asked for."""
     times = {(row["op"], row["mode"], row["bytes"], row["variant"]): row["p50_us"] for row in record["rows"]}
     limits = ALL_REDUCE_US.get(record["world"], {}) if "all_reduce" in record["ops"] else {}

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from common import bits_equal
+from lib.common import bits_equal
 from torch import Tensor
 
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
@@ -18,7 +18,7 @@ def quotient(amax: Tensor) -> Tensor:  # any shape, as what is returned
 
 
 def torch_cast(op: str, x: Tensor, scale: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    """An operation of fp8_cases on `x` [M, N] in bf16, with `scale` and the `amax` so far, [1] both.
+    """An operation of `parts` on `x` [M, N] in bf16, with `scale` and the `amax` so far, [1] both.
 
     Returns:
         out [M, N], scale_inv [1], amax [1]; but for "cast" out_t [N, M]; for "cast_transpose_dbias" dbias [N].

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from device_time import Patience, micro, time_calls, time_device
+
+from lib.device_time import Patience, micro, time_calls, time_device
 
 FOOTPRINT = 4 * 60 * 2**20  # four times the L2 cache of an H200
 FEWEST_SLOTS, MOST_SLOTS = 2, 128

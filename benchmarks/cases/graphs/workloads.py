@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from common import MIB, WARMUP_CALLS
+from lib.common import MIB, WARMUP_CALLS
 from torch import Tensor, nn
 
 

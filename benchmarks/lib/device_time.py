@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import synchronizer
+
+from lib.common import synchronizer
 
 # The launches of this much host time stay far below the thousand that fit the device's queue.
 QUEUED_SECONDS = 1.5e-3

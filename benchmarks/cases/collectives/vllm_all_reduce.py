@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_processes import Rank
+from lib.rank_processes import Rank
 from torch import Tensor
 
 RANK_DATA_BYTES = 2**23  # what vLLM reserves for the addresses of captured tensors
