@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks share: options, a fresh process for each measurement, the file at the end."""
+"""The command line of a benchmark: options, a fresh process for each measurement, what is told and kept at the end."""
 
 import argparse
 import multiprocessing
@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-from lib.common import ROOT, environment, write_json
-
-RESULTS = ROOT / "benchmarks" / "results"
+from lib.environment import environment
+from lib.results import RESULTS, write_json
 
 T = TypeVar("T")
 
@@ -81,33 +81,65 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have; their values are for `complete`."""
-    parser = argparse.ArgumentParser(description=description)
-    add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script with te_graph's recorder")
-    add("--quick", action="store_true", help="measure for a shorter time")
-    add("--seed", type=int, help="of weights and inputs; drawn anew by default")
-    add("--out", type=Path, help="folder for the JSON; by default benchmarks/results if the run is complete")
-    add("--commit", help="commit to record where git is missing; with -dirty behind it if files differ from it")
-    return parser
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark as a command: what its script hands to `main`.
 
-
-def complete(parser: argparse.ArgumentParser, options: argparse.Namespace, is_part: bool, argv: Sequence[str]) -> None:
-    """Check the options of `make_parser`, fill in their defaults, and note as `command` what repeats the run.
-
-    Args:
-        parser: Ends the program if an option is wrong.
-        options: What it parsed; changed in place.
-        is_part: Whether other options ask for a part of the benchmark, which does not replace what is kept.
-        argv: What was parsed.
+    Attributes:
+        name: of the script and its results: bench_NAME.py and results/NAME.json.
+        description: for --help.
+        add_options: adds to a parser what this benchmark has beside the options of all.
+        part_options: those of them that, given, ask for a part of the benchmark, which does not replace what is kept.
+        prepare: checks the options and fills in defaults; `options.results` is the name of the results, which it may
+            change. `options.not_measured` tells what is left out, and why.
+        measure: what the record of results holds beside where and how it was measured, with "rows" and "failures".
+        print_table: prints the rows of a record.
     """
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: expected a CUDA GPU, and torch finds none; --device cpu --quick tries the script")
-    is_part = is_part or options.quick or options.device == "cpu"
-    options.out = options.out or (None if is_part else RESULTS)
-    options.seed = random.randrange(2**31) if options.seed is None else options.seed
-    options.command = _reproducing_command(parser.prog, argv)
+
+    name: str
+    description: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    part_options: tuple[str, ...]
+    prepare: Callable[[argparse.ArgumentParser, argparse.Namespace], None]
+    measure: Callable[[argparse.Namespace], dict[str, Any]]
+    print_table: Callable[[dict[str, Any]], None]
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run the benchmark; returns the exit status."""
+        return self.run(self.parse_args(argv))
+
+    def parse_args(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """The options; `options.command` is what repeats the run. Ends the program where options are wrong."""
+        argv = sys.argv[1:] if argv is None else argv
+        parser = argparse.ArgumentParser(prog=f"bench_{self.name}.py", description=self.description)
+        add = parser.add_argument
+        add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script with te_graph's recorder")
+        add("--quick", action="store_true", help="measure for a shorter time")
+        add("--seed", type=int, help="of weights and inputs; drawn anew by default")
+        add("--out", type=Path, help="folder for the JSON; by default benchmarks/results if the run is complete")
+        add("--commit", help="commit to record where git is missing; with -dirty behind it if files differ from it")
+        self.add_options(parser)
+        options = parser.parse_args(argv)
+        if options.device == "cuda" and not torch.cuda.is_available():
+            parser.error("--device: expected a CUDA GPU, and torch finds none; --device cpu --quick tries the script")
+        options.is_part = any(getattr(options, name) != parser.get_default(name) for name in self.part_options)
+        is_complete = not (options.is_part or options.quick or options.device == "cpu")
+        options.out = options.out or (RESULTS if is_complete else None)
+        options.seed = random.randrange(2**31) if options.seed is None else options.seed
+        options.command = _reproducing_command(parser.prog, argv)
+        options.results = self.name
+        self.prepare(parser, options)
+        return options
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Measure, print and keep what `options` ask for; returns the exit status, 1 if anything failed."""
+        # The GPU is asked in another process, since this one must not touch it.
+        where = in_fresh_process(environment, options.device, options.commit)
+        how = {"command": options.command, "device": options.device, "seed": options.seed}
+        record = {"benchmark": options.results, **where, **how, **self.measure(options)}
+        self.print_table(record)
+        _print_verdicts(record)
+        return _finish(record, options.out)
 
 
 def choose_variants(
@@ -139,13 +171,16 @@ def _reproducing_command(script: str, argv: Sequence[str]) -> str:
     return shlex.join(["python", f"benchmarks/{script}", *parser.parse_known_args(argv)[1]])
 
 
-def header(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What every record begins with; the GPU is asked in another process, since this one must not touch it."""
-    where = in_fresh_process(environment, options.device, options.commit)
-    return {"benchmark": name, **where, "command": options.command, "device": options.device, "seed": options.seed}
+def _print_verdicts(record: dict[str, Any]) -> None:
+    """Print what became of the targets, where there are any, and what was not measured."""
+    for target in record.get("targets", ()):
+        verdict = {True: "met", False: "MISSED", None: "not measured"}[target["is_met"]]
+        print(f"target: {target['what']}: {target['bound']} {target['limit']}, got {target['got']}: {verdict}")
+    for label, reason in record["not_measured"].items():
+        print(f"not measured: {label}: {reason}")
 
 
-def finish(record: dict[str, Any], out: Path | None) -> int:
+def _finish(record: dict[str, Any], out: Path | None) -> int:
     """Write the record if asked to and tell what failed; returns the exit status, 1 if anything did."""
     for failure in record["failures"]:
         *names, error = map(str, failure.values())

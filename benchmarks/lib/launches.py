@@ -4,13 +4,14 @@ import json
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lib.common import synchronizer
+from lib.harness import describe
+from lib.timing import synchronizer
 
 STEP = "benchmark step"
 NODE = "autograd::engine::evaluate_function: "
@@ -68,6 +69,17 @@ def count_launches(events: list[dict[str, Any]]) -> dict[str, Any]:
         # CUDA's names have an underscore only before a version: cudaMemcpy_v3020, cuCtxSynchronize_v2.
         "waits": sum(call["name"].partition("_")[0] in WAITING for call in calls),
     }
+
+
+def count_in_rows(timed: Sequence[tuple[dict[str, Any], Callable[[], Any]]], device: str) -> list[dict[str, Any]]:
+    """Fill in what each step launches; returns what failed."""
+    failures = []
+    for row, step in timed if device == "cuda" else ():
+        try:
+            row["launches"] = count_launches(trace_step(step, device))
+        except Exception as error:
+            failures.append({"op": row["op"], "variant": row["variant"], "error": describe(error)})
+    return failures
 
 
 def _operator(call: dict[str, Any], operators: list[dict[str, Any]]) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cases.collectives.targets import WORLDS, size_name
+from lib.results import WORLDS
+from lib.units import size_name
 
 MARKERS = {0: "o", 1: "s", 2: "^"}  # by the number of what is told apart
 

@@ -1,6 +1,6 @@
 """Numbers and sentences that the tables of all results share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -39,3 +39,14 @@ def tell_origin(record: dict[str, Any]) -> str:
     commit = f"commit {record['commit'][:12]}" if record["commit"] else "unknown commit"
     changes = " with changes" if record["dirty"] else ""
     return f"{where}, {', '.join(versions)}, {commit}{changes}, {record['date'][:10]}: `{record['command']}`."
+
+
+def tell_all(remarks: Sequence[str], record: dict[str, Any]) -> str:
+    """The remarks that say something, and what tells where the results come from."""
+    return " ".join(filter(None, [*remarks, tell_origin(record)]))
+
+
+def table_head(columns: Iterable[str]) -> list[str]:
+    """The first two lines of a Markdown table; its first column bears no name."""
+    names = list(columns)
+    return [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from lib.device_time import Patience, micro, time_calls, time_device
+from lib.timing import Sampling, time_calls, time_device
+from lib.units import micro
 
 FOOTPRINT = 4 * 60 * 2**20  # four times the L2 cache of an H200
 FEWEST_SLOTS, MOST_SLOTS = 2, 128
@@ -66,7 +67,7 @@ def capture(call: Call, slots: int, calls: int) -> tuple[torch.cuda.CUDAGraph, l
     return graph, results
 
 
-def time_rotated(call: Call, problem: Problem, op: str, patience: Patience) -> dict[str, float]:
+def time_rotated(call: Call, problem: Problem, op: str, sampling: Sampling) -> dict[str, float]:
     """Verify a call, run by itself and out of a graph, and time it: device time in the graph, host time by itself.
 
     Raises:
@@ -78,19 +79,19 @@ def time_rotated(call: Call, problem: Problem, op: str, patience: Patience) -> d
     problem.clear()
     problem.verify(op, [call(slot) for slot in slots])
     turns = itertools.cycle(slots)
-    host = time_calls(lambda: call(next(turns)), device, patience)
-    seconds = host if device == "cpu" else _time_in_graph(call, problem, op, patience)
+    host = time_calls(lambda: call(next(turns)), device, sampling)
+    seconds = host if device == "cpu" else _time_in_graph(call, problem, op, sampling)
     return {"device_us": micro(seconds), "host_us": micro(host)}
 
 
-def _time_in_graph(call: Call, problem: Problem, op: str, patience: Patience) -> float:
+def _time_in_graph(call: Call, problem: Problem, op: str, sampling: Sampling) -> float:
     calls = problem.calls(op)
     graph, results = capture(call, problem.slots, calls)
     problem.clear()
     graph.replay()
     problem.verify(op, results)
-    host = time_calls(graph.replay, problem.device, patience)
+    host = time_calls(graph.replay, problem.device, sampling)
     if problem.prepare is None:
-        return time_device(graph.replay, host, problem.device, patience) / calls
-    once = replace(patience, seconds=0.0)
+        return time_device(graph.replay, host, problem.device, sampling) / calls
+    once = replace(sampling, seconds=0.0)
     return time_device(graph.replay, host, problem.device, once, problem.prepare) / calls

@@ -1,10 +1,9 @@
-"""The table and plot of collectives_RANKS.json."""
+"""The table of collectives_RANKS.json."""
 
 from typing import Any
 
-from lib.remarks import show_number, tell_missed, tell_not_measured, tell_origin
-
-from cases.collectives.targets import KIB, MIB, size_name
+from lib.remarks import show_number, table_head, tell_all, tell_missed, tell_not_measured
+from lib.units import KIB, MIB, size_name
 
 SHOWN = {  # sizes in the table, of ops that do not show all; the others are in the plot
     "reduce_scatter": (64 * KIB, MIB, 16 * MIB, 256 * MIB),
@@ -20,13 +19,12 @@ def collectives_table(record: dict[str, Any]) -> list[str]:
         "",
         f"{record['world']} ranks, {record['dtype']}: µs per call in a graph (99th percentile) / eager.",
         "",
-        f"| | {' | '.join(variants.values())} |",
-        f"|---|{'---|' * len(variants)}",
+        *table_head(variants.values()),
     ]
     for op in record["ops"]:
         lines += [_row(record, op, nbytes) for nbytes in record["sizes"] if nbytes in SHOWN.get(op, record["sizes"])]
     remarks = [_transport(record), _multicast(record), tell_missed(record), tell_not_measured(record)]
-    return [*lines, "", " ".join(filter(None, [*remarks, tell_origin(record)]))]
+    return [*lines, "", tell_all(remarks, record)]
 
 
 def _row(record: dict[str, Any], op: str, nbytes: int) -> str:

@@ -2,23 +2,18 @@
 
 from typing import Any
 
-from cases.multi_tensor.targets import at_most
+from lib.targets import at_most
+from lib.units import KIB, MIB, size_name
 
 OURS, WORST = "te_graph", 1.03
-WORLDS = (2, 4, 8)  # whose results are kept
-KIB, MIB = 2**10, 2**20
 ALL_REDUCE_US = {  # in a graph, by ranks and bytes
     2: {KIB: 3.0, 64 * KIB: 3.2, MIB: 6.3, 4 * MIB: 14.5, 16 * MIB: 51.0, 64 * MIB: 191.0},
     4: {KIB: 3.5, 64 * KIB: 3.8, MIB: 9.0, 4 * MIB: 22.0, 16 * MIB: 77.0, 64 * MIB: 298.0},
 }
 
 
-def size_name(nbytes: int) -> str:
-    return f"{nbytes // MIB} MB" if nbytes >= MIB else f"{nbytes // KIB} KB"
-
-
 def achieved(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets beside what `record` holds of bench_collectives.py, as `multi_tensor.targets` lists them; of the ops
+    """The targets beside what `record` holds of bench_collectives.py, as `lib.targets` lists them; of the ops
     and sizes that were asked for."""
     times = {(row["op"], row["mode"], row["bytes"], row["variant"]): row["p50_us"] for row in record["rows"]}
     limits = ALL_REDUCE_US.get(record["world"], {}) if "all_reduce" in record["ops"] else {}

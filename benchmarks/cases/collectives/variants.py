@@ -6,13 +6,13 @@ from functools import cached_property
 
 import torch
 import torch.distributed as dist
-from lib.common import bits_equal
+from lib import variants
 from lib.rank_processes import OPERATION_TIMEOUT, Rank
 from torch import Tensor
 
 import te_graph as tg
 from cases.collectives.vllm_all_reduce import VllmAllReduce
-from cases.graphs import workloads
+from te_graph.testing import same_bits
 
 OPS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather"}
 DTYPE = torch.bfloat16
@@ -113,7 +113,7 @@ def _vllm(setting: Setting, op: str, nbytes: int) -> Call:
 
 
 @dataclass(frozen=True)
-class Variant(workloads.Variant):
+class Variant(variants.Variant):
     """An implementation of collectives. `build` makes a call of an op, whose larger tensor has so many bytes.
 
     Attributes:
@@ -197,7 +197,7 @@ class Reference:
         step()
         if is_exact or self.tolerance is None:
             wrong = self.result.numel() - int((self.result.view(torch.int16) == call.result.view(torch.int16)).sum())
-            is_right, expected = bits_equal(self.result, call.result), "the bits of the reference"
+            is_right, expected = same_bits(self.result, call.result), "the bits of the reference"
         else:
             # Written so that NaN is wrong.
             errors = (call.result.float() - self.result.float()).abs_()

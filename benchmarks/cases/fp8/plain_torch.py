@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-from lib.common import bits_equal
 from torch import Tensor
+
+from te_graph.testing import same_bits
 
 E4M3, LARGEST = torch.float8_e4m3fn, 448.0
 FLT_MAX = torch.finfo(torch.float32).max
@@ -69,7 +70,7 @@ def _is_alike(name: str, got: Tensor, want: Tensor, is_loose: bool) -> bool:  # 
     if name in ("out", "out_t") and is_loose:
         return got.shape == want.shape and _are_neighbours(got, want)
     if name in ("out", "out_t"):
-        return bits_equal(got, want)
+        return same_bits(got, want)
     if name == "dbias":
         return torch.allclose(got.float(), want.float(), rtol=2**-7, atol=1e-2)
     return torch.allclose(got, want, rtol=RELATIVE if name == "scale_inv" else 0.0, atol=0)
@@ -95,7 +96,7 @@ def require_update(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 def require_copy(got: Tensor, want: Tensor) -> None:  # both of any shape
     """Raise RuntimeError unless bits are the same."""
-    _require("a copy", bits_equal(got, want))
+    _require("a copy", same_bits(got, want))
 
 
 def as_numbers(tensor: Tensor) -> Tensor:

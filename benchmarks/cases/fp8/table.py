@@ -1,8 +1,8 @@
-"""The table and plot of fp8.json."""
+"""The table of fp8.json."""
 
 from typing import Any
 
-from lib.remarks import show_range, show_times, tell_missed, tell_not_measured, tell_origin
+from lib.remarks import show_range, show_times, table_head, tell_all, tell_missed, tell_not_measured
 
 SHOWN_ACTIVATION = "2048x8192"  # the others are in the plot
 
@@ -16,15 +16,14 @@ def fp8_table(record: dict[str, Any]) -> list[str]:
         "Casts to FP8 (bf16 in, e4m3 out) and updates of scales: device µs of a call in a graph, on rotated buffers, / "
         "host µs of one outside, % of the bandwidth of a copy.",
         "",
-        f"| | {' | '.join(variants.values())} |",
-        f"|---|{'---|' * len(variants)}",
+        *table_head(variants.values()),
     ]
     for part, cases in record["cases"].items():
         for case, label in cases.items():
             if part != "activation" or case == SHOWN_ACTIVATION:
                 lines += [_row(record, part, case, label, op) for op in record["ops"][part]]
     remarks = [_bandwidth(record), _launches(record), tell_missed(record), tell_not_measured(record)]
-    return [*lines, "", " ".join(filter(None, [*remarks, tell_origin(record)]))]
+    return [*lines, "", tell_all(remarks, record)]
 
 
 def _row(record: dict[str, Any], part: str, case: str, label: str, op: str) -> str:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from cases.multi_tensor.targets import at_least, at_most
+from lib.targets import at_least, at_most
 
 OURS, GPT, LONGEST = "te_graph", "gpt3-1.3b", "history-1024"
 PART, GPT_US, SKIPPED_US, UPDATE_US = 0.9, 1257.0, 5.0, 5.0
 
 
 def achieved(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets beside what `record` holds of bench_fp8.py, as `multi_tensor.targets` lists them; of the parts that
+    """The targets beside what `record` holds of bench_fp8.py, as `lib.targets` lists them; of the parts that
     were measured."""
     rows = {(row["part"], row["case"], row["op"]): row for row in record["rows"] if row["variant"] == OURS}
     cases = record["cases"]

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from lib.rotation import Call
+from lib.variants import Variant
 from torch import Tensor
 
 from cases.fp8.parts import TENSORS
 from cases.fp8.plain_torch import E4M3, LARGEST, torch_cast, torch_update
 from cases.fp8.problems import CastProblem, Found, UpdateProblem, WeightsProblem
-from cases.graphs.workloads import Variant
 
 
 def by_kind(**builders: Callable[[Any, str], Call | None]) -> Callable[[Any, str], Call | None]:

@@ -2,17 +2,16 @@
 
 import contextlib
 import functools
-import importlib
-import importlib.metadata
-import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from lib.common import MIB, WARMUP_CALLS
+from lib.timing import WARMUP_CALLS
+from lib.units import MIB
+from lib.variants import Variant
 from torch import Tensor, nn
 
 
@@ -128,14 +127,6 @@ def block_workload(shape: Shape, layers: int, device: str, seed: int) -> Workloa
     return Workload(blocks, torch.randn(1, shape.tokens, shape.hidden, **factory, requires_grad=True))
 
 
-def import_packages(variants: Iterable[str]) -> None:
-    """Import what `variants` need before the GPU is used: a package may bring a library, such as cuDNN, that does not
-    load any more once torch has loaded parts of its own."""
-    for name in variants:
-        if VARIANTS[name].package:
-            importlib.import_module(f"{VARIANTS[name].package}.pytorch")
-
-
 def own_samples(workload: Workload) -> tuple[tuple[Tensor], ...]:
     """A sample for each layer, which is its static input and must keep its value until that layer's backward."""
     return tuple((torch.randn_like(workload.x, requires_grad=True),) for _ in workload.layers)
@@ -197,30 +188,6 @@ def build_whole_graph(workload: Workload) -> Callable[[], None]:
     with torch.cuda.graph(graph, stream=stream):
         workload.step()
     return graph.replay
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to run a workload: `build` returns what runs one step. Building may leave anything in gradients, but must
-    leave the tensors in place. `package` is what it needs beside torch and te_graph."""
-
-    name: str
-    build: Callable[[Workload], Callable[[], None]]
-    needs_cuda: bool = False
-    package: str | None = None
-
-    def missing(self, device: str) -> str | None:
-        """Why it cannot be measured here; None if it can."""
-        if self.package and importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
-        return "needs a GPU" if self.needs_cuda and device != "cuda" else None
-
-    @property
-    def label(self) -> str:
-        """Its name, with the version of the package."""
-        if self.package is None or importlib.util.find_spec(self.package) is None:
-            return self.name
-        return f"{self.name} {importlib.metadata.version(self.package)}"
 
 
 VARIANTS = {

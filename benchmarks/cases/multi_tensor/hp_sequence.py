@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from lib.common import bits_equal
 from torch import Tensor, nn
 
 from cases.multi_tensor.variants import SHRINK, UNLIMITED, Problem, Step, in_blocks
+from te_graph.testing import same_bits
 
 FUNCTIONS = {
     "update_hp_grads": "update_hp_grads",
@@ -149,9 +149,9 @@ def _verify(problem: Problem, name: str, step: Step) -> None:
         if name == "clip":
             is_right = torch.allclose(high, torch.full_like(high, SHRINK / (1 + 1e-6)), rtol=1e-6)
         else:
-            is_right = bits_equal(high, 1 + before.float() if is_update else torch.ones_like(high))
+            is_right = same_bits(high, 1 + before.float() if is_update else torch.ones_like(high))
         left = torch.zeros_like(before) if is_update else before
-        if not is_right or not bits_equal(low, left):
+        if not is_right or not same_bits(low, left):
             raise RuntimeError(f"{FUNCTIONS[name]}: expected the gradients of plain torch, got other values")
     if name in ("norm", "all"):
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in problem.high]

@@ -2,18 +2,15 @@
 
 from typing import Any
 
+from lib.targets import at_least, at_most
+
 PLAN, PLAIN, TORCH = "te_graph_plan", "te_graph", "torch_foreach"
 LARGE = ("gpt3-1.3b-bf16", "gpt3-1.3b-fp32", "llama3-8b-bf16", "one-4gb")
 MANY = "2000x1024"
 
 
 def achieved(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets beside what `record` holds of bench_multi_tensor.py.
-
-    Returns:
-        what: the words of the target. bound, limit: "at least" or "at most" what. got: the worst number over the lists
-        and variants that it is about, None where one was not measured. is_met: None likewise.
-    """
+    """The targets beside what `record` holds of bench_multi_tensor.py, as `lib.targets` lists them."""
     rows = {(row["list"], row["op"], row["variant"]): row for row in record["rows"]}
 
     def value(name: str, op: str, variant: str, key: str) -> float | None:
@@ -45,19 +42,3 @@ def achieved(record: dict[str, Any]) -> list[dict[str, Any]]:
         at_most("2000 x 1024, norm + clip with a plan, host us", 60.0, planned),
         at_most("2000 x 1024, norm + clip without a plan, host time over the bare walk's", 1.5, walked),
     ]
-
-
-def at_least(what: str, limit: float, values: list[float | None]) -> dict[str, Any]:
-    """A target for the smallest of `values`."""
-    got = min(values) if values and None not in values else None
-    return {"what": what, "bound": "at least", "limit": limit, **_verdict(got, got is not None and got >= limit)}
-
-
-def at_most(what: str, limit: float, values: list[float | None]) -> dict[str, Any]:
-    """A target for the largest of `values`."""
-    got = max(values) if values and None not in values else None
-    return {"what": what, "bound": "at most", "limit": limit, **_verdict(got, got is not None and got <= limit)}
-
-
-def _verdict(got: float | None, is_met: bool) -> dict[str, Any]:
-    return {"got": None if got is None else round(got, 3), "is_met": None if got is None else is_met}

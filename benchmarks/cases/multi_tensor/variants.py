@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.utils as utils
-from lib.common import WARMUP_CALLS, bits_equal
+from lib.timing import WARMUP_CALLS
+from lib.variants import Variant
 from torch import Tensor, nn
 
-from cases.graphs.workloads import Variant
 from cases.multi_tensor.tensor_sets import TensorSet
+from te_graph.testing import same_bits
 
 OPS = {
     "norm": "norm",
@@ -86,14 +87,14 @@ class Problem:
         result = step()
         if op in ACCUMULATES:
             offset = 1 if op == "add" else 0
-            self._require(f"{op}: bits of gradients in fp32", self.high, lambda grad: grad.float() + offset, bits_equal)
-            self._require(f"{op}: bits of sources", self.gradients, lambda grad: grad, bits_equal)
+            self._require(f"{op}: bits of gradients in fp32", self.high, lambda grad: grad.float() + offset, same_bits)
+            self._require(f"{op}: bits of sources", self.gradients, lambda grad: grad, same_bits)
             return
         of_norm = max(1e-5, 2 * torch.finfo(result.dtype).eps)
         if not math.isclose(result.item(), self.total.item(), rel_tol=of_norm):
             raise RuntimeError(f"{op}: expected the norm {self.total.item()}, got {result.item()}")
         if op != "clip":
-            self._require(f"{op}: gradients to stay bitwise", self.gradients, lambda grad: grad, bits_equal)
+            self._require(f"{op}: gradients to stay bitwise", self.gradients, lambda grad: grad, same_bits)
             return
         factor = self.max_norm / (self.total.item() + 1e-6)
         tolerance = of_norm + 2 * torch.finfo(self.gradients[0].dtype).eps
