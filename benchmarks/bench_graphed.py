@@ -22,8 +22,8 @@ from typing import Any
 from cases.graphs.workloads import VARIANTS, Shape, Workload, block_workload
 from lib.harness import Benchmark, Measurements, choose_variants, describe
 from lib.launches import count_launches, trace_step
-from lib.steps import measure_step, print_profile, summarize
 from lib.timing import Sampling, median_us, synchronizer, time_host, time_wall
+from lib.training_step import measure_step, print_profile, summarize
 from lib.variants import import_packages
 from torch import Tensor
 

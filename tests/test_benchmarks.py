@@ -15,7 +15,7 @@ from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
 environment = importlib.import_module("lib.environment")
-steps = importlib.import_module("lib.steps")
+training_step = importlib.import_module("lib.training_step")
 timing = importlib.import_module("lib.timing")
 harness = importlib.import_module("lib.harness")
 workloads = importlib.import_module("cases.graphs.workloads")
@@ -98,7 +98,7 @@ def test_a_summary_holds_medians_over_all_processes_and_the_largest_peaks():
         {"wall": [8e-6, 16e-6], "host": [2e-6], "peak": 3 * 2**20, "setup_peak": 9 * 2**20},
         {"wall": [40e-6], "host": [4e-6, 400e-6], "peak": 5 * 2**20, "setup_peak": 7 * 2**20},
     ]
-    assert steps.summarize(samples, layers=8) == {
+    assert training_step.summarize(samples, layers=8) == {
         "wall_us_per_layer": 2.0,
         "host_us_per_layer": 0.5,
         "peak_mib": 5.0,
