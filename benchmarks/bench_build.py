@@ -20,12 +20,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common import ROOT, environment, write_json
+from lib.environment import environment
+from lib.results import RESULTS, ROOT, write_json
+from lib.targets import at_most
 from torch.utils import cpp_extension
 
 KINDS = {"cuda": "with CUDA code", "cpu": "CPU ops only"}
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "te_graph")
-RESULTS = ROOT / "benchmarks" / "results"
 CHANGED = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("ops.cpp"))
 SECONDS = {"whole": 480.0, "one_file": 40.0}  # at most, of a build with CUDA code
 
@@ -88,18 +89,8 @@ def targets_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     cuda = [row for row in rows if row["kind"] == "cuda"]
     whole = [row["seconds"] for row in cuda if row["changed"] is None]
     one_file = [row["seconds"] for row in cuda if row["changed"]]
-    names = {"whole": ("whole build, s", whole), "one_file": ("one file, s", one_file)}
-    return [
-        {
-            "what": what,
-            "got": max(seconds),
-            "bound": "at most",
-            "limit": SECONDS[name],
-            "is_met": max(seconds) <= SECONDS[name],
-        }
-        for name, (what, seconds) in names.items()
-        if seconds
-    ]
+    wholes = [at_most("whole build, s", SECONDS["whole"], whole)] if whole else []
+    return wholes + ([at_most("one file, s", SECONDS["one_file"], one_file)] if one_file else [])
 
 
 def compiler() -> str:

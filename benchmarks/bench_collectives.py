@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_multi_tensor import print_verdicts
-from collective_variants import DTYPE, OPS, VARIANTS, Call, Reference, Setting, label_of
-from collectives_targets import KIB, MIB, WORLDS, achieved, size_name
-from device_time import CYCLES_PER_SECOND, micro
-from harness import choose_variants, complete, describe, finish, header, make_parser
-from rank_processes import ENVIRONMENT, Rank, run_on_ranks
+from cases.collectives.targets import achieved
+from cases.collectives.variants import DTYPE, OPS, VARIANTS, Call, Reference, Setting, label_of
+from lib.harness import Benchmark, choose_variants, describe
+from lib.rank_processes import ENVIRONMENT, Rank, run_on_ranks
+from lib.results import WORLDS
+from lib.timing import CYCLES_PER_SECOND
+from lib.units import KIB, MIB, micro, size_name
 from tqdm import tqdm
 
 SIZES = tuple(KIB * 4**power for power in range(10))  # 1 KB to 256 MB
@@ -41,7 +42,7 @@ HEAD_START = 2e-4  # seconds for which the device sleeps, so that launches of gr
 
 
 @dataclass(frozen=True)
-class Effort:
+class RoundRobin:
     """How long to measure: `rounds` bursts of each variant, each of `replays` times per size."""
 
     rounds: int
@@ -52,7 +53,7 @@ class Effort:
         return self.replays if nbytes <= MIB else max(2, self.replays // 2)
 
 
-FULL, QUICK, TRIAL = Effort(rounds=10, replays=20), Effort(rounds=3, replays=4), Effort(rounds=2, replays=2)
+FULL, QUICK, TRIAL = RoundRobin(rounds=10, replays=20), RoundRobin(rounds=3, replays=4), RoundRobin(rounds=2, replays=2)
 
 
 def calls_for(nbytes: int, device: str) -> int:
@@ -70,7 +71,7 @@ class Plan:
     sizes: list[int]
     variants: list[str]
     seed: int
-    effort: Effort
+    turns: RoundRobin
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def first_error(rank: Rank, error: str | None) -> str | None:
     return next((f"rank {number}: {what}" for number, what in enumerate(found) if what is not None), None)
 
 
-def prepare(setting: Setting, reference: Reference, variant: str, op: str, nbytes: int) -> list[Timed]:
+def build_and_verify(setting: Setting, reference: Reference, variant: str, op: str, nbytes: int) -> list[Timed]:
     """Build and verify a variant, by itself and out of a graph."""
     call: Call = VARIANTS[variant].build(setting, op, nbytes)
     is_exact, calls = VARIANTS[variant].is_exact, calls_for(nbytes, setting.rank.device)
@@ -171,7 +172,7 @@ def measure_one(setting: Setting, plan: Plan, op: str, nbytes: int) -> dict[str,
             continue
         found, error = [], None
         try:
-            found = prepare(setting, reference, variant, op, nbytes)
+            found = build_and_verify(setting, reference, variant, op, nbytes)
         except Exception as raised:
             error = describe(raised)
         # What failed on one rank is left out on all, so that none waits for another.
@@ -181,8 +182,8 @@ def measure_one(setting: Setting, plan: Plan, op: str, nbytes: int) -> dict[str,
         else:
             failures.append({"op": op, "bytes": nbytes, "variant": variant, "error": error})
     del reference
-    replays, calls = plan.effort.replays_of(nbytes), calls_for(nbytes, rank.device)
-    times = time_in_turns(entries, replays, plan.effort.rounds, rank) if entries else []
+    replays, calls = plan.turns.replays_of(nbytes), calls_for(nbytes, rank.device)
+    times = time_in_turns(entries, replays, plan.turns.rounds, rank) if entries else []
     rows = [
         {
             "op": op,
@@ -215,10 +216,9 @@ def measure(rank: Rank, plan: Plan) -> None:
 
 def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Measure what was asked for. If ranks fail, what they found until then is kept."""
-    record = header(f"collectives_{options.world}", options)
     found: dict[str, Any] = {"uses_peers": None, "rows": [], "failures": []}
-    effort = TRIAL if options.device == "cpu" else QUICK if options.quick else FULL
-    plan = Plan(options.ops, options.sizes, options.variants, options.seed, effort)
+    turns = TRIAL if options.device == "cpu" else QUICK if options.quick else FULL
+    plan = Plan(options.ops, options.sizes, options.variants, options.seed, turns)
     with tqdm(total=len(plan.ops) * len(plan.sizes), desc="benchmark", disable=None) as bar:
 
         def receive(part: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             run_on_ranks(measure, options.world, options.device, (plan,), receive, TIME_LIMIT)
         except (RuntimeError, TimeoutError) as error:
             found["failures"].append({"op": "all", "error": describe(error)})
-    record |= {
+    record = {
         "world": options.world,
         "environment": ENVIRONMENT,
         "uses_peers": found["uses_peers"],
@@ -255,25 +255,22 @@ def print_table(record: dict[str, Any]) -> None:
             f"{row['op']:<16}{size_name(row['bytes']):>8}  {row['variant']:<12}{row['mode']:<8}"
             f"{row['p50_us']:>10.2f}{row['p99_us']:>10.2f}"
         )
-    print_verdicts(record)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("Time collectives over the GPUs of one host.")
-    parser.prog = "bench_collectives.py"
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world", type=int, help="ranks; by default all GPUs")
     add("--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)}; default all")
     add("--sizes", type=int, metavar="BYTES", help="sizes up to this one; default all, on a CPU 64 KB")
     add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; default all")
-    options = parser.parse_args(argv)
-    is_part = bool(options.ops or options.sizes or options.variants)
-    complete(parser, options, is_part, sys.argv[1:] if argv is None else argv)
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     gpus = torch.cuda.device_count() if options.device == "cuda" else None
     options.world = options.world or (2 if gpus is None else gpus)
     if options.world < 2 or (gpus is not None and options.world > gpus):
         parser.error(f"--world: expected at least 2 ranks, each with a GPU, got {options.world}, with {gpus} GPUs")
-    if options.world not in WORLDS and options.out is not None and not is_part:
+    if options.world not in WORLDS and options.out is not None and not options.is_part:
         parser.error(f"--world: expected one of {', '.join(map(str, WORLDS))} for results to keep, got {options.world}")
     largest = options.sizes or (CPU_SIZE if options.device == "cpu" else SIZES[-1])
     options.sizes = [nbytes for nbytes in SIZES if nbytes <= largest]
@@ -281,16 +278,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--sizes: expected at least {SIZES[0]}, got {largest}")
     options.ops = list(dict.fromkeys(options.ops or OPS))
     choose_variants(parser, options, VARIANTS, options.world)
-    return options
+    options.results = f"collectives_{options.world}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = parse_args(argv)
-    record = run_benchmark(options)
-    print_table(record)
-    return finish(record, options.out)
-
+BENCHMARK = Benchmark(
+    "collectives",
+    "Time collectives over the GPUs of one host.",
+    add_options,
+    part_options=("ops", "sizes", "variants"),
+    prepare=prepare,
+    measure=run_benchmark,
+    print_table=print_table,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

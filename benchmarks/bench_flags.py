@@ -7,8 +7,8 @@
 A graph holds as many updates of few scales as there are nodes. Each step switches the flag, by one write into device
 memory that all updates read, or on each of their nodes, and launches the graph; "nothing switched" launches it alone.
 That the flag counts is verified before a step is timed. The conditional IF node is measured by a CUDA program of its
-own, conditional_node.cu, beside the same graph without one. A complete run is kept as results/flags.json, a part of it
-only where --out says. Exit status: 0 measured, 1 something failed or computes something else, 2 bad input.
+own, cases/graphs/conditional_node.cu, beside the same graph without one. A complete run is kept as results/flags.json,
+a part of it only where --out says. Exit status: 0 measured, 1 something failed or computes something else, 2 bad input.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import synchronizer
-from device_time import Patience, micro, time_calls
-from harness import Measurements, complete, finish, header, make_parser
+from lib.harness import Benchmark, Measurements
+from lib.timing import Sampling, synchronizer, time_calls
+from lib.units import micro
 from torch import Tensor
 
 import te_graph as tg
 
 NODES = (1, 10, 100)
 COLUMNS, HISTORY = 6, 16
-FULL, QUICK = Patience(repeats=30, seconds=0.3), Patience(repeats=3, seconds=0.002)
+FULL, QUICK = Sampling(repeats=30, seconds=0.3), Sampling(repeats=3, seconds=0.002)
 VARIANTS = {
     "unchanged": "nothing switched",
     "step_state": "StepState.set_",
@@ -43,7 +43,7 @@ CONDITIONAL_VARIANTS = {
     "if_run": "C++: IF node, body run",
     "if_skipped": "C++: IF node, body skipped",
 }
-SOURCE = Path(__file__).with_name("conditional_node.cu")
+SOURCE = Path(__file__).parent / "cases" / "graphs" / "conditional_node.cu"
 
 Switch = Callable[[bool], None]
 
@@ -116,13 +116,13 @@ def alternating(step: Switch) -> Callable[[], None]:
     return call
 
 
-def measure(nodes: int, device: str, seed: int, patience: Patience) -> list[dict[str, Any]]:
+def measure(nodes: int, device: str, seed: int, sampling: Sampling) -> list[dict[str, Any]]:
     """Rows of one number of nodes, in a process of its own."""
     problem, synchronize = Problem(nodes, device, seed), synchronizer(device)
 
     def row(variant: str, call: Callable[[], Any]) -> dict[str, Any]:
-        host = time_calls(call, device, patience)
-        both = time_calls(lambda: (call(), synchronize()), device, patience)
+        host = time_calls(call, device, sampling)
+        both = time_calls(lambda: (call(), synchronize()), device, sampling)
         return {"nodes": nodes, "variant": variant, "launch_sync_us": micro(both), "host_us": micro(host)}
 
     rows = [row("unchanged", problem.capture(False).replay)]
@@ -161,17 +161,17 @@ def _output_of(command: Sequence[str]) -> str:
 
 def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all numbers of nodes that were asked for; what fails is listed and does not stop the others."""
-    record, patience = header("flags", options), QUICK if options.quick or options.device == "cpu" else FULL
+    sampling = QUICK if options.quick or options.device == "cpu" else FULL
     rows = []
     with Measurements(len(options.nodes) + (not options.not_measured)) as measurements:
         for nodes in options.nodes:
-            found = measurements.run({"nodes": nodes}, measure, nodes, options.device, options.seed, patience)
+            found = measurements.run({"nodes": nodes}, measure, nodes, options.device, options.seed, sampling)
             rows += [row | {"equal_to_eager": True} for row in found or []]
         if not options.not_measured:
-            what = (options.nodes, 10 * patience.repeats)
+            what = (options.nodes, 10 * sampling.repeats)
             found = measurements.run({"program": SOURCE.name}, measure_conditional, *what)
             rows += [row | {"equal_to_eager": None} for row in found or []]
-    return record | {
+    return {
         "nodes": options.nodes,
         "variants": VARIANTS if options.not_measured else VARIANTS | CONDITIONAL_VARIANTS,
         "not_measured": options.not_measured,
@@ -185,31 +185,29 @@ def print_table(record: dict[str, Any]) -> None:
     for row in record["rows"]:
         label = record["variants"][row["variant"]]
         print(f"{row['nodes']:>6}  {label:<30}{row['launch_sync_us']:>18.1f}{row['host_us']:>10.1f}")
-    for label, reason in record["not_measured"].items():
-        print(f"not measured: {label}: {reason}")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("Time ways to switch a flag between replays of one graph.")
-    parser.prog = "bench_flags.py"
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", nargs="+", type=int, metavar="N", help="updates in a graph; default 1 10 100")
-    options = parser.parse_args(argv)
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if min(options.nodes or NODES) < 1:
         parser.error(f"--nodes: expected positive numbers, got {options.nodes}")
-    complete(parser, options, bool(options.nodes), sys.argv[1:] if argv is None else argv)
     options.nodes = list(dict.fromkeys(options.nodes or NODES))
     missing = "needs a GPU" if options.device == "cpu" else "" if find_nvcc() else "nvcc was not found"
     options.not_measured = {"conditional IF node": missing} if missing else {}
-    return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = parse_args(argv)
-    record = run_benchmark(options)
-    print_table(record)
-    return finish(record, options.out)
-
+BENCHMARK = Benchmark(
+    "flags",
+    "Time ways to switch a flag between replays of one graph.",
+    add_options,
+    part_options=("nodes",),
+    prepare=prepare,
+    measure=run_benchmark,
+    print_table=print_table,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

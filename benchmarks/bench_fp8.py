@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from bench_multi_tensor import BANDWIDTH_BYTES, SMALL_BANDWIDTH_BYTES, count_in_rows, print_verdicts
-from device_time import Patience, measure_bandwidth
-from fp8_cases import BYTES, PARTS, Case
-from fp8_problems import make_problem
-from fp8_targets import achieved
-from fp8_variants import VARIANTS
-from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
-from rotation import time_rotated
-from workloads import import_packages
+from cases.fp8.parts import BYTES, PARTS, Case
+from cases.fp8.problems import make_problem
+from cases.fp8.targets import achieved
+from cases.fp8.variants import VARIANTS
+from lib.harness import Benchmark, Measurements, choose_variants, describe
+from lib.launches import count_in_rows
+from lib.rotation import time_rotated
+from lib.timing import BANDWIDTH_BYTES, SMALL_BANDWIDTH_BYTES, Sampling, measure_bandwidth
+from lib.variants import import_packages
 
-FULL, QUICK = Patience(repeats=7, seconds=0.01), Patience(repeats=3, seconds=0.002)
+FULL, QUICK = Sampling(repeats=7, seconds=0.01), Sampling(repeats=3, seconds=0.002)
 COUNTED = ("model", "update")  # parts whose launches are counted, which takes the profiler longer than timing
 Timed = tuple[dict[str, Any], Callable[[], Any]]  # a row, and what one call is
 
@@ -46,14 +46,14 @@ def measure(
     variants: Sequence[str],
     device: str,
     seed: int,
-    patience: Patience,
+    sampling: Sampling,
 ) -> dict[str, Any]:
     """What is measured on some cases of a part, in a process of its own.
 
     Returns:
         rows: of operations and variants. failures: likewise, with the error instead of times.
     """
-    import_packages({"transformer_engine"} & set(variants))
+    import_packages(VARIANTS[name] for name in variants)
     timed, failures = [], []
     for name in names:
         problem = make_problem(PARTS[part], cases_of(part, is_small)[name], device, seed)
@@ -64,7 +64,7 @@ def measure(
                     call = VARIANTS[variant].build(problem, op)
                     if call is None:
                         continue
-                    row = {**where, **time_rotated(call, problem, op, patience), "launches": None}
+                    row = {**where, **time_rotated(call, problem, op, sampling), "launches": None}
                 except Exception as error:
                     failures.append({**where, "error": describe(error)})
                 else:
@@ -84,20 +84,20 @@ def groups_of(parts: Sequence[str], is_small: bool) -> Iterator[tuple[str, list[
 
 def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all parts that were asked for; what fails is listed and does not stop the others."""
-    record, patience = header("fp8", options), QUICK if options.quick or options.small else FULL
+    sampling = QUICK if options.quick or options.small else FULL
     nbytes = SMALL_BANDWIDTH_BYTES if options.small else BANDWIDTH_BYTES
     groups, rows = list(groups_of(options.parts, options.small)), []
     cases = {part: cases_of(part, options.small) for part in options.parts}
     with Measurements(len(groups) + 1) as measurements:
-        bandwidth = measurements.run({"part": "bandwidth"}, measure_bandwidth, options.device, patience, nbytes)
+        bandwidth = measurements.run({"part": "bandwidth"}, measure_bandwidth, options.device, sampling, nbytes)
         for part, names in groups:
-            what = (part, names, options.small, options.variants, options.device, options.seed, patience)
+            what = (part, names, options.small, options.variants, options.device, options.seed, sampling)
             found = measurements.run({"part": part, "cases": " ".join(names)}, measure, *what)
             for row in found["rows"] if found else ():
                 rows.append({**row, **moved(row, cases[part][row["case"]], bandwidth), "equal_to_eager": True})
             for failure in found["failures"] if found else ():
                 measurements.fail({k: v for k, v in failure.items() if k != "error"}, failure["error"])
-    record |= {
+    record = {
         "parts": options.parts,
         "cases": {part: {name: case.label for name, case in found.items()} for part, found in cases.items()},
         "ops": {part: PARTS[part].ops for part in options.parts},
@@ -135,32 +135,30 @@ def print_table(record: dict[str, Any]) -> None:
             f"{row['part']:<12}{row['case']:<14}{row['op']:<22}{row['variant']:<21}{row['device_us']:>10.1f}"
             f"{row['host_us']:>10.1f}{rate:>7}{fraction:>9}{launches:>10}"
         )
-    print_verdicts(record)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("Time casts to FP8 and updates of scales.")
-    parser.prog = "bench_fp8.py"
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--small", action="store_true", help="small shapes of the same names; always on a CPU")
     add("--parts", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}; default all")
     add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; default all")
-    options = parser.parse_args(argv)
-    is_part = bool(options.small or options.parts or options.variants)
-    complete(parser, options, is_part, sys.argv[1:] if argv is None else argv)
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.small = options.small or options.device == "cpu"
     options.parts = list(dict.fromkeys(options.parts or PARTS))
     choose_variants(parser, options, VARIANTS)
-    return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = parse_args(argv)
-    record = run_benchmark(options)
-    print_table(record)
-    return finish(record, options.out)
-
+BENCHMARK = Benchmark(
+    "fp8",
+    "Time casts to FP8 and updates of scales.",
+    add_options,
+    part_options=("small", "parts", "variants"),
+    prepare=prepare,
+    measure=run_benchmark,
+    print_table=print_table,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

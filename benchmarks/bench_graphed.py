@@ -19,25 +19,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from common import (
-    Effort,
-    bits_equal,
-    make_deterministic,
-    measure_step,
-    median_us,
-    print_profile,
-    summarize,
-    synchronizer,
-    time_host,
-    time_wall,
-)
-from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
-from launches import count_launches, trace_step
+from cases.graphs.workloads import VARIANTS, Shape, Workload, block_workload
+from lib.harness import Benchmark, Measurements, choose_variants, describe
+from lib.launches import count_launches, trace_step
+from lib.timing import Sampling, median_us, synchronizer, time_host, time_wall
+from lib.training_step import measure_step, print_profile, summarize
+from lib.variants import import_packages
 from torch import Tensor
-from workloads import VARIANTS, Shape, Workload, block_workload, import_packages
+
+from te_graph.testing import deterministic, same_bits
 
 LAYERS = 8
-FULL, QUICK = Effort(repeats=9, seconds=0.15, bursts=20), Effort(repeats=3, seconds=0.02, bursts=3)
+FULL, QUICK = Sampling(repeats=9, seconds=0.15, bursts=20), Sampling(repeats=3, seconds=0.02, bursts=3)
 
 CPU_SHAPE = "tiny"  # for machines without a GPU; the others take minutes there
 SHAPES = {
@@ -53,7 +46,7 @@ OUTSIDE_LAYERS = (
 )
 
 
-def split_host_time(workload: Workload, device: str, effort: Effort) -> dict[str, list[float]]:
+def split_host_time(workload: Workload, device: str, sampling: Sampling) -> dict[str, list[float]]:
     """Seconds of te_graph's calls and of its graphs launched in the same order without it.
 
     Returns:
@@ -74,10 +67,10 @@ def split_host_time(workload: Workload, device: str, effort: Effort) -> dict[str
 
     # All forwards were captured before the first backward, each in the order in which a step replays them.
     bare = (partial(launch, graphs[:LAYERS]), partial(launch, graphs[LAYERS:]))
-    forward, backward = time_host((workload.forward, workload.backward), synchronize, effort.bursts)
-    bare_forward, bare_backward = time_host(bare, synchronize, effort.bursts)
-    _, bare_engine = time_host(one_view(workload.x), synchronize, effort.bursts)
-    bare_wall = time_wall(partial(launch, graphs), synchronize, replace(effort, repeats=min(effort.repeats, 3)))
+    forward, backward = time_host((workload.forward, workload.backward), synchronize, sampling.bursts)
+    bare_forward, bare_backward = time_host(bare, synchronize, sampling.bursts)
+    _, bare_engine = time_host(one_view(workload.x), synchronize, sampling.bursts)
+    bare_wall = time_wall(partial(launch, graphs), synchronize, replace(sampling, repeats=min(sampling.repeats, 3)))
     return {
         "forward": forward,
         "backward": backward,
@@ -95,7 +88,7 @@ def one_view(leaf: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
     return lambda: views.append(leaf.view_as(leaf)), lambda: views.pop().backward(grad)
 
 
-def measure(shape: str, variant: str, device: str, seed: int, effort: Effort) -> dict[str, Any]:
+def measure(shape: str, variant: str, device: str, seed: int, sampling: Sampling) -> dict[str, Any]:
     """What is measured of one variant, in a process of its own.
 
     Returns:
@@ -105,14 +98,14 @@ def measure(shape: str, variant: str, device: str, seed: int, effort: Effort) ->
     Raises:
         RuntimeError: te_graph's layers did not replay, so their times say nothing.
     """
-    import_packages([variant])
+    import_packages([VARIANTS[variant]])
     workload = block_workload(SHAPES[shape], LAYERS, device, seed)
     step = VARIANTS[variant].build(workload)
-    sample = {**measure_step(step, device, effort), "split": None, "launches": None, "error": None}
+    sample = {**measure_step(step, device, sampling), "split": None, "launches": None, "error": None}
     sample["replays"] = workload.replays() if workload.graphs else None
     try:
         if workload.graphs:
-            sample["split"] = split_host_time(workload, device, effort)
+            sample["split"] = split_host_time(workload, device, sampling)
         if device == "cuda":
             sample["launches"] = count_launches(trace_step(step, device))
     except Exception as error:
@@ -122,17 +115,17 @@ def measure(shape: str, variant: str, device: str, seed: int, effort: Effort) ->
 
 def check(shape: str, variants: Sequence[str], device: str, seed: int) -> dict[str, bool]:
     """Whether the gradients that two steps leave equal eager ones bit for bit; for a process of its own."""
-    import_packages(variants)
-    make_deterministic()
+    import_packages(VARIANTS[name] for name in variants)
 
     def gradients(variant: str) -> list[Tensor]:
         workload = block_workload(SHAPES[shape], LAYERS, device, seed)
         return workload.gradients_of(VARIANTS[variant].build(workload), count=2)
 
-    expected = gradients("eager")
-    if not all(grad.isfinite().all() and grad.any() for grad in expected):
-        raise RuntimeError(f"{shape}: expected finite eager gradients with values other than zero")
-    return {name: all(map(bits_equal, expected, gradients(name))) for name in variants}
+    with deterministic():
+        expected = gradients("eager")
+        if not all(grad.isfinite().all() and grad.any() for grad in expected):
+            raise RuntimeError(f"{shape}: expected finite eager gradients with values other than zero")
+        return {name: all(map(same_bits, expected, gradients(name))) for name in variants}
 
 
 def row_of(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -155,12 +148,11 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     checks = options.shapes if options.check and checked else []
     samples: dict[tuple[str, str], list[dict[str, Any]]] = {pair: [] for pair in pairs}
     equal: dict[str, dict[str, bool]] = {}
-    record = header("graphed", options)
 
     with Measurements(len(rounds) + len(checks)) as measurements:
         for shape, variant in rounds:
             names = {"shape": shape, "variant": variant}
-            sample = measurements.run(names, measure, shape, variant, options.device, options.seed, options.effort)
+            sample = measurements.run(names, measure, shape, variant, options.device, options.seed, options.sampling)
             if sample:
                 samples[shape, variant].append(sample)
                 if sample["error"]:
@@ -170,7 +162,6 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             equal[shape] = measurements.run(names, check, shape, checked, options.device, options.seed) or {}
 
     return {
-        **record,
         "layers": LAYERS,
         "outside_layers": OUTSIDE_LAYERS,
         "shapes": {name: SHAPES[name].label for name in options.shapes},
@@ -207,42 +198,46 @@ def print_table(record: dict[str, Any]) -> None:
             print(f"{name}:", *(f"{key} {value}" for key, value in row["replays"].items()))
         if row["launches"] and row["launches"]["outside_by_operator"]:
             print(f"{name}: outside graphs:", row["launches"]["outside_by_operator"])
-    for label, reason in record["not_measured"].items():
-        print(f"not measured: {label}: {reason}")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("Time GPT blocks, eager and replayed from graphs.")
-    parser.prog = "bench_graphed.py"
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
     add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; default all")
     add("--rounds", type=int, default=1, help="processes in which each pair is measured, in alternating order")
     add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare gradients with eager ones")
     add("--profile", action="store_true", help="profile te_graph on the first of --shapes instead of measuring")
-    options = parser.parse_args(argv)
-    is_part = bool(options.shapes or options.variants) or not options.check
-    complete(parser, options, is_part, sys.argv[1:] if argv is None else argv)
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {options.rounds}")
     choose_variants(parser, options, VARIANTS)
     is_cuda = options.device == "cuda"
     every_shape = [name for name in SHAPES if (name == CPU_SHAPE) != is_cuda]
     options.shapes = list(dict.fromkeys(options.shapes or every_shape))
-    options.effort = QUICK if options.quick else FULL
-    return options
+    options.sampling = QUICK if options.quick else FULL
+
+
+BENCHMARK = Benchmark(
+    "graphed",
+    "Time GPT blocks, eager and replayed from graphs.",
+    add_options,
+    part_options=("shapes", "variants", "check"),
+    prepare=prepare,
+    measure=run_benchmark,
+    print_table=print_table,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = parse_args(argv)
-    if options.profile:
-        workload = block_workload(SHAPES[options.shapes[0]], LAYERS, options.device, options.seed)
-        print_profile(VARIANTS["te_graph"].build(workload))
-        return 0
-    record = run_benchmark(options)
-    print_table(record)
-    return finish(record, options.out)
+    """Run the benchmark, or the profiler; returns the exit status."""
+    options = BENCHMARK.parse_args(argv)
+    if not options.profile:
+        return BENCHMARK.run(options)
+    workload = block_workload(SHAPES[options.shapes[0]], LAYERS, options.device, options.seed)
+    print_profile(VARIANTS["te_graph"].build(workload))
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import WARMUP_CALLS, bits_equal, median_us, synchronizer, time_host
-from harness import Measurements, complete, finish, header, make_parser
+from cases.graphs.workloads import VARIANTS, Workload
+from lib.harness import Benchmark, Measurements
+from lib.timing import WARMUP_CALLS, median_us, synchronizer, time_host
 from torch import Tensor, nn
-from workloads import VARIANTS, Workload
+
+from te_graph.testing import same_bits
 
 PARAMETERS, CALLABLES = (4, 16, 64, 256), (1, 8, 64)
 CPU_PARAMETERS, CPU_CALLABLES = (4, 16), (1, 8)  # for machines without a GPU, where recording the others takes long
@@ -87,13 +89,12 @@ def measure_point(variant: str, parameters: int, callables: int, device: str, se
         "backward_us_per_call": median_us(backward, callables),
         "nodes_per_callable": round(replays["nodes"] / callables, 2) if replays else None,
         "capture_seconds": round(capture_seconds, 3),
-        "equal_to_eager": all(map(bits_equal, expected, workload.gradients_of(step, count=2))),
+        "equal_to_eager": all(map(same_bits, expected, workload.gradients_of(step, count=2))),
     }
 
 
 def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all points that were asked for; what fails is listed and does not stop the others."""
-    record = header("graphed_sweep", options)
     groups = [(variant, count) for variant in options.variants for count in options.parameters]
     rows = []
     with Measurements(len(groups)) as measurements:
@@ -102,7 +103,6 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             group = (variant, count, options.callables, options.device, options.seed, options.bursts)
             rows += measurements.run(names, measure, *group) or []
     return {
-        **record,
         "parameters": options.parameters,
         "callables": options.callables,
         "variants": {name: VARIANTS[name].label for name in options.variants},
@@ -123,18 +123,15 @@ def print_table(record: dict[str, Any]) -> None:
             f"{row['backward_us_per_call']:>12.1f}{row['nodes_per_callable'] or '-':>7}{row['capture_seconds']:>11.2f}"
             f"  {'= eager' if row['equal_to_eager'] else 'DIFFER'}"
         )
-    for label, reason in record["not_measured"].items():
-        print(f"not measured: {label}: {reason}")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("Time calls of graphed callables against their number of parameters.")
-    parser.prog = "bench_graphed_sweep.py"
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--parameters", nargs="+", type=int, metavar="N", help=f"of each callable, even; default {PARAMETERS}")
     add("--callables", nargs="+", type=int, metavar="N", help=f"in one chain; default {CALLABLES}")
-    options = parser.parse_args(argv)
-    complete(parser, options, bool(options.parameters or options.callables), sys.argv[1:] if argv is None else argv)
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     is_cuda = options.device == "cuda"
     options.parameters = sorted(set(options.parameters or (PARAMETERS if is_cuda else CPU_PARAMETERS)))
     options.callables = sorted(set(options.callables or (CALLABLES if is_cuda else CPU_CALLABLES)))
@@ -147,16 +144,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     options.variants = [name for name in SWEPT if name not in missing]
     options.not_measured = {VARIANTS[name].label: reason for name, reason in missing.items()}
     options.bursts = QUICK_BURSTS if options.quick else BURSTS
-    return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = parse_args(argv)
-    record = run_benchmark(options)
-    print_table(record)
-    return finish(record, options.out)
-
+BENCHMARK = Benchmark(
+    "graphed_sweep",
+    "Time calls of graphed callables against their number of parameters.",
+    add_options,
+    part_options=("parameters", "callables"),
+    prepare=prepare,
+    measure=run_benchmark,
+    print_table=print_table,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

@@ -17,25 +17,25 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from device_time import Patience, measure_bandwidth, micro, time_calls, time_device
-from harness import Measurements, choose_variants, complete, describe, finish, header, make_parser
-from hp_sequence import FUNCTIONS, HP_VARIANTS
-from launches import count_launches, trace_step
-from multi_tensor_targets import achieved
-from multi_tensor_variants import ACCUMULATES, OPS, VARIANTS, Problem, Step, floor_seconds
-from tensor_sets import LISTS, SMALL_LISTS
-from workloads import import_packages
+from cases.multi_tensor.hp_sequence import FUNCTIONS, HP_VARIANTS
+from cases.multi_tensor.targets import achieved
+from cases.multi_tensor.tensor_sets import LISTS, SMALL_LISTS
+from cases.multi_tensor.variants import ACCUMULATES, OPS, VARIANTS, Problem, Step, floor_seconds
+from lib.harness import Benchmark, Measurements, choose_variants, describe
+from lib.launches import count_in_rows
+from lib.timing import BANDWIDTH_BYTES, SMALL_BANDWIDTH_BYTES, Sampling, measure_bandwidth, time_calls, time_device
+from lib.units import micro
+from lib.variants import import_packages
 
 HP_LISTS = ("gpt3-1.3b-bf16", "2000x1024")  # on which the three functions are measured
-FULL, QUICK = Patience(repeats=7, seconds=0.03), Patience(repeats=3, seconds=0.002)
-BANDWIDTH_BYTES, SMALL_BANDWIDTH_BYTES = 2**32, 2**22
+FULL, QUICK = Sampling(repeats=7, seconds=0.03), Sampling(repeats=3, seconds=0.002)
 
 
 Calls = Iterator[tuple[dict[str, str], Step | Exception]]  # names, and what to call or why that cannot be
 
 
 def time_steps(
-    steps: Calls, problem: Problem, patience: Patience
+    steps: Calls, problem: Problem, sampling: Sampling
 ) -> tuple[list[tuple[dict[str, Any], Step]], list[dict[str, Any]]]:
     """Rows with the times of steps, beside the steps; and what failed of them."""
     timed, failures = [], []
@@ -43,25 +43,14 @@ def time_steps(
         try:
             if isinstance(step, Exception):
                 raise step
-            host = time_calls(step, problem.device, patience)
+            host = time_calls(step, problem.device, sampling)
             # Clips that clip start again from the same numbers, before these become too small.
             prepare = (problem.restore,) if names["op"] == "clip" else ()
-            seconds = time_device(step, host, problem.device, patience, *prepare)
+            seconds = time_device(step, host, problem.device, sampling, *prepare)
             timed.append(({**names, "device_us": micro(seconds), "host_us": micro(host), "launches": None}, step))
         except Exception as error:
             failures.append({**names, "error": describe(error)})
     return timed, failures
-
-
-def count_in_rows(timed: Sequence[tuple[dict[str, Any], Step]], device: str) -> list[dict[str, Any]]:
-    """Fill in what each step launches; returns what failed."""
-    failures = []
-    for row, step in timed if device == "cuda" else ():
-        try:
-            row["launches"] = count_launches(trace_step(step, device))
-        except Exception as error:
-            failures.append({"op": row["op"], "variant": row["variant"], "error": describe(error)})
-    return failures
 
 
 def steps_of(problem: Problem, variants: Sequence[str]) -> Calls:
@@ -104,7 +93,7 @@ def measure(
     hp_variants: Sequence[str],
     device: str,
     seed: int,
-    patience: Patience,
+    sampling: Sampling,
 ) -> dict[str, Any]:
     """What is measured on one list, in a process of its own.
 
@@ -112,11 +101,11 @@ def measure(
         rows: of the operations. hp_rows: of the three functions of mixed precision. failures: of both. walk_us: host
         time of `walk`.
     """
-    import_packages({"transformer_engine"} & set(variants))
+    import_packages(VARIANTS[name] for name in variants)
     problem = Problem((SMALL_LISTS if is_small else LISTS)[name], device, seed)
-    timed, failures = time_steps(steps_of(problem, variants), problem, patience)
-    hp_timed, hp_failures = time_steps(hp_steps_of(problem, hp_variants), problem, patience)
-    walk_us = micro(time_calls(walk(problem), device, patience))
+    timed, failures = time_steps(steps_of(problem, variants), problem, sampling)
+    hp_timed, hp_failures = time_steps(hp_steps_of(problem, hp_variants), problem, sampling)
+    walk_us = micro(time_calls(walk(problem), device, sampling))
     # The profiler comes last: launches after it may take longer.
     failures += hp_failures + count_in_rows([*timed, *hp_timed], device)
     return {
@@ -130,14 +119,14 @@ def measure(
 def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all lists that were asked for; what fails is listed and does not stop the others."""
     lists = {name: (SMALL_LISTS if options.small else LISTS)[name] for name in options.lists}
-    record, patience = header("multi_tensor", options), QUICK if options.quick or options.small else FULL
+    sampling = QUICK if options.quick or options.small else FULL
     nbytes = SMALL_BANDWIDTH_BYTES if options.small else BANDWIDTH_BYTES
     rows, hp_rows, walks = [], [], {}
     with Measurements(len(lists) + 1) as measurements:
-        bandwidth = measurements.run({"list": "bandwidth"}, measure_bandwidth, options.device, patience, nbytes)
+        bandwidth = measurements.run({"list": "bandwidth"}, measure_bandwidth, options.device, sampling, nbytes)
         for name, tensor_set in lists.items():
             hp_variants = options.hp_variants if name in HP_LISTS else ()
-            what = (name, options.small, options.variants, hp_variants, options.device, options.seed, patience)
+            what = (name, options.small, options.variants, hp_variants, options.device, options.seed, sampling)
             found = measurements.run({"list": name}, measure, *what)
             if found is None:
                 continue
@@ -150,7 +139,7 @@ def run_benchmark(options: argparse.Namespace) -> dict[str, Any]:
             hp_rows += [{"list": name, **row, "equal_to_eager": True} for row in found["hp_rows"]]
             for failure in found["failures"]:
                 measurements.fail({"list": name, "op": failure["op"], "variant": failure["variant"]}, failure["error"])
-    record |= {
+    record = {
         "lists": {name: tensor_set.label for name, tensor_set in lists.items()},
         "tensors": {name: len(tensor_set.shapes) for name, tensor_set in lists.items()},
         "elements": {name: tensor_set.elements for name, tensor_set in lists.items()},
@@ -188,44 +177,33 @@ def print_table(record: dict[str, Any]) -> None:
         )
     for name, found in record["walk_us"].items():
         print(f"{name}: bare walk {found:.1f} us")
-    print_verdicts(record)
 
 
-def print_verdicts(record: dict[str, Any]) -> None:
-    """Print what became of the targets, and what was not measured."""
-    for target in record["targets"]:
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[target["is_met"]]
-        print(f"target: {target['what']}: {target['bound']} {target['limit']}, got {target['got']}: {verdict}")
-    for label, reason in record["not_measured"].items():
-        print(f"not measured: {label}: {reason}")
-
-
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("Time norm, clip and accumulate over lists of gradients.")
-    parser.prog = "bench_multi_tensor.py"
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--small", action="store_true", help="small lists of the same names; always on a CPU")
     add("--lists", nargs="+", choices=LISTS, metavar="LIST", help=f"of {', '.join(LISTS)}; default all")
     add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; default all")
-    options = parser.parse_args(argv)
-    is_part = bool(options.small or options.lists or options.variants)
-    complete(parser, options, is_part, sys.argv[1:] if argv is None else argv)
+
+
+def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     options.small = options.small or options.device == "cpu"
     options.lists = list(dict.fromkeys(options.lists or LISTS))
     choose_variants(parser, options, VARIANTS)
     absent = {variant.label: variant.missing for variant in HP_VARIANTS.values() if variant.missing}
     options.not_measured |= absent
     options.hp_variants = [name for name, variant in HP_VARIANTS.items() if variant.label not in absent]
-    return options
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit status."""
-    options = parse_args(argv)
-    record = run_benchmark(options)
-    print_table(record)
-    return finish(record, options.out)
-
+BENCHMARK = Benchmark(
+    "multi_tensor",
+    "Time norm, clip and accumulate over lists of gradients.",
+    add_options,
+    part_options=("small", "lists", "variants"),
+    prepare=prepare,
+    measure=run_benchmark,
+    print_table=print_table,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

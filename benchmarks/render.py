@@ -17,129 +17,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives_table import collectives_table
-from collectives_targets import WORLDS
-from fp8_table import fp8_table
-from plots import PLOTS, is_current, save_times
-from remarks import show_number, show_range, show_times, tell_missed, tell_not_measured, tell_origin
+from cases.build.table import build_table
+from cases.collectives.table import collectives_table
+from cases.fp8.table import fp8_table
+from cases.graphs.table import flags_table, graphed_table, sweep_plot
+from cases.multi_tensor.table import multi_tensor_table
+from lib.plots import PLOTS, is_current, save_times
+from lib.results import RESULTS, ROOT, WORLDS
 
-ROOT = Path(__file__).resolve().parents[1]
 START = re.compile(r"<!-- results:(\w+) -->")
 END = "<!-- /results -->"
 PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-SWEEP = "graphed_sweep"
-LEFT_OUT = ("te_graph_unchained",)  # of the table, which is to stay narrow
-SHOWN = (  # rows of the table of multi-tensor ops: list and operation
-    ("gpt3-1.3b-bf16", "norm"),
-    ("gpt3-1.3b-bf16", "clip_none"),
-    ("gpt3-1.3b-bf16", "clip"),
-    ("gpt3-1.3b-bf16", "add"),
-    ("gpt3-1.3b-fp32", "clip"),
-    ("llama3-8b-bf16", "clip_none"),
-    ("2000x1024", "clip_none"),
-    ("20000x100", "clip_none"),
-)
-
-
-def graphed_table(record: dict[str, Any]) -> list[str]:
-    """Lines of Markdown for graphed.json: one row per shape, one column per variant, and what else was counted."""
-    rows = {(row["shape"], row["variant"]): row for row in record["rows"]}
-    variants = {name: label for name, label in record["variants"].items() if name not in LEFT_OUT}
-    lines = [
-        "Transformer block in bf16, forward + backward with gradients present: wall µs / host µs per layer, peak MiB.",
-        "",
-        f"| | {' | '.join(variants.values())} |",
-        f"|---|{'---|' * len(variants)}",
-    ]
-    for shape, label in record["shapes"].items():
-        lines.append(f"| {label} | {' | '.join(_cell(rows.get((shape, variant))) for variant in variants)} |")
-    remarks = [_gradients(record), _launches(record, variants), _split(record), tell_not_measured(record)]
-    return [*lines, "", " ".join(filter(None, [*remarks, tell_origin(record)]))]
-
-
-def sweep_plot(record: dict[str, Any]) -> list[str]:
-    """Lines of Markdown for graphed_sweep.json: the plot, and the growth that it shows."""
-    few, many = min(record["parameters"]), max(record["parameters"])
-    rows = {(row["variant"], row["callables"], row["parameters"]): row for row in record["rows"]}
-    chain = record["callables"][len(record["callables"]) // 2]
-    growths = []
-    for variant, label in record["variants"].items():
-        ends = [rows.get((variant, chain, number)) for number in (few, many)]
-        if few < many and None not in ends:
-            times = (
-                f"{' → '.join(show_number(row[f'{part}_us_per_call']) for row in ends)} {part}"
-                for part in ("forward", "backward")
-            )
-            growths.append(f"{label} {', '.join(times)}")
-    growth = f"From {few} to {many} parameters, chain of {chain}: {'; '.join(growths)}." if growths else ""
-    return [
-        f"![Host time of a call against its number of parameters](benchmarks/results/{SWEEP}.svg)",
-        "",
-        "Host µs per call of a callable with few kernels, against its number of parameters, gradients present.",
-        " ".join(filter(None, [growth, _gradients(record), tell_not_measured(record), tell_origin(record)])),
-    ]
-
-
-def multi_tensor_table(record: dict[str, Any]) -> list[str]:
-    """Lines of Markdown for multi_tensor.json: a row for each pair of SHOWN, a column for each variant."""
-    lines = [
-        "Norm, clip and accumulate over lists of gradients: device µs / host µs of a call.",
-        "",
-        f"| | {' | '.join(record['variants'].values())} | bytes |",
-        f"|---|{'---|' * (len(record['variants']) + 1)}",
-        *(_multi_tensor_row(record, name, op) for name, op in SHOWN if name in record["lists"]),
-    ]
-    remarks = [
-        _bandwidth(record),
-        _counted(record),
-        _hp_functions(record),
-        tell_missed(record),
-        tell_not_measured(record),
-    ]
-    return [*lines, "", " ".join(filter(None, [*remarks, tell_origin(record)]))]
-
-
-def flags_table(record: dict[str, Any]) -> list[str]:
-    """Lines of Markdown for flags.json: one row per way to switch a flag, one column per number of nodes."""
-    rows = {(row["variant"], row["nodes"]): row for row in record["rows"]}
-
-    def cell(variant: str, nodes: int) -> str:
-        row = rows.get((variant, nodes))
-        return f"{show_number(row['launch_sync_us'])} / {show_number(row['host_us'])}" if row else "failed"
-
-    lines = [
-        "A flag switched before each launch of a graph of so many updates of scales: launch + sync µs / host µs.",
-        "",
-        f"| | {' | '.join(map(_updates, record['nodes']))} |",
-        f"|---|{'---|' * len(record['nodes'])}",
-    ]
-    for variant, label in record["variants"].items():
-        lines.append(f"| {label} | {' | '.join(cell(variant, nodes) for nodes in record['nodes'])} |")
-    return [*lines, "", " ".join(filter(None, [tell_not_measured(record), tell_origin(record)]))]
-
-
-def build_table(record: dict[str, Any]) -> list[str]:
-    """Lines of Markdown for build.json: one row per kind of build, whole and after a change of one file."""
-    kinds = record["kinds"]
-    changed = list(dict.fromkeys(row["changed"] for row in record["rows"]))
-    seconds = {(row["kind"], row["changed"]): row["seconds"] for row in record["rows"]}
-    lines = [
-        f"Seconds to compile and link, for one GPU architecture ({record['arch']}), on {record['cores']} cores: "
-        "everything, and after a change of one file.",
-        "",
-        f"| | {' | '.join(f'`{name}`' if name else 'everything' for name in changed)} |",
-        f"|---|{'---|' * len(changed)}",
-    ]
-    for kind, label in kinds.items():
-        lines.append(f"| {label} | {' | '.join(_seconds(seconds.get((kind, name))) for name in changed)} |")
-    origin = tell_origin({**record, "gpu": f"Without ccache. {record['cpu']}, {record['compiler']}"})
-    return [*lines, "", " ".join(filter(None, [tell_missed(record), origin]))]
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "graphed": graphed_table,
-    SWEEP: sweep_plot,
+    "graphed_sweep": sweep_plot,
     "multi_tensor": multi_tensor_table,
     "flags": flags_table,
     "fp8": fp8_table,
@@ -152,116 +46,6 @@ def _command(name: str) -> str:
     """What measures the results of this name."""
     name, _, world = name.partition("_") if name.startswith("collectives_") else (name, "", "")
     return f"python benchmarks/bench_{name}.py" + (f" --world {world}" if world else "")
-
-
-def _updates(nodes: int) -> str:
-    return f"{nodes} update" + ("" if nodes == 1 else "s")
-
-
-def _seconds(value: float | None) -> str:
-    return "failed" if value is None else show_number(value)
-
-
-def _cell(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "failed"
-    peak = "" if row["peak_mib"] is None else f", {row['peak_mib']:.0f} MiB"
-    return f"{show_number(row['wall_us_per_layer'])} / {show_number(row['host_us_per_layer'])}{peak}"
-
-
-def _gradients(record: dict[str, Any]) -> str:
-    """What the comparison of gradients found; what was not compared is named too."""
-
-    def names_of(verdict: bool | None) -> str:
-        rows = [row for row in record["rows"] if row["variant"] != "eager" and row["equal_to_eager"] is verdict]
-        return ", ".join(f"{record['variants'][row['variant']]} ({_case(record, row)})" for row in rows)
-
-    parts = [f"Gradients differ from eager ones: {names_of(False)}."] if names_of(False) else []
-    if names_of(None):
-        parts.append(f"Gradients were not compared: {names_of(None)}.")
-    if names_of(True) and not parts:
-        parts.append("All gradients equal eager ones bit for bit.")
-    return " ".join(parts)
-
-
-def _case(record: dict[str, Any], row: dict[str, Any]) -> str:
-    if "shape" in row:
-        return record["shapes"][row["shape"]]
-    return f"{row['parameters']} parameters, chain of {row['callables']}"
-
-
-def _launches(record: dict[str, Any], variants: dict[str, str]) -> str:
-    """How much is launched outside graphs, over all shapes; empty where nothing was counted."""
-    counts = []
-    for variant, label in variants.items():
-        launches = [row["launches"] for row in record["rows"] if row["variant"] == variant and row.get("launches")]
-        if launches:
-            counts.append(f"{label} {show_range([found['outside_graphs'] for found in launches], '{:.0f}'.format)}")
-    if not counts:
-        return ""
-    return f"Launches outside graphs in a step of {record['layers']} layers: {', '.join(counts)}."
-
-
-def _split(record: dict[str, Any]) -> str:
-    """Whose te_graph's host time is, over all shapes; empty where it was not split."""
-    key = "split_us_per_layer"
-    splits = [row[key] for row in record["rows"] if row["variant"] == "te_graph" and row.get(key)]
-    if not splits:
-        return ""
-    forward, backward = (show_range([split[part] for split in splits], show_number) for part in ("forward", "backward"))
-    bare = show_range([split["bare_forward"] + split["bare_backward"] for split in splits], show_number)
-    engine = show_range([split["bare_engine"] for split in splits], show_number)
-    return (
-        f"Host µs of te_graph: forward {forward}, backward {backward}; of these the bare launches of its graphs take "
-        f"{bare}, and autograd, for a `backward()` through one view, {engine}."
-    )
-
-
-def _multi_tensor_row(record: dict[str, Any], name: str, op: str) -> str:
-    """A cell is empty where the library has no such operation."""
-    rows = {row["variant"]: row for row in record["rows"] if (row["list"], row["op"]) == (name, op)}
-    failures = [failure for failure in record["failures"] if failure["list"] == name]
-    failed = {failure.get("variant", "all") for failure in failures if failure.get("op", op) == op}
-
-    def cell(variant: str) -> str:
-        if variant in rows:
-            return show_times(rows[variant])
-        return "failed" if failed & {variant, "all"} else ""
-
-    floor = next((show_number(row["floor_us"]) for row in rows.values() if row["floor_us"] is not None), "")
-    cells = [f"{record['lists'][name]}: {record['ops'][op]}", *map(cell, record["variants"]), floor]
-    return f"| {' | '.join(cells)} |"
-
-
-def _bandwidth(record: dict[str, Any]) -> str:
-    """What the column of bytes is; empty where no bandwidth was measured."""
-    rates = record["bandwidth_tb_per_s"]
-    if not rates:
-        return ""
-    return f"Bytes: what must move, at this run's {rates['read']:.2f} (read) and {rates['copy']:.2f} TB/s (copy)."
-
-
-def _counted(record: dict[str, Any]) -> str:
-    """Launches of a call over the rows shown; empty where nothing was counted."""
-    counts = []
-    for variant, label in record["variants"].items():
-        rows = [row for row in record["rows"] if row["variant"] == variant and (row["list"], row["op"]) in SHOWN]
-        launches = [row["launches"]["outside_graphs"] + row["launches"]["graphs"] for row in rows if row["launches"]]
-        if launches:
-            counts.append(f"{label} {show_range(launches, '{:.0f}'.format)}")
-    return f"Launches in these rows: {', '.join(counts)}." if counts else ""
-
-
-def _hp_functions(record: dict[str, Any]) -> str:
-    """Times of the three functions of mixed precision in a row, on each list where they were measured."""
-    parts = []
-    for name, label in record["lists"].items():
-        rows = {row["variant"]: row for row in record["hp_rows"] if (row["list"], row["op"]) == (name, "all")}
-        times = [f"{title} {show_times(rows[key])}" for key, title in record["hp_variants"].items() if key in rows]
-        if times:
-            parts.append(f"{label}: {', '.join(times)}")
-    names = "`update_hp_grads`, `get_global_norm_of_tensors`, `clip_tensors_by_global_norm` in a row"
-    return f"{names}, {'; '.join(parts)}." if parts else ""
 
 
 def render(text: str, records: dict[str, dict[str, Any]]) -> str:
@@ -321,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write benchmark results into a Markdown file, between markers.")
     add = parser.add_argument
     add("--files", type=Path, nargs="+", default=DOCUMENTS, help="Markdown files with the markers")
-    add("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of JSON files")
+    add("--results", type=Path, default=RESULTS, help="folder of JSON files")
     add("--check", action="store_true", help="change nothing; fail if a file is stale")
     add("--plot", type=Path, help="file for a plot of graphed.json")
     options = parser.parse_args(argv)

@@ -18,13 +18,21 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from experiment import (
+    TrainResult,
+    check_device,
+    check_plot,
+    make_parser,
+    positive_float,
+    positive_int,
+    tell_differences,
+)
 from fp8_linear import MECHANISMS, MULTIPLE, Fp8Layers, MicroBatches
-from text_data import Corpus, draw_batches, load_text, split_text
+from text_data import VOCABULARY, Corpus, draw_batches, load_text, split_text
 from torch import Tensor, nn
 from tqdm import tqdm
-from train_gpt import PLOT_SUFFIXES, bits_equal, deterministic, positive_float, positive_int
 
-VOCABULARY = 256  # every value a byte can have
+from te_graph.testing import deterministic
 
 
 @dataclass(frozen=True)
@@ -46,19 +54,6 @@ class Config:
     graph: bool
     compare: bool
     plot: Path | None
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Outcome of one training.
-
-    Attributes:
-        losses: since step 1.
-        state: final parameters, FP8 copies, scales, scale_invs, histories and optimizer state, [...] each, on the CPU.
-    """
-
-    losses: list[float]
-    state: dict[str, Tensor]
 
 
 class ByteMLP(nn.Module):
@@ -168,22 +163,6 @@ def run_name(precision: str, graph: bool) -> str:
     return f"{precision} {'graph' if graph else 'eager'}"
 
 
-def find_differences(eager: TrainResult, graph: TrainResult) -> list[str]:
-    """Where two trainings are not equal bit for bit, in words; empty where they are."""
-    differences = []
-    # The notation of hex() is exact and tells -0.0 from 0.0.
-    steps = [i for i, (a, b) in enumerate(zip(eager.losses, graph.losses, strict=True)) if a.hex() != b.hex()]
-    if steps:
-        i = steps[0]
-        differences.append(f"loss of step {i + 1} is {eager.losses[i]!r} in eager, {graph.losses[i]!r} in graph")
-    if eager.state.keys() != graph.state.keys():
-        differences.append(f"only one has {', '.join(sorted(eager.state.keys() ^ graph.state.keys()))}")
-    names = [name for name in eager.state.keys() & graph.state if not bits_equal(eager.state[name], graph.state[name])]
-    if names:
-        differences.append(f"{len(names)} of {len(eager.state)} tensors: {', '.join(sorted(names))}")
-    return differences
-
-
 def save_plot(path: Path, results: dict[str, TrainResult]) -> None:
     from matplotlib.figure import Figure
 
@@ -204,15 +183,9 @@ def size(text: str) -> int:
     return value
 
 
-def make_parser() -> argparse.ArgumentParser:
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level MLP on text in FP8, casts and scale updates replayed from graphs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def options_parser() -> argparse.ArgumentParser:
+    parser = make_parser("Train a byte-level MLP on text in FP8, casts and scale updates replayed from graphs.")
     add = parser.add_argument
-    add("--data", type=Path, help="text file; without it, the text of Python's pydoc_data.topics")
-    add("--device", choices=("cpu", "cuda"), default=default_device, help="where to train")
     add("--context", type=positive_int, default=8, help="bytes that the next one is predicted from")
     add("--embedding", type=size, default=32, help="width of a byte's embedding")
     add("--hidden", type=size, default=256, help="width of the model")
@@ -222,25 +195,18 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=positive_float, default=1e-3, help="learning rate")
     add("--history-length", type=positive_int, default=16, help="micro-batches that a scale looks back on")
     add("--mechanism", choices=MECHANISMS, default="flag", help="how graphs learn of first micro-batches")
-    add("--seed", type=int, default=0, help="seed of weights and data order")
-    add("--graph", action=argparse.BooleanOptionalAction, default=True, help="replay the model from graphs")
-    add("--compare", action="store_true", help="train eagerly and with graphs; fail unless equal bit for bit")
     add("--plot", type=Path, help="file for a plot of the loss beside that of bf16 (needs matplotlib)")
     return parser
 
 
 def parse_args(argv: Sequence[str] | None) -> Config:
     """Options as a Config; ends the process with status 2 where options are wrong."""
-    parser = make_parser()
+    parser = options_parser()
     config = Config(**vars(parser.parse_args(argv)))
-    if config.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: expected a device of this machine, got cuda, which torch finds none of")
+    check_device(parser, config.device)
     if config.device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         parser.error("--device: expected a GPU that multiplies in FP8, of compute capability 8.9 or more")
-    if config.plot is not None and (config.plot.is_dir() or not config.plot.parent.is_dir()):
-        parser.error(f"--plot: expected a file name in an existing folder, got {config.plot}")
-    if config.plot is not None and config.plot.suffix not in PLOT_SUFFIXES:
-        parser.error(f"--plot: expected a name that ends in {', '.join(PLOT_SUFFIXES)}, got {config.plot}")
+    check_plot(parser, config.plot)
     return config
 
 
@@ -251,10 +217,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.plot:
         runs.append({"precision": "bf16", "graph": False})
     try:
-        if config.plot:
-            import matplotlib  # noqa: F401
         corpus = split_text(load_text(config.data), config.context)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     results = {}
@@ -271,9 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.plot:
         save_plot(config.plot, results)
     if config.compare:
-        differences = find_differences(results["fp8 eager"], results["fp8 graph"])
-        if differences:
-            print(f"error: graph and eager differ: {'; '.join(differences)}", file=sys.stderr)
+        graph, eager = (vars(results[name]) for name in ("fp8 graph", "fp8 eager"))
+        if difference := tell_differences(graph, eager):
+            print(f"error: graph and eager differ: {difference}", file=sys.stderr)
             return 1
         print("losses, parameters, FP8 copies, scales, histories and optimizer state are equal bit for bit")
     return 0

@@ -4,9 +4,8 @@ import math
 
 import torch
 import torch.nn.functional as F
+from text_data import VOCABULARY
 from torch import Tensor, nn
-
-VOCABULARY = 256  # every value a byte can have
 
 
 class Block(nn.Module):

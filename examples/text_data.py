@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+VOCABULARY = 256  # every value a byte can have
 VALIDATION_FRACTION = 10  # one byte in ten is held out
 VALIDATION_LIMIT = 65536  # bytes; keeps the evaluation of a large file short
 

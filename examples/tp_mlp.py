@@ -19,15 +19,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from text_data import Corpus, draw_batches, load_text, split_text
+from experiment import TrainResult, make_parser, positive_float, positive_int, tell_differences
+from text_data import VOCABULARY, Corpus, draw_batches, load_text, split_text
 from torch import Tensor, nn
 from tqdm import tqdm
-from train_gpt import bits_equal, deterministic, positive_float, positive_int
 
 import te_graph as tg
 from te_graph.tensor_parallel import copy_to_tp, reduce_from_tp
+from te_graph.testing import deterministic
 
-VOCABULARY = 256  # every value a byte can have
 TIMEOUT = 300  # seconds that a rank waits for the others; torchrun ends them at once when one has failed
 TOLERANCE = 1e-4  # relative: sums over ranks are taken in another order than those of one process
 
@@ -48,19 +48,6 @@ class Config:
     seed: int
     graph: bool
     compare: bool
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Outcome of one training.
-
-    Attributes:
-        losses: since step 1.
-        state: final parameters of the whole model, [...] each, on the CPU.
-    """
-
-    losses: list[float]
-    state: dict[str, Tensor]
 
 
 class Block(nn.Module):
@@ -168,16 +155,6 @@ def train(config: Config, corpus: Corpus, group: tg.PeerGroup | None, graph: boo
     return TrainResult(losses, model.whole_state())
 
 
-def find_differences(eager: TrainResult, graph: TrainResult) -> list[str]:
-    """Where two trainings are not equal bit for bit, in words; empty where they are."""
-    # The notation of hex() is exact and tells -0.0 from 0.0.
-    pairs = enumerate(zip(eager.losses, graph.losses, strict=True), 1)
-    steps = [f"step {i} is {a!r} in eager, {b!r} in graph" for i, (a, b) in pairs if a.hex() != b.hex()]
-    differences = [f"loss of {steps[0]}"] if steps else []
-    names = [name for name, tensor in eager.state.items() if not bits_equal(tensor, graph.state[name])]
-    return differences + ([f"{len(names)} of {len(eager.state)} parameters: {', '.join(names)}"] if names else [])
-
-
 def find_deviations(ranks: TrainResult, whole: TrainResult) -> list[str]:
     """Where a training over ranks is further than TOLERANCE from that of one process, in words; empty where nowhere."""
     deviations = []
@@ -217,12 +194,13 @@ def run(config: Config, corpus: Corpus, group: tg.PeerGroup) -> int:
 
 def compare(results: dict[str, TrainResult], group: tg.PeerGroup) -> int:
     """Tell what --compare finds; returns the exit status, the same on all ranks."""
-    troubles = {"graph and eager differ": find_differences(results["eager"], results["graph"])}
+    troubles = {"graph and eager differ": tell_differences(vars(results["graph"]), vars(results["eager"]))}
     if group.rank == 0:
-        troubles["ranks and one process differ"] = find_deviations(results["graph"], results["one process"])
+        deviations = find_deviations(results["graph"], results["one process"])
+        troubles["ranks and one process differ"] = "; ".join(deviations)
     for what, found in troubles.items():
         if found:
-            print(f"error: rank {group.rank}: {what}: {'; '.join(found)}", file=sys.stderr)
+            print(f"error: rank {group.rank}: {what}: {found}", file=sys.stderr)
     is_bad = torch.tensor([float(any(troubles.values()))], device=group.device)
     if tg.all_reduce(is_bad, group, "max").item():
         return 1
@@ -234,15 +212,9 @@ def compare(results: dict[str, TrainResult], group: tg.PeerGroup) -> int:
     return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level MLP on text, its layers split over the ranks of torchrun.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def options_parser() -> argparse.ArgumentParser:
+    parser = make_parser("Train a byte-level MLP on text, its layers split over the ranks of torchrun.")
     add = parser.add_argument
-    add("--data", type=Path, help="text file; without it, the text of Python's pydoc_data.topics")
-    add("--device", choices=("cpu", "cuda"), default=default_device, help="where to train; each rank has its own GPU")
     add("--context", type=positive_int, default=8, help="bytes that the next one is predicted from")
     add("--embedding", type=positive_int, default=32, help="width of a byte's embedding")
     add("--hidden", type=positive_int, default=1024, help="width inside a block; the number of ranks divides it")
@@ -250,15 +222,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch-size", type=positive_int, default=256, help="predictions in a step")
     add("--steps", type=positive_int, default=100, help="optimizer steps")
     add("--lr", type=positive_float, default=0.05, help="learning rate")
-    add("--seed", type=int, default=0, help="seed of the weights")
-    add("--graph", action=argparse.BooleanOptionalAction, default=True, help="replay blocks from graphs")
-    add("--compare", action="store_true", help="fail unless graph equals eager bit for bit, and one process nearly")
     return parser
 
 
 def parse_args(argv: Sequence[str] | None) -> Config:
     """Options as a Config; ends the process with status 2 where options are wrong."""
-    parser = make_parser()
+    parser = options_parser()
     config = Config(**vars(parser.parse_args(argv)))
     ranks, local_rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
     if config.hidden % ranks:

@@ -9,25 +9,19 @@ Exit status: 0 trained, 1 --compare found a difference or the loss or norm is no
 """
 
 import argparse
-import math
-import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.utils.deterministic
+from experiment import check_device, check_file, check_plot, make_parser, positive_float, positive_int, tell_differences
 from text_data import Corpus, load_text, split_text
 from torch import Tensor
 from tqdm import tqdm
 from trainer import Config, Trainer, load_checkpoint, save_checkpoint
-
-PLOT_SUFFIXES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
@@ -53,20 +47,6 @@ class TrainResult:
     update_info: dict[str, Any] | None = None
 
 
-def positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
-    return value
-
-
-def positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
-    return value
-
-
 def max_norm(text: str) -> float:
     value = float(text)
     if not value >= 0:
@@ -81,15 +61,9 @@ def probability(text: str) -> float:
     return value
 
 
-def make_parser() -> argparse.ArgumentParser:
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(
-        description="Train a byte-level GPT on text, its layers and optimizer steps replayed from graphs.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+def options_parser() -> argparse.ArgumentParser:
+    parser = make_parser("Train a byte-level GPT on text, its layers and optimizer steps replayed from graphs.")
     add = parser.add_argument
-    add("--data", type=Path, help="text file; without it, the text of Python's pydoc_data.topics")
-    add("--device", choices=("cpu", "cuda"), default=default_device, help="where to train")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
     add("--layers", type=positive_int, default=4, help="transformer blocks")
     add("--hidden", type=positive_int, default=128, help="width of the model")
@@ -101,9 +75,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=positive_float, default=1e-3, help="learning rate at its peak")
     add("--clip", type=max_norm, default=1.0, metavar="MAX_NORM", help="norm to clip gradients to; 0: off")
     add("--dropout", type=probability, default=0.0, help="dropout probability")
-    add("--seed", type=int, default=0, help="seed of weights, data order and dropout")
-    add("--graph", action=argparse.BooleanOptionalAction, default=True, help="replay layers and optimizer")
-    add("--compare", action="store_true", help="train eagerly and with graphs; fail unless equal bit for bit")
     add("--plot", type=Path, help="file for a plot of loss and speed (needs matplotlib)")
     add("--checkpoint", type=Path, help="file to save to when training ends")
     add("--save-every", type=positive_int, help="also save to --checkpoint each so many steps")
@@ -114,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_args(argv: Sequence[str] | None) -> Config:
     """Options as a Config; ends the process with status 2 where options are wrong or contradict each other."""
-    parser = make_parser()
+    parser = options_parser()
     config = Config(**vars(parser.parse_args(argv)))
     if config.hidden % config.heads:
         parser.error(f"--heads: expected a divisor of --hidden {config.hidden}, got {config.heads}")
@@ -124,21 +95,17 @@ def parse_args(argv: Sequence[str] | None) -> Config:
         parser.error("--save-every: expected --checkpoint with it, got none")
     if config.compare and (config.checkpoint or config.resume):
         parser.error("--compare: expected neither --checkpoint nor --resume with it")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: expected a device of this machine, got cuda, which torch finds none of")
-    for option, path in (("--checkpoint", config.checkpoint), ("--plot", config.plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            parser.error(f"{option}: expected a file name in an existing folder, got {path}")
-    if config.plot is not None and config.plot.suffix not in PLOT_SUFFIXES:
-        parser.error(f"--plot: expected a name that ends in {', '.join(PLOT_SUFFIXES)}, got {config.plot}")
+    check_device(parser, config.device)
+    check_file(parser, "--checkpoint", config.checkpoint)
+    check_plot(parser, config.plot)
     return config
 
 
 def load_inputs(config: Config) -> tuple[Corpus, dict[str, Any] | None]:
-    """Read the text and the checkpoint, and see that the optional packages are there, before anything is trained.
+    """Read the text and the checkpoint, and see that te_graph is there if it is needed, before anything is trained.
 
     Raises:
-        ValueError: text or checkpoint is missing or wrong; a package that the options need is missing.
+        ValueError: text or checkpoint is missing or wrong, or te_graph is missing.
     """
     corpus = split_text(load_text(config.data), config.seq_len)
     resumed = load_checkpoint(config.resume, config.settings(corpus)) if config.resume else None
@@ -149,11 +116,6 @@ def load_inputs(config: Config) -> tuple[Corpus, dict[str, Any] | None]:
         raise ValueError(
             f"--graph, --clip: expected te_graph installed (or --no-graph --clip 0), got: {error}"
         ) from error
-    try:
-        if config.plot:
-            import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"--plot: expected matplotlib installed (pip install matplotlib), got: {error}") from error
     return corpus, resumed
 
 
@@ -202,54 +164,9 @@ def train(config: Config, corpus: Corpus, graph: bool, resumed: dict[str, Any] |
     )
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Make eager execution itself repeat bit for bit, and undo that afterwards."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        if workspace is None:
-            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
-        else:
-            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
-
-
-def find_differences(eager: TrainResult, graph: TrainResult) -> list[str]:
-    """Where two trainings are not equal bit for bit, in words; empty where they are."""
-    differences = []
-    for what, ours, theirs in (
-        ("loss", eager.losses, graph.losses),
-        ("gradient norm", eager.norms, graph.norms),
-    ):
-        # The notation of hex() is exact and tells -0.0 from 0.0.
-        steps = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a.hex() != b.hex()]
-        if steps:
-            i = steps[0]
-            differences.append(f"{what} of step {i + 1} is {ours[i]!r} in eager, {theirs[i]!r} in graph")
-    for what, mine, others in (
-        ("parameters", eager.state, graph.state),
-        ("tensors of the optimizer", eager.optimizer_state, graph.optimizer_state),
-    ):
-        names = [name for name in mine if not bits_equal(mine[name], others[name])]
-        if names:
-            differences.append(f"{len(names)} of {len(mine)} {what}, the first of them {names[0]}")
-    return differences
-
-
-def bits_equal(a: Tensor, b: Tensor) -> bool:  # a, b: any shape, on the CPU
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    pair = [tensor.flatten().clone(memory_format=torch.contiguous_format) for tensor in (a, b)]  # whatever its strides
-    return torch.equal(pair[0].view(torch.uint8), pair[1].view(torch.uint8))
+def compared(result: TrainResult) -> dict[str, Any]:
+    """What --compare wants to be equal bit for bit."""
+    return {name: getattr(result, name) for name in ("losses", "norms", "state", "optimizer_state")}
 
 
 def print_results(results: dict[str, TrainResult]) -> None:
@@ -294,6 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         if config.compare:
+            from te_graph.testing import deterministic
+
             with deterministic():
                 results = {"eager": train(config, corpus, graph=False), "graph": train(config, corpus, graph=True)}
         else:
@@ -305,9 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.plot:
         save_plot(config.plot, results)
     if config.compare:
-        differences = find_differences(results["eager"], results["graph"])
-        if differences:
-            print(f"error: graph and eager differ: {'; '.join(differences)}", file=sys.stderr)
+        graph, eager = (compared(results[name]) for name in ("graph", "eager"))
+        if difference := tell_differences(graph, eager):
+            print(f"error: graph and eager differ: {difference}", file=sys.stderr)
             return 1
         print(
             "losses, gradient norms, final parameters and optimizer state are equal bit for bit "

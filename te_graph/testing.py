@@ -29,6 +29,7 @@ __all__ = ["assert_bitwise_equal", "deterministic", "eager_twin", "find_differen
 
 _Result = TypeVar("_Result")
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_REPEATABLE = (":4096:8", ":16:8")  # with any other value torch refuses matrix products on CUDA
 _DISABLE = "TE_GRAPH_DISABLE"
 
 
@@ -37,8 +38,9 @@ def deterministic() -> Iterator[None]:
     """Let eager execution itself repeat bit for bit: without that, nothing can be equal to it.
 
     Turns on ``torch.use_deterministic_algorithms``, turns off that memory without a value is filled, and sets
-    ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` where it has no value; all is as before afterwards. cuBLAS reads the variable
-    when it is first used on a device: set it yourself where that was earlier.
+    ``CUBLAS_WORKSPACE_CONFIG=:4096:8`` unless it has this value or ``:16:8``, with which torch takes cuBLAS for
+    deterministic; all is as before afterwards. cuBLAS reads the variable when it is first used on a device: set it
+    yourself where that was earlier.
 
     Raises:
         RuntimeError: by torch, inside, for operations that have no deterministic kernel.
@@ -47,7 +49,8 @@ def deterministic() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     workspace = os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    if workspace not in _REPEATABLE:
+        os.environ[_WORKSPACE] = _REPEATABLE[0]
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -57,6 +60,8 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
+        else:
+            os.environ[_WORKSPACE] = workspace
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

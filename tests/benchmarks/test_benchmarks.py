@@ -14,9 +14,11 @@ import torch.utils.deterministic
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-common = importlib.import_module("common")
-harness = importlib.import_module("harness")
-workloads = importlib.import_module("workloads")
+environment = importlib.import_module("lib.environment")
+training_step = importlib.import_module("lib.training_step")
+timing = importlib.import_module("lib.timing")
+harness = importlib.import_module("lib.harness")
+workloads = importlib.import_module("cases.graphs.workloads")
 bench = importlib.import_module("bench_graphed")
 render = importlib.import_module("render")
 
@@ -63,14 +65,9 @@ def record(cpu_run):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Lets main() measure in this process, for a moment, and undoes what the check of gradients sets."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    """Lets main() measure in this process, for a moment."""
     monkeypatch.setattr(harness, "in_fresh_process", lambda function, *args: function(*args))
-    monkeypatch.setattr(bench, "QUICK", common.Effort(repeats=2, seconds=0.0, bursts=1))
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    monkeypatch.setattr(bench, "QUICK", timing.Sampling(repeats=2, seconds=0.0, bursts=1))
 
 
 def refused(capsys, *options: str) -> str:
@@ -83,17 +80,17 @@ def refused(capsys, *options: str) -> str:
 
 @pytest.mark.parametrize(("host_time", "device_time"), [(2.0, 7.0), (7.0, 2.0)])
 def test_wall_time_is_that_of_the_slower_side_and_host_time_leaves_out_the_device(monkeypatch, host_time, device_time):
-    device = Device(host_time, device_time, depth=common.TIMED_CALLS_PER_BURST + 1)
-    monkeypatch.setattr(common, "perf_counter", device.clock)
-    effort = common.Effort(repeats=4, seconds=5000.0, bursts=3)
-    wall = common.time_wall(device.step, device.synchronize, effort)
+    device = Device(host_time, device_time, depth=timing.TIMED_CALLS_PER_BURST + 1)
+    monkeypatch.setattr(timing, "perf_counter", device.clock)
+    sampling = timing.Sampling(repeats=4, seconds=5000.0, bursts=3)
+    wall = timing.time_wall(device.step, device.synchronize, sampling)
     assert len(wall) == 4
     assert all(7.0 <= value < 7.0 * 1.01 for value in wall)
     device.step()  # still at work when the host times begin
     parts = (device.step, lambda: device.advance(0.5))
-    host, other = common.time_host(parts, device.synchronize, bursts=3)
-    assert host == [host_time] * (3 * common.TIMED_CALLS_PER_BURST)
-    assert other == [0.5] * (3 * common.TIMED_CALLS_PER_BURST)
+    host, other = timing.time_host(parts, device.synchronize, bursts=3)
+    assert host == [host_time] * (3 * timing.TIMED_CALLS_PER_BURST)
+    assert other == [0.5] * (3 * timing.TIMED_CALLS_PER_BURST)
 
 
 def test_a_summary_holds_medians_over_all_processes_and_the_largest_peaks():
@@ -101,7 +98,7 @@ def test_a_summary_holds_medians_over_all_processes_and_the_largest_peaks():
         {"wall": [8e-6, 16e-6], "host": [2e-6], "peak": 3 * 2**20, "setup_peak": 9 * 2**20},
         {"wall": [40e-6], "host": [4e-6, 400e-6], "peak": 5 * 2**20, "setup_peak": 7 * 2**20},
     ]
-    assert common.summarize(samples, layers=8) == {
+    assert training_step.summarize(samples, layers=8) == {
         "wall_us_per_layer": 2.0,
         "host_us_per_layer": 0.5,
         "peak_mib": 5.0,
@@ -109,12 +106,6 @@ def test_a_summary_holds_medians_over_all_processes_and_the_largest_peaks():
         "repeats": 3,
         "spread": 2.0,
     }
-
-
-def test_bits_tell_zeros_apart_and_not_a_number_equals_itself():
-    a = torch.tensor([0.0, torch.nan], dtype=torch.bfloat16)
-    assert common.bits_equal(a, a.clone())
-    assert not any(common.bits_equal(a, b) for b in (a.float(), a[:1], torch.copysign(a, torch.tensor(-1.0))))
 
 
 def test_times_are_kept_when_what_comes_after_them_fails(in_process, monkeypatch, tmp_path, capsys):
@@ -225,11 +216,11 @@ def test_only_a_complete_run_replaces_the_kept_results(in_process, monkeypatch, 
     assert bench.main(["--device=cpu", "--quick", "--no-check", "--variants=eager"]) == 0
     assert "not written" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    complete = bench.parse_args(["--rounds=2", "--seed=1"])
+    complete = bench.BENCHMARK.parse_args(["--rounds=2", "--seed=1"])
     assert complete.out == tmp_path
     assert complete.shapes == ["h2048-t2048", "h2048-tp4-t2048", "h2048-tp4-t512", "h512-t256"]
     for part in (["--quick"], ["--shapes", "h512-t256"], ["--variants", "eager"], ["--no-check"]):
-        assert bench.parse_args(part).out is None
+        assert bench.BENCHMARK.parse_args(part).out is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +229,7 @@ def test_transformer_engine_is_measured_where_it_is_installed_and_named_where_no
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if is_installed else None)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"1.2 of {name}")
-    options = bench.parse_args([])
+    options = bench.BENCHMARK.parse_args([])
     others = ["eager", "torch_graphed", "te_graph_unchained", "te_graph", "whole_graph"]
     assert [name for name in options.variants if name != "transformer_engine"] == others
     assert ("transformer_engine" in options.variants) is is_installed
@@ -262,7 +253,7 @@ def test_wrong_options_are_refused(monkeypatch, capsys):
 
 def test_without_git_the_commit_is_what_the_user_says_or_unknown(monkeypatch, tmp_path):
     def state(commit: str | None = None) -> tuple[str | None, bool | None]:
-        record = common.environment("cpu", commit)
+        record = environment.environment("cpu", commit)
         return record["commit"], record["dirty"]
 
     monkeypatch.delenv("TE_GRAPH_COMMIT", raising=False)

@@ -18,13 +18,13 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-processes = importlib.import_module("rank_processes")
-variants = importlib.import_module("collective_variants")
-targets = importlib.import_module("collectives_targets")
+harness = importlib.import_module("lib.harness")
+processes = importlib.import_module("lib.rank_processes")
+variants = importlib.import_module("cases.collectives.variants")
+targets = importlib.import_module("cases.collectives.targets")
 bench = importlib.import_module("bench_collectives")
 render = importlib.import_module("render")
-plots = importlib.import_module("plots")
+plots = importlib.import_module("lib.plots")
 
 OPS = ["all_reduce", "reduce_scatter", "all_gather"]
 KIB, MIB = 1024, 1024**2
@@ -43,7 +43,7 @@ def cpu_run(tmp_path_factory):
 
 @pytest.fixture
 def alone(tmp_path, monkeypatch):
-    """Makes bench.main() measure in this process, which is the only rank."""
+    """Makes bench.BENCHMARK.main() measure in this process, which is the only rank."""
 
     def run_here(function, world, device, arguments, receive, time_limit):
         with processes.joined(0, 1, "cpu", tmp_path / "rendezvous", receive) as rank:
@@ -173,7 +173,7 @@ def test_a_wrong_result_fails_the_run_and_the_others_are_kept(alone, monkeypatch
         return variants.Call(right.x, lambda: right.result.copy_(right.x + 0.25), right.result)
 
     monkeypatch.setitem(bench.VARIANTS, "te_graph", variants.Variant("te_graph", build, is_exact=True))
-    assert bench.main(["--device=cpu", "--sizes=1024", f"--out={tmp_path}"]) == 1
+    assert bench.BENCHMARK.main(["--device=cpu", "--sizes=1024", f"--out={tmp_path}"]) == 1
     record = json.loads((tmp_path / "collectives_2.json").read_text())
     assert [(row["op"], row["variant"]) for row in record["rows"][::2]] == [
         ("all_reduce", "te_graph"),
@@ -197,7 +197,7 @@ def test_what_ranks_found_before_they_failed_is_kept(monkeypatch, tmp_path, caps
 
     monkeypatch.setattr(bench, "run_on_ranks", fail)
     monkeypatch.setattr(harness, "in_fresh_process", lambda function, *args: function(*args))
-    assert bench.main(["--device=cpu", f"--out={tmp_path}"]) == 1
+    assert bench.BENCHMARK.main(["--device=cpu", f"--out={tmp_path}"]) == 1
     record = json.loads((tmp_path / "collectives_2.json").read_text())
     assert len(record["rows"]) == 1 and record["uses_peers"] is True
     assert "error: all: TimeoutError: expected all ranks to end" in capsys.readouterr().err
@@ -339,23 +339,23 @@ def test_only_a_complete_run_replaces_the_kept_results(monkeypatch, tmp_path, ca
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    complete = bench.parse_args([])
+    complete = bench.BENCHMARK.parse_args([])
     assert (complete.out, complete.world, complete.sizes, complete.ops) == (tmp_path, 4, SIZES, OPS)
     assert complete.variants == ON_GPUS
-    assert bench.parse_args(["--world=2"]).out == tmp_path
+    assert bench.BENCHMARK.parse_args(["--world=2"]).out == tmp_path
     for part in (["--quick"], ["--sizes=4096"], ["--ops", "all_gather"], ["--variants", "nccl"], ["--device=cpu"]):
-        assert bench.parse_args(part).out is None
+        assert bench.BENCHMARK.parse_args(part).out is None
     for wrong, words in (
         ("--world=1", "at least 2"),
         ("--world=5", "got 5, with 4 GPUs"),
         ("--sizes=9", "at least 1024"),
     ):
         with contextlib.suppress(SystemExit):
-            bench.parse_args([wrong])
+            bench.BENCHMARK.parse_args([wrong])
             pytest.fail("it was accepted")
         assert words in capsys.readouterr().err
     with contextlib.suppress(SystemExit):
-        bench.parse_args(["--world=3"])
+        bench.BENCHMARK.parse_args(["--world=3"])
         pytest.fail("it was accepted")
     assert "one of 2, 4, 8" in capsys.readouterr().err
 

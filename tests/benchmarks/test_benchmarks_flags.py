@@ -10,7 +10,7 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
+harness = importlib.import_module("lib.harness")
 bench = importlib.import_module("bench_flags")
 render = importlib.import_module("render")
 
@@ -71,7 +71,7 @@ def test_a_wrong_variant_fails_the_run_and_other_numbers_of_nodes_are_kept(monke
             yield "kernel_node", lambda flag: None
 
     monkeypatch.setattr(bench, "steps_of", steps)
-    assert bench.main(["--device=cpu", "--nodes", "1", "2", f"--out={tmp_path}"]) == 1
+    assert bench.BENCHMARK.main(["--device=cpu", "--nodes", "1", "2", f"--out={tmp_path}"]) == 1
     record = json.loads((tmp_path / "flags.json").read_text())
     assert {row["nodes"] for row in record["rows"]} == {1}
     assert "error: 2: RuntimeError: expected scale_inv of weights written, got otherwise" in capsys.readouterr().err
@@ -80,19 +80,19 @@ def test_a_wrong_variant_fails_the_run_and_other_numbers_of_nodes_are_kept(monke
 def test_only_a_complete_run_replaces_the_kept_results_and_bad_numbers_are_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    complete = bench.parse_args([])
+    complete = bench.BENCHMARK.parse_args([])
     assert complete.out == tmp_path and complete.nodes == [1, 10, 100]
     for part in (["--quick"], ["--nodes", "10"], ["--device=cpu"]):
-        assert bench.parse_args(part).out is None
+        assert bench.BENCHMARK.parse_args(part).out is None
     with pytest.raises(SystemExit):
-        bench.parse_args(["--nodes", "0"])
+        bench.BENCHMARK.parse_args(["--nodes", "0"])
     assert "--nodes: expected positive numbers, got [0]" in capsys.readouterr().err
 
 
 def test_without_a_compiler_the_conditional_node_is_not_measured_and_the_record_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench.shutil, "which", lambda name, path=None: None)
-    assert bench.parse_args([]).not_measured == {"conditional IF node": "nvcc was not found"}
+    assert bench.BENCHMARK.parse_args([]).not_measured == {"conditional IF node": "nvcc was not found"}
 
 
 def test_the_table_has_a_row_for_each_variant_and_tells_what_failed(record):

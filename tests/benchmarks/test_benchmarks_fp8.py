@@ -23,21 +23,21 @@ from fp8_references import (
 )
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-rotation = importlib.import_module("rotation")
-cases = importlib.import_module("fp8_cases")
-plain = importlib.import_module("fp8_torch")
-problems = importlib.import_module("fp8_problems")
-variants = importlib.import_module("fp8_variants")
-targets = importlib.import_module("fp8_targets")
+harness = importlib.import_module("lib.harness")
+rotation = importlib.import_module("lib.rotation")
+cases = importlib.import_module("cases.fp8.parts")
+plain = importlib.import_module("cases.fp8.plain_torch")
+problems = importlib.import_module("cases.fp8.problems")
+variants = importlib.import_module("cases.fp8.variants")
+targets = importlib.import_module("cases.fp8.targets")
 bench = importlib.import_module("bench_fp8")
 render = importlib.import_module("render")
-plots = importlib.import_module("plots")
+plots = importlib.import_module("lib.plots")
 
 WEIGHTS = ["4096x4096", "14336x4096", "28672x4096", "8192x2048"]
 ACTIVATIONS = ["512x2048", "2048x2048", "8192x2048", "512x8192", "2048x8192", "8192x8192"]
 ACTIVATION_OPS = ["cast", "cast_transpose", "cast_transpose_dbias", "current"]
-PATIENCE = importlib.import_module("device_time").Patience(repeats=2, seconds=0.0)
+SAMPLING = importlib.import_module("lib.timing").Sampling(repeats=2, seconds=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +247,11 @@ def test_a_call_is_verified_on_each_slot_before_it_is_timed(seed, monkeypatch):
         return right(0)
 
     with pytest.raises(RuntimeError, match="out of plain torch"):
-        rotation.time_rotated(wrong, problem, "cast_transpose", PATIENCE)
+        rotation.time_rotated(wrong, problem, "cast_transpose", SAMPLING)
     assert calls == [0, 1, 0, 1]
     timed = []
     monkeypatch.setattr(rotation, "time_calls", lambda step, *_: [timed.append(step()) for _ in range(3)] and 2e-6)
-    got = rotation.time_rotated(right, problem, "cast_transpose", PATIENCE)
+    got = rotation.time_rotated(right, problem, "cast_transpose", SAMPLING)
     assert got == {"device_us": 2.0, "host_us": 2.0}
     assert [found["out"] is problem.out[slot] for found, slot in zip(timed, (0, 1, 0), strict=True)] == [True] * 3
 
@@ -266,7 +266,7 @@ def test_a_wrong_variant_fails_the_run_and_the_others_are_kept(monkeypatch, tmp_
 
     monkeypatch.setitem(bench.VARIANTS, "te_graph", variants.Variant("te_graph", build))
     options = ["--device=cpu", "--parts", "weight", "model", "update", "--variants", "te_graph", "torch"]
-    assert bench.main([*options, f"--out={tmp_path}"]) == 1
+    assert bench.BENCHMARK.main([*options, f"--out={tmp_path}"]) == 1
     record = json.loads((tmp_path / "fp8.json").read_text())
     assert {row["variant"] for row in record["rows"]} == {"torch"} and len(record["rows"]) == 6
     assert len(record["failures"]) == 4 + 4
@@ -279,11 +279,11 @@ def test_a_wrong_variant_fails_the_run_and_the_others_are_kept(monkeypatch, tmp_
 def test_only_a_complete_run_replaces_the_kept_results(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    complete = bench.parse_args(["--seed=1"])
+    complete = bench.BENCHMARK.parse_args(["--seed=1"])
     assert complete.out == tmp_path and complete.parts == ["weight", "model", "activation", "update"]
     assert "torch_compiled" in complete.variants and complete.small is False
     for part in (["--quick"], ["--small"], ["--parts", "update"], ["--variants", "te_graph"], ["--device=cpu"]):
-        assert bench.parse_args(part).out is None
+        assert bench.BENCHMARK.parse_args(part).out is None
 
 
 def test_models_have_a_process_each_and_other_parts_share_one():

@@ -1,4 +1,4 @@
-"""benchmarks/launches.py: traces written out here, a real one of the CPU, and known launches on a GPU."""
+"""benchmarks/lib/launches.py: traces written out here, a real one of the CPU, and known launches on a GPU."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("launches")
+launches = importlib.import_module("lib.launches")
 
 MAIN, ENGINE = 11, 12  # threads
 

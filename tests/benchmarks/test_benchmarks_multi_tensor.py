@@ -15,16 +15,17 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-device_time = importlib.import_module("device_time")
-tensor_sets = importlib.import_module("tensor_sets")
-variants = importlib.import_module("multi_tensor_variants")
-targets = importlib.import_module("multi_tensor_targets")
-hp_sequence = importlib.import_module("hp_sequence")
+harness = importlib.import_module("lib.harness")
+timing = importlib.import_module("lib.timing")
+tensor_sets = importlib.import_module("cases.multi_tensor.tensor_sets")
+variants = importlib.import_module("cases.multi_tensor.variants")
+targets = importlib.import_module("cases.multi_tensor.targets")
+hp_sequence = importlib.import_module("cases.multi_tensor.hp_sequence")
 bench = importlib.import_module("bench_multi_tensor")
 render = importlib.import_module("render")
+table = importlib.import_module("cases.multi_tensor.table")
 
-PATIENCE = device_time.Patience(repeats=2, seconds=0.0)
+SAMPLING = timing.Sampling(repeats=2, seconds=0.0)
 CPU_VARIANTS = ["torch_foreach", "te_graph", "te_graph_plan"]
 
 
@@ -179,7 +180,7 @@ def test_a_wrong_variant_fails_the_run_and_the_others_are_kept(in_process, monke
 
     monkeypatch.setitem(bench.VARIANTS, "te_graph", variants.Variant("te_graph", build))
     options = ["--device=cpu", "--quick", "--lists=20000x100", "--variants", "torch_foreach", "te_graph"]
-    assert bench.main([*options, f"--out={tmp_path}"]) == 1
+    assert bench.BENCHMARK.main([*options, f"--out={tmp_path}"]) == 1
     record = json.loads((tmp_path / "multi_tensor.json").read_text())
     assert [row["op"] for row in record["rows"] if row["variant"] == "torch_foreach"] == list(bench.OPS)
     assert not [row for row in record["rows"] if row["variant"] == "te_graph"]
@@ -192,22 +193,22 @@ def test_a_wrong_variant_fails_the_run_and_the_others_are_kept(in_process, monke
 def test_only_a_complete_run_replaces_the_kept_results(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    complete = bench.parse_args(["--seed=1"])
+    complete = bench.BENCHMARK.parse_args(["--seed=1"])
     assert complete.out == tmp_path and complete.lists == list(tensor_sets.LISTS)
     assert "torch_foreach_graph" in complete.variants and complete.small is False
     for part in (["--quick"], ["--small"], ["--lists", "2000x1024"], ["--variants", "te_graph"], ["--device=cpu"]):
-        assert bench.parse_args(part).out is None
+        assert bench.BENCHMARK.parse_args(part).out is None
 
 
 def test_host_time_is_that_of_one_call(monkeypatch):
     now = [10.0]
-    monkeypatch.setattr(device_time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
 
     def step() -> None:
         now[0] += 0.25
 
-    assert device_time.time_calls(step, "cpu", PATIENCE) == 0.25
-    assert device_time.time_device(step, 0.25, "cpu", PATIENCE) == 0.25
+    assert timing.time_calls(step, "cpu", SAMPLING) == 0.25
+    assert timing.time_device(step, 0.25, "cpu", SAMPLING) == 0.25
 
 
 def reached(record: dict, factor: float = 1.0) -> dict:
@@ -263,7 +264,7 @@ def test_the_table_has_the_rows_shown_and_tells_what_else_was_found(record):
     assert text.endswith("<!-- /results -->\n\nThe end.\n")
     assert "| | torch foreach | te_graph | te_graph with a plan | bytes |\n|---|---|---|---|---|\n" in text
     assert "\n| GPT-3 1.3B, bf16: norm | 600 / 500 | 101 / 152 | 101 / 60.6 | 90.0 |\n" in text
-    assert len(re.findall(r"^\| \w", text, re.MULTILINE)) == len(render.SHOWN)
+    assert len(re.findall(r"^\| \w", text, re.MULTILINE)) == len(table.SHOWN)
     assert "Bytes: what must move, at this run's 4.36 (read) and 4.27 TB/s (copy)." in text
     assert "Launches in these rows: torch foreach 2, te_graph 2, te_graph with a plan 2." in text
     assert "in a row, GPT-3 1.3B, bf16: loops over tensors 5000 / 52.0, te_graph 900 / 52.0." in text
@@ -331,7 +332,7 @@ def test_device_time_leaves_out_the_host(tmp_path):
                 pass
 
     step()
-    patience = device_time.Patience(repeats=5, seconds=0.01)
-    host = device_time.time_calls(step, "cuda", patience)
+    sampling = timing.Sampling(repeats=5, seconds=0.01)
+    host = timing.time_calls(step, "cuda", sampling)
     assert host > 20 * 50e-6
-    assert 0 < min(device_time.time_device(step, host, "cuda", patience) for _ in range(3)) < host / 2
+    assert 0 < min(timing.time_device(step, host, "cuda", sampling) for _ in range(3)) < host / 2

@@ -9,11 +9,11 @@ import torch
 from benchmark_scripts import BENCHMARKS, run_script
 
 sys.path.insert(0, str(BENCHMARKS))
-harness = importlib.import_module("harness")
-plots = importlib.import_module("plots")
+harness = importlib.import_module("lib.harness")
+plots = importlib.import_module("lib.plots")
 render = importlib.import_module("render")
 sweep = importlib.import_module("bench_graphed_sweep")
-workloads = importlib.import_module("workloads")
+workloads = importlib.import_module("cases.graphs.workloads")
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_gradients_that_differ_are_recorded_and_fail_the_run(in_process, monkeyp
 
     monkeypatch.setitem(workloads.VARIANTS, "te_graph", workloads.Variant("te_graph", build))
     options = ["--device=cpu", "--quick", "--parameters=2", "--callables=1", f"--out={tmp_path}"]
-    assert sweep.main(options) == 1
+    assert sweep.BENCHMARK.main(options) == 1
     (row,) = json.loads((tmp_path / "graphed_sweep.json").read_text())["rows"]
     assert row["equal_to_eager"] is False and row["nodes_per_callable"] is None
     assert "DIFFER" in capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_points_that_fail_are_listed_and_the_others_are_kept(in_process, monkeyp
 
     monkeypatch.setattr(sweep, "measure_point", fail_at_four)
     options = ["--device=cpu", "--quick", "--parameters", "2", "4", "--callables=1", f"--out={tmp_path}"]
-    assert sweep.main(options) == 1
+    assert sweep.BENCHMARK.main(options) == 1
     record = json.loads((tmp_path / "graphed_sweep.json").read_text())
     assert [row["parameters"] for row in record["rows"]] == [2]
     assert [(failure["variant"], failure["parameters"]) for failure in record["failures"]] == [("te_graph", 4)]
@@ -126,11 +126,11 @@ def test_points_that_fail_are_listed_and_the_others_are_kept(in_process, monkeyp
 def test_only_a_complete_run_on_a_gpu_replaces_the_kept_results(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    complete = sweep.parse_args(["--seed=1"])
+    complete = sweep.BENCHMARK.parse_args(["--seed=1"])
     assert (complete.out, complete.variants) == (tmp_path, ["torch_graphed", "te_graph"])
     assert (complete.parameters, complete.callables) == ([4, 16, 64, 256], [1, 8, 64])
     for part in (["--quick"], ["--parameters=4"], ["--callables=1"], ["--device=cpu"]):
-        assert sweep.parse_args(part).out is None
+        assert sweep.BENCHMARK.parse_args(part).out is None
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_only_a_complete_run_on_a_gpu_replaces_the_kept_results(monkeypatch, tmp
 def test_wrong_options_are_refused(monkeypatch, capsys, options, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
-        sweep.main(options)
+        sweep.BENCHMARK.main(options)
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 

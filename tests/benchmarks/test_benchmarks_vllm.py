@@ -14,9 +14,9 @@ import torch
 from benchmark_scripts import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
-processes = importlib.import_module("rank_processes")
-variants = importlib.import_module("collective_variants")
-vllm_all_reduce = importlib.import_module("vllm_all_reduce")
+processes = importlib.import_module("lib.rank_processes")
+variants = importlib.import_module("cases.collectives.variants")
+vllm_all_reduce = importlib.import_module("cases.collectives.vllm_all_reduce")
 bench = importlib.import_module("bench_collectives")
 
 
@@ -110,12 +110,12 @@ def test_vllm_is_measured_where_it_is_installed_and_knows_the_number_of_ranks(mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with monkeypatch.context() as without:
         without.setattr(importlib.util, "find_spec", lambda name: None)
-        assert bench.parse_args([]).not_measured == {"vLLM": "vllm is not installed"}
+        assert bench.BENCHMARK.parse_args([]).not_measured == {"vLLM": "vllm is not installed"}
     install_vllm(monkeypatch)
-    options = bench.parse_args(["--world=6", "--quick"])
+    options = bench.BENCHMARK.parse_args(["--world=6", "--quick"])
     assert options.variants == list(variants.VARIANTS) and variants.label_of("vllm", "cuda") == "vLLM 1.2"
-    options = bench.parse_args(["--world=3", "--quick"])
+    options = bench.BENCHMARK.parse_args(["--world=3", "--quick"])
     assert options.not_measured == {"vLLM 1.2": "needs 2, 4, 6, 8 ranks, got 3"} and "vllm" not in options.variants
     with pytest.raises(SystemExit):
-        bench.parse_args(["--world=3", "--variants", "vllm"])
+        bench.BENCHMARK.parse_args(["--world=3", "--variants", "vllm"])
     assert "got vllm: needs 2, 4, 6, 8 ranks, got 3" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""benchmarks/workloads.py on the recorder: the example's block, eager gradients, a stand-in for TransformerEngine."""
+"""Workloads of the benchmarks on the recorder: the example's block, eager gradients, a stand-in for others' graphs."""
 
 import importlib
 import sys
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from te_graph.testing import same_bits
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-common = importlib.import_module("common")
-workloads = importlib.import_module("workloads")
+workloads = importlib.import_module("cases.graphs.workloads")
 sys.path.insert(0, str(BENCHMARKS.parent / "examples"))
 gpt = importlib.import_module("gpt")
 
@@ -73,7 +74,7 @@ def test_bare_launches_of_chained_graphs_do_what_a_step_does(seed):
             graph.replay()
 
     expected = workload.gradients_of(step, count=2)[1:]  # x.grad is autograd's
-    assert all(map(common.bits_equal, expected, workload.gradients_of(lambda: launch(workload.graphs), count=2)[1:]))
+    assert all(map(same_bits, expected, workload.gradients_of(lambda: launch(workload.graphs), count=2)[1:]))
     forwards, backwards = workload.graphs[:LAYERS], workload.graphs[LAYERS:]
     assert len(backwards) == LAYERS
     assert not any(grad.any() for grad in workload.gradients_of(lambda: launch(forwards), count=1))

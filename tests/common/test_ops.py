@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C  # registers the ops
+from te_graph.testing import same_bits
 
 SKIP, STORE, ADD = 0, 1, 2
 CHUNK = 8192
@@ -34,10 +35,6 @@ def accumulated(source: Tensor, destination: Tensor, mode: int) -> Tensor:
         return source.to(destination.dtype)
     wide = torch.float64 if source.dtype == torch.float64 else torch.float32
     return (destination.to(wide) + source.to(wide)).to(destination.dtype)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 @dataclass

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 train_gpt = importlib.import_module("train_gpt")
@@ -54,16 +53,3 @@ def tiny_run(seed: int, text: Path) -> Callable[..., int]:
 
 def load(path: Path) -> dict:
     return torch.load(path, weights_only=True)
-
-
-def same_bits(a: object, b: object) -> bool:
-    """Whether two nests of dicts, sequences, tensors and numbers are equal bit for bit."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return train_gpt.bits_equal(a.cpu(), b.cpu())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_bits(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same_bits, a, b))
-    return a.hex() == b.hex() if isinstance(a, float) else a == b

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from gpt_runs import load, same_bits, text_file, tiny_run, train_gpt, trainer
+from gpt_runs import load, text_file, tiny_run, train_gpt, trainer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import te_graph
+from te_graph.testing import assert_bitwise_equal, deterministic
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 text, run = pytest.fixture(text_file), pytest.fixture(tiny_run)
@@ -62,8 +63,8 @@ def test_the_optimizer_side_replays_in_all_but_the_first_step_and_equals_eager(r
     assert eager.update_info is None
     assert (info["signatures"], info["recaptures"], info["forward_replays"]) == (1, 0, STEPS - 1)
     assert info["eager_calls"] == {"not captured yet": 1}
-    assert same_bits(graph.losses, eager.losses) and same_bits(graph.norms, eager.norms)
-    assert same_bits(graph.optimizer_state, eager.optimizer_state)
+    assert_bitwise_equal((graph.losses, graph.norms), (eager.losses, eager.norms))
+    assert_bitwise_equal(graph.optimizer_state, eager.optimizer_state)
     assert len(graph.optimizer_state) == 3 * len(graph.state) + 1  # of each parameter two moments and the step; lr
     output = capsys.readouterr().out
     assert f"graph: optimizer side: {STEPS - 1} replays, 1 eager calls" in output
@@ -100,7 +101,7 @@ def test_a_limit_that_is_not_reached_changes_nothing_and_shows_the_norm(run, res
     assert clipped == met_norms[STEPS:]
     assert [math.isclose(a, b, rel_tol=1e-5) for a, b in zip(limited.norms, clipped, strict=True)] == [True] * STEPS
     assert free.norms == []
-    assert same_bits(limited.state, free.state) and same_bits(limited.losses, free.losses)
+    assert_bitwise_equal((limited.state, limited.losses), (free.state, free.losses))
 
 
 def test_the_learning_rate_follows_the_schedule_in_replays(run, results):
@@ -116,11 +117,11 @@ def test_the_learning_rate_follows_the_schedule_in_replays(run, results):
 def test_a_resumed_sequence_is_captured_and_ends_with_the_bits_of_an_uninterrupted_one(run, results, device, tmp_path):
     whole, half, end = (tmp_path / name for name in ("whole.pt", "half.pt", "end.pt"))
     options = ("--graph", "--clip", CLIP, "--device", device)
-    with train_gpt.deterministic():
+    with deterministic():
         assert run(*options, "--checkpoint", whole) == 0
         assert run(*options, "--checkpoint", half, "--stop-after", 3) == 0
         assert run(*options, "--checkpoint", end, "--resume", half) == 0
-    assert same_bits(load(end), load(whole))
+    assert_bitwise_equal(load(end), load(whole))
     assert [result.update_info["forward_replays"] for result in results] == [STEPS - 1, 2, 2]
     assert [len(result.norms) for result in results] == [STEPS, 3, STEPS]
 

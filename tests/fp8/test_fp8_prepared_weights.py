@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import te_graph as tg
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("launches")
+launches = importlib.import_module("lib.launches")
 
 SHAPES = [*SMALL_SHAPES, *EMPTY_SHAPES, *LARGE_SHAPES[:4]]
 

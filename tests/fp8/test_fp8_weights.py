@@ -30,7 +30,7 @@ from torch import Tensor
 import te_graph as tg
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("launches")
+launches = importlib.import_module("lib.launches")
 
 SOME_SHAPES = [*SMALL_SHAPES, *EMPTY_SHAPES, (120, 80), (64, 64), (128, 32)]
 

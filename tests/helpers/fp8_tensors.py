@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 from fp8_references import E4M3, FP8_DTYPES, FP8_MAX
-from tensor_lists import same_bits
 from torch import Tensor
+
+from te_graph.testing import find_differences
 
 POISON = 0xA5
 GUARD = 64  # poisoned bytes before and behind an output; a multiple of every alignment that kernels ask for
@@ -88,14 +89,5 @@ class Poisoned:
 
 def assert_same_bits(got: Tensor, expected: Tensor, what: object = "") -> None:
     """``got`` [...] on any device has dtype, shape and bits of ``expected`` [...], which is on the CPU."""
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
-    # Views of one element count as contiguous whatever their strides, and cannot be viewed as bytes.
-    pair = [torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()).flatten() for t in (got, expected)]
-    if not same_bits(*pair):
-        raw = [t.view(torch.uint8).view(len(t), -1) for t in pair]
-        wrong = (raw[0] != raw[1]).any(1).nonzero().flatten()
-        first = int(wrong[0])
-        raise AssertionError(
-            f"{what} {len(wrong)} of {len(pair[0])} elements differ, first at {first}: got {pair[0][first]} "
-            f"{raw[0][first].tolist()}, expected {pair[1][first]} {raw[1][first].tolist()}"
-        )
+    differences = find_differences(got.detach().cpu(), expected.detach())
+    assert not differences, f"{what} {differences[0]}"

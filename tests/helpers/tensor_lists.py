@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import te_graph
+from te_graph import testing
 
 CHUNK = 8192  # elements that are summed in fp32 before the exact combine
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -18,13 +19,9 @@ T = TypeVar("T")
 FENCE = 64  # elements before and behind a fenced tensor; a multiple of 16 bytes for every dtype
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The bytes of ``tensor`` [...] in logical order, [bytes]: NaN equals itself, 0.0 differs from -0.0."""
-    return tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).cpu()
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device) and torch.equal(bits(a), bits(b))
+    """The same dtype, shape and bits [...], and on the same device."""
+    return a.device == b.device and testing.same_bits(a, b)
 
 
 def all_same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import te_graph as tg
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("launches")
+launches = importlib.import_module("lib.launches")
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.te_graph

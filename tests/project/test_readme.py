@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,20 @@ def test_example_runs_and_replays() -> None:
         info = layer.te_graph.info()
         assert info["forward_replays"] == info["backward_replays"] == 12
         assert info["eager_calls"] == {}
+
+
+def test_example_is_that_of_the_quickstart_which_runs_from_anywhere(tmp_path) -> None:
+    script = ROOT / "examples" / "quickstart.py"
+    lines = (line.strip() for line in script.read_text().splitlines())
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    # The script prints besides, and keeps the norm.
+    of_script = [line.removeprefix("norm = ") for line in lines]
+    assert [line for line in map(str.strip, code.splitlines()) if line not in of_script] == []
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    replayed = re.findall(r"^layer (\d): 12 forwards and 12 backwards replayed$", process.stdout, re.MULTILINE)
+    assert replayed == ["0", "1", "2", "3"]
 
 
 def test_it_is_read_in_two_minutes() -> None:

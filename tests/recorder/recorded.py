@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from te_graph.testing import same_bits
+
 
 def eager(function: Callable, inputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_output: Tensor) -> list[Tensor]:
     """Reference: output and gradients of ``leaves``, in eager execution."""
@@ -18,8 +20,7 @@ def assert_same_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> No
     assert len(actual) == len(expected)
     for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
         assert (got.dtype, got.shape) == (want.dtype, want.shape), index
-        bits = [torch.empty(t.shape, dtype=t.dtype).copy_(t.detach()).view(-1).view(torch.uint8) for t in (got, want)]
-        assert torch.equal(*bits), f"tensor {index}: largest difference {(got - want).abs().max()}"
+        assert same_bits(got, want), f"tensor {index}: largest difference {(got - want).abs().max()}"
 
 
 class Block(nn.Module):

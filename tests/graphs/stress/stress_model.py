@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_graph.testing import same_bits
+
 WIDTH, BATCH = 6, 4
 GRAPHED, EAGER = 0, 1
 KINDS = ("plain", "batchnorm", "tied", "dropout")
@@ -191,9 +193,9 @@ def assert_same(name: str, actual: Tensor | None, expected: Tensor | None) -> No
         return
     facts = [(t.dtype, t.shape, t.stride(), t.requires_grad) for t in (actual, expected)]
     assert facts[0] == facts[1], f"{name}: {facts[0]} is not {facts[1]}"
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
-    bits = [t.detach().view(integer) for t in (actual, expected)]
-    assert torch.equal(*bits), f"{name}: largest difference {(actual.detach() - expected.detach()).abs().max()}"
+    assert same_bits(actual, expected), (
+        f"{name}: largest difference {(actual.detach() - expected.detach()).abs().max()}"
+    )
 
 
 class Stopped(Exception):

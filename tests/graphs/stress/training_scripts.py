@@ -28,6 +28,7 @@ from training_blocks import BLOCKS, TAKE_MASKS, WIDTH
 from training_habits import EVENTS, OPTIMIZERS
 
 import te_graph as tg
+from te_graph.testing import same_bits
 
 VOCABULARY = 11
 MODES = ("layers", "chain", "some layers", "one by one", "whole", "parts", "step", "optimizer")
@@ -325,7 +326,7 @@ def _verdict(one: Any, other: Any, is_autocast: bool) -> str:
         return "same" if type(one) is type(other) and one == other else "differs"
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return "differs"
-    if torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other))):
+    if same_bits(one, other):
         return "same"
     distance = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-6)
     return "rounded" if distance < (0.05 if is_autocast or one.dtype == torch.bfloat16 else 1e-3) else "differs"

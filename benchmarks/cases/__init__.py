@@ -1,0 +1,1 @@
+"""What the benchmarks measure, by area of te_graph."""

@@ -1,0 +1,1 @@
+"""Collectives: the ways to run them, targets."""

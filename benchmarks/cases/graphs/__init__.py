@@ -1,0 +1,1 @@
+"""Graphed callables: the layers, and the ways to graph them."""

@@ -1,0 +1,1 @@
+"""Multi-tensor ops: lists of tensors, the ways to run the ops, targets."""
