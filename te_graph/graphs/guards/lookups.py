@@ -21,7 +21,7 @@ def is_own_module(module: Any) -> bool:
     """True for modules that are neither of Python nor installed; some are made by hand and have no file."""
     if not isinstance(module, types.ModuleType):  # something else may stand in ``sys.modules``
         return False
-    file = getattr(module, "__file__", None)
+    file = vars(module).get("__file__")  # a function __getattr__ of the module is the user's
     is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
     return is_own_file(file) if file else not is_of_python
 

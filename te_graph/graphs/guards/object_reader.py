@@ -95,6 +95,8 @@ class ObjectReader:
                 yield from self._class_contents(source)
         elif isinstance(obj, types.ModuleType):
             yield from self._library_contents(source)
+        elif isinstance(obj, torch.jit.ScriptModule):
+            yield source.never(f"{name} is a ScriptModule, which keeps its attributes where they cannot be compared")
         elif isinstance(obj, nn.Module):
             yield from self._module_contents(source)
             yield from self._class_of(source, source.attributes())

@@ -54,7 +54,11 @@ _IMMUTABLE = {
 _MUTABLE = {
     collections.deque: lambda d: (d.maxlen, tuple(d)),
     random.Random: lambda r: r.getstate(),
+    decimal.Context: repr,
 }
+
+
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def bytes_of(values: Any) -> bytes:
@@ -84,6 +88,8 @@ def _register() -> None:
 def _register_generators(numpy_random: types.ModuleType) -> None:
     _C.register_value_type(numpy_random.Generator, lambda g: repr(g.bit_generator.state), is_mutable=True)
     _C.register_value_type(numpy_random.RandomState, lambda state: repr(state.get_state()), is_mutable=True)
+    for kind in (getattr(numpy_random, name) for name in _BIT_GENERATORS if hasattr(numpy_random, name)):
+        _C.register_value_type(kind, lambda bits: repr(bits.state), is_mutable=True)
 
 
 _register()

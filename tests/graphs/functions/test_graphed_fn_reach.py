@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import decimal
 import importlib
 import sys
 import types
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from sequences import assert_follows, called, counts
@@ -199,3 +201,57 @@ def test_one_tensor_where_there_are_two_later_is_a_change(device: str) -> None:
     assert_bitwise_equal(called(scaled, 3, x, x).clone(), x * 2.0)
     assert_bitwise_equal(called(scaled, 3, x, x.detach()), x * 3.0)
     assert counts(scaled) == (2, 4, 1, 2)
+
+
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+        self.register_buffer("shift", torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.shift
+
+
+def _set_factor(module: nn.Module) -> None:
+    module.factor = 5.0
+
+
+def _set_shift(module: nn.Module) -> None:
+    module.shift = torch.randn(3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("change", [_set_factor, _set_shift])
+def test_what_a_script_module_has_is_not_compared(change: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    module, x = torch.jit.script(Scripted()), torch.randn(3)
+    sequence = graphed(lambda x: module(x))
+    for number in range(8):
+        if number == 4:
+            change(module)
+        assert_bitwise_equal(sequence(x), module(x))
+    assert counts(sequence) == (0, 0, 0, 8)
+    assert "closure variable module is a ScriptModule" in caplog.text
+
+
+def test_a_context_of_decimal_numbers() -> None:
+    context = decimal.Context(prec=20)
+    assert_follows(
+        lambda x: x.double() * float(context.divide(decimal.Decimal(1), decimal.Decimal(3))),
+        lambda: setattr(context, "prec", 3),
+    )
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_drawing_from_a_bit_generator_of_numpy_is_refused(kind: str) -> None:
+    bits, x = getattr(np.random, kind)(1), torch.ones(3)
+    sequence = graphed(lambda x: x * (bits.random_raw() % 7))
+    sequence(x)
+    with pytest.raises(CaptureError, match="closure variable bits changed"):
+        sequence(x)
+
+
+def test_a_module_that_makes_up_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, held = types.ModuleType("made_up"), {"factor": 2.0}
+    module.__getattr__ = lambda name: held[name]  # without an AttributeError
+    assert_follows(lambda x: x * module.factor, lambda: held.update(factor=3.0))
