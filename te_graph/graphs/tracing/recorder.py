@@ -43,6 +43,10 @@ _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permu
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
 # torch computes these derivatives in another way, with other rounding, wherever a dispatch mode is on.
 _OTHERWISE = frozenset({"ProdBackward0", "ProdBackward1", "CumprodBackward0", "MaskedFillBackward1"})
+_WRITES_LENT = (
+    "it writes into memory that another library lent inside the region (torch.from_numpy), and a replay would go on "
+    "from what the last one has left there: use torch.tensor"
+)
 _LIFTS = frozenset({"lift_fresh", "lift_fresh_copy"})
 
 
@@ -121,6 +125,7 @@ class Recorder:
         self._grad_enabled = False
         self._aliases: list[Tensor] = []
         self._born: dict[int, Tensor] = {}
+        self._lent: dict[int, Tensor] = {}  # by other libraries, inside the region
         self._temporaries: list[Tensor] | None = None
         self._captured = False
         self._told = Told()
@@ -223,6 +228,11 @@ class Recorder:
         self._aliases.append(alias)
         return alias
 
+    def _reason_to_refuse(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> str | None:
+        if any(storage_key(tensor) in self._lent for tensor, _ in written_tensors(func, args, kwargs)):
+            return _WRITES_LENT
+        return None
+
     def _record(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
         """Append a call that has just run; runs beneath autograd and with the modes bypassed."""
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
@@ -270,8 +280,11 @@ class Recorder:
     def _freeze(self, tensor: Tensor, name: str) -> None:
         """Let every replay begin with the present value of ``tensor`` [...], which was built from Python data."""
         key = storage_key(tensor)
+        if key in self._born:
+            return
         # Memory that another library lent (torch.from_numpy) is not ours to write: it stays where and what it is.
-        if key in self._born or not tensor.untyped_storage().resizable():
+        if not tensor.untyped_storage().resizable():
+            self._lent[key] = self._alias(tensor)
             return
         live = self._born[key] = self._alias(tensor)
         value, site = live.clone(), user_site()
@@ -344,7 +357,8 @@ class _CaptureMode(RecordingMode):
         if has_subclass(types):
             return NotImplemented
         with bypass_modes():
-            self._refuse(func, reason_to_refuse(func, args, kwargs))
+            reason = reason_to_refuse(func, args, kwargs) or self._recorder._reason_to_refuse(func, args, kwargs)
+            self._refuse(func, reason)
             state = self._generator.state()
         result = func(*args, **kwargs)
         with bypass_modes():

@@ -36,12 +36,13 @@ _FUNCTIONS = {
     torch.Tensor.tolist: READS_VALUE,
     torch.Tensor.numpy: READS_VALUE,
     torch.Tensor.__array__: READS_VALUE,
+    torch.Tensor.__dlpack__: READS_VALUE,
     torch.Tensor.__repr__: READS_VALUE,
     torch.Tensor.cpu: LEAVES_DEVICE,
     torch.Tensor.cuda: LEAVES_DEVICE,
     torch.Tensor.data.__set__: _MOVES_STORAGE,
 }
-_TO, _TO_CUDA = torch.Tensor.to, torch.Tensor.cuda
+_TO, _TO_CUDA, _TO_DLPACK = torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.__dlpack__
 _FUNCTION_NAMES = {torch.Tensor.data.__set__: "Tensor.data = ..."}
 
 
@@ -109,7 +110,9 @@ def refuse_host_access(refusals: Refusals, func: Any, args: tuple, kwargs: dict)
 def host_access(func: Any, args: tuple, kwargs: dict) -> tuple[str, str] | None:
     """What messages call ``func``, and why no graph can hold it; None if it takes no tensor to the host."""
     func = inspect.unwrap(func)  # of torch: host_access.py and exports.py put functions around some
-    if func in _FUNCTIONS and not (func is _TO_CUDA and args[0].is_cuda):
+    # Another library may launch kernels on what DLPack gives it of a GPU, on the stream that is captured.
+    stays = func in (_TO_CUDA, _TO_DLPACK) and args[0].is_cuda
+    if func in _FUNCTIONS and not stays:
         return _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}"), _FUNCTIONS[func]
     device = _device_in(*args[1:], **kwargs) if func is _TO else None
     if device is not None and device.type != args[0].device.type:

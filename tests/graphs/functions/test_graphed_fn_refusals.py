@@ -320,3 +320,23 @@ def test_random_numbers_of_python_and_numpy_are_refused_and_not_drawn() -> None:
         with pytest.raises(CaptureError, match=r"draws random numbers from Python's random or numpy\.random"):
             sequence(x)
         assert module.random() == expected
+
+
+@pytest.mark.parametrize("change", [lambda t, x: t.add_(x), lambda t, x: torch.mul(t, x, out=t)])
+def test_writing_into_memory_that_numpy_lends_inside_is_refused(change: Callable) -> None:
+    def function(x: Tensor) -> Tensor:
+        counted = torch.from_numpy(np.array([1.0, 2.0, 3.0], dtype=np.float32))
+        change(counted, x)
+        return counted.clone()
+
+    sequence, x = graphed(function), torch.randn(3)
+    sequence(x)
+    with pytest.raises(CaptureError, match=r"memory that another library lent .* use torch.tensor"):
+        sequence(x)
+
+
+def test_an_argument_that_numpy_reads_by_dlpack_is_refused() -> None:
+    sequence, x = graphed(lambda x: x * float(np.from_dlpack(x).sum())), torch.randn(3)
+    sequence(x)
+    with pytest.raises(CaptureError, match=r"__dlpack__ .* reads a tensor's value on the host"):
+        sequence(x)
