@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,12 +20,14 @@ from te_graph.graphs.arguments.signature import ResultSpec
 from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.checks import check_circumstances
 from te_graph.graphs.capture.session import garbage_collection_off
+from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
+from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
 from te_graph.graphs.guards.guarded_sources import GuardedSource, is_opaque
 from te_graph.graphs.guards.rollback import Bindings, ContainerState
 from te_graph.graphs.guards.source_walker import SourceWalker
-from te_graph.graphs.guards.values import random_state, set_random_state
+from te_graph.graphs.guards.values import random_state, set_random_state, value_of
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 from te_graph.graphs.tracing.calls import Frame, call
 from te_graph.graphs.tracing.code_watch import CodeWatch
@@ -45,17 +48,17 @@ class ResultSource:
 
     Attributes:
         step: of the guard, to the tensor, or to the one whose ``.grad`` it is.
-        view: size, stride and offset where the result is another view of its memory; None: the very object.
+        view: what the result is of its memory; None: the very object.
     """
 
     step: int
     is_grad: bool
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    view: ResultView | None
 
     def result(self, found: Any) -> Any:
         """The result, where the guard's step has ``found`` a tensor [...] or another object."""
         tensor = found.grad if self.is_grad else found
-        return tensor if self.view is None else tensor.detach().as_strided(*self.view)
+        return tensor if self.view is None else self.view.of(tensor)
 
 
 @dataclass(eq=False)
@@ -73,7 +76,8 @@ class FunctionEntry:
         graph: None until captured.
         results: nest of the results.
         own: those that the graph made, [...] each.
-        special: numbers of those that are more than a plain tensor, and the same object at each call.
+        own_views: of those, (number, number of the one that it is a view of, how).
+        special: numbers of those that are more than a plain tensor, and their attributes.
         found_sources: where the others are found.
         found_steps: their steps of the guard.
         order: of each result, the number among ``own``, then ``found_sources``.
@@ -95,7 +99,8 @@ class FunctionEntry:
     graph: _C.CapturedGraph | None = None
     results: ResultSpec | None = None
     own: list[Tensor] = field(default_factory=list)
-    special: list[int] = field(default_factory=list)
+    own_views: list[tuple[int, int, ResultView]] = field(default_factory=list)
+    special: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     found_sources: list[ResultSource] = field(default_factory=list)
     found_steps: list[int] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
@@ -136,10 +141,23 @@ class FunctionEntry:
         others = [source.result(one) for source, one in zip(self.found_sources, found, strict=True)]
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
         made = replay_order.replay(self.graph, self.own)
-        for number in self.special:
-            made[number] = self.own[number]
+        for number, base, view in self.own_views:
+            made[number] = view.of(made[base])
+        for number, attributes in self.special:
+            made[number] = Tensor._make_subclass(type(self.own[number]), made[number], False)
+            vars(made[number]).update({key: _made_anew(value) for key, value in attributes.items()})
         pool = [*made, *others]
         return self.results.unflatten([pool[number] for number in self.order])
+
+    def _views_among_own(self) -> Iterator[tuple[int, int, ResultView]]:
+        """The results, numbers of ``own``, that autograd knows as views of other ones."""
+        special, numbers = {number for number, _ in self.special}, {id(one): n for n, one in enumerate(self.own)}
+        for number, one in enumerate(self.own):
+            base = numbers.get(id(one._base))
+            if base is None or special & {number, base}:
+                continue
+            if (view := ResultView.between(one, self.own[base])) is not None:
+                yield number, base, view
 
     def take(self, tensors: list[Tensor | ResultSource]) -> None:
         """Enter the results, [...] each: the graph's own, or where others are found."""
@@ -147,9 +165,16 @@ class FunctionEntry:
         self.found_steps = [source.step for source in self.found_sources]
         own = {id(one): one for one in tensors if isinstance(one, Tensor)}
         self.own = list(own.values())
-        self.special = [n for n, one in enumerate(self.own) if type(one) is not Tensor or vars(one)]
+        self.special = [(n, dict(vars(one))) for n, one in enumerate(self.own) if type(one) is not Tensor or vars(one)]
+        self.own_views = list(self._views_among_own())
         numbers = {key: number for number, key in enumerate([*own, *map(id, self.found_sources)])}
         self.order = [numbers[id(one)] for one in tensors]
+
+
+def _made_anew(attribute: Any) -> Any:
+    """A container of values is the user's to change; each call makes another one."""
+    is_own = isinstance(attribute, list | dict | set) and value_of(attribute) is not None
+    return copy.deepcopy(attribute) if is_own else attribute
 
 
 def _is_itself(source: GuardedSource) -> bool:
@@ -269,7 +294,14 @@ class _Attempt:
         for source in self._before:
             if isinstance(source.obj, Tensor):
                 self.watch.keep_grads(source.obj)
-        with on_gpu, self._reads, self.watch, torch.autograd.set_detect_anomaly(False):  # it reads values on the host
+        outer = OuterHistories(self._label, self._before)
+        with (
+            outer,
+            on_gpu,
+            self._reads,
+            self.watch,
+            torch.autograd.set_detect_anomaly(False),
+        ):  # it reads values on the host
             yield
 
     def run(self) -> None:
@@ -365,5 +397,12 @@ class _Attempt:
             raise CaptureError(f"{self._label}: {name} is neither computed nor an argument: return a clone")
         view = None
         if source.obj is not tensor:
-            view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+            found = next((one for one in known if one.obj is tensor._base), source)
+            views = ((one, ResultView.between(tensor, one.obj)) for one in (found, *known))
+            source, view = next(((one, view) for one, view in views if view is not None), (None, None))
+            if source is None:
+                raise CaptureError(
+                    f"{self._label}: {name} reads {found.name} as another dtype or as a conjugate or negative view, "
+                    "which cannot be made anew at each call: return a clone"
+                )
         return ResultSource(function_guard.step_of(source.parent if source.is_grad else source), source.is_grad, view)

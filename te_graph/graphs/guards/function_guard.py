@@ -84,6 +84,8 @@ class FunctionGuard:
         elif source.is_dense_tensor:
             is_leaf = obj.is_leaf and obj.requires_grad
             guard.add_tensor(step, obj, is_used, is_written, compares_hooks=self._runs_backward and is_leaf)
+            if not source.is_grad:
+                guard.expect_type(step, type(obj))  # code can tell a parameter, or a subclass with functions of its own
         elif source.is_grad:
             guard.expect_value(step, value_of(None))
         elif isinstance(obj, dict):

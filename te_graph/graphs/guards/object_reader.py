@@ -55,6 +55,7 @@ _HOOKS_OF_ALL = {
     "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
 }
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_HISTORY = frozenset({"is_leaf", "grad_fn"})
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -126,6 +127,8 @@ class ObjectReader:
         is_parameter = tensor.is_leaf and tensor.requires_grad
         if tensor.is_leaf:
             yield source.child(tensor.grad, name_of("grad", source.name), _Kind.GRAD)
+        if tensor.requires_grad and not _HISTORY.isdisjoint(self.names.said):  # without a gradient it is a leaf
+            yield source.child(tensor.is_leaf, name_of("is_leaf", source.name), _Kind.ATTRIBUTE, "is_leaf")
         hooks = {key: getattr(tensor, key) for key in _HOOKS_OF_TENSORS}
         if any(hooks.values()):  # else the guard sees that there are none
             for key, value in hooks.items():

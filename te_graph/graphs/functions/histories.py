@@ -1,0 +1,46 @@
+"""Autograd's histories from outside a function, which a backward inside it must not go on through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from te_graph.graphs.guards.guarded_sources import GuardedSource
+from te_graph.graphs.tracing.recorder import CaptureError
+
+
+class OuterHistories:
+    """Context of a capture in which a backward is refused that runs on through what tensors were computed from before.
+
+    A guard could compare none of that at each call: operations, their hooks and what they saved.
+
+    Args:
+        label: of the function.
+        sources: where it finds tensors. Their histories begin in none but these.
+    """
+
+    def __init__(self, label: str, sources: Iterable[GuardedSource]) -> None:
+        self._label = label
+        # A tensor that a history begins with is met under its first name.
+        computed = (source for source in sources if isinstance(source.obj, Tensor) and source.obj.grad_fn is not None)
+        self._first = {source.obj.grad_fn: source.name for source in reversed([*computed])}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._handles = [node.register_prehook(self._refusing(name)) for node, name in self._first.items()]
+
+    def __exit__(self, *failure: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _refusing(self, name: str) -> Any:
+        def refuse(gradients: tuple[Tensor | None, ...]) -> None:  # [...] each
+            raise CaptureError(
+                f"{self._label}: a backward goes on through what {name} was computed from before the call, which "
+                f"may be other operations at each call: compute it inside, or end there (torch.autograd.grad for "
+                f"{name}, {name}.detach())"
+            )
+
+        return refuse

@@ -1,0 +1,182 @@
+"""graphed(): what code and autograd can tell of the tensors that a function gets and gives, besides their elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from sequences import counts
+from torch import Tensor, nn
+
+from te_graph import CaptureError, graphed
+from te_graph.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+class Doubling(Tensor):
+    """Multiplies by twice as much."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return result * 2 if func is Tensor.mul else result
+
+
+@pytest.mark.parametrize(
+    ("function", "other"),
+    [
+        (lambda x: x * 3, lambda x: x.as_subclass(Doubling)),
+        (lambda x: x + 1 if isinstance(x, nn.Parameter) else x + 2, lambda x: nn.Parameter(x, requires_grad=False)),
+    ],
+)
+def test_a_tensor_of_another_class_in_the_same_memory(function: Callable, other: Callable, device: str) -> None:
+    x = torch.randn(3, device=device)
+    sequence = graphed(function)
+    for given in (x, other(x), x):
+        for _ in range(3):
+            assert_bitwise_equal(sequence(given).as_subclass(Tensor).clone(), function(given).as_subclass(Tensor))
+    assert counts(sequence) == (2, 7, 1, 2)
+
+
+@pytest.mark.parametrize("asks", [lambda x: x.is_leaf, lambda x: x.grad_fn is None])
+def test_a_tensor_that_is_no_longer_a_leaf_of_autograd(asks: Callable[[Tensor], bool], device: str) -> None:
+    @torch.no_grad()
+    def function(x: Tensor) -> Tensor:
+        return x * 2 if asks(x) else x * 3
+
+    memory, factor = torch.randn(3, device=device), torch.randn(3, device=device, requires_grad=True)
+    sequence = graphed(function)
+    for given in (memory.detach().requires_grad_(), memory.detach().mul_(factor)):
+        assert given.data_ptr() == memory.data_ptr()
+        for _ in range(3):
+            assert_bitwise_equal(sequence(given).clone(), function(given))
+    assert counts(sequence) == (2, 4, 1, 2)
+
+
+VIEWS = {
+    "slice": lambda x: x[1:],
+    "transpose": lambda x: x.T,
+    "detached": lambda x: x.detach(),
+    "of a detached one": lambda x: x.detach()[0],
+    "without gradients": torch.no_grad()(lambda x: x[0]),
+    "one of several": lambda x: x.unbind(0)[1],
+    "complex": torch.view_as_complex,
+    "negative": torch._neg_view,
+}
+
+
+def _as_autograd_sees_it(function: Callable[[Tensor], Tensor], x: Tensor) -> list[Any]:
+    """What becomes of the view ``function(x)``, of ``x`` [3, 2], when both are changed in place with gradients."""
+    factor, told = torch.full((), 3.0, device=x.device, requires_grad=True), []
+    seen = function(x)
+    told += [seen.detach().clone(), seen.is_neg(), seen.requires_grad, seen._is_view(), seen._base is x]
+    try:
+        seen.mul_(factor)
+    except RuntimeError as error:
+        return [*told, str(error).partition(" is a view and is being modified")[0]]
+    told += [x.requires_grad, x.detach().clone()]
+    if x.requires_grad:
+        told += torch.autograd.grad(x.square().sum(), factor)
+    return told
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("width", [2, 4], ids=["whole", "part"])
+def test_a_view_of_an_argument_is_one_to_autograd(name: str, width: int, device: str) -> None:
+    function, memory = VIEWS[name], torch.empty(3, width, device=device)
+    sequence = graphed(function)
+
+    def argument(of: Tensor, values: Tensor) -> Tensor:  # [3, width], [3, 2]
+        given = of.detach() if width == 2 else of.detach()[:, :2]
+        with torch.no_grad():
+            return given.copy_(values)
+
+    for number in range(4):
+        values = torch.randn(3, 2, device=device)
+        given = argument(memory, values)
+        if number == 1 and width == 4 and name in ("complex", "negative"):
+            with pytest.raises(CaptureError, match="result 0 reads argument 0 as another dtype or as a conjugate"):
+                sequence(given)
+            return
+        expected = _as_autograd_sees_it(function, argument(torch.empty_like(memory), values))
+        assert_bitwise_equal(_as_autograd_sees_it(sequence, given), expected)
+    assert counts(sequence) == (1, 3, 0, 1)
+
+
+def test_a_result_of_another_dtype_in_the_memory_of_an_argument_is_refused(device: str) -> None:
+    sequence, x = graphed(lambda x: x.view(torch.int16)), torch.randn(3, device=device)
+    sequence(x)
+    with pytest.raises(CaptureError, match="result 0 reads argument 0 as another dtype"):
+        sequence(x)
+
+
+def test_a_result_that_is_a_view_of_another_one_is_one_to_autograd(device: str) -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        doubled = x * 2
+        return doubled, doubled[1:]
+
+    sequence = graphed(function)
+    x, weight = torch.randn(3, device=device), torch.randn(3, device=device, requires_grad=True)
+    for _ in range(4):
+        gradients = []
+        for called_ in (sequence, function):
+            whole, part = called_(x)
+            whole.mul_(weight)
+            assert part._base is whole
+            gradients += torch.autograd.grad(part.square().sum(), weight)
+        assert_bitwise_equal(*gradients)
+    assert counts(sequence) == (1, 3, 0, 1)
+
+
+def test_what_is_done_to_a_parameter_that_is_a_result_concerns_no_later_one(device: str) -> None:
+    def function(x: Tensor) -> nn.Parameter:
+        made = nn.Parameter(x * 2, requires_grad=False)
+        made.scales = [1.0, 2.0]
+        return made
+
+    sequence, x = graphed(function), torch.randn(3, device=device)
+    for _ in range(4):
+        made = sequence(x)
+        assert type(made) is nn.Parameter
+        assert not made.requires_grad
+        assert vars(made) == {"scales": [1.0, 2.0]}
+        assert_bitwise_equal(made.clone(), function(x).clone())
+        made.requires_grad_()
+        made.seen = True
+        made.scales.append(3.0)
+    assert counts(sequence) == (1, 3, 0, 1)
+
+
+@pytest.mark.parametrize("change", ["hook", "hook below", "in place"])
+def test_a_backward_through_a_history_from_outside_is_refused(change: str, device: str) -> None:
+    parameter = nn.Parameter(torch.randn(3, device=device))
+    parameter.grad = torch.zeros(3, device=device)
+    middle = parameter * 2
+    outer = middle * 3
+
+    def backward() -> None:
+        parameter.grad.zero_()
+        (outer * 2).sum().backward(retain_graph=True)
+
+    sequence = graphed(backward)
+    sequence()
+    with pytest.raises(CaptureError, match="a backward goes on through what closure variable outer was computed from"):
+        sequence()
+    if change == "in place":
+        outer.mul_(5)
+    else:
+        (outer if change == "hook" else middle).register_hook(lambda gradient: gradient * 5)
+    backward()  # what was put up for the capture is gone
+    assert_bitwise_equal(parameter.grad, torch.full((3,), 60.0, device=device))
+
+
+def test_a_gradient_for_a_tensor_with_a_history_is_captured(device: str) -> None:
+    outer = torch.randn(3, device=device, requires_grad=True) * 2
+    sequence = graphed(lambda: torch.autograd.grad((outer * outer).sum(), outer))
+    for _ in range(4):
+        assert_bitwise_equal(sequence()[0].clone(), outer.detach() * 2)
+    assert counts(sequence) == (1, 3, 0, 1)
