@@ -160,8 +160,7 @@ private:
     void reduce(const Operation& operation, const at::Tensor& rows, const at::Tensor& out) {
         const Rows reduction{rows.const_data_ptr(),         out.data_ptr(),     out.numel(), world_,
                              element_of(out.scalar_type()), operation.reduction};
-        run_on(
-            out.device(), [&] { reduce_rows_cpu(reduction); }, TE_GRAPH_LAUNCH(launch_reduce_rows(reduction, stream)));
+        TE_GRAPH_RUN(out.device(), reduce_rows, reduction);
     }
 
     std::string group_;

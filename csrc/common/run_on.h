@@ -30,5 +30,9 @@ void run_on(at::Device device, const OnCpu& on_cpu, [[maybe_unused]] const Launc
 #else
 #define TE_GRAPH_LAUNCH(call) 0
 #endif
+// NAME_cpu(arguments) for tensors on the CPU, launch_NAME(arguments, stream) for a GPU.
+#define TE_GRAPH_RUN(device, name, ...) \
+    run_on(                             \
+        device, [&] { name##_cpu(__VA_ARGS__); }, TE_GRAPH_LAUNCH(launch_##name(__VA_ARGS__, stream)))
 
 }  // namespace te_graph

@@ -224,10 +224,7 @@ Dequantization dequantization_of(const char* op, const at::Tensor& x, const at::
             .dtype = wide_dtype_of(op, "out", out.scalar_type())};
 }
 
-void run_dequantize(at::Device device, const Dequantization& work) {
-    run_on(
-        device, [&] { dequantize_cpu(work); }, TE_GRAPH_LAUNCH(launch_dequantize(work, stream)));
-}
+void run_dequantize(at::Device device, const Dequantization& work) { TE_GRAPH_RUN(device, dequantize, work); }
 
 at::Tensor dequantize(const at::Tensor& x,          // [...]
                       const at::Tensor& scale_inv,  // [] or [1]

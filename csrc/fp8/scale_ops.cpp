@@ -82,8 +82,7 @@ void run_update(const Update& update, const at::Tensor& amax_history, const at::
                           {"scale_inv", scale_inv, true},
                           {"non_weight_mask", non_weight_mask, false},
                           {"update_weight_scale_inv", flag, false}});
-    run_on(
-        amax_history.device(), [&] { update_cpu(update); }, TE_GRAPH_LAUNCH(launch_update(update, stream)));
+    TE_GRAPH_RUN(amax_history.device(), update, update);
     note_writes({amax_history, scale, scale_inv});
 }
 
@@ -129,8 +128,7 @@ std::tuple<at::Tensor, at::Tensor> current_scale(const at::Tensor& x,  // [...]
                             .scale = static_cast<float*>(scale.data_ptr()),
                             .state = static_cast<uint32_t*>(state.data_ptr()),
                             .rule = rule};
-    run_on(
-        x.device(), [&] { current_scale_cpu(work); }, TE_GRAPH_LAUNCH(launch_current_scale(work, stream)));
+    TE_GRAPH_RUN(x.device(), current_scale, work);
     return {amax, scale};
 }
 

@@ -107,29 +107,20 @@ __global__ void multi_tensor_finish_norm_kernel(const uint64_t* states, Norm nor
     if (threadIdx.x == 0) write_norm(norm_value(words, norm, p), result, blockIdx.x);
 }
 
-template <Norm kNorm>
-cudaError_t launch(const TensorTable& tensors, NormArguments arguments, cudaStream_t stream) {
-    return launch_over<false>(tensors, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
-        arguments.is_last = is_last;
-        const auto kernel = multi_tensor_norm_kernel<kNorm, std::decay_t<decltype(table)>>;
-        // A list without elements has a norm, too.
-        const auto blocks = resident_blocks(kernel, std::max<int64_t>(1, chunks));
-        kernel<<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
-    });
-}
-
-cudaError_t launch(const TensorTable& tensors, const NormArguments& arguments, cudaStream_t stream) {
-    switch (norm_of(arguments.p)) {
+// Calls function.operator()<kNorm>().
+template <typename Function>
+cudaError_t with_norm(Norm norm, const Function& function) {
+    switch (norm) {
         case Norm::kMaximum:
-            return launch<Norm::kMaximum>(tensors, arguments, stream);
+            return function.template operator()<Norm::kMaximum>();
         case Norm::kCount:
-            return launch<Norm::kCount>(tensors, arguments, stream);
+            return function.template operator()<Norm::kCount>();
         case Norm::kAbsolute:
-            return launch<Norm::kAbsolute>(tensors, arguments, stream);
+            return function.template operator()<Norm::kAbsolute>();
         case Norm::kSquare:
-            return launch<Norm::kSquare>(tensors, arguments, stream);
+            return function.template operator()<Norm::kSquare>();
         case Norm::kPower:
-            return launch<Norm::kPower>(tensors, arguments, stream);
+            return function.template operator()<Norm::kPower>();
     }
     return cudaErrorInvalidValue;
 }
@@ -145,8 +136,17 @@ cudaError_t launch_clear(uint64_t* state, cudaStream_t stream) {
     return cudaMemsetAsync(state, 0, kStateWords * sizeof(uint64_t), stream);
 }
 
-cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream) {
-    return launch(tensors, {p, state, result, false, false}, stream);
+cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream,
+                        bool per_entry) {
+    return with_norm(norm_of(p), [&]<Norm kNorm>() {
+        return launch_over<false>(tensors, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
+            const auto kernel = multi_tensor_norm_kernel<kNorm, std::decay_t<decltype(table)>>;
+            // A list without elements has a norm, too.
+            const auto blocks = resident_blocks(kernel, std::max<int64_t>(1, chunks));
+            const NormArguments arguments{p, state, result, per_entry, is_last};
+            kernel<<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
+        });
+    });
 }
 
 cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* states, NormResult result,
@@ -154,7 +154,7 @@ cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* states,
     if (tensors.count == 0) return cudaSuccess;
     const size_t bytes = static_cast<size_t>(tensors.count) * kStateWords * sizeof(uint64_t);
     if (const cudaError_t error = cudaMemsetAsync(states, 0, bytes, stream); error != cudaSuccess) return error;
-    if (const cudaError_t error = launch(tensors, {p, states, result, true, false}, stream); error != cudaSuccess) {
+    if (const cudaError_t error = launch_norm(tensors, p, states, result, stream, true); error != cudaSuccess) {
         return error;
     }
     return finish(states, tensors.count, p, result, stream);

@@ -57,7 +57,9 @@ void finish_norm_cpu(const uint64_t* state, double p, NormResult result);
 // Sets a state to zero.
 cudaError_t launch_clear(uint64_t* state, cudaStream_t stream);
 // As on the CPU. No allocation, no host sync. One launch for a table or up to kInlineTensors entries, else several.
-cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream);
+// per_entry: `state` is [count, kStateWords], a sum for each entry, and `result` is left to others.
+cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream,
+                        bool per_entry = false);
 // states: [count, kStateWords] scratch memory.
 cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* states, NormResult result,
                          cudaStream_t stream);

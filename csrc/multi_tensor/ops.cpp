@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "common/no_derivative.h"
+#include "multi_tensor/arguments.h"
 #include "multi_tensor/operands.h"
-#include "multi_tensor/run.h"
 #include "multi_tensor/tensor_list.h"
 
 namespace te_graph::multi_tensor {
@@ -41,7 +41,8 @@ at::Tensor norm(at::TensorList tensors, double p) {
     const TensorEntries entries(kNorm, tensors, false);
     const at::Tensor state = new_state(entries.device());
     const at::Tensor out = at::empty({}, state.options().dtype(norm_dtype(entries.has_double())));
-    run_norm(entries.device(), entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
+    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()),
+                 result_in(out));
     return out;
 }
 
@@ -49,7 +50,7 @@ at::Tensor norm_partial(at::TensorList tensors, double p) {
     check_p("multi_tensor_norm_partial", p);
     const TensorEntries entries("multi_tensor_norm_partial", tensors, false);
     const at::Tensor state = new_state(entries.device());
-    run_norm(entries.device(), entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), {});
+    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), {});
     return state;
 }
 
@@ -62,9 +63,7 @@ at::Tensor norm_finish(const at::Tensor& partial,  // [kStateWords] int64
     const uint64_t* const state = state_of(kFinish, "partial", partial, partial.device());
     const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
     const NormResult result = result_in(out);
-    run_on(
-        partial.device(), [&] { finish_norm_cpu(state, p, result); },
-        TE_GRAPH_LAUNCH(launch_finish_norm(state, p, result, stream)));
+    TE_GRAPH_RUN(partial.device(), finish_norm, state, p, result);
     return out;
 }
 
@@ -90,7 +89,7 @@ struct PreparedScaling {
     Scaling scaling;
 
     void run() {
-        run_scale(entries.device(), entries.table(), scaling);
+        TE_GRAPH_RUN(entries.device(), scale, entries.table(), scaling);
         entries.finish();
     }
 };
@@ -99,7 +98,7 @@ struct PreparedAccumulation {
     Accumulation accumulation;
 
     void run() {
-        run_accumulate(entries.device(), entries.table(), accumulation);
+        TE_GRAPH_RUN(entries.device(), accumulate, entries.table(), accumulation);
         entries.finish();
     }
 };
@@ -124,7 +123,7 @@ void clip(at::TensorList tensors,
     // A rank without gradients tells of the norm of all ranks as well.
     const Operands operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
     const Scaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, total_norm.device());
-    if (found_inf) run_scale(total_norm.device(), {}, clip);
+    if (found_inf) TE_GRAPH_RUN(total_norm.device(), scale, {}, clip);
 }
 
 at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
@@ -137,8 +136,9 @@ at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
     const Scaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
     Operands(kClipNorm, {{"found_inf", found_inf, true}}).check_beside(entries, false);
     const at::Tensor state = new_state(entries.device());
-    run_norm(entries.device(), entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), result_in(out));
-    run_scale(entries.device(), entries.table(), clip);
+    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()),
+                 result_in(out));
+    TE_GRAPH_RUN(entries.device(), scale, entries.table(), clip);
     entries.finish();
     return out;
 }
@@ -168,7 +168,7 @@ void scale_by_number(at::TensorList tensors, double scale,
 
 void zero(at::TensorList tensors) {
     TensorEntries entries(kZero, tensors, true);
-    run_zero(entries.device(), entries.table());
+    TE_GRAPH_RUN(entries.device(), zero, entries.table());
     entries.finish();
 }
 

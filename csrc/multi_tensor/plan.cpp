@@ -10,7 +10,7 @@
 
 #include "common/no_derivative.h"
 #include "common/to_device.h"
-#include "multi_tensor/run.h"
+#include "multi_tensor/arguments.h"
 #include "multi_tensor/tensor_list.h"
 
 namespace te_graph::multi_tensor {

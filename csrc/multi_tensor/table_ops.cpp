@@ -1,8 +1,8 @@
 // Registration of the multi-tensor ops over tables in device memory.
 #include <torch/library.h>
 
+#include "multi_tensor/arguments.h"
 #include "multi_tensor/operands.h"
-#include "multi_tensor/run.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -40,7 +40,7 @@ at::Tensor norm_table(const at::Tensor& table,    // [entries, 4] int64
     const TensorTable tensors = table_of(kOp, table, chunks);
     uint64_t* const state = state_of(kOp, "partial", partial, table.device());
     const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
-    run_norm(table.device(), tensors, p, state, result_in(out));
+    TE_GRAPH_RUN(table.device(), norm, tensors, p, state, result_in(out));
     return out;
 }
 
@@ -52,8 +52,8 @@ void clip_table(const at::Tensor& table,       // [entries, 4] int64
 {
     constexpr const char* kOp = "multi_tensor_clip_table_";
     const Operands operands(kOp, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
-    run_scale(table.device(), table_of(kOp, table, chunks),
-              clip_of(kOp, total_norm, max_norm, eps, found_inf, table.device()));
+    TE_GRAPH_RUN(table.device(), scale, table_of(kOp, table, chunks),
+                 clip_of(kOp, total_norm, max_norm, eps, found_inf, table.device()));
 }
 
 void scale_table(const at::Tensor& table,                     // [entries, 4] int64
@@ -63,15 +63,15 @@ void scale_table(const at::Tensor& table,                     // [entries, 4] in
 {
     constexpr const char* kOp = "multi_tensor_scale_table_";
     const Operands operands(kOp, {{"scale", scale, false}, {"found_inf", found_inf, true}});
-    run_scale(table.device(), table_of(kOp, table, chunks),
-              {.scale = scalar_of(kOp, "scale", scale, table.device()),
-               .found_inf = flag_of(kOp, "found_inf", found_inf, table.device())});
+    TE_GRAPH_RUN(table.device(), scale, table_of(kOp, table, chunks),
+                 {.scale = scalar_of(kOp, "scale", scale, table.device()),
+                  .found_inf = flag_of(kOp, "found_inf", found_inf, table.device())});
 }
 
 void zero_table(const at::Tensor& table,   // [entries, 4] int64
                 const at::Tensor& chunks)  // [chunks, 2] int32
 {
-    run_zero(table.device(), table_of("multi_tensor_zero_table_", table, chunks));
+    TE_GRAPH_RUN(table.device(), zero, table_of("multi_tensor_zero_table_", table, chunks));
 }
 
 void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
@@ -91,7 +91,7 @@ void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
     Accumulation accumulation = accumulation_of(kOp, scale, zero_source, sum_squares, found_inf, noop, table.device());
     accumulation.has_mode = store.has_value();
     accumulation.mode = store.value_or(false) ? Mode::kStore : Mode::kAdd;
-    run_accumulate(table.device(), tensors, accumulation);
+    TE_GRAPH_RUN(table.device(), accumulate, tensors, accumulation);
 }
 
 void implement(torch::Library& m) {

@@ -1,4 +1,4 @@
-// Calls of the CPU loops or of the launchers; the arguments that ops and plans have in common.
+// Arguments that ops and plans have in common, checked.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -49,28 +49,6 @@ inline NormResult result_in(const at::Tensor& out) {
 }
 
 inline at::ScalarType norm_dtype(bool has_double) { return has_double ? at::kDouble : at::kFloat; }
-
-inline void run_norm(at::Device device, const TensorTable& tensors, double p, uint64_t* state, NormResult result) {
-    run_on(
-        device, [&] { norm_cpu(tensors, p, state, result); },
-        TE_GRAPH_LAUNCH(launch_norm(tensors, p, state, result, stream)));
-}
-
-inline void run_scale(at::Device device, const TensorTable& tensors, const Scaling& scaling) {
-    run_on(
-        device, [&] { scale_cpu(tensors, scaling); }, TE_GRAPH_LAUNCH(launch_scale(tensors, scaling, stream)));
-}
-
-inline void run_zero(at::Device device, const TensorTable& tensors) {
-    run_on(
-        device, [&] { zero_cpu(tensors); }, TE_GRAPH_LAUNCH(launch_zero(tensors, stream)));
-}
-
-inline void run_accumulate(at::Device device, const TensorTable& tensors, const Accumulation& accumulation) {
-    run_on(
-        device, [&] { accumulate_cpu(tensors, accumulation); },
-        TE_GRAPH_LAUNCH(launch_accumulate(tensors, accumulation, stream)));
-}
 
 inline Scaling clip_of(const char* op, const at::Tensor& total_norm, double max_norm, double eps,
                        const std::optional<at::Tensor>& found_inf, at::Device device) {
