@@ -52,4 +52,4 @@ def tiny_run(seed: int, text: Path) -> Callable[..., int]:
 
 
 def load(path: Path) -> dict:
-    return torch.load(path, weights_only=True)
+    return torch.load(path, map_location="cpu", weights_only=True)

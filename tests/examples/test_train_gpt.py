@@ -12,7 +12,7 @@ import torch
 import torch.utils.deterministic
 from gpt_runs import gpt, load, text_data, text_file, tiny_run, train_gpt, trainer
 
-from te_graph.testing import assert_bitwise_equal, find_differences
+from te_graph.testing import assert_bitwise_equal, deterministic, find_differences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 text, run = pytest.fixture(text_file), pytest.fixture(tiny_run)
@@ -361,7 +361,7 @@ def test_compare_finds_cuda_graphs_equal_to_eager(run, capsys, option):
 def test_a_run_with_cuda_graphs_resumes_bit_for_bit(run, tmp_path):
     whole, half, end = (tmp_path / name for name in ("whole.pt", "half.pt", "end.pt"))
     options = ("--device", "cuda", "--graph", "--dropout", 0.1)
-    with train_gpt.deterministic():
+    with deterministic():
         assert run(*options, "--checkpoint", whole) == 0
         assert run(*options, "--checkpoint", half, "--stop-after", 3) == 0
         assert run(*options, "--checkpoint", end, "--resume", half) == 0

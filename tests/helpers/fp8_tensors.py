@@ -88,6 +88,6 @@ class Poisoned:
 
 
 def assert_same_bits(got: Tensor, expected: Tensor, what: object = "") -> None:
-    """``got`` [...] on any device has dtype, shape and bits of ``expected`` [...], which is on the CPU."""
-    differences = find_differences(got.detach().cpu(), expected.detach())
+    """``got`` [...] has dtype, shape and bits of ``expected`` [...], each on any device."""
+    differences = find_differences(got.detach().cpu(), expected.detach().cpu())
     assert not differences, f"{what} {differences[0]}"

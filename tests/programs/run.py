@@ -36,7 +36,7 @@ _HONEST = re.compile(r"^callable \d+ \(\w+\)|te_graph|make_graphed_callables|can
 _ROUNDING = 1e-9
 _COARSE = 1e-2  # of dtypes of fewer bits, and of what is computed from them
 _SPARE_BITS = 8  # of the mantissa: what is seen is the end of sums whose parts may be larger
-_CONJUGATE = {"Complex", "ConjugateView", "ConjugateGrad", "NegativeGrad", "NegativeView"}
+_CONJUGATE = {"Complex", "ConjugateView", "ConjugateGrad", "NegativeGrad", "NegativeView", "one_of_negative"}
 _EDITED = re.compile(
     "modified by an inplace operation|is a view and (its base|is being modified)|operand type.* for .: 'NoneType'"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +11,14 @@ from torch import Tensor
 from te_graph.graphs.guards.guarded_sources import GuardedSource
 from te_graph.graphs.tracing.recorder import CaptureError
 
+_OTHER_STREAM = "would make the legacy stream depend on a capturing"
+
 
 class OuterHistories:
     """Context of a capture in which a backward is refused that runs on through what tensors were computed from before.
 
-    A guard could compare none of that at each call: operations, their hooks and what they saved.
+    A guard could compare none of that at each call: operations, their hooks and what they saved. A GPU refuses it by
+    itself where those operations were on its default stream, also if the backward ends with such a tensor.
 
     Args:
         label: of the function.
@@ -31,16 +35,20 @@ class OuterHistories:
     def __enter__(self) -> None:
         self._handles = [node.register_prehook(self._refusing(name)) for node, name in self._first.items()]
 
-    def __exit__(self, *failure: object) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._first and error is not None and _OTHER_STREAM in str(error):
+            raise self._refusal(" or ".join(self._first.values())) from error
+
+    def _refusal(self, name: str) -> CaptureError:
+        return CaptureError(
+            f"{self._label}: a backward goes on through what {name} was computed from before the call, which may be "
+            f"other operations at each call: compute it inside, or let the backward end there ({name}.detach())"
+        )
 
     def _refusing(self, name: str) -> Any:
         def refuse(gradients: tuple[Tensor | None, ...]) -> None:  # [...] each
-            raise CaptureError(
-                f"{self._label}: a backward goes on through what {name} was computed from before the call, which "
-                f"may be other operations at each call: compute it inside, or end there (torch.autograd.grad for "
-                f"{name}, {name}.detach())"
-            )
+            raise self._refusal(name)
 
         return refuse
