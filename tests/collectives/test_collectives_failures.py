@@ -5,7 +5,6 @@ test_collectives_mismatches.py.
 """
 
 import contextlib
-import multiprocessing
 import os
 import threading
 import time
@@ -31,7 +30,7 @@ from failed_groups import (
     is_last,
     short_lived,
 )
-from ranks import WORLDS, Rank, process_group, ranks_of
+from ranks import WORLDS, Rank, process_group, ranks_of, servers
 from tensor_lists import same_bits
 from torch import Tensor
 
@@ -198,12 +197,11 @@ def scenario_two_replays_at_once(rank: Rank) -> None:
 @contextlib.contextmanager
 def processes(device: str, folder: Path, job: Callable[..., None]) -> Iterator[list[tuple[Any, Connection]]]:
     """Two ranks that run job(rank, pipe) with a process group; those that are left are killed."""
-    spawn = multiprocessing.get_context("spawn")
     found = []
     for number in range(2):
         rank = Rank(number, 2, device if device == "cpu" else f"cuda:{number}")
-        ours, theirs = spawn.Pipe()
-        process = spawn.Process(target=in_process_group, args=(rank, folder, theirs, job), daemon=True)
+        ours, theirs = servers.Pipe()
+        process = servers.Process(target=in_process_group, args=(rank, folder, theirs, job), daemon=True)
         process.start()
         theirs.close()
         found.append((process, ours))

@@ -19,6 +19,9 @@ import torch.distributed as dist
 from te_graph.testing import deterministic
 
 PATIENCE = 120  # seconds
+# Forked from a server that has imported what all of them import, which takes longer than most scenarios.
+servers = multiprocessing.get_context("forkserver")
+servers.set_forkserver_preload(["torch", "te_graph", "pytest"])
 WORLDS = [
     pytest.param(("cpu", 1), id="gloo-1"),
     pytest.param(("cpu", 2), id="gloo-2"),
@@ -120,10 +123,9 @@ class Ranks:
 
     def _start(self) -> None:
         rendezvous = self._rendezvous()
-        spawn = multiprocessing.get_context("spawn")
         for rank in self._ranks:
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=serve, args=(rank, rendezvous, theirs), daemon=True)
+            ours, theirs = servers.Pipe()
+            process = servers.Process(target=serve, args=(rank, rendezvous, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -17,7 +17,7 @@ from .shrink import shrink
 _SECONDS, _SHRINK_SECONDS = 20.0, 60.0
 _START_SECONDS = 60.0  # until the server has imported torch
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+_context.set_forkserver_preload(["torch", "te_graph", __name__])  # whose folder a server may not find
 _DEAD = Outcome("crashed", "the process died", "it ended by a signal, or hung")
 
 
