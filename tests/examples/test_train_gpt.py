@@ -50,8 +50,8 @@ def perturbed_graphs(factor: float) -> types.ModuleType:
         def __call__(self, *args):
             return self.function(*args)
 
-        def stats(self):
-            return {}
+        def info(self):
+            return {"forward_replays": 0, "eager_calls": {}}
 
     module.make_graphed_callables = make_graphed_callables
     module.graphed = Sequence

@@ -97,7 +97,10 @@ Live = dict[str, Counted]
 @pytest.fixture
 def live(monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """Objects of C++, which the garbage collector does not know. What was there before the test does not count."""
-    kinds = {name: Counted(getattr(_C, name)) for name in ("ReplayOrder", "Guard", "GradientTable", "GraphedCallable")}
+    kinds = {
+        name: Counted(getattr(_C, name))
+        for name in ("ReplayOrder", "CallableGuard", "GradientTable", "GraphedCallable")
+    }
     for name, kind in kinds.items():
         monkeypatch.setattr(_C, name, kind)
     gc.collect()
