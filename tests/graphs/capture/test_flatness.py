@@ -189,9 +189,9 @@ def run_from_one_seed(model: nn.Module, x: Tensor) -> Any:  # [ROWS, WIDTH]
     return run(model, x)
 
 
-def test_500_captures_replays_and_resets_of_a_module_leave_nothing_behind(device: str, live: Live) -> None:
+def test_hundreds_of_captures_replays_and_resets_of_a_module_leave_nothing_behind(device: str, live: Live) -> None:
     module, x = Layer().to(device), batch(device)
-    kept = []
+    kept, late = [], 150 if device == "cpu" else 500
 
     def capture_replay_and_reset() -> None:
         tg.make_graphed_callables(module, (x,), num_warmup_iters=1)
@@ -200,8 +200,8 @@ def test_500_captures_replays_and_resets_of_a_module_leave_nothing_behind(device
         kept[:] = [result.detach()]
         module.te_graph.reset()
 
-    assert_flat(device, live, capture_replay_and_reset, early=100, late=500)
-    assert all(kind.made >= 500 for kind in live.values())
+    assert_flat(device, live, capture_replay_and_reset, early=late // 5, late=late)
+    assert all(kind.made >= late for kind in live.values())
     assert not any(kind.alive for kind in live.values())
     twin = eager_copy(module)
     tg.make_graphed_callables(module, (x,))
