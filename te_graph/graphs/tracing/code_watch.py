@@ -105,7 +105,7 @@ class CodeWatch:
         """Of a function that starts."""
         code = frame.f_code
         is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
-        if (id(code) in self.codes and not is_closure) or self._is_aside(frame):
+        if (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
             return
         self.codes[id(code)] = code
         self.scopes.setdefault(id(code), frame.f_globals)
@@ -157,6 +157,13 @@ def _code_of(callback: Any) -> types.CodeType | None:
         callback = callback.func
     function = callback if hasattr(callback, "__code__") else type(callback).__call__
     return getattr(function, "__code__", None)
+
+
+def _makes_library_tuple(frame: types.FrameType) -> bool:
+    """True for ``__new__`` of a named tuple of torch's or Python's, which is compiled from text and has no file."""
+    if not is_generated(frame.f_code) or not frame.f_globals.get("__name__", "").startswith("namedtuple_"):
+        return False
+    return not is_users_module(getattr(frame.f_locals.get("_cls"), "__module__", ""))
 
 
 def is_generated(code: types.CodeType) -> bool:

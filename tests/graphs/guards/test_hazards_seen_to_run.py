@@ -420,3 +420,15 @@ def test_a_capture_leaves_the_variables_of_closures_alone(device: str) -> None:
     replaying(batch(device))
     assert replays(replaying) == 1
     assert config.scale == 2.0
+
+
+def test_a_plain_layer_costs_no_search_of_all_objects(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heap of a training script is large. torch itself makes named tuples, whose code has no file."""
+
+    def search(*objects: Any) -> list[Any]:
+        raise AssertionError(f"searched for {objects}")
+
+    monkeypatch.setattr(gc, "get_referrers", search)
+    layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).to(device)
+    make_graphed_callables(layer, (torch.randn(3, 4, device=device, requires_grad=True),))
+    assert layer.te_graph.info()["signatures"] == 1
