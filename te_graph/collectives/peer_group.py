@@ -3,7 +3,6 @@
 import atexit
 import functools
 import logging
-import os
 import socket
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ from te_graph import _C
 from te_graph.collectives.options import check_options, check_timeout, device_of
 from te_graph.collectives.rendezvous import Rendezvous, expect_none
 from te_graph.collectives.tuning import Tuning, is_known, tune
+from te_graph.common.environment import switch
 
 logger = logging.getLogger("te_graph")
 
@@ -288,7 +288,7 @@ class PeerGroup:
             "device": self.device.type,
             "name": self.name,
             "host": f"{socket.gethostname()} {_boot_id()}",
-            "wants_peers": os.environ.get("TE_GRAPH_PEER", "1") != "0",
+            "wants_peers": switch("TE_GRAPH_PEER", default=True),
             "gpu": None,
             "needs_tuning": bool(tune),
         }

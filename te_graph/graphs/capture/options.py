@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph.common.environment import switch
 from te_graph.graphs.tracing.backends import ERROR_MODES
 
 _NAME = "make_graphed_callables"
@@ -25,7 +25,7 @@ _LEAST = {"num_warmup_iters": 0, "max_in_flight": 1, "max_captures": 1}
 
 def is_disabled() -> bool:
     """True when the environment wants everything to run eagerly."""
-    return os.environ.get("TE_GRAPH_DISABLE", "0") == "1"
+    return switch("TE_GRAPH_DISABLE", default=False)
 
 
 def check_pool(name: str, pool: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph._build import check_is_built_for
+from te_graph.common.environment import switch
 from te_graph.graphs.tracing.recorder import CaptureError, Recorder
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
@@ -24,7 +25,7 @@ class RecorderBackend:
     name = "recorder"
 
     def __init__(self) -> None:
-        self._poison = os.environ.get("TE_GRAPH_POISON", "0") == "1"
+        self._poison = switch("TE_GRAPH_POISON", default=False)
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
