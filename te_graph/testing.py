@@ -119,10 +119,19 @@ def eager_twin(train: Callable[[], _Result], *, seed: int = 0) -> _Result:
 
     Raises:
         AssertionError: the runs differ; names the first tensor and how much of it differs.
+        ValueError: ``train`` returned nothing that could differ.
+        TypeError: ``train`` is no function.
     """
+    if not callable(train):
+        raise TypeError(f"eager_twin: expected train to be a function that takes nothing, got {type(train).__name__}")
     with _random_states_kept(), deterministic():
         with _disabled():
             expected = _copied(_seeded(train, seed))
+        if all(leaf is None for leaf in pytree.tree_leaves(expected)):
+            raise ValueError(
+                "eager_twin: expected train to return what is to be compared, such as a dictionary of losses and "
+                f"parameters, got {expected!r}"
+            )
         actual = _seeded(train, seed)
     assert_bitwise_equal(_copied(actual), expected)
     return actual

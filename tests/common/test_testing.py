@@ -148,3 +148,14 @@ def test_an_error_inside_leaves_no_setting_behind():
     with pytest.raises(ZeroDivisionError, match=r"^1$"):
         eager_twin(fail)
     assert "TE_GRAPH_DISABLE" not in os.environ and not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("empty", [None, [], {"losses": []}])
+def test_a_training_that_returns_nothing_to_compare_is_refused(empty):
+    with pytest.raises(ValueError, match=r"^eager_twin: expected train to return what is to be compared, .*, got "):
+        eager_twin(lambda: empty)
+
+
+def test_what_is_no_training_is_refused():
+    with pytest.raises(TypeError, match=r"^eager_twin: expected train to be a function that takes nothing, got dict$"):
+        eager_twin({})  # type: ignore[arg-type]
