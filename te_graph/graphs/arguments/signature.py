@@ -190,7 +190,8 @@ class Signature(_Nest):
         if missing := sorted(set(sample_kwargs.keys) - set(kwargs)):
             return f"expected keyword argument {missing[0]}, which was given at capture"
         if extra := sorted(set(kwargs) - set(sample_kwargs.keys)):
-            return f"got keyword argument {extra[0]}, which was not given at capture"
+            advice = ": capture with step_state= to pass it" if extra[0] == "is_first_microbatch" else ""
+            return f"got keyword argument {extra[0]}, which was not given at capture{advice}"
         pairs = [(f"args[{i}]", *pair) for i, pair in enumerate(zip(sample_args.children, args, strict=True))]
         given = zip(sample_kwargs.keys, sample_kwargs.children, strict=True)
         pairs += [(f"kwargs[{key!r}]", shape, kwargs[key]) for key, shape in given]

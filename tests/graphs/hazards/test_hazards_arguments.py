@@ -141,6 +141,12 @@ def test_other_arguments_than_at_capture_are_refused_by_name(device, args, kwarg
         graphed(*(one() for _ in range(args)), **{name: one() for name in kwargs})
 
 
+def test_is_first_microbatch_without_a_step_state_says_what_takes_it(device):
+    module = make_graphed_callables(nn.Linear(4, 4, device=device), (torch.randn(3, 4, device=device),))
+    with pytest.raises(ValueError, match=r"got keyword argument is_first_microbatch, .*: capture with step_state="):
+        module(torch.randn(3, 4, device=device), is_first_microbatch=True)
+
+
 def test_none_where_the_capture_had_a_tensor_is_refused_and_the_reverse(device):
     x, mask = batch(device, requires_grad=False), batch(device, requires_grad=False)
     graphed = make_graphed_callables(masked, (x, mask))
