@@ -11,7 +11,7 @@ from te_graph import _C
 from te_graph.common.capture_state import before_replay, is_captured
 from te_graph.common.step_weights import StepWeights
 from te_graph.fp8.stepped_weights import stepped_weights
-from te_graph.multi_tensor.tensor_lists import as_sequence, check_operands
+from te_graph.multi_tensor.tensor_lists import as_sequence, check_members, check_operands
 
 
 class Fp8Weights(StepWeights):
@@ -155,7 +155,5 @@ class Fp8Weights(StepWeights):
 
 def _listed(weights: Iterable[Tensor]) -> list[Tensor]:
     listed = list(as_sequence(weights, "weights"))
-    for number, weight in enumerate(listed):
-        if not isinstance(weight, Tensor):
-            raise TypeError(f"Fp8Weights: expected weights[{number}] to be a tensor, got {type(weight).__name__}")
+    check_members("Fp8Weights", "weights", listed)
     return listed

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.multi_tensor.tensor_lists import Part, as_number, as_sequence, check_operands, moved, parts_of
+from te_graph.multi_tensor.tensor_lists import (
+    Part,
+    as_number,
+    as_sequence,
+    check_members,
+    check_operands,
+    moved,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -80,7 +88,7 @@ def multi_tensor_norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Ten
 
     Raises:
         ValueError: ``norm_type`` is negative or NaN; tensors on several devices; a tensor's elements overlap.
-        TypeError: integer, complex or sparse tensors.
+        TypeError: integer, complex or sparse tensors, or what is no tensor.
 
     Stream and capture: one launch on the current stream for up to 2000 tensors, allocates the result and 576 bytes for
     each tensor, waits for nothing. A replay overwrites the result.
@@ -88,7 +96,11 @@ def multi_tensor_norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Ten
     Semantics: torch._foreach_norm, with one result.
     """
     sequence, p = as_sequence(tensors, "tensors"), float(as_number(norm_type, "norm_type"))
-    return torch.ops.te_graph.multi_tensor_norms(list(sequence), p)
+    try:
+        return torch.ops.te_graph.multi_tensor_norms(list(sequence), p)
+    except RuntimeError:  # the dispatcher's, which does not say which one it is
+        check_members("multi_tensor_norms", "tensors", sequence)
+        raise
 
 
 def total_norm(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_graph import _C
 
@@ -104,8 +104,9 @@ def as_sequence(tensors: Tensor | Iterable[Tensor], name: str) -> Sequence[Tenso
     try:
         items = iter(tensors)
     except TypeError:
+        advice = ": pass its parameters()" if isinstance(tensors, nn.Module) else ""
         raise TypeError(
-            f"te_graph: expected {name} to be a tensor or an iterable of them, got {type(tensors).__name__}"
+            f"te_graph: expected {name} to be a tensor or an iterable of them, got {type(tensors).__name__}{advice}"
         ) from None
     return list(items)
 
@@ -123,3 +124,10 @@ def check_operands(op: str, **operands: Any) -> None:
     for name, operand in operands.items():
         if not (operand is None or isinstance(operand, Tensor)):
             raise TypeError(f"{op}: expected {name} to be a tensor, got {type(operand).__name__}")
+
+
+def check_members(op: str, name: str, members: Sequence[Any]) -> None:
+    """Raise TypeError unless each is a tensor, [...]."""
+    for number, member in enumerate(members):
+        if not isinstance(member, Tensor):
+            raise TypeError(f"{op}: expected {name}[{number}] to be a tensor, got {type(member).__name__}")

@@ -92,6 +92,7 @@ def test_what_is_no_number_is_named(which, device):
 
 LISTS: dict[str, Callable[[Sample, Any], object]] = {
     "get_total_norm: tensors": lambda s, x: tg.get_total_norm(x),
+    "multi_tensor_norms: tensors": lambda s, x: tg.multi_tensor_norms(x),
     "clip_grad_norm_: parameters": lambda s, x: tg.clip_grad_norm_(x, 1.0),
     "clip_grads_with_norm_: parameters": lambda s, x: tg.clip_grads_with_norm_(x, 1.0, s.one),
     "get_global_norm_of_tensors: tensors": lambda s, x: tg.get_global_norm_of_tensors(x),
@@ -115,7 +116,7 @@ def test_what_is_no_list_of_tensors_is_named(which, device):
     for wrong, words in (
         (None, " to be a tensor or an iterable of them, got NoneType"),
         (3.0, " to be a tensor or an iterable of them, got float"),
-        (nn.Linear(1, 1), " to be a tensor or an iterable of them, got Linear"),
+        (nn.Linear(1, 1), r" to be a tensor or an iterable of them, got Linear: pass its parameters\(\)"),
         ([3.0], r"\[0\] to be a tensor, got float"),
         ({"weight": sample.one}, r"\[0\] to be a tensor, got str"),
         ((x for x in "x"), r"\[0\] to be a tensor, got str"),

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_graph import _C
 from te_graph.graphs.guards.sources import Source
+from te_graph.multi_tensor.tensor_lists import as_sequence, check_members
 
 
 class GradientState:
@@ -55,10 +56,12 @@ def reset_main_grads(parameters: Tensor | Iterable[Tensor]) -> None:
 
     Raises:
         ValueError: a parameter has no ``main_grad``.
+        TypeError: what is no tensor.
 
     Stream and capture: launches nothing.
     """
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    chosen = as_sequence(parameters, "parameters")
+    check_members("reset_main_grads", "parameters", chosen)
     for position, parameter in enumerate(chosen):
         if main_grad_of(parameter) is None:
             raise ValueError(

@@ -69,6 +69,10 @@ def test_replaced_main_grad_is_an_error_that_names_it(device: str) -> None:
 def test_reset_main_grads_refuses_a_parameter_without_one(device: str) -> None:
     with pytest.raises(ValueError, match="expected parameters with a main_grad, got number 0"):
         tg.reset_main_grads(nn.Linear(2, 2, device=device).parameters())
+    with pytest.raises(TypeError, match=r"expected parameters to be a tensor .*, got Linear: pass its parameters\(\)$"):
+        tg.reset_main_grads(nn.Linear(2, 2, device=device))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^reset_main_grads: expected parameters\[0\] to be a tensor, got str$"):
+        tg.reset_main_grads(dict(nn.Linear(2, 2, device=device).named_parameters()))
 
 
 def bf16_with_main_grads(device: str) -> nn.Module:
