@@ -165,8 +165,9 @@ std::optional<ReplayMiss> GraphedCallable::choose_slot(const std::vector<at::Ten
     if (is_any_free) return held_elsewhere();
     return ReplayMiss{ReplayMiss::Kind::kExhausted,
                       name_ + ": a forward is called while " + std::to_string(count) +
-                          " earlier ones still wait for their backward; capture with max_in_flight=" +
-                          std::to_string(count + 1) + " or more, or run that backward (or drop its outputs) first"};
+                          (count == 1 ? " earlier one still waits for its" : " earlier ones still wait for their") +
+                          " backward; capture with max_in_flight=" + std::to_string(count + 1) +
+                          " or more, or run that backward (or drop its outputs) first"};
 }
 
 // Where the input lies tells the slot: results of the predecessor that are lent keep their place until overwritten.

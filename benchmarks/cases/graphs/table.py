@@ -4,13 +4,11 @@ from typing import Any
 
 from lib.remarks import show_number, show_range, table_head, tell_all, tell_not_measured
 
-LEFT_OUT = ("te_graph_unchained",)  # of the table, which is to stay narrow
-
 
 def graphed_table(record: dict[str, Any]) -> list[str]:
     """Lines of Markdown for graphed.json: one row per shape, one column per variant, and what else was counted."""
     rows = {(row["shape"], row["variant"]): row for row in record["rows"]}
-    variants = {name: label for name, label in record["variants"].items() if name not in LEFT_OUT}
+    variants = record["variants"]
     lines = [
         "Transformer block in bf16, forward + backward with gradients present: wall µs / host µs per layer, peak MiB.",
         "",

@@ -17,7 +17,10 @@ GRAPHED, EAGER = 0, 1
 KINDS = ("plain", "batchnorm", "tied", "dropout")
 MOVED = r"moved to other memory"
 SINCE_CAPTURE = r".* since capture; call \.te_graph\.reset\(\)"
-IN_FLIGHT = r"a forward is called while \d+ earlier ones still wait for their backward; capture with max_in_flight=\d+"
+IN_FLIGHT = (
+    r"a forward is called while \d+ earlier ones? still waits? for (?:its|their) backward; "
+    r"capture with max_in_flight=\d+"
+)
 MODIFIED = r"is needed for backward and has been modified by an inplace operation"
 ARGUMENTS = r"ValueError: .*expected args\[0\] "
 
