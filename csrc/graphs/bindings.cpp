@@ -1,11 +1,11 @@
 #include "graphs/bindings.h"
-#include "graphs/copy.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "common/check.h"
 #include "graphs/callable.h"
 #include "graphs/fast_call.h"
 #include "graphs/function_guard.h"

@@ -19,7 +19,6 @@
 namespace te_graph::graphs {
 
 namespace impl = torch::autograd::impl;
-namespace py = pybind11;
 
 GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<ReplayOrder> replay_order,
                                  std::shared_ptr<CallableGuard> guard, std::vector<InputSpec> inputs,
