@@ -118,7 +118,7 @@ void bind(py::module_& m) {
                 std::make_unique<FastCall>(FastCall{std::move(callable), std::move(plain), tensors, grad_mode}));
         },
         py::arg("callable"), py::arg("plain"), py::arg("tensors"), py::arg("grad_mode"));
-    m.def("is_capturing", &is_capturing, py::arg("device") = py::none());
+    m.def("is_stream_capturing", &is_stream_capturing, py::arg("device") = py::none());
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));

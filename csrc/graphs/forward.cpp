@@ -211,7 +211,7 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
 std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
                                                  CallableGuard::Tensors& externals, int& slot) const {
     check_groups(name_.c_str());
-    if (is_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
+    if (is_stream_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
     if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
     if (slots_.front()->backward && has_saved_tensor_hooks()) {
         return ReplayMiss{ReplayMiss::Kind::kMode,

@@ -14,7 +14,7 @@ bool in_session();
 
 // Whether the current stream of `device` is being captured; without one, that of the current GPU, which is not
 // initialised for it.
-bool is_capturing(std::optional<at::Device> device = std::nullopt);
+bool is_stream_capturing(std::optional<at::Device> device = std::nullopt);
 
 // A mode that is on, in the words of a replay miss ("called under a TorchDispatchMode"); nullptr when there is none.
 const char* observing_mode();
