@@ -282,14 +282,14 @@ void bind(py::module_& m) {
         .def_static("is_possible", &View::is_possible, py::arg("tensor"), py::arg("base"));
 
     py::class_<ResultSpec> result(m, "ResultSpec");
-    py::enum_<ResultSpec::Source>(result, "Source")
-        .value("OUTPUT", ResultSpec::Source::kOutput)
-        .value("INPUT", ResultSpec::Source::kInput)
-        .value("EXTERNAL", ResultSpec::Source::kExternal);
-    result.def(py::init([](ResultSpec::Source source, size_t number, std::shared_ptr<View> view, bool is_early) {
-                   return ResultSpec{source, number, std::move(view), is_early};
+    py::enum_<ResultSpec::Origin>(result, "Origin")
+        .value("OUTPUT", ResultSpec::Origin::kOutput)
+        .value("INPUT", ResultSpec::Origin::kInput)
+        .value("EXTERNAL", ResultSpec::Origin::kExternal);
+    result.def(py::init([](ResultSpec::Origin origin, size_t number, std::shared_ptr<View> view, bool is_early) {
+                   return ResultSpec{origin, number, std::move(view), is_early};
                }),
-               py::arg("source"), py::arg("number"), py::arg("view"), py::arg("is_early"));
+               py::arg("origin"), py::arg("number"), py::arg("view"), py::arg("is_early"));
 
     py::class_<ExternalSpec>(m, "ExternalSpec")
         .def(py::init([](bool saved, bool written) {

@@ -125,7 +125,7 @@ std::string GraphedCallable::difference_of_memory(const std::vector<at::Tensor>&
         }
     }
     for (const ResultSpec& spec : results_) {
-        if (spec.source != ResultSpec::Source::kInput) continue;
+        if (spec.origin != ResultSpec::Origin::kInput) continue;
         if (inputs[spec.number].strides() != slots_.front()->inputs[spec.number].strides()) {
             return "expected " + inputs_[spec.number].name +
                    " with the strides at capture, since a result is a view of it";
@@ -285,8 +285,8 @@ void GraphedCallable::make_results(bool early, const std::vector<at::Tensor>& ou
     for (size_t i = 0; i < results_.size(); ++i) {
         const ResultSpec& spec = results_[i];
         if (spec.is_early != early) continue;
-        const at::Tensor& tensor = spec.source == ResultSpec::Source::kOutput  ? outputs[spec.number]
-                                   : spec.source == ResultSpec::Source::kInput ? inputs[spec.number]
+        const at::Tensor& tensor = spec.origin == ResultSpec::Origin::kOutput  ? outputs[spec.number]
+                                   : spec.origin == ResultSpec::Origin::kInput ? inputs[spec.number]
                                                                                : (*externals)[spec.number];
         results[i] = spec.view ? spec.view->of(tensor) : tensor;
     }
