@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "common/arguments_apart.h"
-#include "multi_tensor/extents.h"
+#include "multi_tensor/memory_ranges.h"
 #include "multi_tensor/table.h"
 #include "multi_tensor/tensor_list.h"
 
@@ -54,7 +54,7 @@ public:
             }
         }
     }
-    void check_beside(const Extents& written, const Extents& sources, bool sources_are_written) const {
+    void check_beside(const MemoryRanges& written, const MemoryRanges& sources, bool sources_are_written) const {
         for (const Operand* operand = operands_.begin(); operand != operands_.begin() + count_; ++operand) {
             if (const auto i = written.find(operand->span.begin, operand->span.size())) fail(*operand, "tensor", *i);
             if (!sources_are_written && !operand->is_written) continue;
