@@ -31,7 +31,8 @@
 
 namespace te_graph::graphs {
 
-// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, shared by all callables that use it.
+// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, shared by all callables that use
+// it.
 struct StoreFlag {
     std::atomic<bool> overwrite{false};
 };

@@ -30,8 +30,8 @@ public:
         }
     }
 
-    // Raises if one lies where these entries are written, or is written where they are read. Copies of tensors with gaps
-    // have nothing in common with it, but what is written into the tensors afterwards would take its place.
+    // Raises if one lies where these entries are written, or is written where they are read. Copies of tensors with
+    // gaps have nothing in common with it, but what is written into the tensors afterwards would take its place.
     void check_beside(const TensorEntries& list, bool sources_are_written) const {
         const std::vector<Entry>& entries = list.entries();
         for (const Operand* operand = operands_.begin(); operand != operands_.begin() + count_; ++operand) {
