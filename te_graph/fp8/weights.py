@@ -79,8 +79,8 @@ class Fp8Weights(StepWeights):
         count, device = len(listed), listed[0].device
         with torch.no_grad():
             self.data = [torch.zeros(w.shape, dtype=dtype, device=device) for w in listed]
-            turned = [torch.zeros(w.shape[::-1], dtype=dtype, device=device) for w in listed] if transpose else []
-            self.transposed = turned
+            shapes = [w.shape[::-1] for w in listed] if transpose else []
+            self.transposed = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
             self.scale = torch.ones(count, device=device) if scale is None else scale
             self.scale_inv = torch.ones(count, 4, device=device)[:, 0]
             self.amax = torch.zeros(count, device=device) if amax is None else amax
