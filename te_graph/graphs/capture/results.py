@@ -16,7 +16,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.common.dispatch import bypass_modes, storage_key
 from te_graph.graphs.capture.view_order import positions
-from te_graph.graphs.guards.module_guard import ModuleGuard
+from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.tracing.externals import TensorWatch
 
 _log = logging.getLogger("te_graph")
@@ -71,7 +71,7 @@ class Result:
         tensor = (outputs if self.origin == _Origin.OUTPUT else inputs)[self.number]
         return tensor if self.view is None else self.view.of(tensor.detach())
 
-    def spec(self, label: str, module_guard: ModuleGuard) -> _C.ResultSpec:
+    def spec(self, label: str, callable_guard: CallableGuard) -> _C.ResultSpec:
         """For C++; ``module_guard`` are those of the external tensors.
 
         Raises:
@@ -79,16 +79,16 @@ class Result:
         """
         if self.tensor is None:
             return _C.ResultSpec(self.origin, self.number, self.view, self.is_early)
-        number = module_guard.index_of(self.tensor)
+        number = callable_guard.index_of(self.tensor)
         if number < 0 and self.tensor._is_view():
-            number = module_guard.index_of(self.tensor._base)
+            number = callable_guard.index_of(self.tensor._base)
         if number < 0:
             key = storage_key(self.tensor)
-            number = next(i for i, known in enumerate(module_guard.tensors) if storage_key(known) == key)
-        found = _as_view(self.tensor, module_guard.tensors[number])
+            number = next(i for i, known in enumerate(callable_guard.tensors) if storage_key(known) == key)
+        found = _as_view(self.tensor, callable_guard.tensors[number])
         if found is None:
             raise RuntimeError(
-                f"{label}: a result of shape {list(self.tensor.shape)} lies in {module_guard.names[number]} in a "
+                f"{label}: a result of shape {list(self.tensor.shape)} lies in {callable_guard.names[number]} in a "
                 "way that cannot be found again at each call: return a clone"
             )
         return _C.ResultSpec(self.origin, number, found.view, self.is_early)

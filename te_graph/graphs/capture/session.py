@@ -170,8 +170,8 @@ def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]
 
 
 def _check_main_grad(capture: CallableCapture, parameter: Tensor) -> None:
-    number = capture.module_guard.index_of(parameter)
-    name = capture.module_guard.names[number] if number >= 0 else f"a parameter of shape {list(parameter.shape)}"
+    number = capture.callable_guard.index_of(parameter)
+    name = capture.callable_guard.names[number] if number >= 0 else f"a parameter of shape {list(parameter.shape)}"
     try:
         check_main_grad(name, parameter)
     except ValueError as error:
@@ -237,7 +237,7 @@ def _assemble_all(
                 capture.changed,
                 capture.result.numbers_of_last(len(capture.changed.numbers)),
                 capture.signature.distinct_names,
-                capture.module_guard.tensors,
+                capture.callable_guard.tensors,
                 capture.plan.results_that_are(list(itertools.compress(capture.output_numbers, capture.inner_outputs))),
             ),
             functions=capture.functions,
@@ -261,11 +261,11 @@ def _assemble_all(
 
 def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
-    module_guard, gradients, plan = capture.module_guard, capture.gradients, capture.plan
+    callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
     parameters = []
     each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
     for parameter, destination, depends_on in each:
-        number = module_guard.index_of(parameter)
+        number = callable_guard.index_of(parameter)
         if number < 0:
             raise RuntimeError(
                 f"{capture.label}: a leaf of shape {list(parameter.shape)} gets a gradient but is not found among the "
@@ -275,7 +275,7 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         parameters.append(
             _C.ParameterSpec(
                 tensor=number,
-                main_grad=module_guard.add_main_grad(number) if has_main_grad else -1,
+                main_grad=callable_guard.add_main_grad(number) if has_main_grad else -1,
                 depends_on=depends_on,
                 through_autograd=destination.is_for_autograd,
                 main_grad_fits=destination.is_in_table,
@@ -290,23 +290,25 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         for i, name in enumerate(capture.signature.distinct_names)
     ]
     # main_grads come after the tensors that the capture itself uses.
-    main_grads = len(module_guard.tensors) - len(capture.versions_bumped)
+    main_grads = len(callable_guard.tensors) - len(capture.versions_bumped)
     externals = [
         _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
-        for tensor, bumped in zip(module_guard.tensors, [*capture.versions_bumped, *[False] * main_grads], strict=True)
+        for tensor, bumped in zip(
+            callable_guard.tensors, [*capture.versions_bumped, *[False] * main_grads], strict=True
+        )
     ]
     graphed = _C.GraphedCallable(
         name=capture.label,
         device=group.device,
         replay_order=group.replay_order,
-        guard=module_guard.guard,
+        guard=callable_guard.guard,
         inputs=inputs,
         parameters=parameters,
         externals=externals,
         differentiable=capture.output_numbers,
         saved_outputs=capture.saved_outputs,
         inner_outputs=capture.inner_outputs,
-        results=[] if plan.is_plain else [result.spec(capture.label, module_guard) for result in plan.results],
+        results=[] if plan.is_plain else [result.spec(capture.label, callable_guard) for result in plan.results],
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
     )
