@@ -25,7 +25,7 @@ from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
 from te_graph.graphs.capture.checks import sample_of
-from te_graph.graphs.capture.entry import Entry
+from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.graphs.capture.group import Group
@@ -52,7 +52,7 @@ class Job:
     parameters: inspect.Signature | None
 
 
-def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
+def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[CallableEntry]:
     """Capture the callables of ``jobs``; with ``is_chain`` each reads the results of the one before in place.
 
     Buffers, generators, garbage collection and gradients are afterwards as before, also when it raises.
@@ -212,7 +212,7 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
 
 def _assemble_all(
     jobs: list[Job], captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float
-) -> list[Entry]:
+) -> list[CallableEntry]:
     backend = group.backend
     forwards = [[slot.forward for slot in capture.slots] for capture in captures]
     sharing = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
@@ -220,13 +220,13 @@ def _assemble_all(
         sharing += [graph for graphs in forwards for graph in graphs]
         forwards = [[] for _ in captures]
     *forward_bytes, shared_bytes = backend.nbytes([*forwards, sharing])
-    entries: dict[CallableCapture, Entry] = {}
+    entries: dict[CallableCapture, CallableEntry] = {}
     for job, capture, own_bytes in zip(jobs, captures, forward_bytes, strict=True):
         predecessor = entries.get(capture.predecessor)
         graphs = [g for slot in capture.slots for g in (slot.forward, slot.backward) if g is not None]
         inputs = sum(t.nbytes for s in capture.slots for i, t in enumerate(s.inputs) if i not in capture.links)
         parameters = capture.gradients.parameters
-        entries[capture] = Entry(
+        entries[capture] = CallableEntry(
             label=capture.label,
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
@@ -259,7 +259,7 @@ def _assemble_all(
     return list(entries.values())
 
 
-def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None) -> _C.GraphedCallable:
+def _assemble(capture: CallableCapture, group: Group, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
     callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
     parameters = []
