@@ -25,7 +25,7 @@ from te_graph.common.reporters import register, unregister
 from te_graph.graphs.capture.checks import check_circumstances, sample_of
 from te_graph.graphs.capture.entry import Doubt, Doubtful, CallableEntry
 from te_graph.graphs.capture.gradients import main_grad_of
-from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.session import Job, capture_all
 from te_graph.graphs.graphed_class import graphed_class, plain_class, set_class
 from te_graph.graphs.guards.sources import plain_call_guard
@@ -60,7 +60,7 @@ class Handle:
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
         self.own_forward: Callable[..., Any] | None = None
-        self._group: Group | None = None
+        self._group: CaptureGroup | None = None
         self._entry: CallableEntry | None = None  # the one that was replayed last
         self._others: list[CallableEntry] = []
         self.fast_call: Any = None
@@ -70,7 +70,7 @@ class Handle:
         self._told = Told()
         register(self)
 
-    def arm(self, entry: CallableEntry, group: Group) -> None:
+    def arm(self, entry: CallableEntry, group: CaptureGroup) -> None:
         """From now on calls replay ``entry``, and what the options of ``group`` say if that does not fit."""
         self._group = group
         self._grad_mode = torch.is_grad_enabled()

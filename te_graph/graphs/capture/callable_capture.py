@@ -27,7 +27,7 @@ from te_graph.graphs.capture.capture_checks import (
 )
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside, main_grad_of
-from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kept
@@ -77,7 +77,7 @@ class CallableCapture:
         self,
         label: str,
         root: Any,
-        group: Group,
+        group: CaptureGroup,
         signature: Signature,
         samples: list[Tensor],
     ) -> None:

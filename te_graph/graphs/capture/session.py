@@ -28,7 +28,7 @@ from te_graph.graphs.capture.checks import sample_of
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
-from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.wrappers import watching_wrappers
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
 from te_graph.graphs.tracing.explanations import explained
@@ -52,7 +52,7 @@ class Job:
     parameters: inspect.Signature | None
 
 
-def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[CallableEntry]:
+def capture_all(group: CaptureGroup, jobs: list[Job], is_chain: bool) -> list[CallableEntry]:
     """Capture the callables of ``jobs``; with ``is_chain`` each reads the results of the one before in place.
 
     Buffers, generators, garbage collection and gradients are afterwards as before, also when it raises.
@@ -98,7 +98,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[CallableE
     return entries
 
 
-def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> CallableCapture:
+def _begin(job: Job, group: CaptureGroup, predecessor: CallableCapture | None) -> CallableCapture:
     if job.sample is not None:
         signature, tensors = job.sample
     else:
@@ -141,7 +141,7 @@ def garbage_collection_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]:
+def _main_grads(captures: list[CallableCapture], group: CaptureGroup) -> Iterator[None]:
     """Create the ``main_grad`` tensors that ``grad_dtype`` asks for; remove them again if the capture fails."""
     dtype = group.options.grad_dtype if group.options.accumulate_grads else None
     created: list[Tensor] = []
@@ -178,7 +178,7 @@ def _check_main_grad(capture: CallableCapture, parameter: Tensor) -> None:
         raise ValueError(f"{capture.label}: {error}") from None
 
 
-def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm) -> None:
+def _capture_graphs(captures: list[CallableCapture], group: CaptureGroup, progress: tqdm) -> None:
     """Capture all forwards in order, then all backwards in reverse order.
 
     What a forward makes lives until its backward has run, and may share memory with nothing that another graph writes
@@ -211,7 +211,7 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
 
 
 def _assemble_all(
-    jobs: list[Job], captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float
+    jobs: list[Job], captures: list[CallableCapture], group: CaptureGroup, is_chain: bool, seconds: float
 ) -> list[CallableEntry]:
     backend = group.backend
     forwards = [[slot.forward for slot in capture.slots] for capture in captures]
@@ -259,7 +259,7 @@ def _assemble_all(
     return list(entries.values())
 
 
-def _assemble(capture: CallableCapture, group: Group, predecessor: CallableEntry | None) -> _C.GraphedCallable:
+def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
     callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
     parameters = []

@@ -19,7 +19,7 @@ ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class RecorderBackend:
-    """Captures on the CPU with ``te_graph.recorder``; ``TE_GRAPH_POISON=1`` turns its ``poison`` on."""
+    """Captures on the CPU with a ``Recorder``; ``TE_GRAPH_POISON=1`` turns its ``poison`` on."""
 
     name = "recorder"
 

@@ -138,7 +138,7 @@ class Recorder:
         afterwards where it was before. If the region raises, or swallows a refusal, nothing stays recorded.
 
         Raises:
-            CaptureError: the region does what a graph cannot hold (see ``te_graph.refusals``).
+            CaptureError: the region does what a graph cannot hold (tracing/refusals.py).
             RuntimeError: this thread is capturing already, or this recorder holds a recording.
         """
         _require_no_capture("capture()")
