@@ -41,7 +41,7 @@ class Source:
         name: what messages call the object.
         distance: steps from the callable; submodules, parameters and buffers are as far as their module.
         again: the first source where the object was met, if that was another one.
-        key_place: for an item of a dict whose key is an object: where that is found.
+        key_source: for an item of a dict whose key is an object: where that is found.
     """
 
     obj: Any
