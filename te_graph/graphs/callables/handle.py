@@ -23,7 +23,7 @@ from te_graph.common.opaque import opaque
 from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
 from te_graph.graphs.capture.checks import check_circumstances, sample_of
-from te_graph.graphs.capture.entry import Doubt, Doubtful, CallableEntry
+from te_graph.graphs.capture.entry import CallableEntry, Doubt, Doubtful
 from te_graph.graphs.capture.gradients import main_grad_of
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.session import Job, capture_all

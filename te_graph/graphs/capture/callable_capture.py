@@ -33,9 +33,9 @@ from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
+from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
 from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.module_calls import ModuleCalls
-from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
@@ -61,7 +61,7 @@ class CallableCapture:
     Attributes:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         gradients: what the backward computes, once warmed up.
-        module_guard: the guard and the tensors outside that the capture uses, once warmed up.
+        callable_guard: the guard and the tensors outside that the capture uses, once warmed up.
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
         plan: where the results lie, once warmed up.
         output_numbers: which outputs require a gradient.

@@ -72,7 +72,7 @@ class Result:
         return tensor if self.view is None else self.view.of(tensor.detach())
 
     def spec(self, label: str, callable_guard: CallableGuard) -> _C.ResultSpec:
-        """For C++; ``module_guard`` are those of the external tensors.
+        """For C++; ``callable_guard`` is that of the external tensors.
 
         Raises:
             RuntimeError: it is part of a tensor outside that is found as something else, by other views.

@@ -291,6 +291,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
     ]
     # main_grads come after the tensors that the capture itself uses.
     main_grads = len(callable_guard.tensors) - len(capture.versions_bumped)
+    versions_bumped = [*capture.versions_bumped, *[False] * main_grads]
     externals = [
         _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
         for tensor, bumped in zip(

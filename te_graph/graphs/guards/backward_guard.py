@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
-from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.callable_guard import CallableGuard, guard_module, guard_source
+from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.names import strings_in
