@@ -294,9 +294,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
     versions_bumped = [*capture.versions_bumped, *[False] * main_grads]
     externals = [
         _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
-        for tensor, bumped in zip(
-            callable_guard.tensors, [*capture.versions_bumped, *[False] * main_grads], strict=True
-        )
+        for tensor, bumped in zip(callable_guard.tensors, versions_bumped, strict=True)
     ]
     graphed = _C.GraphedCallable(
         name=capture.label,
