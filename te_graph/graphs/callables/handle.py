@@ -22,10 +22,10 @@ from te_graph.common.capture_state import is_captured, is_capturing, is_capturin
 from te_graph.common.opaque import opaque
 from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
-from te_graph.graphs.capture.checks import check_circumstances, sample_of
 from te_graph.graphs.capture.entry import CallableEntry, Doubt, Doubtful
 from te_graph.graphs.capture.gradients import main_grad_of
 from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.request import check_circumstances, sample_of
 from te_graph.graphs.capture.session import Job, capture_all
 from te_graph.graphs.graphed_class import graphed_class, plain_class, set_class
 from te_graph.graphs.guards.sources import plain_call_guard

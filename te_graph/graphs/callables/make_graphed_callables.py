@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from te_graph.graphs.callables.handle import Handle, install, prepare
 from te_graph.graphs.capture.call_form import parameters_of
-from te_graph.graphs.capture.checks import Request
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.options import Options, chosen_parameters, is_disabled
+from te_graph.graphs.capture.request import Request
 from te_graph.graphs.capture.session import Job, capture_all
 from te_graph.graphs.capture.wrappers import bypass_compiler, without_compiler
 from te_graph.graphs.step_state import StepState

@@ -24,11 +24,11 @@ from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
-from te_graph.graphs.capture.checks import sample_of
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.request import sample_of
 from te_graph.graphs.capture.wrappers import watching_wrappers
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
 from te_graph.graphs.tracing.explanations import explained

@@ -18,7 +18,7 @@ from te_graph.common.capture_state import capturing, collecting_checks, one_at_a
 from te_graph.common.dispatch import storage_key
 from te_graph.graphs.arguments.signature import ResultSpec
 from te_graph.graphs.capture.autocast import own_casts
-from te_graph.graphs.capture.checks import check_circumstances
+from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.capture.session import garbage_collection_off
 from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
