@@ -10,7 +10,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.common.capture_state import before_replay, is_captured
 from te_graph.common.step_weights import StepWeights
-from te_graph.fp8.stepped_weights import stepped_weights
+from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.multi_tensor.tensor_lists import as_sequence, check_operands
 
 
@@ -91,7 +91,7 @@ class Fp8Weights(StepWeights):
         )
         # Where a capture that holds a cast finds them.
         self._tables = self._table.tables()
-        stepped_weights().watch(self)
+        optimizer_step_watch().watch(self)
 
     def __len__(self) -> int:
         return len(self.data)

@@ -23,7 +23,7 @@ class HasWeights(Protocol):
     def weights(self) -> list[Tensor]: ...
 
 
-class SteppedWeights(OwnObject):
+class OptimizerStepWatch(OwnObject):
     """Moves on the version counters of watched weights whose storages optimizers step.
 
     Which parameters have gradients is noted before the step, since a hook may drop them, and again after it, since one
@@ -60,9 +60,9 @@ class SteppedWeights(OwnObject):
 
 
 @functools.cache
-def stepped_weights() -> SteppedWeights:
+def optimizer_step_watch() -> OptimizerStepWatch:
     """The one of this process."""
-    return SteppedWeights()
+    return OptimizerStepWatch()
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
