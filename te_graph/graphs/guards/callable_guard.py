@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.dispatch import has_subclass, is_dense, is_own_file, is_user_file, storage_key
+from te_graph.common.dispatch import has_subclass, is_dense, is_project_file, is_user_file, storage_key
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
@@ -342,7 +342,7 @@ def _is_library(source: Source) -> bool:
     if source.parent.key != "__globals__":
         return False
     if isinstance(obj, types.FunctionType):
-        return not is_own_file(obj.__code__.co_filename)
+        return not is_project_file(obj.__code__.co_filename)
     return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_opaque(type(obj))
 
 

@@ -17,7 +17,7 @@ from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.library_objects import inside
-from te_graph.graphs.guards.lookups import is_own_module, modules_of
+from te_graph.graphs.guards.lookups import is_project_module, modules_of
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
@@ -362,7 +362,7 @@ class CodeReader:
             if not is_opaque(obj):
                 yield from self._inside_class(source)
         elif isinstance(obj, types.ModuleType):
-            if is_own_module(obj):
+            if is_project_module(obj):
                 yield from self._inside_object(source, source.name)
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(source)

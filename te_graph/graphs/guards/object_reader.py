@@ -30,7 +30,7 @@ from te_graph.graphs.guards.guarded_sources import (
     is_opaque,
     slots_of,
 )
-from te_graph.graphs.guards.lookups import is_own_module, missing, modules_of
+from te_graph.graphs.guards.lookups import is_project_module, missing, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import (
@@ -152,7 +152,7 @@ class ObjectReader:
 
     def _library_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a module of Python that the user wrote."""
-        if is_own_module(source.obj):
+        if is_project_module(source.obj):
             members = source.attributes()
             yield from (
                 members.item(key, f"{source.name}.{key}") for key in list(members.obj) if key in self.names.said

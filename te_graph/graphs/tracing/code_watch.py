@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from te_graph.common.dispatch import is_own_file, is_user_file
+from te_graph.common.dispatch import is_project_file, is_user_file
 from te_graph.graphs.tracing.names import is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region
@@ -76,7 +76,7 @@ class CodeWatch:
         for key, code in self.codes.items():
             scope = self.scopes[key]
             is_theirs = is_user_file(code.co_filename) and is_users_module(scope.get("__name__", ""))
-            if is_theirs and (not is_generated(code) or is_own_file(scope.get("__file__") or "")):
+            if is_theirs and (not is_generated(code) or is_project_file(scope.get("__file__") or "")):
                 yield key, code
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
