@@ -65,7 +65,7 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_dense(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
     """True when ``tensor`` [...] is strided, hence has one storage."""
     return tensor.layout == torch.strided
 

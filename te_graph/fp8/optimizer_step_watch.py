@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_graph.common.dispatch import is_dense, storage_key
+from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.common.own_objects import OwnObject
 
 
@@ -84,4 +84,4 @@ def _storages_of(parameter: Tensor) -> list[int]:
     if is_traceable_wrapper_subclass(parameter):
         names, _ = parameter.__tensor_flatten__()
         return [key for name in names for key in _storages_of(getattr(parameter, name))]
-    return [storage_key(parameter)] if is_dense(parameter) else []
+    return [storage_key(parameter)] if is_strided(parameter) else []

@@ -359,7 +359,7 @@ class _Attempt:
 
     def _check_effects(self, sources: list[GuardedSource]) -> None:
         for source in sources:
-            if source.is_dense_tensor and storage_key(source.obj) in self.watch.produced_storages:
+            if source.is_strided_tensor and storage_key(source.obj) in self.watch.produced_storages:
                 raise CaptureError(
                     f"{self._label}: leaves a tensor that it computed in {source.name}; a replay would not run that "
                     "assignment: return the tensor, or write in place into one that is there"
@@ -391,7 +391,7 @@ class _Attempt:
             )
         if key in self.watch.produced_storages:
             return tensor
-        known = [source for source in sources if source.is_dense_tensor and storage_key(source.obj) == key]
+        known = [source for source in sources if source.is_strided_tensor and storage_key(source.obj) == key]
         source = next((one for one in known if one.obj is tensor), known[0] if known else None)
         if source is None:
             raise CaptureError(f"{self._label}: {name} is neither computed nor an argument: return a clone")

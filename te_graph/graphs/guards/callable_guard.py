@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.dispatch import has_subclass, is_dense, is_project_file, is_user_file, storage_key
+from te_graph.common.dispatch import has_subclass, is_project_file, is_strided, is_user_file, storage_key
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
@@ -55,7 +55,7 @@ class CallableGuard:
     def add(self, source: Source) -> int:
         """Enter the tensor at ``source`` into the guard and return its number."""
         tensor = source.obj
-        if has_subclass([type(tensor)]) or not is_dense(tensor):
+        if has_subclass([type(tensor)]) or not is_strided(tensor):
             kind = f"{type(tensor).__name__} of layout {tensor.layout}"
             raise TypeError(f"{source.name}: expected a dense torch.Tensor, got {kind}")
         if tensor.grad_fn is not None:
@@ -210,7 +210,7 @@ def build_callable_guard(
 
 
 def _has_tensor_of(source: Source, storages: set[int]) -> bool:
-    return isinstance(source.obj, Tensor) and is_dense(source.obj) and storage_key(source.obj) in storages
+    return isinstance(source.obj, Tensor) and is_strided(source.obj) and storage_key(source.obj) in storages
 
 
 def _nearest(root: Any, storages: set[int]) -> list[Source]:
