@@ -29,7 +29,7 @@ from te_graph.graphs.guards.rollback import Bindings, ContainerState
 from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.guards.values import random_state, set_random_state, value_of
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
-from te_graph.graphs.tracing.calls import Frame, call
+from te_graph.graphs.tracing.calls import Call, make_call
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.explanations import Notes, explained
 from te_graph.graphs.tracing.optimizer_advice import advice_on_change
@@ -114,28 +114,28 @@ class FunctionEntry:
         self.device = next((device for device in self.devices if device.type == "cuda"), _CPU)
         self.settings = _C.Settings(self.device, with_modes=True)
 
-    def change(self, frame: Frame) -> str:
-        """How a call with ``frame`` differs from the one that this entry is for; empty when it does not."""
-        return self.guard.check(frame) or self.settings.change()
+    def change(self, call: Call) -> str:
+        """How ``call`` differs from the one that this entry is for; empty when it does not."""
+        return self.guard.check(call) or self.settings.change()
 
-    def begin(self, frame: Frame) -> tuple[str, list[Any]]:
+    def begin(self, call: Call) -> tuple[str, list[Any]]:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""
         if self.checks:  # which come in between
-            return self.change(frame), []
-        return self.guard.begin(self.settings, frame, self.found_steps)
+            return self.change(call), []
+        return self.guard.begin(self.settings, call, self.found_steps)
 
-    def refuse_if_undone(self, frame: Frame) -> None:
+    def refuse_if_undone(self, call: Call) -> None:
         """Raise CaptureError if what the first call has changed is as before it by now: each call would change it."""
-        if self.before is not None and not self.before.check(frame):
+        if self.before is not None and not self.before.check(call):
             raise CaptureError(_CHANGES_STATE.format(self.label, self.effect) + advice_on_change(self.effect))
 
-    def replay(self, frame: Frame, replay_order: _C.ReplayOrder, found: list[Any]) -> Any:
+    def replay(self, call: Call, replay_order: _C.ReplayOrder, found: list[Any]) -> Any:
         """Replay and return the results; right after ``begin`` found no change, and what is given here."""
         if self.checks:
             for check in self.checks:
                 check()
             # They are the user's code, and what follows relies on what the guard has met.
-            change, found = self.guard.begin(self.settings, frame, self.found_steps)
+            change, found = self.guard.begin(self.settings, call, self.found_steps)
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         others = [source.result(one) for source, one in zip(self.found_sources, found, strict=True)]
@@ -190,29 +190,29 @@ def _is_itself(source: GuardedSource) -> bool:
     return source.value is None or source.value.is_mutable
 
 
-def run_first(label: str, frame: Frame, walker: SourceWalker) -> tuple[Any, FunctionEntry | None]:
+def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, FunctionEntry | None]:
     """Run the function as it is; return its result and an entry that recognises the next such call, if that can be."""
-    sources = walker.explore(frame)
+    sources = walker.explore(call)
     if walker.has_too_many_sources:
-        return call(frame), None
+        return make_call(call), None
     before = FunctionGuard(sources, used=set(), is_strict=False).guard
     watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=walker.asks_for_names)
     with capturing(), reads, watch, code:
-        result = call(frame)
+        result = make_call(call)
     walker.note(code)
     used = {*watch.externals, *watch.produced_storages}
-    sources = walker.explore(frame)
+    sources = walker.explore(call)
     if walker.has_too_many_sources:
         return result, None
     function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
-    effect = before.check(frame)
+    effect = before.check(call)
     entry = FunctionEntry(
         label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
     )
     return result, entry
 
 
-def capture(first: FunctionEntry, frame: Frame, walker: SourceWalker, pool: Any, stream: Any) -> FunctionEntry:
+def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any) -> FunctionEntry:
     """Capture the function, without effect on tensors; return the entry that replays it.
 
     Raises:
@@ -227,7 +227,7 @@ def capture(first: FunctionEntry, frame: Frame, walker: SourceWalker, pool: Any,
     check_circumstances(device, f"graphed({label})")
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()
-    attempt = _Attempt(label, frame, walker, device)
+    attempt = _Attempt(label, call, walker, device)
     with explained(label, "the capture", Notes()):
         graph, checks, entry = _capture(attempt, first, backend, pool)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -269,16 +269,16 @@ class _Attempt:
         watch: sees its tensors, and puts back those that a recorder has written.
     """
 
-    def __init__(self, label: str, frame: Frame, walker: SourceWalker, device: torch.device) -> None:
+    def __init__(self, label: str, call: Call, walker: SourceWalker, device: torch.device) -> None:
         self._label = label
-        self._frame = frame
+        self._call = call
         self._walker = walker
         is_gpu = device.type == "cuda"
         self._is_gpu = is_gpu
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
         self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
         self._reads = GradReads()
-        self._before = walker.explore(frame, everything=True)
+        self._before = walker.explore(call, everything=True)
         self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
         self._containers = ContainerState(
             source
@@ -308,7 +308,7 @@ class _Attempt:
         before, code = random_state(), CodeWatch(listens=self._walker.asks_for_names)
         try:
             with code:
-                self._result = call(self._frame)
+                self._result = make_call(self._call)
         finally:
             self._walker.note(code)
             after = random_state()
@@ -334,9 +334,9 @@ class _Attempt:
 
     def entry(self, devices: set[torch.device]) -> FunctionEntry:
         """Check what the run did; return an entry without its graph."""
-        everything = self._walker.explore(self._frame, everything=True)
+        everything = self._walker.explore(self._call, everything=True)
         self._check_effects(everything)
-        sources = self._walker.explore(self._frame)
+        sources = self._walker.explore(self._call)
         if without_source(self.watch.externals, sources) is not None:
             sources = everything  # code that does not name what it reads
             self._check_sources(sources)
@@ -364,7 +364,7 @@ class _Attempt:
                     f"{self._label}: leaves a tensor that it computed in {source.name}; a replay would not run that "
                     "assignment: return the tensor, or write in place into one that is there"
                 )
-        change = self._state_before.guard.check(self._frame)
+        change = self._state_before.guard.check(self._call)
         if change:
             raise CaptureError(_CHANGES_STATE.format(self._label, change) + advice_on_change(change))
 
