@@ -21,7 +21,8 @@ from te_graph.common.dispatch import function_modes
 from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
-from te_graph.graphs.functions.entry import FunctionEntry, capture, run_first
+from te_graph.graphs.functions.entry import FunctionEntry
+from te_graph.graphs.functions.function_capture import capture, run_first
 from te_graph.graphs.guards.guarded_sources import Inlined
 from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Call, call_of, make_call
