@@ -16,7 +16,7 @@ from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.optimizer_advice import advice_on_change
-from te_graph.graphs.tracing.recorder import CaptureError
+from te_graph.graphs.tracing.refusals import CaptureError
 
 CPU = torch.device("cpu")
 CHANGES_STATE = (

@@ -32,7 +32,7 @@ from te_graph.graphs.tracing.calls import Call, make_call
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.explanations import Notes, explained
 from te_graph.graphs.tracing.optimizer_advice import advice_on_change
-from te_graph.graphs.tracing.recorder import CaptureError
+from te_graph.graphs.tracing.refusals import CaptureError
 
 
 def _is_itself(source: GuardedSource) -> bool:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from te_graph.graphs.arguments.signature import is_constant
+from te_graph.graphs.arguments.constants import is_constant
 
 _IMMUTABLE = (
     range,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.arguments.nest import instance_dict, own_attribute
-from te_graph.graphs.arguments.signature import is_constant
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.tracing.names import globals_of
 

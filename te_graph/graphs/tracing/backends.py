@@ -13,7 +13,8 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph._build import check_is_built_for
-from te_graph.graphs.tracing.recorder import CaptureError, Recorder
+from te_graph.graphs.tracing.recorder import Recorder
+from te_graph.graphs.tracing.refusals import CaptureError
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
 

@@ -36,8 +36,6 @@ from te_graph.graphs.tracing.refusals import (
 )
 from te_graph.graphs.tracing.source_lines import user_site
 
-__all__ = ["CaptureError", "FrozenTensor", "OpRecord", "RecordedCall", "Recorder"]
-
 _log = logging.getLogger("te_graph")
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
