@@ -32,7 +32,7 @@ _ON_MISMATCH = ("capture", "eager", "raise")
 _MAX_ENTRIES = 8
 _MAX_MISSES = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
 _TELLING = 4  # calls in a row, after which the log says why
-_MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
+_MAX_WAIT_SECONDS = 5.0  # that a call waits for a replay on another thread
 _ADVICE = {
     " changed from ": "a number that changes at every call is to be a tensor (of an optimizer with fused=True or "
     "capturable=True: lr=torch.tensor(...))",
@@ -98,7 +98,7 @@ class GraphedFunction(Inlined):
         thread = threading.get_ident()
         if self._thread == thread or self._runs_python:
             return False
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=_MOST_SECONDS):
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=_MAX_WAIT_SECONDS):
             return False
         self._thread = thread
         return True

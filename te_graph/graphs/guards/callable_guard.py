@@ -18,7 +18,7 @@ from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
 from te_graph.graphs.guards.lookups import missing
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
-from te_graph.graphs.guards.plain_values import MOST_MEMBERS, is_bulk, is_value
+from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, name_of, submodules, walk
 from te_graph.graphs.guards.user_classes import bases_of, is_opaque
@@ -383,16 +383,16 @@ def _guard_container(source: Source, callable_guard: CallableGuard) -> None:
     """Its members stand at sources of their own; here it is about how many there are, and about values in bulk."""
     obj, name = source.obj, source.name
     if isinstance(obj, set):
-        if len(obj) <= MOST_MEMBERS and (contents := value_of(obj)) is not None:
+        if len(obj) <= MAX_MEMBERS and (contents := value_of(obj)) is not None:
             callable_guard.expect_contents(source, contents)
         else:
             callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif is_bulk(obj) and len(obj) <= MOST_MEMBERS:
+    elif is_bulk(obj) and len(obj) <= MAX_MEMBERS:
         callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):
         # One that holds tensors may be a cache, which grows whenever other code runs.
-        is_few = len(obj) <= MOST_MEMBERS and all(map(is_value, obj))
+        is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, obj))
         kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)
         callable_guard.enter(source.child(obj, f"keys of {name}", kind, key, index=len(obj)))
