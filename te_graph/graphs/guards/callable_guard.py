@@ -16,7 +16,7 @@ from te_graph.common.dispatch import has_subclass, is_project_file, is_strided, 
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
-from te_graph.graphs.guards.lookups import missing
+from te_graph.graphs.guards.lookups import absent_names
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
@@ -350,7 +350,7 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CodeRe
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = source.attributes()
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
-        for absent in missing(source):
+        for absent in absent_names(source):
             callable_guard.enter(absent)
     if isinstance(source.obj, (*_CODE, Tensor)) or (is_value(source.obj) and members is None):
         return

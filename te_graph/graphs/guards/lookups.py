@@ -44,7 +44,7 @@ def modules_of(source: Source, said: Collection[str]) -> Iterator[Source]:
     yield from (table.item(name, f"module {name}") for name in sorted(names & sys.modules.keys()))
 
 
-def missing(source: Source) -> Iterator[Source]:
+def absent_names(source: Source) -> Iterator[Source]:
     """What is not there and the code of the function at ``source`` may find later: variables of the function around it
     that are not assigned yet, or no longer, and modules."""
     code = source.obj.__code__

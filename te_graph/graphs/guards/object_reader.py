@@ -30,7 +30,7 @@ from te_graph.graphs.guards.guarded_sources import (
     is_opaque,
     slots_of,
 )
-from te_graph.graphs.guards.lookups import is_project_module, missing, modules_of
+from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import (
@@ -179,7 +179,7 @@ class ObjectReader:
                 is_there = key in scope.obj
                 yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
         yield from modules_of(source, self.names.said)
-        yield from missing(source)
+        yield from absent_names(source)
 
     def _attributes_of_function(self, source: GuardedSource, owner: str) -> Iterator[GuardedSource]:
         """Those that the code names; of what replays a function they are its own, not those of the function."""
