@@ -21,7 +21,7 @@ from te_graph.graphs.guards.parametrizations import cache_source, is_parametrize
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, name_of, submodules, walk
-from te_graph.graphs.guards.user_classes import bases_of, is_opaque
+from te_graph.graphs.guards.user_classes import bases_of, is_library_class
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
 
@@ -343,7 +343,7 @@ def _is_library(source: Source) -> bool:
         return False
     if isinstance(obj, types.FunctionType):
         return not is_project_file(obj.__code__.co_filename)
-    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_opaque(type(obj))
+    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_library_class(type(obj))
 
 
 def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CodeReader) -> None:

@@ -30,7 +30,13 @@ from te_graph.graphs.guards.sources import (
     submodules,
     walk,
 )
-from te_graph.graphs.guards.user_classes import bases_of, is_opaque, members_below, methods_of_user, written_by_user
+from te_graph.graphs.guards.user_classes import (
+    bases_of,
+    is_library_class,
+    members_below,
+    methods_of_user,
+    written_by_user,
+)
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
 from te_graph.graphs.tracing.names import BY_NAME, GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
 
@@ -239,7 +245,7 @@ class CodeReader:
             self._said |= names_of_getter(obj)
         kind = obj if isinstance(obj, type) else type(obj)
         is_another = kind is self._replayed and type(obj) is kind and obj is not self._root
-        if (kind in self._classes and not is_another) or is_opaque(kind):
+        if (kind in self._classes and not is_another) or is_library_class(kind):
             return
         self._classes[kind] = methods_of_user(kind)
         if is_another:
@@ -359,7 +365,7 @@ class CodeReader:
                 yield from modules_of(source, self._said)
                 yield from self._inside_object(source, obj.__name__)
         elif isinstance(obj, type):
-            if not is_opaque(obj):
+            if not is_library_class(obj):
                 yield from self._inside_class(source)
         elif isinstance(obj, types.ModuleType):
             if is_project_module(obj):
@@ -370,7 +376,7 @@ class CodeReader:
             yield source.attributes().item("dispatcher", source.name)
         else:
             yield from inside(source)
-            if not is_opaque(type(obj)):
+            if not is_library_class(type(obj)):
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._inside_methods(source)
 
