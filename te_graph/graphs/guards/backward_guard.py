@@ -19,11 +19,10 @@ from te_graph.graphs.guards.callable_guard import CallableGuard, guard_module, g
 from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_watch import CodeWatch
-from te_graph.graphs.tracing.names import strings_in
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, strings_in
 
 _Kind = _C.StepKind
 _CALL_OF_MODULES = id(nn.Module._call_impl.__code__)
-_LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
 _OWNERS = ("__globals__", "_parameters", "_buffers", "_modules")
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__")
@@ -41,7 +40,7 @@ def backward_guard(reader: CodeReader, watch: CodeWatch, used: Collection[int]) 
     if not ran and _CALL_OF_MODULES not in watch.codes:
         return None
     names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
-    reads_all = _CALL_OF_MODULES in watch.codes or not _LOOKS_AT_ALL.isdisjoint(names)
+    reads_all = _CALL_OF_MODULES in watch.codes or not LOOKS_AT_ALL.isdisjoint(names)
     reads = _Reads(frozenset(ran), None if reads_all else frozenset(names))
     root, *sources = reader.sources()
     callable_guard = CallableGuard()

@@ -38,10 +38,17 @@ from te_graph.graphs.guards.user_classes import (
     written_by_user,
 )
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
-from te_graph.graphs.tracing.names import BY_NAME, GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
+from te_graph.graphs.tracing.names import (
+    BY_NAME,
+    GETTERS,
+    LOOKS_AT_ALL,
+    PATTERN,
+    may_do_without,
+    names_of_getter,
+    strings_in,
+)
 
 _Kind = _C.StepKind
-_LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
 _ASKS_FOR_NAMES = frozenset({"getattr", "hasattr"})
 _NOT_RUN = frozenset(
     [
@@ -260,7 +267,7 @@ class CodeReader:
         self._functions[code] = None
         names = set(strings_in(code))
         if code.co_name in _NOT_RUN:  # it was seen to run; of the objects that it makes or shows it may look at all
-            names -= _LOOKS_AT_ALL
+            names -= LOOKS_AT_ALL
         self._said |= names
         if names & _ASKS_FOR_NAMES:
             self._asked |= {text for text in _constants_in(code) if text.isidentifier() and len(text) < 64}
@@ -284,7 +291,7 @@ class CodeReader:
         """Whether the code may read the attribute ``name`` of the object at ``source``."""
         if name == _OWN or self._is_ignored(source.name, name):
             return False
-        if name in self._said or self._said & _LOOKS_AT_ALL:
+        if name in self._said or self._said & LOOKS_AT_ALL:
             return True
         if name == "_value_" and isinstance(source.obj, enum.Enum):
             return True
