@@ -98,7 +98,7 @@ def _apply(region: str, x: Tensor, group: PeerGroup, forward: str, backward: str
 
 
 def _communicate(x: Tensor, group: tuple[str, int, int], step: str) -> Tensor:
-    """One direction of a region; ``step`` ends in _last for the last dimension instead of the first one."""
+    """One direction of a region, of x [...]; ``step`` ends in _last for the last dimension instead of the first one."""
     name, world, rank = group
     dim = -1 if step.endswith("_last") else 0
     step = step.removesuffix("_last")
@@ -116,6 +116,8 @@ def _communicate(x: Tensor, group: tuple[str, int, int], step: str) -> Tensor:
 
 
 class _Region(torch.autograd.Function):
+    """A region of x [...]; ``forward`` and ``backward`` name its steps."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: tuple[str, int, int], forward: str, backward: str) -> Tensor:
         ctx.group, ctx.steps = group, (forward, backward)

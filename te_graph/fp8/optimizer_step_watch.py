@@ -70,6 +70,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _has_gradient(parameter: Tensor) -> bool:
+    """Whether ``parameter`` [...] has one of any kind."""
     return parameter.grad is not None or hasattr(parameter, "main_grad")
 
 

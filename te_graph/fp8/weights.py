@@ -154,6 +154,7 @@ class Fp8Weights(StepWeights):
 
 
 def _listed(weights: Iterable[Tensor]) -> list[Tensor]:
+    """``weights``, of any shapes yet, each a tensor."""
     listed = list(as_sequence(weights, "weights"))
     for number, weight in enumerate(listed):
         if not isinstance(weight, Tensor):

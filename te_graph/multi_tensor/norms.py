@@ -170,6 +170,7 @@ def _reduced(partial: Tensor, groups: Sequence[ProcessGroup], p: float) -> Tenso
 
 
 def _device_for(groups: Sequence[ProcessGroup], tensors: Sequence[Tensor]) -> torch.device:
+    """Of a norm of nothing: where the groups communicate, or else that of ``tensors``, [...] each."""
     if groups:
         return torch.device("cuda", torch.cuda.current_device()) if _uses_nccl(groups[0]) else torch.device("cpu")
     return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -22,6 +22,7 @@ class DiscernibleError(ValueError):
 
 
 def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
+    """For each of ``tensors`` [...], the number of the first one that is the same object."""
     seen: dict[int, int] = {}
     return tuple(seen.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
 

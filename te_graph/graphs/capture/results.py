@@ -184,6 +184,8 @@ class ResultPlan:
 
 
 class _Planner:
+    """Finds where each of ``results`` lies, and which outputs they need; ``results`` and ``inputs`` are [...] each."""
+
     def __init__(self, results: list[Tensor], inputs: list[Tensor], watch: TensorWatch) -> None:
         self.outputs: list[Output] = []
         self._results = results
@@ -192,6 +194,7 @@ class _Planner:
         self._overlapping = _overlapping(results)
 
     def result_of(self, number: int) -> Result:
+        """Where result ``number`` comes from; adds an output where it needs a new one."""
         tensor = self._results[number]
         is_cloned = False
         for index, given in enumerate(self._inputs):
@@ -252,6 +255,8 @@ def inner_outputs(outputs: list[Tensor]) -> list[bool]:
 
 @dataclass(frozen=True)
 class _Found:
+    """What a tensor is of a base: ``view`` of it, or, where that is None, the base itself."""
+
     view: Any
 
 
