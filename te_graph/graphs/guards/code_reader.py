@@ -51,54 +51,21 @@ from te_graph.graphs.tracing.names import (
 _Kind = _C.StepKind
 _ASKS_FOR_NAMES = frozenset({"getattr", "hasattr"})
 _NOT_RUN = frozenset(
-    [
-        "__init__",
-        "__new__",
-        "__del__",
-        "__repr__",
-        "__str__",
-        "__init_subclass__",
-        "__set_name__",
-        "__setattr__",
-        "__delattr__",
-        "__dir__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__copy__",
-        "__deepcopy__",
-        "__replace__",
-        "__getstate__",
-        "__setstate__",
-        "__getattribute__",
-        "__hash__",
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-        "__post_init__",
-    ]
+    (
+        *("__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__", "__set_name__"),
+        *("__setattr__", "__delattr__", "__dir__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"),
+        *("__replace__", "__getstate__", "__setstate__", "__getattribute__", "__hash__", "__eq__", "__ne__"),
+        *("__lt__", "__le__", "__gt__", "__ge__", "__post_init__"),
+    )
 )
 _REACH = 16  # steps from the callable
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
-    [
-        "_modules",
-        "_parameters",
-        "_buffers",
-        "children",
-        "named_children",
-        "modules",
-        "named_modules",
-        "parameters",
-        "named_parameters",
-        "buffers",
-        "named_buffers",
-        "state_dict",
-        "apply",
-    ]
+    (
+        *("_modules", "_parameters", "_buffers", "children", "named_children", "modules", "named_modules"),
+        *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "apply"),
+    )
 )
 _OWN = "te_graph"
 # By the names of their classes. A graph of torch.fx makes its code anew when it is copied, and has its source as an
