@@ -2,15 +2,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "collectives/bindings.h"
 #include "common/cpu_only.h"
 #include "common/math_bits.h"
 #include "fp8/bindings.h"
 #include "graphs/bindings.h"
 #include "multi_tensor/bindings.h"
-
-namespace te_graph::collectives {
-void bind(pybind11::module_& m);  // bindings.cpp
-}
 
 // Mutated arguments are marked (a!); ops that mutate return (). What autograd follows is not mutated
 // (common/no_derivative.h).

@@ -41,7 +41,8 @@ from te_graph.graphs.functions.graphed import graphed
 from te_graph.graphs.kernel_node import KernelNode
 from te_graph.graphs.manual import capture_to_graph, create_graph, replay_graph
 from te_graph.graphs.step_state import StepState
-from te_graph.graphs.tracing.recorder import CaptureError, Recorder
+from te_graph.graphs.tracing.recorder import Recorder
+from te_graph.graphs.tracing.refusals import CaptureError
 from te_graph.multi_tensor.clip import clip_grad_norm_, clip_grads_with_norm_
 from te_graph.multi_tensor.hp_grads import clip_tensors_by_global_norm, get_global_norm_of_tensors, update_hp_grads
 from te_graph.multi_tensor.norms import get_total_norm, multi_tensor_norms, new_sum_squares, norm_of_sum_squares

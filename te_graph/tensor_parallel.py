@@ -83,7 +83,7 @@ def reduce_scatter_to_sp(x: Tensor, group: PeerGroup) -> Tensor:
 
 
 def _apply(region: str, x: Tensor, group: PeerGroup, forward: str, backward: str) -> Tensor:
-    """Apply a region to x [...]: `forward` and `backward` name what is done with x and with its gradient."""
+    """Apply a region to x [...]: ``forward`` and ``backward`` name what is done with x and with its gradient."""
     name = name_of(group, region)
     if not isinstance(x, Tensor):
         raise TypeError(f"{region}: expected x to be a tensor, got {type(x).__name__}")
@@ -98,7 +98,7 @@ def _apply(region: str, x: Tensor, group: PeerGroup, forward: str, backward: str
 
 
 def _communicate(x: Tensor, group: tuple[str, int, int], step: str) -> Tensor:
-    """One direction of a region; `step` ends in _last for the last dimension instead of the first one."""
+    """One direction of a region, of x [...]; ``step`` ends in _last for the last dimension instead of the first one."""
     name, world, rank = group
     dim = -1 if step.endswith("_last") else 0
     step = step.removesuffix("_last")
@@ -111,11 +111,13 @@ def _communicate(x: Tensor, group: tuple[str, int, int], step: str) -> Tensor:
     if step == "reduce_scatter":
         return torch.ops.te_graph.reduce_scatter.default(x, dim, world, name)
     part = x.chunk(world, dim)[rank]
-    # Dynamo (torch 2.11) gives a function whose result is `contiguous()` of a contiguous view no gradient: zeros.
+    # Dynamo (torch 2.11) gives a function whose result is ``contiguous()`` of a contiguous view no gradient: zeros.
     return part if part.is_contiguous() else part.contiguous()
 
 
 class _Region(torch.autograd.Function):
+    """A region of x [...]; ``forward`` and ``backward`` name its steps."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: tuple[str, int, int], forward: str, backward: str) -> Tensor:
         ctx.group, ctx.steps = group, (forward, backward)

@@ -3,7 +3,6 @@
 #ifdef TE_GRAPH_CUDA
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -18,7 +17,7 @@
 #include <thread>
 
 #include "collectives/abort.h"
-#include "collectives/stream_chain.h"
+#include "collectives/stream_order.h"
 
 namespace te_graph::collectives {
 namespace {
@@ -215,7 +214,7 @@ struct PeerTransport::State {
     bool starts_early;
     cudaStream_t side = nullptr;
     uint64_t launches = 0;
-    StreamChain chain;
+    StreamOrder order;
     std::mutex mutex;
     std::once_flag has_message;
     std::string text;  // of the message
@@ -235,7 +234,7 @@ void PeerTransport::run(const Operation& operation) {
     const std::lock_guard lock(state_->mutex);
     const c10::cuda::CUDAGuard guard(state_->memory.buffer.device());
     const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-    state_->chain.run(stream, [&] { state_->launch(operation, stream); });
+    state_->order.run(stream, [&] { state_->launch(operation, stream); });
 }
 
 void PeerTransport::check(const char* op) {

@@ -1,7 +1,7 @@
 // Arguments of an op that lie in the same memory.
 //
-// Blocks of one launch run in any order. Where an argument that is written shares memory with another, some blocks would
-// find what was there before and some what comes after.
+// Blocks of one launch run in any order. Where an argument that is written shares memory with another, some blocks
+// would find what was there before and some what comes after.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,8 +32,8 @@ struct Span {
 };
 Span span_of(const at::Tensor& tensor);
 
-// Whether elements of a strided tensor may lie in one place. Sure of views made by slicing: each dimension steps over all
-// that the smaller ones span.
+// Whether elements of a strided tensor may lie in one place. Sure of views made by slicing: each dimension steps over
+// all that the smaller ones span.
 bool may_overlap(const at::Tensor& tensor);
 
 // Raises if elements of a strided tensor that is written may lie in one place. i: of a list `argument`, which element.

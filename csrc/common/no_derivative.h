@@ -11,8 +11,8 @@ namespace te_graph {
 // Whether `tensor` [...] has a tangent of forward-mode differentiation.
 inline bool has_tangent(const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
 
-// Whether `tensor` is the result of an op that autograd recorded, which matters where it records (`is_recorded`), or has
-// a tangent.
+// Whether `tensor` is the result of an op that autograd recorded, which matters where it records (`is_recorded`), or
+// has a tangent.
 inline bool is_followed(c10::TensorImpl& tensor, bool is_recorded) {
     const auto* const meta = static_cast<const torch::autograd::AutogradMeta*>(tensor.autograd_meta());
     if (meta == nullptr) return false;

@@ -1,6 +1,6 @@
 // One tile of a cast with a transposed copy, by one block.
 //
-// A thread holds 8 x 8 elements: 16 threads read 128 neighbours of a row, and write them as FP8. Turned round in
+// A thread holds 8 x 8 elements: 16 threads read 128 neighbours of a row, and write them as FP8. Transposed in
 // registers, the 8 x 8 go through shared memory, from which 8 threads write 128 neighbours of a column.
 #pragma once
 
@@ -20,7 +20,7 @@ template <Extra kExtra>
 struct Shared {
     // [kTile columns][kTile rows], in pieces of 8 rows. Piece p of column c lies where p ^ (c / 8) would be, so that
     // threads of a warp, which write the same piece of columns 8 apart, meet in no bank.
-    uint2 turned[kTile][kLanes];
+    uint2 transposed[kTile][kLanes];
     BlockFindings<has_counts(kExtra)> findings;
     float sums[has_sums(kExtra) ? kLanes : 1][kTile];
 };
@@ -37,7 +37,7 @@ struct Corner {
 };
 
 // rows: 8 x 8 bytes, row by row; on return column by column.
-__device__ inline void turn(uint2 (&rows)[8]) {
+__device__ inline void transpose(uint2 (&rows)[8]) {
     const auto quarter = [](uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t(&out)[4]) {
         const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
         const uint32_t AB = __byte_perm(a, b, 0x7362), CD = __byte_perm(c, d, 0x7362);
@@ -102,21 +102,21 @@ __device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const
         }
     }
     if (cast.out_t) {
-        turn(bytes);
+        transpose(bytes);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) shared.turned[lane * 8 + k][group ^ lane] = bytes[k];
+        for (int k = 0; k < 8; ++k) shared.transposed[lane * 8 + k][group ^ lane] = bytes[k];
     }
 }
 
 template <Extra kExtra>
-__device__ void write_turned(const Cast& cast, const Corner& corner, const Shared<kExtra>& shared) {
+__device__ void write_transposed(const Cast& cast, const Corner& corner, const Shared<kExtra>& shared) {
     const bool is_aligned = cast.rows % 16 == 0 && reinterpret_cast<uintptr_t>(cast.out_t) % 16 == 0;
     constexpr int kPieces = kTile / 16;  // of a column
 #pragma unroll
     for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
-        const int column = i / kPieces, piece = i % kPieces, turn = column / 8;
-        uint4 bytes = reinterpret_cast<const uint4*>(shared.turned[column])[piece ^ (turn >> 1)];
-        if (turn & 1) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
+        const int column = i / kPieces, piece = i % kPieces, swizzle = column / 8;
+        uint4 bytes = reinterpret_cast<const uint4*>(shared.transposed[column])[piece ^ (swizzle >> 1)];
+        if (swizzle & 1) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
         const int64_t row = corner.top + piece * 16, at = corner.left + column;
         if (at >= cast.columns || row >= cast.rows) continue;
         uint8_t* const out = cast.out_t + at * cast.rows + row;
@@ -133,7 +133,7 @@ __device__ void write_turned(const Cast& cast, const Corner& corner, const Share
 template <Extra kExtra>
 __device__ void write_tile(const Cast& cast, const ColumnSums& column_sums, const Corner& corner, int index,
                            const Shared<kExtra>& shared) {
-    if (cast.out_t) write_turned(cast, corner, shared);
+    if (cast.out_t) write_transposed(cast, corner, shared);
     shared.findings.flush(cast);
     if constexpr (has_sums(kExtra)) {
         const int64_t column = corner.left + threadIdx.x;

@@ -31,7 +31,7 @@ void check_count(const char* op, const char* argument, size_t expected, size_t g
     TORCH_CHECK_VALUE(got == expected, op, ": expected ", argument, " of ", expected, " tensors, got ", got);
 }
 
-Extents extents_of(std::initializer_list<at::TensorList> lists) {
+MemoryRanges ranges_of(std::initializer_list<at::TensorList> lists) {
     std::vector<const void*> begins;
     std::vector<size_t> sizes;
     for (const at::TensorList list : lists) {
@@ -44,7 +44,7 @@ Extents extents_of(std::initializer_list<at::TensorList> lists) {
 }
 
 // Raises if one of these shares memory with a buffer of a list of casts, or is written where weights are read.
-void check_beside(const char* op, const Extents& buffers, const Extents& weights,
+void check_beside(const char* op, const MemoryRanges& buffers, const MemoryRanges& weights,
                   std::initializer_list<Argument> arguments) {
     for (const Argument& argument : arguments) {
         if (argument.tensor == nullptr) continue;
@@ -62,7 +62,7 @@ void check_lists_apart(const char* op, at::TensorList out, at::TensorList out_t,
     for (const at::Tensor& tensor : out) check_writable(op, "out", tensor);
     for (const at::Tensor& tensor : out_t) check_writable(op, "out_t", tensor);
     check_apart(op, vectors);
-    const Extents buffers = extents_of({out, out_t}), read = extents_of({weights});
+    const MemoryRanges buffers = ranges_of({out, out_t}), read = ranges_of({weights});
     TORCH_CHECK_VALUE(!buffers.overlap(), op,
                       ": expected out and out_t that do not overlap, got two that share memory");
     TORCH_CHECK_VALUE(!buffers.shared_with(read), op,
@@ -164,7 +164,7 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     std::vector<Cast> casts = casts_of(kWeights, out_, out_t_, weights_, scale, scale_inv, amax, counts, {});
     TORCH_CHECK_VALUE(names_.size() == weights_.size(), kWeights, ": expected ", weights_.size(), " names, got ",
                       names_.size());
-    buffers_ = extents_of({out_, out_t_});
+    buffers_ = ranges_of({out_, out_t_});
     weight_states_ = states_of(weights_);
     out_states_ = states_of(out_);
     out_t_states_ = states_of(out_t_);
@@ -258,7 +258,7 @@ void WeightTable::update(Tensors weights) {
                           weights[i].storage_offset());
         addresses.push_back(address);
     }
-    TORCH_CHECK_VALUE(!buffers_.shared_with(extents_of({weights})), kWeights,
+    TORCH_CHECK_VALUE(!buffers_.shared_with(ranges_of({weights})), kWeights,
                       ": expected weights apart from the FP8 buffers, got one that shares memory with them");
     // The first word of a row is the input.
     const auto options = at::TensorOptions().dtype(at::kLong);

@@ -9,11 +9,11 @@
 #include <vector>
 
 #include "fp8/cast.h"
-#include "multi_tensor/extents.h"
+#include "multi_tensor/memory_ranges.h"
 
 namespace te_graph::fp8 {
 
-using multi_tensor::Extents;
+using multi_tensor::MemoryRanges;
 
 void check_not_empty(const char* op, at::TensorList weights);
 
@@ -73,7 +73,7 @@ private:
     const Tensors vectors_;  // scale, scale_inv, amax, and counts if there are any
     Tensors written_;        // out, out_t, and the vectors but for scale
     const std::vector<std::string> names_;
-    Extents buffers_;  // of out and out_t
+    MemoryRanges buffers_;  // of out and out_t
     WeightStates weight_states_, out_states_, out_t_states_, vector_states_;
     std::vector<int64_t> versions_;  // of the weights at the last cast; -1: none yet
     int kind_;                       // of all casts

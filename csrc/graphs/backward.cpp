@@ -50,8 +50,8 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
     return {begin, begin + tensor.nbytes()};
 }
 
-// A tensor over the memory of `buffer` if nothing else refers to that, else over new memory, like `source`. Always a tensor
-// of its own: what the user has set on an earlier one (attributes, hooks, flags) went with that.
+// A tensor over the memory of `buffer` if nothing else refers to that, else over new memory, like `source`. Always a
+// tensor of its own: what the user has set on an earlier one (attributes, hooks, flags) went with that.
 at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
     const bool is_ours = buffer.defined() && buffer.storage().use_count() == 1;
     if (!is_ours || buffer.storage().nbytes() < source.nbytes()) {

@@ -1,11 +1,11 @@
 #include "graphs/bindings.h"
-#include "graphs/copy.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "common/check.h"
 #include "graphs/callable.h"
 #include "graphs/fast_call.h"
 #include "graphs/function_guard.h"
@@ -118,7 +118,7 @@ void bind(py::module_& m) {
                 std::make_unique<FastCall>(FastCall{std::move(callable), std::move(plain), tensors, grad_mode}));
         },
         py::arg("callable"), py::arg("plain"), py::arg("tensors"), py::arg("grad_mode"));
-    m.def("is_capturing", &is_capturing, py::arg("device") = py::none());
+    m.def("is_stream_capturing", &is_stream_capturing, py::arg("device") = py::none());
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
@@ -282,14 +282,14 @@ void bind(py::module_& m) {
         .def_static("is_possible", &View::is_possible, py::arg("tensor"), py::arg("base"));
 
     py::class_<ResultSpec> result(m, "ResultSpec");
-    py::enum_<ResultSpec::Source>(result, "Source")
-        .value("OUTPUT", ResultSpec::Source::kOutput)
-        .value("INPUT", ResultSpec::Source::kInput)
-        .value("EXTERNAL", ResultSpec::Source::kExternal);
-    result.def(py::init([](ResultSpec::Source source, size_t number, std::shared_ptr<View> view, bool is_early) {
-                   return ResultSpec{source, number, std::move(view), is_early};
+    py::enum_<ResultSpec::Origin>(result, "Origin")
+        .value("OUTPUT", ResultSpec::Origin::kOutput)
+        .value("INPUT", ResultSpec::Origin::kInput)
+        .value("EXTERNAL", ResultSpec::Origin::kExternal);
+    result.def(py::init([](ResultSpec::Origin origin, size_t number, std::shared_ptr<View> view, bool is_early) {
+                   return ResultSpec{origin, number, std::move(view), is_early};
                }),
-               py::arg("source"), py::arg("number"), py::arg("view"), py::arg("is_early"));
+               py::arg("origin"), py::arg("number"), py::arg("view"), py::arg("is_early"));
 
     py::class_<ExternalSpec>(m, "ExternalSpec")
         .def(py::init([](bool saved, bool written) {

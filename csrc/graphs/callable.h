@@ -31,7 +31,8 @@
 
 namespace te_graph::graphs {
 
-// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, shared by all callables that use it.
+// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, shared by all callables that use
+// it.
 struct StoreFlag {
     std::atomic<bool> overwrite{false};
 };
@@ -107,8 +108,8 @@ struct Slot {
 
 // Where a result comes from.
 struct ResultSpec {
-    enum class Source { kOutput, kInput, kExternal };
-    Source source;
+    enum class Origin { kOutput, kInput, kExternal };
+    Origin origin;
     size_t number;                     // of the output, the input, or the guard's tensor
     std::shared_ptr<const View> view;  // of that; null: the very tensor
     bool is_early;                     // the view is made before the node: autograd goes through nodes in their order

@@ -19,7 +19,6 @@
 namespace te_graph::graphs {
 
 namespace impl = torch::autograd::impl;
-namespace py = pybind11;
 
 GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<ReplayOrder> replay_order,
                                  std::shared_ptr<CallableGuard> guard, std::vector<InputSpec> inputs,
@@ -126,7 +125,7 @@ std::string GraphedCallable::difference_of_memory(const std::vector<at::Tensor>&
         }
     }
     for (const ResultSpec& spec : results_) {
-        if (spec.source != ResultSpec::Source::kInput) continue;
+        if (spec.origin != ResultSpec::Origin::kInput) continue;
         if (inputs[spec.number].strides() != slots_.front()->inputs[spec.number].strides()) {
             return "expected " + inputs_[spec.number].name +
                    " with the strides at capture, since a result is a view of it";
@@ -213,7 +212,7 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
 std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
                                                  CallableGuard::Tensors& externals, int& slot) const {
     check_groups(name_.c_str());
-    if (is_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
+    if (is_stream_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
     if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
     if (slots_.front()->backward && has_saved_tensor_hooks()) {
         return ReplayMiss{ReplayMiss::Kind::kMode,
@@ -287,8 +286,8 @@ void GraphedCallable::make_results(bool early, const std::vector<at::Tensor>& ou
     for (size_t i = 0; i < results_.size(); ++i) {
         const ResultSpec& spec = results_[i];
         if (spec.is_early != early) continue;
-        const at::Tensor& tensor = spec.source == ResultSpec::Source::kOutput  ? outputs[spec.number]
-                                   : spec.source == ResultSpec::Source::kInput ? inputs[spec.number]
+        const at::Tensor& tensor = spec.origin == ResultSpec::Origin::kOutput  ? outputs[spec.number]
+                                   : spec.origin == ResultSpec::Origin::kInput ? inputs[spec.number]
                                                                                : (*externals)[spec.number];
         results[i] = spec.view ? spec.view->of(tensor) : tensor;
     }

@@ -37,8 +37,8 @@ std::string FunctionGuard::begin(PyObject* root, const std::vector<int>& steps, 
     return {};
 }
 
-// As the last check found it, though some objects may be others. Those below which nothing is taken again
-// must not be. Where a step ran Python code, another thread may have changed a dictionary: then nothing below it counts.
+// As the last check found it, though some objects may be others. Those below which nothing is taken again must not be.
+// Where a step ran Python code, another thread may have changed a dictionary: then nothing below it counts.
 bool FunctionGuard::is_as_before(PyObject* root, Held& held) const {
     if (!root_ || changes_ != dict_changes()) return false;
     held.reserve(last_.unwatched.size());

@@ -1,5 +1,5 @@
-// The guard of a function, which is called with whatever the caller has at hand: what is found may be other objects each
-// time, and none of it is kept.
+// The guard of a function, which is called with whatever the caller has at hand: what is found may be other objects
+// each time, and none of it is kept.
 #pragma once
 
 #include <string>

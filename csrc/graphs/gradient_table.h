@@ -68,8 +68,8 @@ private:
     int64_t uploads_ = 0;
 };
 
-// `grad` as one run of elements in memory, ordered as those of `main_grad` if that is defined and dense, else as autograd
-// orders the elements of `.grad`: `grad` itself, or a copy.
+// `grad` as one run of elements in memory, ordered as those of `main_grad` if that is defined and dense, else as
+// autograd orders the elements of `.grad`: `grad` itself, or a copy.
 at::Tensor lay_out(const at::Tensor& grad, const at::Tensor& parameter, const at::Tensor& main_grad);
 
 // True when the elements of `tensor` fill one run of memory, each once, and are what they say (no conjugate views).

@@ -21,7 +21,7 @@ public:
 // One that was captured, as opposed to put together from others.
 class CapturedGraph : public Graph {
 public:
-    // The `torch.cuda.CUDAGraph` or `te_graph.recorder.Recorder`.
+    // The `torch.cuda.CUDAGraph` or `te_graph.Recorder`.
     virtual pybind11::object captured() const = 0;
 };
 
@@ -29,7 +29,7 @@ public:
 // random numbers get the state of the generator from each launch.
 std::shared_ptr<Graph> merge(const std::vector<std::shared_ptr<Graph>>& parts);
 
-// Wraps a `torch.cuda.CUDAGraph` of the current device or a `te_graph.recorder.Recorder`. Takes a reference to it.
+// Wraps a `torch.cuda.CUDAGraph` of the current device or a `te_graph.Recorder`. Takes a reference to it.
 std::shared_ptr<CapturedGraph> make_graph(const pybind11::object& captured);
 
 // Does what torch leaves undone where ending a capture fails: takes `pool` from the allocators' lists of pools that a

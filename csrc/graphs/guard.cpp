@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "graphs/dict_watch.h"
+#include "graphs/python_reference.h"
 
 namespace py = pybind11;
 
@@ -22,18 +23,7 @@ Guard::Identity::Identity(const py::object& object) {
 
 bool Guard::Identity::matches(PyObject* found) const { return !address_ || (found == address_ && live() == found); }
 
-PyObject* Guard::Identity::live() const {
-    if (!weak_) return address_;
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject* found = nullptr;
-    PyWeakref_GetRef(weak_.ptr(), &found);
-    Py_XDECREF(found);  // others hold it
-    return found;
-#else
-    PyObject* const found = PyWeakref_GetObject(weak_.ptr());
-    return found == Py_None ? nullptr : found;
-#endif
-}
+PyObject* Guard::Identity::live() const { return weak_ ? live_object(weak_.ptr()) : address_; }
 
 void Guard::Identity::release() { weak_.release(); }
 

@@ -31,7 +31,8 @@ class LentStorages {
 public:
     // All of `position` and later ones have been protected.
     void add(c10::intrusive_ptr<c10::StorageImpl> storage, int position = 0);
-    // The thread that holds some of what protect() would move. A thread of autograd stands for the one that waits for its backward.
+    // The thread that holds some of what protect() would move. A thread of autograd stands for the one that waits for
+    // its backward.
     enum class Holder { kNone, kThisThread, kOtherThread };
     Holder holder(int position = 0);
     // To be called before the memory of `position` and later ones is overwritten, on the stream that will overwrite it.

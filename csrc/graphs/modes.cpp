@@ -29,7 +29,7 @@ bool in_session() { return sessions > 0; }
 
 #ifdef TE_GRAPH_CUDA
 
-bool is_capturing(std::optional<at::Device> device) {
+bool is_stream_capturing(std::optional<at::Device> device) {
     if (device && !device->is_cuda()) return false;
     if (!c10::cuda::CUDACachingAllocator::get()->initialized() || torch::utils::is_device_in_bad_fork(at::kCUDA)) {
         return false;
@@ -42,7 +42,7 @@ bool is_capturing(std::optional<at::Device> device) {
 
 #else
 
-bool is_capturing(std::optional<at::Device>) { return false; }
+bool is_stream_capturing(std::optional<at::Device>) { return false; }
 
 #endif
 
@@ -65,7 +65,7 @@ bool has_saved_tensor_hooks() {
 
 bool is_observed() {
     return in_session() || observing_mode() || has_saved_tensor_hooks() ||
-           torch::autograd::ForwardADLevel::try_get_by_idx(0) || is_capturing();
+           torch::autograd::ForwardADLevel::try_get_by_idx(0) || is_stream_capturing();
 }
 
 }  // namespace te_graph::graphs

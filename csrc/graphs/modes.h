@@ -14,13 +14,13 @@ bool in_session();
 
 // Whether the current stream of `device` is being captured; without one, that of the current GPU, which is not
 // initialised for it.
-bool is_capturing(std::optional<at::Device> device = std::nullopt);
+bool is_stream_capturing(std::optional<at::Device> device = std::nullopt);
 
 // A mode that is on, in the words of a replay miss ("called under a TorchDispatchMode"); nullptr when there is none.
 const char* observing_mode();
 
-// Whether saved-tensor hooks see or exchange what autograd saves. Not activation checkpointing, which computes it again:
-// a replay needs none of that. With the GIL.
+// Whether saved-tensor hooks see or exchange what autograd saves. Not activation checkpointing, which computes it
+// again: a replay needs none of that. With the GIL.
 bool has_saved_tensor_hooks();
 
 // Whether a graphed function has to run as it is: in a session, while the current stream is captured, under one of

@@ -38,7 +38,7 @@ private:
     std::vector<void*> pointers_;
 };
 
-std::vector<char> bytes_of(const Scalar& scalar) {
+std::vector<char> bytes_of(const ArgumentValue& scalar) {
     return std::visit(
         [](const auto& value) {
             const auto* const bytes = reinterpret_cast<const char*>(&value);
@@ -104,7 +104,7 @@ std::vector<KernelNode> KernelNode::find(const std::shared_ptr<CudaGraph>& graph
     return nodes;
 }
 
-Scalar KernelNode::get(const std::string& name) const {
+ArgumentValue KernelNode::get(const std::string& name) const {
     check_graph();
     const c10::cuda::CUDAGuard on_device(graph_->device());
     const KernelInfo::Argument& wanted = argument(name);
@@ -114,7 +114,7 @@ Scalar KernelNode::get(const std::string& name) const {
     return scalar_from<float>(value);
 }
 
-void KernelNode::set(const std::map<std::string, Scalar>& values) {
+void KernelNode::set(const std::map<std::string, ArgumentValue>& values) {
     check_graph();
     const c10::cuda::CUDAGuard on_device(graph_->device());
     Launch before(node_, *function_);

@@ -17,7 +17,7 @@
 namespace te_graph::graphs {
 
 // The value of a scalar argument; index() is its KernelInfo::Argument::Type.
-using Scalar = std::variant<bool, int32_t, float>;
+using ArgumentValue = std::variant<bool, int32_t, float>;
 
 // One captured launch. Keeps its graph alive.
 class KernelNode {
@@ -27,9 +27,9 @@ public:
     static std::vector<KernelNode> find(const std::shared_ptr<CudaGraph>& graph, const KernelInfo& kernel);
 
     // What the next replay passes.
-    Scalar get(const std::string& argument) const;
+    ArgumentValue get(const std::string& argument) const;
     // Lets later replays pass `values` by name, and all other arguments as before. Launches that are enqueued stay.
-    void set(const std::map<std::string, Scalar>& values);
+    void set(const std::map<std::string, ArgumentValue>& values);
 
 private:
     KernelNode(std::shared_ptr<CudaGraph> graph, const KernelInfo* kernel, const KernelFunction* function,

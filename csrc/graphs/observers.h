@@ -10,8 +10,8 @@
 namespace te_graph::graphs {
 
 // A result from which another one is computed gets part of its gradient inside the graph, where no hook sees or changes
-// it. `inner` says of each output of `node`, which made the results of the callable `label`, whether it is one; a backward
-// raises if one of these is observed.
+// it. `inner` says of each output of `node`, which made the results of the callable `label`, whether it is one; a
+// backward raises if one of these is observed.
 void refuse_observers_of_results(torch::autograd::Node& node, const std::vector<bool>& inner, const std::string& label);
 
 // The same of an argument that the callable has changed in place, `tensor` [...], and computed a result from. A hook

@@ -1,3 +1,4 @@
+// References to Python objects: owned ones that any thread may drop, and weak ones.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -26,5 +27,18 @@ public:
 private:
     pybind11::object object_;
 };
+
+// What the weak reference `weak` refers to, borrowed from who else holds it; nullptr once it is gone.
+inline PyObject* live_object(PyObject* weak) {
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* live = nullptr;
+    PyWeakref_GetRef(weak, &live);
+    Py_XDECREF(live);  // others hold it
+    return live;
+#else
+    PyObject* const live = PyWeakref_GetObject(weak);
+    return live == Py_None ? nullptr : live;
+#endif
+}
 
 }  // namespace te_graph::graphs

@@ -12,9 +12,9 @@ namespace te_graph::graphs {
 
 // Holds the slots until the backward has run without retain_graph, or until it can no longer run.
 //
-// A node begins with one pending backward. In a chain it takes over the node below it as soon as nothing else refers to that one,
-// so a backward through many layers is one node for torch's engine, and one launch. Its edges are those of its pending backwards,
-// last forward first, without the edges between them.
+// A node begins with one pending backward. In a chain it takes over the node below it as soon as nothing else refers to
+// that one, so a backward through many layers is one node for torch's engine, and one launch. Its edges are those of
+// its pending backwards, last forward first, without the edges between them.
 class ReplayNode final : public torch::autograd::Node {
 public:
     explicit ReplayNode(PendingBackward pending) { pending_.push_back(std::move(pending)); }
@@ -37,8 +37,8 @@ private:
     std::vector<PendingBackward> pending_;  // last forward first
 };
 
-// Between a ReplayNode and one of several results. Autograd runs it, and the hooks on the result with it, only where that
-// result gets a gradient.
+// Between a ReplayNode and one of several results. Autograd runs it, and the hooks on the result with it, only where
+// that result gets a gradient.
 class ResultNode final : public torch::autograd::Node {
 public:
     explicit ResultNode(std::string label) : label_(std::move(label)) {}

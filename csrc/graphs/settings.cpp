@@ -41,8 +41,8 @@ int32_t packed(const std::array<at::SDPBackend, at::num_sdp_backends>& order) {
     return digits;
 }
 
-// Variables of Python modules, by the hashes of their values; the modules live as long as torch does. Their dictionaries
-// hardly ever change, which a watch tells where there are watches.
+// Variables of Python modules, by the hashes of their values; the modules live as long as torch does. Their
+// dictionaries hardly ever change, which a watch tells where there are watches.
 class Variables {
 public:
     // `function` is one of the module, and knows its variables.

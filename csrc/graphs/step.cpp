@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "graphs/python_reference.h"
 #include "graphs/value.h"
 
 namespace py = pybind11;
@@ -72,14 +73,8 @@ PyObject* value_of(PyObject* context_variable) {
 
 PyObject* object_of(PyObject* weak_reference) {
     if (!PyWeakref_CheckRef(weak_reference)) return nullptr;
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject* live = nullptr;
-    if (PyWeakref_GetRef(weak_reference, &live) <= 0) return Py_None;
-    Py_DECREF(live);  // others hold it
-    return live;
-#else
-    return PyWeakref_GetObject(weak_reference);
-#endif
+    PyObject* const live = live_object(weak_reference);
+    return live ? live : Py_None;
 }
 
 // Without what the user's __getattr__ would make up.

@@ -26,7 +26,7 @@ StepState* state_of(const char* op, const at::Tensor& state) {
 void set(const at::Tensor& state,  // [16] int32
          bool is_first_microbatch, bool update_weight_scale_inv) {
     StepState* const block = state_of(kSet, state);
-    TORCH_CHECK(!is_capturing(state.device()), kSet,
+    TORCH_CHECK(!is_stream_capturing(state.device()), kSet,
                 ": expected no capture under way, got one: a graph would set the same flags at every replay");
     run_on(
         state.device(), [&] { set_flags_cpu(block, is_first_microbatch, update_weight_scale_inv); },

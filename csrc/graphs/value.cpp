@@ -11,6 +11,8 @@
 #include <cstring>
 #include <unordered_map>
 
+#include "graphs/python_reference.h"
+
 namespace py = pybind11;
 
 namespace te_graph::graphs {
@@ -123,17 +125,6 @@ private:
     mutable Py_buffer view_{};
     bool is_there_;
 };
-
-PyObject* object_of_weak(PyObject* weak) {
-#if PY_VERSION_HEX >= 0x030D0000
-    PyObject* live = nullptr;
-    PyWeakref_GetRef(weak, &live);
-    Py_XDECREF(live);
-    return live;
-#else
-    return PyWeakref_GetObject(weak);
-#endif
-}
 
 }  // namespace
 
@@ -312,7 +303,7 @@ bool Value::matches(PyObject* found) const {
         case Kind::kConstant:
             return is_same_constant(object_, found);
         case Kind::kWeak:
-            return object_of_weak(object_) == found;
+            return live_object(object_) == found;
         case Kind::kSequence:
             return static_cast<size_t>(Py_SIZE(found)) == items_.size() && all_of_sequence(found, is_next);
         case Kind::kSet:

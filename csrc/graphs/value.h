@@ -1,7 +1,7 @@
 // What a Python object held at capture, if that is nothing but constants: numbers, strings, nests of them.
 //
-// A snapshot compares as a Python program can tell: types exactly, 0.0 not like -0.0, dictionaries and sets in the order
-// in which they are iterated over. It is compared in one step, however large the nest is.
+// A snapshot compares as a Python program can tell: types exactly, 0.0 not like -0.0, dictionaries and sets in the
+// order in which they are iterated over. It is compared in one step, however large the nest is.
 #pragma once
 
 #include <pybind11/pybind11.h>

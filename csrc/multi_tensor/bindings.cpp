@@ -26,7 +26,7 @@ namespace {
 constexpr const char* kPlan = "MultiTensorPlan";
 constexpr const char* kUpdate = "update_hp_grads";
 
-using Flag = std::optional<at::Tensor>;  // [] or [1] fp32
+using MaybeTensor = std::optional<at::Tensor>;
 
 // Calls an op through the dispatcher, so that dispatch modes see it, but past autograd, which would box every tensor.
 template <typename Result, typename... Arguments>
@@ -68,8 +68,8 @@ struct TensorList {
         return op(tensors, p);
     }
     void clip(const at::Tensor& total_norm,  // [] or [1]
-              double max_norm, double eps, const Flag& found_inf) const {
-        static const Op<void, at::TensorList, const at::Tensor&, double, double, const Flag&> op(
+              double max_norm, double eps, const MaybeTensor& found_inf) const {
+        static const Op<void, at::TensorList, const at::Tensor&, double, double, const MaybeTensor&> op(
             "te_graph::multi_tensor_clip_");
         op(tensors, total_norm, max_norm, eps, found_inf);
     }
@@ -85,14 +85,14 @@ struct TensorList {
 
     // Raise what the methods of these names would raise, and write nothing.
     void check_clip(const at::Tensor& total_norm,  // [] or [1]
-                    double max_norm, double eps, const Flag& found_inf) const {
+                    double max_norm, double eps, const MaybeTensor& found_inf) const {
         if (is_plain()) multi_tensor::check_clip(tensors, total_norm, max_norm, eps, found_inf);
     }
     void check_zero() const {
         if (is_plain()) multi_tensor::check_zero(tensors);
     }
-    void check_accumulate(const TensorList& sources, bool store, bool zero_source, const Flag& sum_squares,
-                          const Flag& found_inf, const Flag& noop) const {
+    void check_accumulate(const TensorList& sources, bool store, bool zero_source, const MaybeTensor& sum_squares,
+                          const MaybeTensor& found_inf, const MaybeTensor& noop) const {
         if (!is_plain() || !sources.is_plain()) return;
         multi_tensor::check_accumulate(tensors, sources.tensors, store, zero_source, sum_squares, found_inf, noop);
     }
@@ -101,10 +101,10 @@ struct TensorList {
         static const Op<void, at::TensorList> op("te_graph::multi_tensor_zero_");
         op(tensors);
     }
-    void accumulate(const TensorList& sources, bool store, bool zero_source, const Flag& sum_squares,
-                    const Flag& found_inf, const Flag& noop) const {
-        static const Op<void, at::TensorList, at::TensorList, bool, bool, const Flag&, const Flag&, const Flag&,
-                        const Flag&>
+    void accumulate(const TensorList& sources, bool store, bool zero_source, const MaybeTensor& sum_squares,
+                    const MaybeTensor& found_inf, const MaybeTensor& noop) const {
+        static const Op<void, at::TensorList, at::TensorList, bool, bool, const MaybeTensor&, const MaybeTensor&,
+                        const MaybeTensor&, const MaybeTensor&>
             op("te_graph::multi_tensor_accumulate_");
         op(tensors, sources.tensors, store, zero_source, std::nullopt, sum_squares, found_inf, noop);
     }
@@ -200,7 +200,7 @@ private:
 // Clips the gradients of parameters if all are plain and on one device, and returns their norm; None if they are not.
 // Holds the GIL throughout.
 std::optional<at::Tensor> clip_plain_gradients(const py::sequence& parameters, double max_norm, double p,
-                                               const Flag& found_inf) {
+                                               const MaybeTensor& found_inf) {
     const TensorSequence items(parameters, "clip_grad_norm_", "parameters");
     BorrowedList list(items.size());
     for (size_t i = 0; i < items.size(); ++i) {
@@ -215,7 +215,8 @@ std::optional<at::Tensor> clip_plain_gradients(const py::sequence& parameters, d
         if (tensor.device() != tensors[0].device()) return std::nullopt;
     }
     if (tensors.empty()) return std::nullopt;
-    static const Op<at::Tensor, at::TensorList, double, double, const Flag&> op("te_graph::multi_tensor_clip_norm_");
+    static const Op<at::Tensor, at::TensorList, double, double, const MaybeTensor&> op(
+        "te_graph::multi_tensor_clip_norm_");
     return op(tensors, max_norm, p, found_inf);
 }
 
@@ -261,20 +262,20 @@ at::Tensor plan_norm(const Plan& plan, double p) {
 
 void plan_clip(const Plan& plan,
                const at::Tensor& total_norm,  // [] or [1]
-               double max_norm, double eps, const Flag& found_inf) {
-    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, const Flag&> op(
-        "te_graph::multi_tensor_clip_table_");
+               double max_norm, double eps, const MaybeTensor& found_inf) {
+    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, const MaybeTensor&>
+        op("te_graph::multi_tensor_clip_table_");
     op(plan.table(), plan.chunks(), total_norm, max_norm, eps, found_inf);
 }
 
-void plan_accumulate(const Plan& plan, bool store, bool zero_source, const Flag& scale, const Flag& sum_squares,
-                     const Flag& found_inf, const Flag& noop) {
+void plan_accumulate(const Plan& plan, bool store, bool zero_source, const MaybeTensor& scale,
+                     const MaybeTensor& sum_squares, const MaybeTensor& found_inf, const MaybeTensor& noop) {
     TORCH_CHECK_VALUE(plan.has_sources(), "MultiTensorPlan: expected a plan with sources");
     TORCH_CHECK_TYPE((store && !sum_squares) || plan.may_accumulate(),
                      "MultiTensorPlan: expected sources of their destinations' dtypes, or float16 or bfloat16 for "
                      "float32, got others");
-    static const Op<void, const at::Tensor&, const at::Tensor&, std::optional<bool>, bool, const Flag&, const Flag&,
-                    const Flag&, const Flag&>
+    static const Op<void, const at::Tensor&, const at::Tensor&, std::optional<bool>, bool, const MaybeTensor&,
+                    const MaybeTensor&, const MaybeTensor&, const MaybeTensor&>
         op("te_graph::multi_tensor_accumulate_table_");
     plan.check_write(zero_source, {kPlan,
                                    {{"scale", scale, false},
@@ -286,8 +287,8 @@ void plan_accumulate(const Plan& plan, bool store, bool zero_source, const Flag&
 
 void plan_scale(const Plan& plan,
                 const at::Tensor& scale,  // [] or [1]
-                const Flag& found_inf) {
-    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, const Flag&> op(
+                const MaybeTensor& found_inf) {
+    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, const MaybeTensor&> op(
         "te_graph::multi_tensor_scale_table_");
     plan.check_write(false, {kPlan, {{"scale", scale, false}, {"found_inf", found_inf, true}}});
     op(plan.table(), plan.chunks(), scale, found_inf);
@@ -365,14 +366,15 @@ void bind(py::module_& m) {
             py::arg("p"))
         .def(
             "clip_",
-            [](const Plan& plan, const at::Tensor& total_norm, double max_norm, double eps, const Flag& found_inf) {
+            [](const Plan& plan, const at::Tensor& total_norm, double max_norm, double eps,
+               const MaybeTensor& found_inf) {
                 plan.check_write(false, {kPlan, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}}});
                 plan_clip(plan, total_norm, max_norm, eps, found_inf);
             },
             py::arg("total_norm"), py::arg("max_norm"), py::arg("eps") = kClipEps, py::arg("found_inf") = py::none())
         .def(
             "clip_norm_",
-            [](const Plan& plan, double max_norm, double p, const Flag& found_inf) {
+            [](const Plan& plan, double max_norm, double p, const MaybeTensor& found_inf) {
                 plan.check_write(false, {kPlan, {{"found_inf", found_inf, true}}});
                 at::Tensor total_norm = plan_norm(plan, p);
                 plan_clip(plan, total_norm, max_norm, kClipEps, found_inf);

@@ -1,3 +1,4 @@
+// What Python gets of the multi-tensor area beside the ops.
 #pragma once
 
 #include <pybind11/pybind11.h>

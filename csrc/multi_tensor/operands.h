@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "common/arguments_apart.h"
-#include "multi_tensor/extents.h"
+#include "multi_tensor/memory_ranges.h"
 #include "multi_tensor/table.h"
 #include "multi_tensor/tensor_list.h"
 
@@ -30,8 +30,8 @@ public:
         }
     }
 
-    // Raises if one lies where these entries are written, or is written where they are read. Copies of tensors with gaps
-    // have nothing in common with it, but what is written into the tensors afterwards would take its place.
+    // Raises if one lies where these entries are written, or is written where they are read. Copies of tensors with
+    // gaps have nothing in common with it, but what is written into the tensors afterwards would take its place.
     void check_beside(const TensorEntries& list, bool sources_are_written) const {
         const std::vector<Entry>& entries = list.entries();
         for (const Operand* operand = operands_.begin(); operand != operands_.begin() + count_; ++operand) {
@@ -54,7 +54,7 @@ public:
             }
         }
     }
-    void check_beside(const Extents& written, const Extents& sources, bool sources_are_written) const {
+    void check_beside(const MemoryRanges& written, const MemoryRanges& sources, bool sources_are_written) const {
         for (const Operand* operand = operands_.begin(); operand != operands_.begin() + count_; ++operand) {
             if (const auto i = written.find(operand->span.begin, operand->span.size())) fail(*operand, "tensor", *i);
             if (!sources_are_written && !operand->is_written) continue;

@@ -25,7 +25,7 @@ void check_have_memory(const char* list, const Plan::Tensors& tensors) {
     }
 }
 
-Extents extents_of(const Plan::Tensors& tensors, const std::vector<Entry>& entries, bool of_sources) {
+MemoryRanges ranges_of(const Plan::Tensors& tensors, const std::vector<Entry>& entries, bool of_sources) {
     std::vector<const void*> begins;
     std::vector<size_t> sizes;
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -60,8 +60,8 @@ Plan::Layout Plan::layout_of(const Tensors& tensors, const Tensors& sources) {
         sources.empty() ? TensorEntries(kPlan, tensors, true) : TensorEntries(kPlan, tensors, sources, true);
     TORCH_CHECK_VALUE(entries.is_direct(), kPlan,
                       ": expected tensors without gaps in memory, and sources laid out like their destinations");
-    Layout layout{entries.entries(), extents_of(tensors, entries.entries(), false),
-                  extents_of(sources, entries.entries(), true), are_followed(tensors) || are_followed(sources)};
+    Layout layout{entries.entries(), ranges_of(tensors, entries.entries(), false),
+                  ranges_of(sources, entries.entries(), true), are_followed(tensors) || are_followed(sources)};
     // Exact duplicates are refused with the lists; here, too, views that begin elsewhere in one another.
     if (const auto& pair = layout.written.overlap()) {
         TORCH_CHECK_VALUE(false, kPlan, ": tensors ", pair->first, " and ", pair->second, " overlap");

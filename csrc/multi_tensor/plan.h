@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "multi_tensor/extents.h"
+#include "multi_tensor/memory_ranges.h"
 #include "multi_tensor/operands.h"
 #include "multi_tensor/table.h"
 
@@ -63,7 +63,7 @@ private:
     // The lists as the table has them, and where they lie.
     struct Layout {
         std::vector<Entry> entries;
-        Extents written, read;
+        MemoryRanges written, read;
         bool is_followed;  // by autograd, a tensor or source: then each op that writes looks whether it may
     };
     void locate(bool writes_sources) const;

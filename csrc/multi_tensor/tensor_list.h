@@ -13,7 +13,8 @@ namespace te_graph::multi_tensor {
 // The kernels' name of `dtype`; a TypeError for dtypes that they do not know.
 DType dtype_of(const char* op, const char* argument, at::ScalarType dtype);
 
-// Raises unless list[i] (any shape) is a strided tensor on `device` whose elements lie in its memory, one in each place.
+// Raises unless list[i] (any shape) is a strided tensor on `device` whose elements lie in its memory, one in each
+// place.
 void check_element(const char* op, const char* argument, size_t i, const at::Tensor& tensor, at::Device device);
 
 // Raises if two tensors that are written, or a written and a read one, begin at the same address.

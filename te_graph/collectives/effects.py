@@ -102,7 +102,7 @@ def _lowering(functional: OpOverload, inductor: Any) -> Callable[..., Any]:
 
 
 def _into_x(functional: OpOverload) -> Callable[..., None]:
-    def traced(mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> None:
+    def traced(mode: Any, x: Tensor, *args: Any, **kwargs: Any) -> None:  # [...]
         with mode:
             x.copy_(functional(x, *args, **kwargs))
 
@@ -110,7 +110,7 @@ def _into_x(functional: OpOverload) -> Callable[..., None]:
 
 
 def _into_out(functional: OpOverload) -> Callable[..., None]:
-    def traced(mode: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:
+    def traced(mode: Any, out: Tensor, *args: Any, **kwargs: Any) -> None:  # [...]
         with mode:
             out.copy_(functional(*args, **kwargs))
 

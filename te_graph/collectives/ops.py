@@ -1,8 +1,8 @@
-"""Collectives over a `PeerGroup`: thin wrappers of torch.ops.te_graph.*, for eager code, captures and traces alike.
+"""Collectives over a ``PeerGroup``: thin wrappers of torch.ops.te_graph.*, for eager code, captures and traces alike.
 
 All of them read x wherever it lies and write ordinary memory. A GPU's sums are taken in fp32 in the order of the ranks
 and rounded once, so all ranks find the same bits, at any size. Gradients are those of a loss that is the sum of all
-ranks' losses; `te_graph.tensor_parallel` has the regions with Megatron-LM's convention. In forward mode a tangent is
+ranks' losses; ``te_graph.tensor_parallel`` has the regions with Megatron-LM's convention. In forward mode a tangent is
 sent by a call of its own, so x has one on all ranks or on none.
 
 Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
@@ -53,13 +53,13 @@ def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
 
 
 def all_reduce_(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
-    """`all_reduce` into x [...] itself, which is returned. No gradients."""
+    """``all_reduce`` into x [...] itself, which is returned. No gradients."""
     _ALL_REDUCE_(x, name_of(group, "all_reduce_"), reduction)
     return x
 
 
 def all_reduce_out(out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum") -> None:
-    """`all_reduce` into out [...], of x's shape and dtype. No gradients."""
+    """``all_reduce`` into out [...], of x's shape and dtype. No gradients."""
     _ALL_REDUCE_OUT(out, x, name_of(group, "all_reduce_out"), reduction)
 
 
@@ -70,7 +70,7 @@ def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "
         x: [..., world_size * n, ...], fp32, fp16 or bf16, of the same shape and dtype on all ranks.
         group: of ranks; x is on its device.
         dim: that is divided, the same on all ranks. Other dimensions than the first one cost a copy.
-        reduction: as of `all_reduce`.
+        reduction: as of ``all_reduce``.
 
     Returns:
         [..., n, ...], new and contiguous, of x's dtype.
@@ -80,7 +80,7 @@ def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "
 
 
 def reduce_scatter_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> None:
-    """`reduce_scatter` into out [..., n, ...], of x's dtype. No gradients."""
+    """``reduce_scatter`` into out [..., n, ...], of x's dtype. No gradients."""
     name = name_of(group, "reduce_scatter_out")
     _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction)
 
@@ -101,6 +101,6 @@ def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:
 
 
 def all_gather_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0) -> None:
-    """`all_gather` into out [..., world_size * n, ...], of x's dtype. No gradients."""
+    """``all_gather`` into out [..., world_size * n, ...], of x's dtype. No gradients."""
     name = name_of(group, "all_gather_out")
     _ALL_GATHER_OUT(out, x, dim, group.world_size, name)

@@ -50,9 +50,9 @@ class PeerGroup:
         process_group: of torch.distributed; the default one if None. All of its ranks construct the group, in the same
             order among its groups, and call operations in the same order among all of them where they go through it.
         buffer_bytes: size of each GPU's symmetric buffer, which peers write into: one half is the receive buffer,
-            through which larger operations go in parts, one is for `mem_pool`.
+            through which larger operations go in parts, one is for ``mem_pool``.
         timeout: seconds that an operation waits for a peer.
-        on_timeout: "raise": outputs become NaN, `found_inf` 1, and the next op or `check` raises; "trap": the CUDA
+        on_timeout: "raise": outputs become NaN, ``found_inf`` 1, and the next op or ``check`` raises; "trap": the CUDA
             context ends at once.
         watchdog: seconds after which a process with an unobserved failure is terminated, with the message on stderr; 0
             for never.
@@ -122,7 +122,7 @@ class PeerGroup:
 
     @property
     def slab_bytes(self) -> int:
-        """Deprecated name of `buffer_bytes`."""
+        """Deprecated name of ``buffer_bytes``."""
         warnings.warn(_RENAMED, DeprecationWarning, stacklevel=2)
         return self.buffer_bytes
 
@@ -147,7 +147,7 @@ class PeerGroup:
         Where torch raises, it has written before: such an error is not to be passed over.
 
         Raises:
-            RuntimeError: `uses_peers` is False.
+            RuntimeError: ``uses_peers`` is False.
         """
         return self._handle.found_inf()
 
@@ -158,7 +158,7 @@ class PeerGroup:
             The thresholds, the same on all ranks.
 
         Raises:
-            RuntimeError: `uses_peers` is False, or something failed on a rank.
+            RuntimeError: ``uses_peers`` is False, or something failed on a rank.
         """
         if not self.uses_peers:
             raise RuntimeError(f"PeerGroup.tune: expected a group of peers, got {self!r}")

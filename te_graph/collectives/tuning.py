@@ -53,7 +53,7 @@ def threshold(sizes: Sequence[int], below: Sequence[float], above: Sequence[floa
         above: time of the algorithm for large sizes.
 
     Returns:
-        One of the sizes, the one before the first, or `ALL`: with it, the sum of all relative losses is least.
+        One of the sizes, the one before the first, or ``ALL``: with it, the sum of all relative losses is least.
     """
 
     def loss(count: int) -> float:

@@ -39,7 +39,7 @@ def is_capturing_callables() -> bool:
 def is_captured(device: torch.device | None = None) -> bool:
     """True where what is called now is captured, by te_graph or, on the current stream of ``device`` (None: of the
     current GPU), by other code."""
-    return is_capturing() or _C.is_capturing(device)
+    return is_capturing() or _C.is_stream_capturing(device)
 
 
 @dataclass

@@ -65,7 +65,7 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def is_dense(tensor: Tensor) -> bool:
+def is_strided(tensor: Tensor) -> bool:
     """True when ``tensor`` [...] is strided, hence has one storage."""
     return tensor.layout == torch.strided
 
@@ -148,7 +148,7 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_STDLIB) or "-packages" + os.sep in filename
 
 
-def is_own_file(filename: str) -> bool:
+def is_project_file(filename: str) -> bool:
     """True for files that are neither of Python and torch nor installed as a package."""
     return is_user_file(filename) and "-packages" + os.sep not in filename
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MOST = 32  # shapes and values in messages may go on for ever
+_MAX_REASONS = 32  # shapes and values in messages may go on for ever
 
 
 class Told:
@@ -13,7 +13,7 @@ class Told:
 
     def is_first(self, reason: str) -> bool:
         """Whether ``reason`` is to be told now."""
-        if reason in self._reasons or len(self._reasons) >= _MOST:
+        if reason in self._reasons or len(self._reasons) >= _MAX_REASONS:
             return False
         self._reasons.add(reason)
         return True
@@ -24,5 +24,5 @@ class ReasonCounts(dict[str, int]):
 
     def add(self, reason: str) -> None:
         """Count one call."""
-        known = reason if reason in self or len(self) < _MOST else "other reasons"
+        known = reason if reason in self or len(self) < _MAX_REASONS else "other reasons"
         self[known] = self.get(known, 0) + 1

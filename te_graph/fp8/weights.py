@@ -10,7 +10,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.common.capture_state import before_replay, is_captured
 from te_graph.common.step_weights import StepWeights
-from te_graph.fp8.stepped_weights import stepped_weights
+from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.multi_tensor.tensor_lists import as_sequence, check_members, check_operands
 
 
@@ -79,8 +79,8 @@ class Fp8Weights(StepWeights):
         count, device = len(listed), listed[0].device
         with torch.no_grad():
             self.data = [torch.zeros(w.shape, dtype=dtype, device=device) for w in listed]
-            turned = [torch.zeros(w.shape[::-1], dtype=dtype, device=device) for w in listed] if transpose else []
-            self.transposed = turned
+            shapes = [w.shape[::-1] for w in listed] if transpose else []
+            self.transposed = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
             self.scale = torch.ones(count, device=device) if scale is None else scale
             self.scale_inv = torch.ones(count, 4, device=device)[:, 0]
             self.amax = torch.zeros(count, device=device) if amax is None else amax
@@ -91,7 +91,7 @@ class Fp8Weights(StepWeights):
         )
         # Where a capture that holds a cast finds them.
         self._tables = self._table.tables()
-        stepped_weights().watch(self)
+        optimizer_step_watch().watch(self)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -154,6 +154,7 @@ class Fp8Weights(StepWeights):
 
 
 def _listed(weights: Iterable[Tensor]) -> list[Tensor]:
+    """``weights``, of any shapes yet, each a tensor."""
     listed = list(as_sequence(weights, "weights"))
     check_members("Fp8Weights", "weights", listed)
     return listed

@@ -53,7 +53,7 @@ def clip_grad_norm_(
     Stream and capture: two launches and a memset on the current stream for up to 2000 gradients; see
     ``get_total_norm``. ``MultiTensorPlan.clip_norm_`` does the same to a prepared list.
 
-    Semantics: torch/nn/utils/clip_grad.py; products are rounded once, from fp32.
+    Source of the semantics: torch/nn/utils/clip_grad.py; products are rounded once, from fp32.
     """
     max_norm, norm_type = as_max_norm(max_norm), as_number(norm_type, "norm_type")
     check_operands("clip_grad_norm_", found_inf=found_inf)

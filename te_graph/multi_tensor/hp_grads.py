@@ -143,7 +143,7 @@ def _check(
 
 
 def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_Pairs]:
-    """The lists of each device."""
+    """The lists of each device; ``params`` and ``hps`` are [...] each."""
     pairs = _C.collect_pairs(params, hps)
     if pairs is not None:
         return [(pair.destinations, pair.sources, pair.unused) for pair in pairs]
@@ -160,4 +160,5 @@ def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_P
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:
+    """What is on this rank of ``tensor`` [...]."""
     return local_part(tensor)[0] if is_dtensor(tensor) else tensor

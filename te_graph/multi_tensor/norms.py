@@ -63,7 +63,7 @@ def get_total_norm(
     the result. In a capture the addresses of the tensors are frozen; ``te_graph.graphed`` guards them, and
     ``MultiTensorPlan`` makes them exchangeable.
 
-    Semantics: torch/nn/utils/clip_grad.py, but for the dtype of the result, p = 0 and empty lists.
+    Source of the semantics: torch/nn/utils/clip_grad.py, but for the dtype of the result, p = 0 and empty lists.
     """
     sequence, norm_type = as_sequence(tensors, "tensors"), as_number(norm_type, "norm_type")
     norm = total_norm(parts_of(sequence, False, norm_type), norm_type, process_groups, sequence)
@@ -93,7 +93,7 @@ def multi_tensor_norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Ten
     Stream and capture: one launch on the current stream for up to 2000 tensors, allocates the result and 576 bytes for
     each tensor, waits for nothing. A replay overwrites the result.
 
-    Semantics: torch._foreach_norm, with one result.
+    Source of the semantics: torch._foreach_norm, with one result.
     """
     sequence, p = as_sequence(tensors, "tensors"), float(as_number(norm_type, "norm_type"))
     try:
@@ -182,6 +182,7 @@ def _reduced(partial: Tensor, groups: Sequence[ProcessGroup], p: float) -> Tenso
 
 
 def _device_for(groups: Sequence[ProcessGroup], tensors: Sequence[Tensor]) -> torch.device:
+    """Of a norm of nothing: where the groups communicate, or else that of ``tensors``, [...] each."""
     if groups:
         return torch.device("cuda", torch.cuda.current_device()) if _uses_nccl(groups[0]) else torch.device("cpu")
     return next((tensor.device for tensor in tensors), torch.device("cpu"))

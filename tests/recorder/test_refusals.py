@@ -11,7 +11,8 @@ import torch
 from recorded import Block, Checkpointed, assert_same_bits
 from torch import Tensor
 
-from te_graph.graphs.tracing.recorder import CaptureError, Recorder
+from te_graph.graphs.tracing.recorder import Recorder
+from te_graph.graphs.tracing.refusals import CaptureError
 
 
 def read_scalar(x: Tensor) -> float:  # [5]

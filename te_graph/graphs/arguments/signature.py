@@ -11,11 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.common.dispatch import acts_like_tensor
-from te_graph.graphs.arguments.constants import are_same, frozen, is_comparable, is_constant, reason_against
+from te_graph.graphs.arguments.constants import are_same, frozen, is_comparable, reason_against
 from te_graph.graphs.arguments.nest import Shape, flatten, reordered, unflatten
-
-__all__ = ["DiscernibleError", "ResultSpec", "Signature", "containers_kept", "is_constant"]
-
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -25,6 +22,7 @@ class DiscernibleError(ValueError):
 
 
 def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
+    """For each of ``tensors`` [...], the number of the first one that is the same object."""
     seen: dict[int, int] = {}
     return tuple(seen.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
 

@@ -22,10 +22,10 @@ from te_graph.common.capture_state import is_captured, is_capturing, is_capturin
 from te_graph.common.opaque import opaque
 from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
-from te_graph.graphs.capture.checks import check_circumstances, sample_of
-from te_graph.graphs.capture.entry import Doubt, Doubtful, Entry
+from te_graph.graphs.capture.entry import CallableEntry, Doubt, Doubtful
 from te_graph.graphs.capture.gradients import main_grad_of
-from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.request import check_circumstances, sample_of
 from te_graph.graphs.capture.session import Job, capture_all
 from te_graph.graphs.graphed_class import graphed_class, plain_class, set_class
 from te_graph.graphs.guards.sources import plain_call_guard
@@ -60,9 +60,9 @@ class Handle:
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
         self.own_forward: Callable[..., Any] | None = None
-        self._group: Group | None = None
-        self._entry: Entry | None = None  # the one that was replayed last
-        self._others: list[Entry] = []
+        self._group: CaptureGroup | None = None
+        self._entry: CallableEntry | None = None  # the one that was replayed last
+        self._others: list[CallableEntry] = []
         self.fast_call: Any = None
         self._captures = 0
         self._past_replays: Counter[str] = Counter()  # of entries that are no more
@@ -70,7 +70,7 @@ class Handle:
         self._told = Told()
         register(self)
 
-    def arm(self, entry: Entry, group: Group) -> None:
+    def arm(self, entry: CallableEntry, group: CaptureGroup) -> None:
         """From now on calls replay ``entry``, and what the options of ``group`` say if that does not fit."""
         self._group = group
         self._grad_mode = torch.is_grad_enabled()
@@ -202,12 +202,12 @@ class Handle:
         if any(leaf is not None and leaf.requires_grad and main_grad_of(leaf) is not None for leaf in leaves):
             raise RuntimeError(f"{reason}; an eager call would leave gradients in .grad instead of main_grad")
 
-    def _retire(self, entry: Entry) -> None:
+    def _retire(self, entry: CallableEntry) -> None:
         entry.retired = True
         self._past_replays["forward"] += entry.graphed.forward_replays
         self._past_replays["backward"] += entry.graphed.backward_replays
 
-    def _make_current(self, entry: Entry | None) -> None:
+    def _make_current(self, entry: CallableEntry | None) -> None:
         if entry in self._others:
             self._others.remove(entry)
         if self._entry is not None and not self._entry.retired:
@@ -218,7 +218,7 @@ class Handle:
             count = len(entry.signature.tensors)
             self.fast_call = _C.fast_call(entry.graphed, plain_call_guard(), count, self._grad_mode)
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: CallableEntry) -> None:
         """Take ``entry`` as the current one. A parameter that another callable uses as well goes to autograd in both,
         which sums before it accumulates; only a ``main_grad`` is added to by each."""
         self._make_current(entry)
@@ -243,7 +243,7 @@ class Handle:
                     entry.graphed.route_through_autograd(number)
 
     @property
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[CallableEntry]:
         return [] if self._entry is None else [self._entry, *self._others]
 
     def graphs(self) -> list[_C.CapturedGraph]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from te_graph.graphs.callables.handle import Handle, install, prepare
 from te_graph.graphs.capture.call_form import parameters_of
-from te_graph.graphs.capture.checks import Request
-from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.options import Options, chosen_parameters, is_disabled
+from te_graph.graphs.capture.request import Request
 from te_graph.graphs.capture.session import Job, capture_all
 from te_graph.graphs.capture.wrappers import bypass_compiler, without_compiler
 from te_graph.graphs.step_state import StepState
@@ -154,7 +154,7 @@ def make_graphed_callables(
     request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
     jobs = [Job(label, target, *given, parameters_of(target)) for label, target, *given in each]
-    group = Group(request.device, options)
+    group = CaptureGroup(request.device, options)
     prepare([job.target for job in jobs])
     entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
     handles = [Handle(job.label, job.target, job.parameters, step_state) for job in jobs]

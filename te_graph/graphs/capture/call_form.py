@@ -13,8 +13,6 @@ from te_graph.graphs.arguments.nest import flatten, unflatten
 from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.guards.pure_hooks import ARGUMENT
 
-_Kind = inspect.Parameter
-
 
 def parameters_of(target: nn.Module | Callable[..., Any]) -> inspect.Signature | None:
     """The parameters of ``target``, not graphed yet; None where Python cannot tell.
@@ -38,13 +36,13 @@ class CallForm:
     def __init__(self, parameters: inspect.Signature | None, signature: Signature) -> None:
         args, kwargs = signature.shape.children
         each = {} if parameters is None else parameters.parameters
-        starred = (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
+        starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self._count, self._names = len(args.children), tuple(name for name in kwargs.keys if name != ARGUMENT)
         self._named = {name: parameter for name, parameter in each.items() if parameter.kind not in starred}
-        self._has_named_alone = all(parameter.kind != _Kind.VAR_KEYWORD for parameter in each.values())
+        self._has_named_alone = all(parameter.kind != inspect.Parameter.VAR_KEYWORD for parameter in each.values())
         self._parameters = parameters
         # What a ``*`` parameter collects has no name: such calls have as many arguments by position as the capture.
-        self._has_starred = any(parameter.kind == _Kind.VAR_POSITIONAL for parameter in each.values())
+        self._has_starred = any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in each.values())
         self._by_position = () if self._has_starred else tuple(self._named)[: self._count]
         # A later call may leave out what was given its default.
         self._defaults = {
@@ -95,7 +93,7 @@ class CallForm:
 
 
 def _is_default(parameter: inspect.Parameter, value: Any) -> bool:
-    if parameter.default is _Kind.empty:
+    if parameter.default is inspect.Parameter.empty:
         return False
     if value is parameter.default:
         return True

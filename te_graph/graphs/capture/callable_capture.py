@@ -27,15 +27,15 @@ from te_graph.graphs.capture.capture_checks import (
 )
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside, main_grad_of
-from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
+from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
 from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.module_calls import ModuleCalls
-from te_graph.graphs.guards.module_guard import build_module_guard, check_hooks
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
@@ -61,7 +61,7 @@ class CallableCapture:
     Attributes:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         gradients: what the backward computes, once warmed up.
-        module_guard: the guard and the tensors outside that the capture uses, once warmed up.
+        callable_guard: the guard and the tensors outside that the capture uses, once warmed up.
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
         plan: where the results lie, once warmed up.
         output_numbers: which outputs require a gradient.
@@ -77,7 +77,7 @@ class CallableCapture:
         self,
         label: str,
         root: Any,
-        group: Group,
+        group: CaptureGroup,
         signature: Signature,
         samples: list[Tensor],
     ) -> None:
@@ -175,7 +175,7 @@ class CallableCapture:
         check_escapes(self.label, self.root, self.watch)
         check_host_work(self.label, self._reader.obstacle, *self._host_work)
         try:
-            self.module_guard = build_module_guard(
+            self.callable_guard = build_callable_guard(
                 self._reader,
                 self._sources,
                 self.watch.externals,
@@ -270,10 +270,12 @@ class CallableCapture:
         """Capture the forward into a new slot."""
         slot = Slot([self._static_input(number) for number in range(len(self.samples))])
         self.slots.append(slot)
-        before = [version_of(tensor) for tensor in self.module_guard.tensors]
+        before = [version_of(tensor) for tensor in self.callable_guard.tensors]
         with self.backend.capture(pool) as slot.forward:
             slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
-        self.versions_bumped = [version_of(t) != old for t, old in zip(self.module_guard.tensors, before, strict=True)]
+        self.versions_bumped = [
+            version_of(t) != old for t, old in zip(self.callable_guard.tensors, before, strict=True)
+        ]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
         slot.use_grads = [[] for _ in slot.inputs]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph.common.dispatch import is_dense, storage_key
+from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.graphs.arguments.signature import subclass_of
 from te_graph.graphs.capture.results import ResultPlan
 from te_graph.graphs.guards.code_reader import CodeReader
@@ -90,7 +90,7 @@ def check_made(
 def check_escapes(label: str, root: Any, watch: TensorWatch) -> None:
     """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
     for source in walk(root):
-        is_tensor = isinstance(source.obj, Tensor) and is_dense(source.obj)
+        is_tensor = isinstance(source.obj, Tensor) and is_strided(source.obj)
         if is_tensor and storage_key(source.obj) in watch.produced_storages:
             raise RuntimeError(
                 f"{label}: the callable leaves a tensor that it computed in {source.name}; a replay would not run that "
@@ -121,7 +121,7 @@ def refuse_grad(label: str, sources: Iterable[Source], watch: TensorWatch, tenso
     Raises:
         RuntimeError: names the tensor, if it is at one of ``sources``.
     """
-    if is_dense(tensor) and storage_key(tensor) in watch.produced_storages:
+    if is_strided(tensor) and storage_key(tensor) in watch.produced_storages:
         return
     name = next((source.name for source in sources if source.obj is tensor), "an argument or tensor outside")
     raise RuntimeError(

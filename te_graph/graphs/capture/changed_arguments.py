@@ -69,6 +69,7 @@ class ChangedInputs:
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
+    """A copy of ``tensor`` [...] with its history."""
     copy = tensor.clone()
     return copy if copy.requires_grad == tensor.requires_grad else copy.requires_grad_()
 

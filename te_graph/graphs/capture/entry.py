@@ -34,7 +34,7 @@ class Doubtful:
 
 
 @dataclass(eq=False)
-class Entry:
+class CallableEntry:
     """What a handle keeps of a capture; a handle has one for each signature.
 
     Attributes:
@@ -65,7 +65,7 @@ class Entry:
     computed: list[Computed]
     changed: ChangedArguments | None
     functions: list[types.FunctionType]
-    predecessor: weakref.ref[Entry] | None = None
+    predecessor: weakref.ref[CallableEntry] | None = None
     retired: bool = False
     is_flat: bool = field(init=False)
     has_hooked_values: bool = field(init=False)

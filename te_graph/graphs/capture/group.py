@@ -14,7 +14,7 @@ from te_graph.graphs.capture.options import Options
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 
 
-class Group:
+class CaptureGroup:
     """What the callables of one ``make_graphed_callables`` share, at once and in captures of later signatures.
 
     Args:
@@ -22,7 +22,7 @@ class Group:
         options: as the user gave them.
 
     Attributes:
-        backend: makes the graphs; see ``te_graph.backends``.
+        backend: makes the graphs; see tracing/backends.py.
         replay_order: orders their replays.
         backward_pool: memory pool of all their backward graphs.
     """

@@ -76,6 +76,7 @@ class Uses:
 
 
 def _sum(each: list[Tensor]) -> Tensor:
+    """Of ``each`` [...], in their order."""
     return functools.reduce(torch.add, each)
 
 

@@ -20,7 +20,7 @@ _CHOICES = {
     "on_mismatch": ("raise", "eager", "capture"),
     "on_exhausted": ("raise", "eager"),
 }
-_LEAST = {"num_warmup_iters": 0, "max_in_flight": 1, "max_captures": 1}
+_MINIMA = {"num_warmup_iters": 0, "max_in_flight": 1, "max_captures": 1}
 
 
 def is_disabled() -> bool:
@@ -71,7 +71,7 @@ class Options:
         for name, allowed in _CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{_NAME}: expected {name} in {allowed}, got {getattr(self, name)!r}")
-        for name, least in _LEAST.items():
+        for name, least in _MINIMA.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{_NAME}: expected {name} to be an int, got {type(value).__name__}")

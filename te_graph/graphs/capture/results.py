@@ -16,11 +16,11 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.common.dispatch import bypass_modes, storage_key
 from te_graph.graphs.capture.view_order import positions
-from te_graph.graphs.guards.module_guard import ModuleGuard
+from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.tracing.externals import TensorWatch
 
 _log = logging.getLogger("te_graph")
-_Source = _C.ResultSpec.Source
+_Origin = _C.ResultSpec.Origin
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Result:
     """Where one result comes from.
 
     Attributes:
-        source: OUTPUT, INPUT or EXTERNAL.
+        origin: OUTPUT, INPUT or EXTERNAL.
         number: of the output or the input.
         view: what it is of that; None: the very tensor.
         tensor: [...] the result itself, where it lies in memory from outside.
@@ -59,7 +59,7 @@ class Result:
             replay elsewhere, since what is outside of the graph comes before or after them all.
     """
 
-    source: Any
+    origin: Any
     number: int = 0
     view: Any = None
     tensor: Tensor | None = None
@@ -68,30 +68,30 @@ class Result:
 
     def tensor_in(self, outputs: list[Tensor], inputs: list[Tensor]) -> Tensor:
         """The result among the static ``outputs`` and ``inputs`` of a slot, [...] each."""
-        tensor = (outputs if self.source == _Source.OUTPUT else inputs)[self.number]
+        tensor = (outputs if self.origin == _Origin.OUTPUT else inputs)[self.number]
         return tensor if self.view is None else self.view.of(tensor.detach())
 
-    def spec(self, label: str, module_guard: ModuleGuard) -> _C.ResultSpec:
-        """For C++; ``module_guard`` are those of the external tensors.
+    def spec(self, label: str, callable_guard: CallableGuard) -> _C.ResultSpec:
+        """For C++; ``callable_guard`` is that of the external tensors.
 
         Raises:
             RuntimeError: it is part of a tensor outside that is found as something else, by other views.
         """
         if self.tensor is None:
-            return _C.ResultSpec(self.source, self.number, self.view, self.is_early)
-        number = module_guard.index_of(self.tensor)
+            return _C.ResultSpec(self.origin, self.number, self.view, self.is_early)
+        number = callable_guard.index_of(self.tensor)
         if number < 0 and self.tensor._is_view():
-            number = module_guard.index_of(self.tensor._base)
+            number = callable_guard.index_of(self.tensor._base)
         if number < 0:
             key = storage_key(self.tensor)
-            number = next(i for i, known in enumerate(module_guard.tensors) if storage_key(known) == key)
-        found = _as_view(self.tensor, module_guard.tensors[number])
+            number = next(i for i, known in enumerate(callable_guard.tensors) if storage_key(known) == key)
+        found = _as_view(self.tensor, callable_guard.tensors[number])
         if found is None:
             raise RuntimeError(
-                f"{label}: a result of shape {list(self.tensor.shape)} lies in {module_guard.names[number]} in a "
+                f"{label}: a result of shape {list(self.tensor.shape)} lies in {callable_guard.names[number]} in a "
                 "way that cannot be found again at each call: return a clone"
             )
-        return _C.ResultSpec(self.source, number, found.view, self.is_early)
+        return _C.ResultSpec(self.origin, number, found.view, self.is_early)
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,19 @@ class ResultPlan:
         External tensors that are returned are used: ``watch`` is told of those that no operator has read.
         """
         planner = _Planner(results, inputs, watch)
-        sources = [planner.source_of(number) for number in range(len(results))]
+        planned = [planner.result_of(number) for number in range(len(results))]
         plan = cls(tuple(planner.outputs))
         outputs = plan.outputs_of(results)
         views = {
-            number: (results[number], outputs[source.number] if source.source == _Source.OUTPUT else None)
-            for number, source in enumerate(sources)
-            if results[number].grad_fn is not None and (source.source != _Source.OUTPUT or source.view is not None)
+            number: (results[number], outputs[one.number] if one.origin == _Origin.OUTPUT else None)
+            for number, one in enumerate(planned)
+            if results[number].grad_fn is not None and (one.origin != _Origin.OUTPUT or one.view is not None)
         }
         for number, position in positions(views, outputs).items():
-            is_early = position.is_first and not position.is_last and sources[number].source != _Source.OUTPUT
+            is_early = position.is_first and not position.is_last and planned[number].origin != _Origin.OUTPUT
             is_apart = position.is_tangled or not (position.is_last or is_early)
-            sources[number] = dataclasses.replace(sources[number], is_early=is_early, is_added_apart=is_apart)
-        return dataclasses.replace(plan, results=tuple(sources))
+            planned[number] = dataclasses.replace(planned[number], is_early=is_early, is_added_apart=is_apart)
+        return dataclasses.replace(plan, results=tuple(planned))
 
     def tell_of_rounding(self, label: str) -> None:
         """Log which results have their gradients added in another order than by eager execution."""
@@ -145,7 +145,7 @@ class ResultPlan:
     def output_that_is(self, number: int) -> int | None:
         """The number of the output that is result ``number`` itself; None where there is none."""
         result = self.results[number]
-        return result.number if result.source == _Source.OUTPUT and result.view is None else None
+        return result.number if result.origin == _Origin.OUTPUT and result.view is None else None
 
     def results_that_are(self, outputs: Collection[int]) -> set[int]:
         """The numbers of the results that are one of ``outputs`` themselves."""
@@ -155,12 +155,12 @@ class ResultPlan:
         """True when result ``number`` lies in memory of the graph, or in that of one of the inputs ``links``, which
         lie in a predecessor's."""
         result = self.results[number]
-        return result.source == _Source.OUTPUT or (result.source == _Source.INPUT and result.number in links)
+        return result.origin == _Origin.OUTPUT or (result.origin == _Origin.INPUT and result.number in links)
 
     def is_made(self, number: int) -> bool:
         """True when result ``number`` is a new tensor at each call, and no argument or tensor from outside."""
         result = self.results[number]
-        return result.source == _Source.OUTPUT or (result.source == _Source.INPUT and result.view is not None)
+        return result.origin == _Origin.OUTPUT or (result.origin == _Origin.INPUT and result.view is not None)
 
     @property
     def clones(self) -> int:
@@ -170,7 +170,7 @@ class ResultPlan:
     @property
     def is_plain(self) -> bool:
         """True when the results are the outputs, in order."""
-        numbers = [r.number for r in self.results if r.source == _Source.OUTPUT and r.view is None]
+        numbers = [r.number for r in self.results if r.origin == _Origin.OUTPUT and r.view is None]
         return numbers == list(range(len(self.results))) and len(self.outputs) == len(self.results)
 
     def returns_parameter(self, parameter: Tensor) -> bool:
@@ -180,10 +180,12 @@ class ResultPlan:
 
     def returns_input(self, number: int) -> bool:
         """True when a result is input ``number`` or a view of it."""
-        return any(result.source == _Source.INPUT and result.number == number for result in self.results)
+        return any(result.origin == _Origin.INPUT and result.number == number for result in self.results)
 
 
 class _Planner:
+    """Finds where each of ``results`` lies, and which outputs they need; ``results`` and ``inputs`` are [...] each."""
+
     def __init__(self, results: list[Tensor], inputs: list[Tensor], watch: TensorWatch) -> None:
         self.outputs: list[Output] = []
         self._results = results
@@ -191,25 +193,26 @@ class _Planner:
         self._watch = watch
         self._overlapping = _overlapping(results)
 
-    def source_of(self, number: int) -> Result:
+    def result_of(self, number: int) -> Result:
+        """Where result ``number`` comes from; adds an output where it needs a new one."""
         tensor = self._results[number]
         is_cloned = False
         for index, given in enumerate(self._inputs):
             if storage_key(given) == storage_key(tensor):
                 if (found := _as_view(tensor, given)) is not None:
-                    return Result(_Source.INPUT, index, view=found.view)
+                    return Result(_Origin.INPUT, index, view=found.view)
                 is_cloned = True
         if not is_cloned and storage_key(tensor) not in self._watch.produced_storages:
             outside = tensor._base if tensor._is_view() else tensor
             self._watch.note_use(outside)
             if outside.grad_fn is None and _as_view(tensor, outside) is not None:
-                return Result(_Source.EXTERNAL, tensor=tensor)
+                return Result(_Origin.EXTERNAL, tensor=tensor)
             is_cloned = True
         if not is_cloned and number in self._overlapping and tensor._is_view():
             base = tensor._base
             if _C.View.is_differentiable(tensor, base):
-                return Result(_Source.OUTPUT, self._output(number, base), view=_C.View(tensor, base))
-        return Result(_Source.OUTPUT, self._output(number, tensor, is_cloned))
+                return Result(_Origin.OUTPUT, self._output(number, base), view=_C.View(tensor, base))
+        return Result(_Origin.OUTPUT, self._output(number, tensor, is_cloned))
 
     def _output(self, number: int, tensor: Tensor, is_cloned: bool = False) -> int:
         """The number of the output that is ``tensor`` [...], which result ``number`` is or is a view of."""
@@ -252,6 +255,8 @@ def inner_outputs(outputs: list[Tensor]) -> list[bool]:
 
 @dataclass(frozen=True)
 class _Found:
+    """What a tensor is of a base: ``view`` of it, or, where that is None, the base itself."""
+
     view: Any
 
 

@@ -24,11 +24,11 @@ from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
-from te_graph.graphs.capture.checks import sample_of
-from te_graph.graphs.capture.entry import Entry
+from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
-from te_graph.graphs.capture.group import Group
+from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.request import sample_of
 from te_graph.graphs.capture.wrappers import watching_wrappers
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
 from te_graph.graphs.tracing.explanations import explained
@@ -52,7 +52,7 @@ class Job:
     parameters: inspect.Signature | None
 
 
-def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
+def capture_all(group: CaptureGroup, jobs: list[Job], is_chain: bool) -> list[CallableEntry]:
     """Capture the callables of ``jobs``; with ``is_chain`` each reads the results of the one before in place.
 
     Buffers, generators, garbage collection and gradients are afterwards as before, also when it raises.
@@ -98,7 +98,7 @@ def capture_all(group: Group, jobs: list[Job], is_chain: bool) -> list[Entry]:
     return entries
 
 
-def _begin(job: Job, group: Group, predecessor: CallableCapture | None) -> CallableCapture:
+def _begin(job: Job, group: CaptureGroup, predecessor: CallableCapture | None) -> CallableCapture:
     if job.sample is not None:
         signature, tensors = job.sample
     else:
@@ -141,7 +141,7 @@ def garbage_collection_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]:
+def _main_grads(captures: list[CallableCapture], group: CaptureGroup) -> Iterator[None]:
     """Create the ``main_grad`` tensors that ``grad_dtype`` asks for; remove them again if the capture fails."""
     dtype = group.options.grad_dtype if group.options.accumulate_grads else None
     created: list[Tensor] = []
@@ -170,15 +170,15 @@ def _main_grads(captures: list[CallableCapture], group: Group) -> Iterator[None]
 
 
 def _check_main_grad(capture: CallableCapture, parameter: Tensor) -> None:
-    number = capture.module_guard.index_of(parameter)
-    name = capture.module_guard.names[number] if number >= 0 else f"a parameter of shape {list(parameter.shape)}"
+    number = capture.callable_guard.index_of(parameter)
+    name = capture.callable_guard.names[number] if number >= 0 else f"a parameter of shape {list(parameter.shape)}"
     try:
         check_main_grad(name, parameter)
     except ValueError as error:
         raise ValueError(f"{capture.label}: {error}") from None
 
 
-def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqdm) -> None:
+def _capture_graphs(captures: list[CallableCapture], group: CaptureGroup, progress: tqdm) -> None:
     """Capture all forwards in order, then all backwards in reverse order.
 
     What a forward makes lives until its backward has run, and may share memory with nothing that another graph writes
@@ -211,8 +211,8 @@ def _capture_graphs(captures: list[CallableCapture], group: Group, progress: tqd
 
 
 def _assemble_all(
-    jobs: list[Job], captures: list[CallableCapture], group: Group, is_chain: bool, seconds: float
-) -> list[Entry]:
+    jobs: list[Job], captures: list[CallableCapture], group: CaptureGroup, is_chain: bool, seconds: float
+) -> list[CallableEntry]:
     backend = group.backend
     forwards = [[slot.forward for slot in capture.slots] for capture in captures]
     sharing = [slot.backward for capture in captures for slot in capture.slots if slot.backward is not None]
@@ -220,13 +220,13 @@ def _assemble_all(
         sharing += [graph for graphs in forwards for graph in graphs]
         forwards = [[] for _ in captures]
     *forward_bytes, shared_bytes = backend.nbytes([*forwards, sharing])
-    entries: dict[CallableCapture, Entry] = {}
+    entries: dict[CallableCapture, CallableEntry] = {}
     for job, capture, own_bytes in zip(jobs, captures, forward_bytes, strict=True):
         predecessor = entries.get(capture.predecessor)
         graphs = [g for slot in capture.slots for g in (slot.forward, slot.backward) if g is not None]
         inputs = sum(t.nbytes for s in capture.slots for i, t in enumerate(s.inputs) if i not in capture.links)
         parameters = capture.gradients.parameters
-        entries[capture] = Entry(
+        entries[capture] = CallableEntry(
             label=capture.label,
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
@@ -237,7 +237,7 @@ def _assemble_all(
                 capture.changed,
                 capture.result.numbers_of_last(len(capture.changed.numbers)),
                 capture.signature.distinct_names,
-                capture.module_guard.tensors,
+                capture.callable_guard.tensors,
                 capture.plan.results_that_are(list(itertools.compress(capture.output_numbers, capture.inner_outputs))),
             ),
             functions=capture.functions,
@@ -259,13 +259,13 @@ def _assemble_all(
     return list(entries.values())
 
 
-def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None) -> _C.GraphedCallable:
+def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
-    module_guard, gradients, plan = capture.module_guard, capture.gradients, capture.plan
+    callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
     parameters = []
     each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
     for parameter, destination, depends_on in each:
-        number = module_guard.index_of(parameter)
+        number = callable_guard.index_of(parameter)
         if number < 0:
             raise RuntimeError(
                 f"{capture.label}: a leaf of shape {list(parameter.shape)} gets a gradient but is not found among the "
@@ -275,7 +275,7 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         parameters.append(
             _C.ParameterSpec(
                 tensor=number,
-                main_grad=module_guard.add_main_grad(number) if has_main_grad else -1,
+                main_grad=callable_guard.add_main_grad(number) if has_main_grad else -1,
                 depends_on=depends_on,
                 through_autograd=destination.is_for_autograd,
                 main_grad_fits=destination.is_in_table,
@@ -290,23 +290,24 @@ def _assemble(capture: CallableCapture, group: Group, predecessor: Entry | None)
         for i, name in enumerate(capture.signature.distinct_names)
     ]
     # main_grads come after the tensors that the capture itself uses.
-    main_grads = len(module_guard.tensors) - len(capture.versions_bumped)
+    main_grads = len(callable_guard.tensors) - len(capture.versions_bumped)
+    versions_bumped = [*capture.versions_bumped, *[False] * main_grads]
     externals = [
         _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
-        for tensor, bumped in zip(module_guard.tensors, [*capture.versions_bumped, *[False] * main_grads], strict=True)
+        for tensor, bumped in zip(callable_guard.tensors, versions_bumped, strict=True)
     ]
     graphed = _C.GraphedCallable(
         name=capture.label,
         device=group.device,
         replay_order=group.replay_order,
-        guard=module_guard.guard,
+        guard=callable_guard.guard,
         inputs=inputs,
         parameters=parameters,
         externals=externals,
         differentiable=capture.output_numbers,
         saved_outputs=capture.saved_outputs,
         inner_outputs=capture.inner_outputs,
-        results=[] if plan.is_plain else [result.spec(capture.label, module_guard) for result in plan.results],
+        results=[] if plan.is_plain else [result.spec(capture.label, callable_guard) for result in plan.results],
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
     )

@@ -21,17 +21,18 @@ from te_graph.common.dispatch import function_modes
 from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
-from te_graph.graphs.functions.entry import FunctionEntry, capture, run_first
+from te_graph.graphs.functions.entry import FunctionEntry
+from te_graph.graphs.functions.function_capture import capture, run_first
 from te_graph.graphs.guards.guarded_sources import Inlined
 from te_graph.graphs.guards.source_walker import SourceWalker
-from te_graph.graphs.tracing.calls import Frame, call, frame_of
+from te_graph.graphs.tracing.calls import Call, call_of, make_call
 
 _log = logging.getLogger("te_graph")
 _ON_MISMATCH = ("capture", "eager", "raise")
 _MAX_ENTRIES = 8
 _MAX_MISSES = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
 _TELLING = 4  # calls in a row, after which the log says why
-_MOST_SECONDS = 5.0  # that a call waits for a replay on another thread
+_MAX_WAIT_SECONDS = 5.0  # that a call waits for a replay on another thread
 _ADVICE = {
     " changed from ": "a number that changes at every call is to be a tensor (of an optimizer with fused=True or "
     "capturable=True: lr=torch.tensor(...))",
@@ -84,7 +85,7 @@ class GraphedFunction(Inlined):
             self._eager_calls.add(reason)
             return self.__wrapped__(*args, **kwargs)
         try:
-            return self._call(frame_of(self.__wrapped__, args, kwargs))
+            return self._call(call_of(self.__wrapped__, args, kwargs))
         finally:
             self._thread = None
             self._lock.release()
@@ -97,39 +98,39 @@ class GraphedFunction(Inlined):
         thread = threading.get_ident()
         if self._thread == thread or self._runs_python:
             return False
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=_MOST_SECONDS):
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=_MAX_WAIT_SECONDS):
             return False
         self._thread = thread
         return True
 
-    def _call(self, frame: Frame) -> Any:
+    def _call(self, call: Call) -> Any:
         change = ""
         for number, entry in enumerate(self._captured):
-            difference, found = entry.begin(frame)
+            difference, found = entry.begin(call)
             if not difference:
                 if number:
                     self._captured.insert(0, self._captured.pop(number))
-                return self._replay(entry, frame, found)
+                return self._replay(entry, call, found)
             change = change or difference
         for entry in self._seen:
-            if not entry.change(frame):
-                return self._capture_and_replay(entry, frame)
+            if not entry.change(call):
+                return self._capture_and_replay(entry, call)
         for entry in self._seen:
-            entry.refuse_if_undone(frame)
-        return self._replay_nothing(frame, change)
+            entry.refuse_if_undone(call)
+        return self._replay_nothing(call, change)
 
-    def _replay(self, entry: FunctionEntry, frame: Frame, found: list[Any]) -> Any:
+    def _replay(self, entry: FunctionEntry, call: Call, found: list[Any]) -> Any:
         self._in_vain = 0
-        result = entry.replay(frame, self._replay_orders[entry.device], found)
+        result = entry.replay(call, self._replay_orders[entry.device], found)
         self._replays += 1
         return result
 
-    def _capture_and_replay(self, first: FunctionEntry, frame: Frame) -> Any:
+    def _capture_and_replay(self, first: FunctionEntry, call: Call) -> Any:
         alone = try_to_be_alone()
         if alone is None:  # the next such call captures
-            return self._run(frame, "called inside another capture")
+            return self._run(call, "called inside another capture")
         with alone, self._python():
-            entry = capture(first, frame, self._walker, self._pool, self._stream)
+            entry = capture(first, call, self._walker, self._pool, self._stream)
         self._seen.remove(first)
         if not self._captured:
             register(self)
@@ -138,12 +139,12 @@ class GraphedFunction(Inlined):
         self._captures += 1
         _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
         # Its guard has not looked yet, and a replay needs what it finds.
-        change, found = entry.begin(frame)
+        change, found = entry.begin(call)
         if change:
             raise RuntimeError(f"{self._label}: {change} during the capture")
-        return self._replay(entry, frame, found)
+        return self._replay(entry, call, found)
 
-    def _replay_nothing(self, frame: Frame, change: str) -> Any:
+    def _replay_nothing(self, call: Call, change: str) -> Any:
         """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed."""
         reason = f"{change} since capture" if change else "not captured yet"
         if change:
@@ -151,16 +152,16 @@ class GraphedFunction(Inlined):
                 raise RuntimeError(f"{self._label}: {reason}")
             self._tell(f"{reason} (runs eagerly)")
             if self._on_mismatch == "eager":
-                return self._run(frame, reason)
+                return self._run(call, reason)
         self._in_vain += 1
         if self._in_vain == _TELLING and self._seen:
-            change = change or next((entry.change(frame) for entry in self._seen), "")
+            change = change or next((entry.change(call) for entry in self._seen), "")
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
         if (self._in_vain > _MAX_MISSES or self._walker.has_too_many_sources) and self._in_vain % _MAX_MISSES:
-            return self._run(frame, reason)
+            return self._run(call, reason)
         with self._python():
-            result, entry = run_first(self._label, frame, self._walker)
+            result, entry = run_first(self._label, call, self._walker)
         self._eager_calls.add(reason)
         if entry is None:
             self._tell("refers to more sources than can be compared (runs eagerly)")
@@ -168,10 +169,10 @@ class GraphedFunction(Inlined):
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
 
-    def _run(self, frame: Frame, reason: str) -> Any:
+    def _run(self, call: Call, reason: str) -> Any:
         self._eager_calls.add(reason)
         with self._python():
-            return call(frame)
+            return make_call(call)
 
     @contextlib.contextmanager
     def _python(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph.common.dispatch import base_name, has_subclass, is_dense, is_operator, storage_key, tensors_in
+from te_graph.common.dispatch import base_name, has_subclass, is_operator, is_strided, storage_key, tensors_in
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.host_access import GET_GRAD, MethodWatch
 from te_graph.graphs.tracing.refusals import (
@@ -104,7 +104,7 @@ class RegionWatch(TensorWatch):
         return reason_for_no_graph(func, args, kwargs, self._device)
 
     def _is_constant(self, tensor: Tensor) -> bool:
-        return is_dense(tensor) and storage_key(tensor) in self.produced_storages
+        return is_strided(tensor) and storage_key(tensor) in self.produced_storages
 
 
 class GradReads(MethodWatch):

@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
+from te_graph.graphs.guards.callable_guard import CallableGuard, guard_module, guard_source
 from te_graph.graphs.guards.code_reader import CodeReader
-from te_graph.graphs.guards.module_guard import ModuleGuard, guard_module, guard_source
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_watch import CodeWatch
-from te_graph.graphs.tracing.names import strings_in
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, strings_in
 
 _Kind = _C.StepKind
 _CALL_OF_MODULES = id(nn.Module._call_impl.__code__)
-_LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
 _OWNERS = ("__globals__", "_parameters", "_buffers", "_modules")
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__")
@@ -41,24 +40,24 @@ def backward_guard(reader: CodeReader, watch: CodeWatch, used: Collection[int]) 
     if not ran and _CALL_OF_MODULES not in watch.codes:
         return None
     names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
-    reads_all = _CALL_OF_MODULES in watch.codes or not _LOOKS_AT_ALL.isdisjoint(names)
+    reads_all = _CALL_OF_MODULES in watch.codes or not LOOKS_AT_ALL.isdisjoint(names)
     reads = _Reads(frozenset(ran), None if reads_all else frozenset(names))
     root, *sources = reader.sources()
-    module_guard = ModuleGuard()
-    root.step = module_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
-    module_guard.guard.expect_same_object(root.step, root.obj)
+    callable_guard = CallableGuard()
+    root.step = callable_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
+    callable_guard.guard.expect_same_object(root.step, root.obj)
     if reads_all and isinstance(root.obj, nn.Module):
-        guard_module(root, module_guard, is_callable=True)
+        guard_module(root, callable_guard, is_callable=True)
     for source in sources:
         if not reads.may_read(source):
             continue
         if isinstance(source.obj, nn.Module) or (isinstance(source.obj, Tensor) and storage_key(source.obj) in used):
-            module_guard.enter(source)
+            callable_guard.enter(source)
             if reads_all and isinstance(source.obj, nn.Module) and source.again is None:
-                guard_module(source, module_guard, is_callable=False)
+                guard_module(source, callable_guard, is_callable=False)
         else:
-            guard_source(source, module_guard)
-    return module_guard.guard if module_guard.guard.steps > 1 else None
+            guard_source(source, callable_guard)
+    return callable_guard.guard if callable_guard.guard.steps > 1 else None
 
 
 @dataclass(frozen=True)

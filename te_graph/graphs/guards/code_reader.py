@@ -17,7 +17,7 @@ from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.library_objects import inside
-from te_graph.graphs.guards.lookups import is_own_module, modules_of
+from te_graph.graphs.guards.lookups import is_project_module, modules_of
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
@@ -30,62 +30,42 @@ from te_graph.graphs.guards.sources import (
     submodules,
     walk,
 )
-from te_graph.graphs.guards.user_classes import bases_of, is_opaque, members_below, methods_of_user, written_by_user
+from te_graph.graphs.guards.user_classes import (
+    bases_of,
+    is_library_class,
+    members_below,
+    methods_of_user,
+    written_by_user,
+)
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
-from te_graph.graphs.tracing.names import BY_NAME, GETTERS, PATTERN, may_do_without, names_of_getter, strings_in
+from te_graph.graphs.tracing.names import (
+    BY_NAME,
+    GETTERS,
+    LOOKS_AT_ALL,
+    PATTERN,
+    may_do_without,
+    names_of_getter,
+    strings_in,
+)
 
 _Kind = _C.StepKind
-_LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
 _ASKS_FOR_NAMES = frozenset({"getattr", "hasattr"})
 _NOT_RUN = frozenset(
-    [
-        "__init__",
-        "__new__",
-        "__del__",
-        "__repr__",
-        "__str__",
-        "__init_subclass__",
-        "__set_name__",
-        "__setattr__",
-        "__delattr__",
-        "__dir__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__copy__",
-        "__deepcopy__",
-        "__replace__",
-        "__getstate__",
-        "__setstate__",
-        "__getattribute__",
-        "__hash__",
-        "__eq__",
-        "__ne__",
-        "__lt__",
-        "__le__",
-        "__gt__",
-        "__ge__",
-        "__post_init__",
-    ]
+    (
+        *("__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__", "__set_name__"),
+        *("__setattr__", "__delattr__", "__dir__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"),
+        *("__replace__", "__getstate__", "__setstate__", "__getattribute__", "__hash__", "__eq__", "__ne__"),
+        *("__lt__", "__le__", "__gt__", "__ge__", "__post_init__"),
+    )
 )
 _REACH = 16  # steps from the callable
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
-    [
-        "_modules",
-        "_parameters",
-        "_buffers",
-        "children",
-        "named_children",
-        "modules",
-        "named_modules",
-        "parameters",
-        "named_parameters",
-        "buffers",
-        "named_buffers",
-        "state_dict",
-        "apply",
-    ]
+    (
+        *("_modules", "_parameters", "_buffers", "children", "named_children", "modules", "named_modules"),
+        *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "apply"),
+    )
 )
 _OWN = "te_graph"
 # By the names of their classes. A graph of torch.fx makes its code anew when it is copied, and has its source as an
@@ -239,7 +219,7 @@ class CodeReader:
             self._said |= names_of_getter(obj)
         kind = obj if isinstance(obj, type) else type(obj)
         is_another = kind is self._replayed and type(obj) is kind and obj is not self._root
-        if (kind in self._classes and not is_another) or is_opaque(kind):
+        if (kind in self._classes and not is_another) or is_library_class(kind):
             return
         self._classes[kind] = methods_of_user(kind)
         if is_another:
@@ -254,7 +234,7 @@ class CodeReader:
         self._functions[code] = None
         names = set(strings_in(code))
         if code.co_name in _NOT_RUN:  # it was seen to run; of the objects that it makes or shows it may look at all
-            names -= _LOOKS_AT_ALL
+            names -= LOOKS_AT_ALL
         self._said |= names
         if names & _ASKS_FOR_NAMES:
             self._asked |= {text for text in _constants_in(code) if text.isidentifier() and len(text) < 64}
@@ -278,7 +258,7 @@ class CodeReader:
         """Whether the code may read the attribute ``name`` of the object at ``source``."""
         if name == _OWN or self._is_ignored(source.name, name):
             return False
-        if name in self._said or self._said & _LOOKS_AT_ALL:
+        if name in self._said or self._said & LOOKS_AT_ALL:
             return True
         if name == "_value_" and isinstance(source.obj, enum.Enum):
             return True
@@ -359,10 +339,10 @@ class CodeReader:
                 yield from modules_of(source, self._said)
                 yield from self._inside_object(source, obj.__name__)
         elif isinstance(obj, type):
-            if not is_opaque(obj):
+            if not is_library_class(obj):
                 yield from self._inside_class(source)
         elif isinstance(obj, types.ModuleType):
-            if is_own_module(obj):
+            if is_project_module(obj):
                 yield from self._inside_object(source, source.name)
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(source)
@@ -370,7 +350,7 @@ class CodeReader:
             yield source.attributes().item("dispatcher", source.name)
         else:
             yield from inside(source)
-            if not is_opaque(type(obj)):
+            if not is_library_class(type(obj)):
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._inside_methods(source)
 

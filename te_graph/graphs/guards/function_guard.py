@@ -41,9 +41,9 @@ class FunctionGuard:
         self._steps: dict[int, int] = {}
         self._incomparable = {id(source.parent) for source in sources if source.kind == _Kind.NEVER}
         for source in sources:
-            is_used = source.is_dense_tensor and (used is None or storage_key(source.obj) in used)
+            is_used = source.is_strided_tensor and (used is None or storage_key(source.obj) in used)
             if source.is_grad and not (
-                is_used or (_matters(source, asked) and (source.obj is None or source.is_dense_tensor))
+                is_used or (_matters(source, asked) and (source.obj is None or source.is_strided_tensor))
             ):
                 continue
             if source.kind == _Kind.NEVER and not is_strict:
@@ -81,7 +81,7 @@ class FunctionGuard:
                 else step
             )
             guard.expect_value(at, source.value)
-        elif source.is_dense_tensor:
+        elif source.is_strided_tensor:
             is_leaf = obj.is_leaf and obj.requires_grad
             guard.add_tensor(step, obj, is_used, is_written, compares_hooks=self._runs_backward and is_leaf)
             if not source.is_grad:
@@ -123,5 +123,5 @@ def _size(name: str, what: str) -> str:
 
 def without_source(externals: dict[int, External], sources: list[GuardedSource]) -> External | None:
     """The first of the external tensors that is at none of the sources."""
-    known = {storage_key(source.obj) for source in sources if source.is_dense_tensor}
+    known = {storage_key(source.obj) for source in sources if source.is_strided_tensor}
     return next((external for key, external in externals.items() if key not in known), None)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.dispatch import has_subclass, is_dense
+from te_graph.common.dispatch import has_subclass, is_strided
 from te_graph.graphs.guards.sources import Source
 
 _Kind = _C.StepKind
@@ -82,9 +82,9 @@ class GuardedSource(Source):
         return self.kind in _ENDS
 
     @property
-    def is_dense_tensor(self) -> bool:
+    def is_strided_tensor(self) -> bool:
         """True when a tensor with one storage is here, of a class without a dispatch of its own."""
-        return isinstance(self.obj, Tensor) and not has_subclass([type(self.obj)]) and is_dense(self.obj)
+        return isinstance(self.obj, Tensor) and not has_subclass([type(self.obj)]) and is_strided(self.obj)
 
     def never(self, reason: str) -> GuardedSource:
         """That what is here cannot be compared."""

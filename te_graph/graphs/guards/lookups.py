@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from te_graph import _C
-from te_graph.common.dispatch import is_own_file
+from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.names import imports_of, strings_in
 
@@ -17,13 +17,13 @@ _Kind = _C.StepKind
 _ASKS_FOR_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"}))
 
 
-def is_own_module(module: Any) -> bool:
+def is_project_module(module: Any) -> bool:
     """True for modules that are neither of Python nor installed; some are made by hand and have no file."""
     if not isinstance(module, types.ModuleType):  # something else may stand in ``sys.modules``
         return False
     file = vars(module).get("__file__")  # a function __getattr__ of the module is the user's
     is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
-    return is_own_file(file) if file else not is_of_python
+    return is_project_file(file) if file else not is_of_python
 
 
 def modules_of(source: Source, said: Collection[str]) -> Iterator[Source]:
@@ -39,12 +39,12 @@ def modules_of(source: Source, said: Collection[str]) -> Iterator[Source]:
     if _asks_for_modules(code):
         names |= strings_in(code)
         others = sys.modules.keys() & {*said, scope.get("__name__")}
-        names.update(name for name in others if is_own_module(sys.modules[name]))
+        names.update(name for name in others if is_project_module(sys.modules[name]))
     table = _loaded(source)
     yield from (table.item(name, f"module {name}") for name in sorted(names & sys.modules.keys()))
 
 
-def missing(source: Source) -> Iterator[Source]:
+def absent_names(source: Source) -> Iterator[Source]:
     """What is not there and the code of the function at ``source`` may find later: variables of the function around it
     that are not assigned yet, or no longer, and modules."""
     code = source.obj.__code__

@@ -30,7 +30,8 @@ from te_graph.graphs.guards.guarded_sources import (
     is_opaque,
     slots_of,
 )
-from te_graph.graphs.guards.lookups import is_own_module, missing, modules_of
+from te_graph.graphs.guards.library_objects import inside
+from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import (
@@ -56,6 +57,8 @@ _HOOKS_OF_ALL = {
 }
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HISTORY = frozenset({"is_leaf", "grad_fn"})
+# What they lead to is the same for callables and functions.
+_LEAD_ON = (types.BuiltinFunctionType, types.MethodWrapperType, contextvars.ContextVar, weakref.ref)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -152,7 +155,7 @@ class ObjectReader:
 
     def _library_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a module of Python that the user wrote."""
-        if is_own_module(source.obj):
+        if is_project_module(source.obj):
             members = source.attributes()
             yield from (
                 members.item(key, f"{source.name}.{key}") for key in list(members.obj) if key in self.names.said
@@ -179,7 +182,7 @@ class ObjectReader:
                 is_there = key in scope.obj
                 yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
         yield from modules_of(source, self.names.said)
-        yield from missing(source)
+        yield from absent_names(source)
 
     def _attributes_of_function(self, source: GuardedSource, owner: str) -> Iterator[GuardedSource]:
         """Those that the code names; of what replays a function they are its own, not those of the function."""
@@ -327,10 +330,8 @@ def _builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     if isinstance(obj, types.MethodType):
         yield source.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
         yield source.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
-    elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
-        owner = obj.__self__
-        if owner is not None and not isinstance(owner, types.ModuleType | type):
-            yield source.child(owner, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
+    elif isinstance(obj, (*_LEAD_ON, *VIEWS)):
+        yield from inside(source)
     elif isinstance(obj, dict):
         for key, value in obj.items():
             if value_of(key) is not None:
@@ -342,15 +343,6 @@ def _builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     elif isinstance(obj, collections.deque):
         for index, value in enumerate(obj):
             yield source.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
-    elif isinstance(obj, VIEWS):
-        yield source.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
-    elif isinstance(obj, contextvars.ContextVar):
-        try:
-            yield source.child(obj.get(), f"value of {name}", _Kind.CONTEXT_VAR)
-        except LookupError:
-            yield source.child(NotImplemented, f"value of {name}", _Kind.CONTEXT_VAR)
-    elif isinstance(obj, weakref.ref):
-        yield source.child(obj(), name, _Kind.WEAK_REFERENCE)
     elif isinstance(obj, tuple(WRAPPERS)):
         for key in next(keys for kind, keys in WRAPPERS.items() if isinstance(obj, kind)):
             if (function := getattr(obj, key)) is not None:

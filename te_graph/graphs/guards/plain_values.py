@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from te_graph.graphs.arguments.signature import is_constant
+from te_graph.graphs.arguments.constants import is_constant
 
 _IMMUTABLE = (
     range,
@@ -24,7 +24,7 @@ _IMMUTABLE = (
     pathlib.PurePath,
     uuid.UUID,
 )
-MOST_MEMBERS = 1000  # of a dictionary, list or set of values that is compared at each call
+MAX_MEMBERS = 1000  # of a dictionary, list or set of values that is compared at each call
 _CONTAINERS = (list, dict, collections.OrderedDict, set)
 
 
@@ -65,7 +65,7 @@ def is_bulk(obj: Any) -> bool:
         return False
     if not isinstance(obj, dict):
         return holds_values(obj)
-    return holds_values(obj.values()) and (len(obj) > MOST_MEMBERS or holds_values(obj))
+    return holds_values(obj.values()) and (len(obj) > MAX_MEMBERS or holds_values(obj))
 
 
 def are_equal(one: Any, other: Any) -> bool:

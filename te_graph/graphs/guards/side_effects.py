@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.graphs.guards.library_objects import is_array, remembered
-from te_graph.graphs.guards.plain_values import are_equal, is_bulk, is_value
+from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
 from te_graph.graphs.guards.sources import Source
 
@@ -106,7 +106,7 @@ def _remembered(obj: Any) -> Any:
     if isinstance(obj, Tensor) or is_value(obj):
         return obj
     if is_bulk(obj):
-        return obj.copy() if len(obj) < 1000 else len(obj)
+        return obj.copy() if len(obj) <= MAX_MEMBERS else len(obj)
     if is_array(obj):
         return remembered(obj)
     if isinstance(obj, list | tuple | dict | set):

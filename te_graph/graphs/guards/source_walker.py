@@ -16,7 +16,7 @@ from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.guarded_sources import GuardedSource, is_transparent
 from te_graph.graphs.guards.object_reader import ObjectReader, hooks_of_all
 from te_graph.graphs.guards.values import value_of
-from te_graph.graphs.tracing.calls import Frame
+from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, is_generated, too_many
 from te_graph.graphs.tracing.names import GETTERS, Names
 
@@ -68,7 +68,7 @@ class SourceWalker:
         """The code asks where tensors lie, perhaps for a kernel that no dispatcher sees: all of them count as used."""
         return not self._names.said.isdisjoint(_ADDRESSES)
 
-    def explore(self, frame: Frame, everything: bool = False) -> list[GuardedSource]:
+    def explore(self, call: Call, everything: bool = False) -> list[GuardedSource]:
         """All sources, near ones first: the function and its arguments, containers, closure variables, defaults,
         globals used, attributes, classes, modules, optimizers and their state, gradients.
 
@@ -78,7 +78,7 @@ class SourceWalker:
         names = self._names
         elsewhere: list[types.FunctionType] = []
         while True:
-            sources = _walk(frame, elsewhere, names, everything)
+            sources = _walk(call, elsewhere, names, everything)
             if not everything:
                 self.has_too_many_sources = sources[-1].kind == _Kind.NEVER and len(sources) > _MAX_SOURCES
                 if self.has_too_many_sources:
@@ -120,13 +120,13 @@ def _strings_of(obj: Any) -> Iterator[str]:
         yield from (item for item in obj.values() if type(item) is str)
 
 
-def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, everything: bool) -> list[GuardedSource]:
+def _walk(call: Call, elsewhere: list[types.FunctionType], names: Names, everything: bool) -> list[GuardedSource]:
     reader = ObjectReader(names, everything)
     sources: list[GuardedSource] = []
     seen: dict[int, GuardedSource] = {}
     valued: dict[int, GuardedSource] = {}
     waiting: list[GuardedSource] = []  # dicts whose keys are objects
-    queue = deque(_beginnings(frame, elsewhere))
+    queue = deque(_beginnings(call, elsewhere))
     while queue or waiting:
         if not queue:
             by_object = {id(source.obj): source for source in sources if _is_object(source)}
@@ -161,11 +161,11 @@ def _walk(frame: Frame, elsewhere: list[types.FunctionType], names: Names, every
     return sources
 
 
-def _beginnings(frame: Frame, elsewhere: list[types.FunctionType]) -> Iterator[GuardedSource]:
-    root = GuardedSource(frame, "", is_ephemeral=True)
-    yield root.child(frame[0], "", _Kind.POSITION, index=0)
+def _beginnings(call: Call, elsewhere: list[types.FunctionType]) -> Iterator[GuardedSource]:
+    root = GuardedSource(call, "", is_ephemeral=True)
+    yield root.child(call[0], "", _Kind.POSITION, index=0)
     for index, name in ((1, "arguments"), (2, "keyword arguments")):
-        given = root.child(frame[index], name, _Kind.POSITION, index=index)
+        given = root.child(call[index], name, _Kind.POSITION, index=index)
         given.is_ephemeral = given.is_given = True
         yield given
     yield from hooks_of_all(root)

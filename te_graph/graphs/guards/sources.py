@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.arguments.nest import instance_dict, own_attribute
-from te_graph.graphs.arguments.signature import is_constant
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.tracing.names import globals_of
 
@@ -41,7 +41,7 @@ class Source:
         name: what messages call the object.
         distance: steps from the callable; submodules, parameters and buffers are as far as their module.
         again: the first source where the object was met, if that was another one.
-        key_place: for an item of a dict whose key is an object: where that is found.
+        key_source: for an item of a dict whose key is an object: where that is found.
     """
 
     obj: Any

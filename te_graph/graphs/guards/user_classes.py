@@ -17,7 +17,7 @@ from te_graph.graphs.tracing.names import codes_of
 _STANDARD = frozenset({*sys.stdlib_module_names, "builtins", "te_graph"})
 
 
-def is_opaque(kind: type) -> bool:
+def is_library_class(kind: type) -> bool:
     """True for classes of Python, torch and this package: the code of a user reads no more of them than it names."""
     if issubclass(kind, nn.Module) or kind in NAMESPACES:
         return False
@@ -33,7 +33,7 @@ def bases_of(kind: type) -> list[type]:
     """``kind`` and the classes below it that the user wrote."""
 
     def is_theirs(base: type) -> bool:
-        if is_opaque(base):
+        if is_library_class(base):
             return False
         functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
         files = [function.__code__.co_filename for function in functions]

@@ -7,14 +7,14 @@ import sys
 import traceback
 
 from te_graph.common.dispatch import TORCH
-from te_graph.graphs.tracing import optimizer_steps
+from te_graph.graphs.tracing import optimizer_advice
 
 _DISTRIBUTIONS = TORCH + "distributions" + os.sep
 
 
 def advice() -> str:
     """What to say about what is running on this thread; else empty."""
-    return optimizer_steps.advice() or _about_distributions()
+    return optimizer_advice.advice() or _about_distributions()
 
 
 def _about_distributions() -> str:

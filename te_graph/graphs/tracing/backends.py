@@ -14,13 +14,14 @@ from torch import Tensor
 from te_graph import _C
 from te_graph._build import check_is_built_for
 from te_graph.common.environment import switch
-from te_graph.graphs.tracing.recorder import CaptureError, Recorder
+from te_graph.graphs.tracing.recorder import Recorder
+from te_graph.graphs.tracing.refusals import CaptureError
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
 
 
 class RecorderBackend:
-    """Captures on the CPU with ``te_graph.recorder``; ``TE_GRAPH_POISON=1`` turns its ``poison`` on."""
+    """Captures on the CPU with a ``Recorder``; ``TE_GRAPH_POISON=1`` turns its ``poison`` on."""
 
     name = "recorder"
 

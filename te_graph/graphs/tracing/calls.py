@@ -11,7 +11,7 @@ from torch import nn
 
 from te_graph.graphs.tracing.source_lines import run_region
 
-Frame = tuple[Callable[..., Any], tuple, dict[str, Any]]
+Call = tuple[Callable[..., Any], tuple, dict[str, Any]]
 _MODULE_CODES = frozenset(part.__code__ for part in vars(nn.Module).values() if inspect.isgeneratorfunction(part))
 
 
@@ -19,7 +19,7 @@ class Drained(list):
     """What a generator given as an argument had to give, in its place."""
 
 
-def frame_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Frame:
+def call_of(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Call:
     """The call, its arguments that are generators of ``nn.Module`` (``parameters()``, ``named_buffers()``) drained.
 
     So calls can be compared without using them up.
@@ -36,9 +36,9 @@ def _drained(arg: Any) -> Any:
     return Drained(arg) if is_of_module else arg
 
 
-def call(frame: Frame) -> Any:
+def make_call(call: Call) -> Any:
     """Make the call."""
-    function, args, kwargs = frame
+    function, args, kwargs = call
     if Drained in map(type, args):
         args = tuple(_again(arg) for arg in args)
     if kwargs and Drained in map(type, kwargs.values()):

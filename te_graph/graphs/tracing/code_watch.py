@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from te_graph.common.dispatch import is_own_file, is_user_file
+from te_graph.common.dispatch import is_project_file, is_user_file
 from te_graph.graphs.tracing.names import is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region
 
 _CALL = run_region.__code__  # below it runs what is watched
 _ASIDE = ("<frozen importlib", typing.__file__)
-_MOST_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
-_LONGEST_NAME = 64
-_MOST_STARTS = 64  # of one piece of code that are told from each other
+_MAX_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
+_MAX_NAME_LENGTH = 64
+_MAX_STARTS = 64  # of one piece of code that are told from each other
 
 
 class CodeWatch:
@@ -76,7 +76,7 @@ class CodeWatch:
         for key, code in self.codes.items():
             scope = self.scopes[key]
             is_theirs = is_user_file(code.co_filename) and is_users_module(scope.get("__name__", ""))
-            if is_theirs and (not is_generated(code) or is_own_file(scope.get("__file__") or "")):
+            if is_theirs and (not is_generated(code) or is_project_file(scope.get("__file__") or "")):
                 yield key, code
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
@@ -98,7 +98,7 @@ class CodeWatch:
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
 
     def _note_name(self, name: str) -> None:
-        if len(name) < _LONGEST_NAME and name.isidentifier() and self._is_ours():
+        if len(name) < _MAX_NAME_LENGTH and name.isidentifier() and self._is_ours():
             self.names.add(name)
 
     def _note(self, frame: types.FrameType) -> None:
@@ -109,7 +109,7 @@ class CodeWatch:
             return
         self.codes[id(code)] = code
         self.scopes.setdefault(id(code), frame.f_globals)
-        if is_closure and len(starts := self.variables.setdefault(id(code), [])) < _MOST_STARTS:
+        if is_closure and len(starts := self.variables.setdefault(id(code), [])) < _MAX_STARTS:
             held = frame.f_locals
             starts.append(tuple(held.get(name) for name in code.co_freevars))
             # Before Python 3.13 that is a copy, which would keep what the function lets go of. What a profile function
@@ -203,7 +203,7 @@ def too_many(functions: Iterable[types.FunctionType]) -> str:
     """Why ``functions``, which no place leads to, cannot be compared at each call; empty if they can."""
     counts = collections.Counter(function.__code__ for function in functions)
     code, count = next(iter(counts.most_common(1)), (None, 0))
-    if count <= _MOST_INSTANCES:
+    if count <= _MAX_INSTANCES:
         return ""
     return f"{count} functions {code.co_name} are more than can be compared: let a list or attribute hold them"
 
@@ -214,7 +214,7 @@ def _are_all(functions: list[types.FunctionType], code: types.CodeType, starts: 
         return bool(functions)  # what is written inside no function is made once
     if not code.co_freevars:
         return not (functions[0].__defaults__ or functions[0].__kwdefaults__)
-    if not starts or len(starts) == _MOST_STARTS:
+    if not starts or len(starts) == _MAX_STARTS:
         return False
     return all(any(_shares(one, held) for one in functions) for held in starts)
 
@@ -231,7 +231,7 @@ def _by_name(code: types.CodeType, scope: dict[str, Any]) -> types.FunctionType 
 
 def _that_ran(functions: list[types.FunctionType], starts: list[tuple] | None) -> list[types.FunctionType]:
     """Those of ``functions``, of one code, that started with such variables as ``starts`` has; all if none did."""
-    if len(functions) < 2 or not starts or len(starts) == _MOST_STARTS:
+    if len(functions) < 2 or not starts or len(starts) == _MAX_STARTS:
         return functions
     return [one for one in functions if any(_may_have_held(one, held) for held in starts)] or functions
 

@@ -36,7 +36,7 @@ from te_graph.graphs.tracing.refusals import (
 from te_graph.graphs.tracing.source_lines import BACKWARD, site_of, user_site
 
 _log = logging.getLogger("te_graph")
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 _EARLIER = "due to a previous error"
 
 
@@ -66,7 +66,7 @@ class Notes:
         if site == BACKWARD:
             return next((one for one in self.refusals.values() if one.site.startswith(BACKWARD)), None)
         names = list(self.operators.get(site, ()))
-        if site in self.refusals or type(error) is not torch.AcceleratorError or not 0 < len(names) <= _MOST_NAMED:
+        if site in self.refusals or type(error) is not torch.AcceleratorError or not 0 < len(names) <= _MAX_NAMED:
             return self.refusals.get(site)
         return Refusal(names[0] if len(names) == 1 else f"one of {', '.join(names)}", first_line(error), site)
 

@@ -17,8 +17,8 @@ from te_graph.common.dispatch import (
     belongs_to_torch,
     bypass_modes,
     has_subclass,
-    is_dense,
     is_operator,
+    is_strided,
     storage_key,
     tensors_in,
     written_tensors,
@@ -146,7 +146,7 @@ class TensorWatch(TorchDispatchMode):
                 # The first sight of a tensor just built from Python data.
                 self._add_produced(args)
         for tensor in tensors_in((args, kwargs)):
-            if is_dense(tensor) and id(tensor) not in not_ours:
+            if is_strided(tensor) and id(tensor) not in not_ours:
                 self._see(tensor, str(func), written.get(id(tensor)))
         result = func(*args, **kwargs)
         if is_operator(func) and base_name(func) == "set_":
@@ -196,13 +196,13 @@ class TensorWatch(TorchDispatchMode):
 
     def _add_produced(self, tree: Any) -> None:
         for tensor in tensors_in(tree):
-            if is_dense(tensor):
+            if is_strided(tensor):
                 key = storage_key(tensor)
                 if key not in self._produced and key not in self.externals and key not in self._owned:
                     self._produced[key] = StorageWeakRef(tensor.untyped_storage())
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
-        if is_dense(tensor):
+        if is_strided(tensor):
             key = storage_key(tensor)
             self._saved[key] = StorageWeakRef(tensor.untyped_storage())
             if key in self.externals:

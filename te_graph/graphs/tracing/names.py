@@ -18,7 +18,9 @@ from torch import nn
 
 from te_graph.common.dispatch import is_user_file
 
-_UNNAMED = frozenset({"__dict__", "vars", "dir", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
+# Code that says one of these may look at attributes without naming them; ``dir`` tells names alone.
+LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
+_UNNAMED = LOOKS_AT_ALL | {"dir"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 _NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})

@@ -36,8 +36,6 @@ from te_graph.graphs.tracing.refusals import (
 )
 from te_graph.graphs.tracing.source_lines import user_site
 
-__all__ = ["CaptureError", "FrozenTensor", "OpRecord", "RecordedCall", "Recorder"]
-
 _log = logging.getLogger("te_graph")
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional"})
@@ -138,7 +136,7 @@ class Recorder:
         afterwards where it was before. If the region raises, or swallows a refusal, nothing stays recorded.
 
         Raises:
-            CaptureError: the region does what a graph cannot hold (see ``te_graph.refusals``).
+            CaptureError: the region does what a graph cannot hold (tracing/refusals.py).
             RuntimeError: this thread is capturing already, or this recorder holds a recording.
         """
         _require_no_capture("capture()")

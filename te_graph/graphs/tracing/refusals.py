@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from te_graph.common.dispatch import base_name, bypass_modes, is_dense, is_operator, leaves, tensors_in
+from te_graph.common.dispatch import base_name, bypass_modes, is_operator, is_strided, leaves, tensors_in
 from te_graph.graphs.tracing.advice import advice
 from te_graph.graphs.tracing.source_lines import user_site
 
@@ -202,7 +202,7 @@ def reason_to_refuse_tensors(tree: Any) -> str | None:
     for tensor in tensors_in(tree):
         if tensor.device.type != "cpu":
             return f"{LEAVES_DEVICE} (expected tensors on cpu, got one on {tensor.device})"
-        if not is_dense(tensor):
+        if not is_strided(tensor):
             return f"expected dense (strided) tensors, got one of layout {tensor.layout}"
     return None
 

@@ -1,4 +1,5 @@
-// CallableGuard and code: what a class has for its instances, whichever class a user takes it for, and the code of functions.
+// CallableGuard and code: what a class has for its instances, whichever class a user takes it for, and the code of
+// functions.
 #include <gmock/gmock.h>
 #include <pybind11/eval.h>
 

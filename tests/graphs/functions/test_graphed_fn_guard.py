@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from te_graph import graphed
 from te_graph.common.capture_state import before_replay
 from te_graph.graphs.guards.function_guard import FunctionGuard
-from te_graph.graphs.guards.source_walker import Frame, SourceWalker
+from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.tracing.calls import Call
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
 
-def guard_of(function: Callable, *args: object) -> tuple[FunctionGuard, Frame]:
-    frame = (function, args, {})
-    return FunctionGuard(SourceWalker().explore(frame), used=None), frame
+def guard_of(function: Callable, *args: object) -> tuple[FunctionGuard, Call]:
+    call = (function, args, {})
+    return FunctionGuard(SourceWalker().explore(call), used=None), call
 
 
 def microseconds(check: Callable[[], str]) -> float:
@@ -43,18 +44,18 @@ def microseconds(check: Callable[[], str]) -> float:
 def test_a_thousand_tensors_are_checked_in_some_tens_of_microseconds() -> None:
     """Bounds are five to ten times what a quiet machine takes: it is a loop over Python objects that they exclude."""
     given = [torch.ones(2) for _ in range(1000)]
-    listed, frame = guard_of(lambda ts: None, given)
+    listed, call = guard_of(lambda ts: None, given)
     assert listed.guard.tensors == 1000
-    assert microseconds(lambda: listed.guard.check((frame[0], (list(given),), {}))) < 250
+    assert microseconds(lambda: listed.guard.check((call[0], (list(given),), {}))) < 250
 
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(200)]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     for parameter in parameters:
         parameter.grad = torch.ones(2)
     optimizer.step()
-    stepped, frame = guard_of(lambda: optimizer.step())
+    stepped, call = guard_of(lambda: optimizer.step())
     assert stepped.guard.tensors == 1000
-    assert microseconds(lambda: stepped.guard.check(frame)) < 250
+    assert microseconds(lambda: stepped.guard.check(call)) < 250
 
 
 def test_dictionaries_are_looked_at_again_after_a_change() -> None:
@@ -63,10 +64,10 @@ def test_dictionaries_are_looked_at_again_after_a_change() -> None:
     for parameter in parameters:
         parameter.grad = torch.ones(2)
     optimizer.step()
-    function_guard, frame = guard_of(lambda: optimizer.step())
+    function_guard, call = guard_of(lambda: optimizer.step())
 
     def change() -> str:
-        return function_guard.guard.check(frame)
+        return function_guard.guard.check(call)
 
     assert change() == change() == ""
     state = optimizer.state[parameters[1]]
@@ -92,11 +93,11 @@ def test_dictionaries_are_looked_at_again_after_a_change() -> None:
 def test_containers_that_die_between_calls_are_not_followed() -> None:
     """Each call brings a dictionary of its own, often where the last one lay."""
     a, b = torch.ones(2), torch.ones(2)
-    function_guard, frame = guard_of(lambda table: None, {"x": a, "y": [b]})
+    function_guard, call = guard_of(lambda table: None, {"x": a, "y": [b]})
     for _ in range(100):
-        assert function_guard.guard.check((frame[0], ({"x": a, "y": [b]},), {})) == ""
-        assert function_guard.guard.check((frame[0], ({"x": a, "y": [a]},), {})) != ""
-        assert function_guard.guard.check((frame[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
+        assert function_guard.guard.check((call[0], ({"x": a, "y": [b]},), {})) == ""
+        assert function_guard.guard.check((call[0], ({"x": a, "y": [a]},), {})) != ""
+        assert function_guard.guard.check((call[0], ({"y": [b], "x": a},), {})) == "keys of argument 0 changed"
         gc.collect(0)
 
 
@@ -107,8 +108,8 @@ def test_an_object_at_the_address_of_a_dead_one_is_not_taken_for_it() -> None:
 
     tensor = torch.ones(2)
     owner = Owner(tensor)
-    function_guard, frame = guard_of(lambda o: None, owner)
-    del frame
+    function_guard, call = guard_of(lambda o: None, owner)
+    del call
     function = function_guard  # any object: only the argument is asked for
     del owner
     for _ in range(50):

@@ -1,5 +1,5 @@
-// Extents against a map of bytes.
-#include "multi_tensor/extents.h"
+// MemoryRanges against a map of bytes.
+#include "multi_tensor/memory_ranges.h"
 
 #include <gtest/gtest.h>
 
@@ -37,21 +37,21 @@ struct Lists {
     }
 };
 
-TEST(Extents, KnowWhichStretchesShareAByte) {
+TEST(MemoryRanges, KnowWhichShareAByte) {
     static const char memory[kBytes] = {};
     auto generator = seeded_generator();
     int with_overlap = 0, with_shared = 0;
     for (int round = 0; round < 20000; ++round) {
         const Lists own(memory, generator() % 6, 12, generator), other(memory, generator() % 4, 12, generator);
-        const Extents extents(own.begins, own.sizes), others(other.begins, other.sizes);
+        const MemoryRanges ranges(own.begins, own.sizes), others(other.begins, other.sizes);
         bool overlap = false, shared = false;
         for (const char& byte : memory) {
             overlap |= own.count(&byte) > 1;
             shared |= own.count(&byte) > 0 && other.count(&byte) > 0;
         }
-        ASSERT_EQ(extents.overlap().has_value(), overlap);
+        ASSERT_EQ(ranges.overlap().has_value(), overlap);
         if (overlap) {
-            const auto [a, b] = *extents.overlap();
+            const auto [a, b] = *ranges.overlap();
             ASSERT_NE(a, b);
             // Each of them has a byte of another one: the first may stand for what it is joined with.
             for (const size_t i : {a, b}) {
@@ -60,14 +60,14 @@ TEST(Extents, KnowWhichStretchesShareAByte) {
                 ASSERT_TRUE(is_shared);
             }
         }
-        ASSERT_EQ(extents.shared_with(others).has_value(), shared);
+        ASSERT_EQ(ranges.shared_with(others).has_value(), shared);
         const size_t size = generator() % 8, begin = generator() % (kBytes - size);
         bool is_there = false;
         for (size_t i = begin; i < begin + size; ++i) is_there |= own.count(memory + i) > 0;
-        ASSERT_EQ(extents.find(memory + begin, size).has_value(), is_there);
+        ASSERT_EQ(ranges.find(memory + begin, size).has_value(), is_there);
         if (is_there && !overlap) {
             bool is_in = false;
-            const size_t found = *extents.find(memory + begin, size);
+            const size_t found = *ranges.find(memory + begin, size);
             for (size_t i = begin; i < begin + size; ++i) is_in |= own.has(found, memory + i);
             ASSERT_TRUE(is_in);
         }

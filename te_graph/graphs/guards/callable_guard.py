@@ -12,16 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.dispatch import has_subclass, is_dense, is_own_file, is_user_file, storage_key
+from te_graph.common.dispatch import has_subclass, is_project_file, is_strided, is_user_file, storage_key
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
-from te_graph.graphs.guards.lookups import missing
+from te_graph.graphs.guards.lookups import absent_names
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
-from te_graph.graphs.guards.plain_values import MOST_MEMBERS, is_bulk, is_value
+from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, name_of, submodules, walk
-from te_graph.graphs.guards.user_classes import bases_of, is_opaque
+from te_graph.graphs.guards.user_classes import bases_of, is_library_class
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
 
@@ -31,7 +31,7 @@ _CODE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 @dataclass
-class ModuleGuard:
+class CallableGuard:
     """The guard of one callable, with the external tensors in the order of the guard's numbering.
 
     Attributes:
@@ -55,7 +55,7 @@ class ModuleGuard:
     def add(self, source: Source) -> int:
         """Enter the tensor at ``source`` into the guard and return its number."""
         tensor = source.obj
-        if has_subclass([type(tensor)]) or not is_dense(tensor):
+        if has_subclass([type(tensor)]) or not is_strided(tensor):
             kind = f"{type(tensor).__name__} of layout {tensor.layout}"
             raise TypeError(f"{source.name}: expected a dense torch.Tensor, got {kind}")
         if tensor.grad_fn is not None:
@@ -155,14 +155,14 @@ class ModuleGuard:
         return self.add(source.attributes().item("main_grad", f"main_grad of {source.name}"))
 
 
-def build_module_guard(
+def build_callable_guard(
     reader: CodeReader,
     sources: list[Source],
     externals: dict[int, External],
     leaves: Iterable[Tensor] = (),
     called: Collection[int] = (),
     may_capture_hooks: bool = False,
-) -> ModuleGuard:
+) -> CallableGuard:
     """Find where the external tensors of a capture are reached from, and build the guard over them.
 
     ``sources`` are those that the code of the callable can get to, as ``reader`` found them: what is there is guarded,
@@ -175,7 +175,7 @@ def build_module_guard(
         RuntimeError: an external tensor cannot be reached, so no guard could tell when it moves; or a module that is
             called has hooks and ``may_capture_hooks`` is False.
     """
-    module_guard = ModuleGuard()
+    callable_guard = CallableGuard()
     root = sources[0].obj
     wanted = {*externals, *map(storage_key, leaves)}
     found = [source for source in sources if _has_tensor_of(source, wanted)]
@@ -189,28 +189,28 @@ def build_module_guard(
         for source in _modules_below(top):
             if id(source.obj) not in guarded:
                 guarded.add(id(source.obj))
-                guard_module(source, module_guard, source.obj is root)
+                guard_module(source, callable_guard, source.obj is root)
                 if id(source.obj) in called:
-                    _guard_hooks(source, module_guard, may_capture_hooks)
+                    _guard_hooks(source, callable_guard, may_capture_hooks)
                 modules.append(source)
     if any(is_parametrized(source.obj) for source in modules):
-        module_guard.expect_value(cache_source(sources[0]))
+        callable_guard.expect_value(cache_source(sources[0]))
     for source in found:
-        module_guard.add(source)
+        callable_guard.add(source)
     for source in modules:
-        _guard_tables(source, module_guard, reader.goes_through_tables(source.obj))
+        _guard_tables(source, callable_guard, reader.goes_through_tables(source.obj))
     used = {id(source) for source in found}
     for source in sources:
         if id(source) not in used and source.parent is not None:
-            guard_source(source, module_guard)
+            guard_source(source, callable_guard)
         if source.again is None:
-            _guard_absence(source, module_guard, reader)
-    _guard_code(sources, modules, module_guard, reader)
-    return module_guard
+            _guard_absence(source, callable_guard, reader)
+    _guard_code(sources, modules, callable_guard, reader)
+    return callable_guard
 
 
 def _has_tensor_of(source: Source, storages: set[int]) -> bool:
-    return isinstance(source.obj, Tensor) and is_dense(source.obj) and storage_key(source.obj) in storages
+    return isinstance(source.obj, Tensor) and is_strided(source.obj) and storage_key(source.obj) in storages
 
 
 def _nearest(root: Any, storages: set[int]) -> list[Source]:
@@ -249,22 +249,22 @@ def _modules_below(top: Source) -> list[Source]:
     return found
 
 
-def guard_module(source: Source, module_guard: ModuleGuard, is_callable: bool) -> None:
+def guard_module(source: Source, callable_guard: CallableGuard, is_callable: bool) -> None:
     """Guard the training flag of a module, which submodules it has, and, but for the callable itself, its forward."""
     members = source.attributes()
     name = source.name or type(source.obj).__name__
     if "training" in members.obj:  # what torch.compile made has that of its original
-        module_guard.enter(members.item("training", f"training flag of {name}"))
+        callable_guard.enter(members.item("training", f"training flag of {name}"))
     table = members.item("_modules", f"number of submodules of {name}")
-    module_guard.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
+    callable_guard.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
     for child in submodules(source):
-        module_guard.enter(child)
+        callable_guard.enter(child)
     if is_callable:
         return  # its forward is what replays
     if "forward" in members.obj:
-        module_guard.enter(members.item("forward", f"forward of {name}"))
+        callable_guard.enter(members.item("forward", f"forward of {name}"))
     else:
-        module_guard.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
+        callable_guard.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
 
 
 def check_hooks(module: nn.Module, name: str) -> None:
@@ -277,63 +277,63 @@ def check_hooks(module: nn.Module, name: str) -> None:
             )
 
 
-def _guard_hooks(source: Source, module_guard: ModuleGuard, may_capture_hooks: bool) -> None:
+def _guard_hooks(source: Source, callable_guard: CallableGuard, may_capture_hooks: bool) -> None:
     members = source.attributes()
     name = source.name or type(source.obj).__name__
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
         if not may_capture_hooks:
             check_hooks(source.obj, name)
-        module_guard.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+        callable_guard.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
         for hook in hooks.obj:
-            module_guard.enter(hooks.item(hook, hooks.name))
+            callable_guard.enter(hooks.item(hook, hooks.name))
 
 
-def _guard_tables(source: Source, module_guard: ModuleGuard, in_order: bool) -> None:
+def _guard_tables(source: Source, callable_guard: CallableGuard, in_order: bool) -> None:
     """Which parameters, buffers and submodules there are, and which of them are None."""
     members = source.attributes()
     name = source.name or type(source.obj).__name__
     for key, what in (("_modules", "submodules"), ("_parameters", "parameters"), ("_buffers", "buffers")):
         table = members.item(key, f"{what} of {name}")
         for entry in [entry for entry, value in table.obj.items() if value is None]:
-            module_guard.expect_value(table.item(entry, name_of(entry, source.name)))
+            callable_guard.expect_value(table.item(entry, name_of(entry, source.name)))
         kind, entries = (_Kind.KEYS, tuple(table.obj)) if in_order else (_Kind.LENGTH, None)
         what = "order of " if in_order else "number of "
-        module_guard.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
+        callable_guard.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
 
 
-def guard_source(source: Source, module_guard: ModuleGuard) -> None:
+def guard_source(source: Source, callable_guard: CallableGuard) -> None:
     """Guard what stands at a source that leads to no tensor that is used."""
     obj = source.obj
     if isinstance(obj, Tensor):
-        module_guard.expect_type(source)
+        callable_guard.expect_type(source)
     elif is_value(obj):
-        module_guard.expect_value(source)
+        callable_guard.expect_value(source)
     elif source.again is not None:
-        module_guard.expect_again(source)
+        callable_guard.expect_again(source)
     elif isinstance(obj, list | tuple | dict | set):
-        _guard_container(source, module_guard)
+        _guard_container(source, callable_guard)
     elif is_array(obj):
-        _guard_array(source, module_guard)
+        _guard_array(source, callable_guard)
     elif isinstance(obj, deque):
-        module_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=len(obj)))
+        callable_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=len(obj)))
     elif is_iterator(obj):
         raise RuntimeError(
             f"{source.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
             "list, or list the attribute in ignore_attributes= to freeze it"
         )
     elif not (isinstance(obj, _GUARDED_ELSEWHERE) or source.kind == _Kind.KNOWN or _is_library(source)):
-        module_guard.enter(source)
+        callable_guard.enter(source)
 
 
-def _guard_array(source: Source, module_guard: ModuleGuard) -> None:
+def _guard_array(source: Source, callable_guard: CallableGuard) -> None:
     value = value_of(source.obj)
     if value is None:
         raise RuntimeError(
             f"{source.name} is a {type(source.obj).__name__} that is too large to be compared at each call, or holds "
             "objects: make it a tensor, or list the attribute in ignore_attributes= to freeze it"
         )
-    module_guard.expect_contents(source, value)
+    callable_guard.expect_contents(source, value)
 
 
 def _is_library(source: Source) -> bool:
@@ -342,55 +342,57 @@ def _is_library(source: Source) -> bool:
     if source.parent.key != "__globals__":
         return False
     if isinstance(obj, types.FunctionType):
-        return not is_own_file(obj.__code__.co_filename)
-    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_opaque(type(obj))
+        return not is_project_file(obj.__code__.co_filename)
+    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_library_class(type(obj))
 
 
-def _guard_absence(source: Source, module_guard: ModuleGuard, reader: CodeReader) -> None:
+def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CodeReader) -> None:
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = source.attributes()
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
-        for absent in missing(source):
-            module_guard.enter(absent)
+        for absent in absent_names(source):
+            callable_guard.enter(absent)
     if isinstance(source.obj, (*_CODE, Tensor)) or (is_value(source.obj) and members is None):
         return
     for name in reader.absent(source) if members is not None else ():
-        module_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
+        callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
     for name in reader.empty_slots(source):
-        module_guard.enter(source.child(source.obj, name_of(name, source.name), _Kind.NO_ATTRIBUTE, name))
+        callable_guard.enter(source.child(source.obj, name_of(name, source.name), _Kind.NO_ATTRIBUTE, name))
 
 
-def _guard_code(sources: list[Source], modules: list[Source], module_guard: ModuleGuard, reader: CodeReader) -> None:
+def _guard_code(
+    sources: list[Source], modules: list[Source], callable_guard: CallableGuard, reader: CodeReader
+) -> None:
     """What classes have for the code to run, and the code of functions."""
     for source in modules:
-        module_guard.expect_class(source, source.name or type(source.obj).__name__, reader.members(source.obj))
+        callable_guard.expect_class(source, source.name or type(source.obj).__name__, reader.members(source.obj))
     for source in sources:
         obj = source.obj
         if source.again is not None or source.kind == _Kind.KNOWN:
             continue
         if isinstance(obj, type) and reader.has_code(obj):
-            module_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
+            callable_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
         elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.has_code(type(obj)):
-            module_guard.expect_class(source, source.name or "self", reader.members(obj))
-    module_guard.expect_members_below(reader.members_below())
+            callable_guard.expect_class(source, source.name or "self", reader.members(obj))
+    callable_guard.expect_members_below(reader.members_below())
     for function in reader.functions(sources):
-        module_guard.expect_code(function)
+        callable_guard.expect_code(function)
 
 
-def _guard_container(source: Source, module_guard: ModuleGuard) -> None:
+def _guard_container(source: Source, callable_guard: CallableGuard) -> None:
     """Its members stand at sources of their own; here it is about how many there are, and about values in bulk."""
     obj, name = source.obj, source.name
     if isinstance(obj, set):
-        if len(obj) <= MOST_MEMBERS and (contents := value_of(obj)) is not None:
-            module_guard.expect_contents(source, contents)
+        if len(obj) <= MAX_MEMBERS and (contents := value_of(obj)) is not None:
+            callable_guard.expect_contents(source, contents)
         else:
-            module_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif is_bulk(obj) and len(obj) <= MOST_MEMBERS:
-        module_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
+            callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+    elif is_bulk(obj) and len(obj) <= MAX_MEMBERS:
+        callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
-        module_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+        callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
     elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):
         # One that holds tensors may be a cache, which grows whenever other code runs.
-        is_few = len(obj) <= MOST_MEMBERS and all(map(is_value, obj))
+        is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, obj))
         kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)
-        module_guard.enter(source.child(obj, f"keys of {name}", kind, key, index=len(obj)))
+        callable_guard.enter(source.child(obj, f"keys of {name}", kind, key, index=len(obj)))

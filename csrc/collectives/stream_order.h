@@ -14,12 +14,12 @@ namespace te_graph::collectives {
 // Where the last operation and the next one are both eager, or both in one capture, an event orders them. Between
 // graphs, and between graphs and eager operations, no event can: replays are for the caller to order, and kernels
 // detect it where they are not.
-class StreamChain {
+class StreamOrder {
 public:
-    StreamChain() = default;
-    StreamChain(const StreamChain&) = delete;
-    StreamChain& operator=(const StreamChain&) = delete;
-    ~StreamChain() {
+    StreamOrder() = default;
+    StreamOrder(const StreamOrder&) = delete;
+    StreamOrder& operator=(const StreamOrder&) = delete;
+    ~StreamOrder() {
         for (const Link* link : {&eager_, &captured_}) {
             if (link->event != nullptr) C10_CUDA_CHECK_WARN(cudaEventDestroy(link->event));
         }

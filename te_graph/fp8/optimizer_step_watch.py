@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_graph.common.dispatch import is_dense, storage_key
+from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.common.own_objects import OwnObject
 
 
@@ -23,7 +23,7 @@ class HasWeights(Protocol):
     def weights(self) -> list[Tensor]: ...
 
 
-class SteppedWeights(OwnObject):
+class OptimizerStepWatch(OwnObject):
     """Moves on the version counters of watched weights whose storages optimizers step.
 
     Which parameters have gradients is noted before the step, since a hook may drop them, and again after it, since one
@@ -60,9 +60,9 @@ class SteppedWeights(OwnObject):
 
 
 @functools.cache
-def stepped_weights() -> SteppedWeights:
+def optimizer_step_watch() -> OptimizerStepWatch:
     """The one of this process."""
-    return SteppedWeights()
+    return OptimizerStepWatch()
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -70,6 +70,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _has_gradient(parameter: Tensor) -> bool:
+    """Whether ``parameter`` [...] has one of any kind."""
     return parameter.grad is not None or hasattr(parameter, "main_grad")
 
 
@@ -84,4 +85,4 @@ def _storages_of(parameter: Tensor) -> list[int]:
     if is_traceable_wrapper_subclass(parameter):
         names, _ = parameter.__tensor_flatten__()
         return [key for name in names for key in _storages_of(getattr(parameter, name))]
-    return [storage_key(parameter)] if is_dense(parameter) else []
+    return [storage_key(parameter)] if is_strided(parameter) else []

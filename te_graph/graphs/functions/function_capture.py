@@ -1,0 +1,266 @@
+"""Capture of a ``graphed`` function: its first run, which is watched, and the run inside the capture."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.common.capture_state import capturing, collecting_checks, one_at_a_time
+from te_graph.common.dispatch import storage_key
+from te_graph.graphs.arguments.signature import ResultSpec
+from te_graph.graphs.capture.autocast import own_casts
+from te_graph.graphs.capture.request import check_circumstances
+from te_graph.graphs.capture.session import garbage_collection_off
+from te_graph.graphs.functions.entry import CHANGES_STATE, CPU, FoundResult, FunctionEntry
+from te_graph.graphs.functions.histories import OuterHistories
+from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
+from te_graph.graphs.functions.result_views import ResultView
+from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
+from te_graph.graphs.guards.guarded_sources import GuardedSource, is_opaque
+from te_graph.graphs.guards.rollback import Bindings, ContainerState
+from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.values import random_state, set_random_state
+from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
+from te_graph.graphs.tracing.calls import Call, make_call
+from te_graph.graphs.tracing.code_watch import CodeWatch
+from te_graph.graphs.tracing.explanations import Notes, explained
+from te_graph.graphs.tracing.optimizer_advice import advice_on_change
+from te_graph.graphs.tracing.refusals import CaptureError
+
+
+def _is_itself(source: GuardedSource) -> bool:
+    """True for objects, no tensors, that are results as they are: code can tell them from what holds the same."""
+    if (
+        source.is_end
+        or source.is_given
+        or source.parent is None
+        or source.same_as is not None
+        or isinstance(source.obj, Tensor)
+    ):
+        return False
+    return source.value is None or source.value.is_mutable
+
+
+def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, FunctionEntry | None]:
+    """Run the function as it is; return its result and an entry that recognises the next such call, if that can be."""
+    sources = walker.explore(call)
+    if walker.has_too_many_sources:
+        return make_call(call), None
+    before = FunctionGuard(sources, used=set(), is_strict=False).guard
+    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=walker.asks_for_names)
+    with capturing(), reads, watch, code:
+        result = make_call(call)
+    walker.note(code)
+    used = {*watch.externals, *watch.produced_storages}
+    sources = walker.explore(call)
+    if walker.has_too_many_sources:
+        return result, None
+    function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
+    effect = before.check(call)
+    entry = FunctionEntry(
+        label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
+    )
+    return result, entry
+
+
+def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any) -> FunctionEntry:
+    """Capture the function, without effect on tensors; return the entry that replays it.
+
+    Raises:
+        CaptureError, RuntimeError: the function does what a replay would get wrong. Tensors, attributes and containers
+            are as before.
+    """
+    start = time.perf_counter()
+    label, device = first.label, first.device
+    others = sorted(str(other) for other in first.devices if other not in (CPU, device))
+    if others or device.type not in ("cpu", "cuda"):
+        raise CaptureError(f"{label}: expected tensors on the CPU or one GPU, got some on {device} {' '.join(others)}")
+    check_circumstances(device, f"graphed({label})")
+    backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
+    pool = pool or backend.new_pool()
+    attempt = _Attempt(label, call, walker, device)
+    with explained(label, "the capture", Notes()):
+        graph, checks, entry = _capture(attempt, first, backend, pool)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        entry.graph = _C.CapturedGraph(graph)
+    entry.checks, entry.pool = checks, pool
+    entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)
+    entry.seconds = time.perf_counter() - start
+    return entry
+
+
+def _capture(
+    attempt: _Attempt, first: FunctionEntry, backend: Any, pool: Any
+) -> tuple[Any, list[Callable[[], None]], FunctionEntry]:
+    """The graph, the checks before its replays, and the entry that it belongs to."""
+    with one_at_a_time(), garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
+        if first.multiplies and first.device.type == "cuda":
+            _make_workspace(first.device)
+        with (
+            backend.watch_generator(first.label),
+            collecting_checks(attempt.watch.keep) as checks,
+            backend.capture(pool) as graph,
+            attempt.watched(),
+            own_casts(),
+        ):
+            attempt.run()
+        return graph, checks, attempt.entry(first.devices)
+
+
+def _make_workspace(device: torch.device) -> None:
+    """Let cuBLAS take its workspace for the present stream now: inside a capture it would be in the graph's pool."""
+    one = torch.ones(1, 1, device=device)
+    torch.mm(one, one)
+
+
+class _Attempt:
+    """The run of a function inside a capture, and what it is checked for afterwards.
+
+    Attributes:
+        watch: sees its tensors, and puts back those that a recorder has written.
+    """
+
+    def __init__(self, label: str, call: Call, walker: SourceWalker, device: torch.device) -> None:
+        self._label = label
+        self._call = call
+        self._walker = walker
+        is_gpu = device.type == "cuda"
+        self._is_gpu = is_gpu
+        # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
+        self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
+        self._reads = GradReads()
+        self._before = walker.explore(call, everything=True)
+        self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
+        self._containers = ContainerState(
+            source
+            for source in self._before
+            if isinstance(source.obj, dict | list | set | deque) or not is_opaque(source.obj)
+        )
+        self._bindings = Bindings(self._before)
+        self._result: Any = None
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        on_gpu = DeviceAccessMode(self.watch.refusals) if self._is_gpu else contextlib.nullcontext()
+        for source in self._before:
+            if isinstance(source.obj, Tensor):
+                self.watch.keep_grads(source.obj)
+        outer = OuterHistories(self._label, self._before)
+        with (
+            outer,
+            on_gpu,
+            self._reads,
+            self.watch,
+            torch.autograd.set_detect_anomaly(False),
+        ):  # it reads values on the host
+            yield
+
+    def run(self) -> None:
+        before, code = random_state(), CodeWatch(listens=self._walker.asks_for_names)
+        try:
+            with code:
+                self._result = make_call(self._call)
+        finally:
+            self._walker.note(code)
+            after = random_state()
+            set_random_state(before)
+        if after != before:
+            raise CaptureError(
+                f"{self._label}: draws random numbers from Python's random or numpy.random, which a replay would not "
+                "do: draw them with torch, or pass them"
+            )
+
+    @contextlib.contextmanager
+    def undone_unless_right(self) -> Iterator[None]:
+        """Put back what the run wrote into tensors; if an exception comes, what it left in attributes as well."""
+        try:
+            yield
+        except BaseException:
+            self._containers.restore()
+            self._bindings.restore()
+            self.watch.restore_grads()
+            raise
+        finally:
+            self.watch.restore()
+
+    def entry(self, devices: set[torch.device]) -> FunctionEntry:
+        """Check what the run did; return an entry without its graph."""
+        everything = self._walker.explore(self._call, everything=True)
+        self._check_effects(everything)
+        sources = self._walker.explore(self._call)
+        if without_source(self.watch.externals, sources) is not None:
+            sources = everything  # code that does not name what it reads
+            self._check_sources(sources)
+        written = {key for key, external in self.watch.externals.items() if external.written}
+        used, is_backward = set(self.watch.externals), self.watch.runs_backward
+        reads_addresses = self._walker.reads_addresses
+        function_guard = FunctionGuard(
+            sources, None if reads_addresses else used, written, self._reads.asked, is_backward
+        )
+        kept = {id(source.obj): source for source in sources if _is_itself(source)}
+        try:
+            results, found = ResultSpec.of(self._label, self._result, kept)
+        except TypeError as error:
+            raise CaptureError(str(error)) from None
+        entry = FunctionEntry(self._label, function_guard.guard, devices, results=results)
+        at = {key: FoundResult(function_guard.step_of(source), False, None) for key, source in kept.items()}
+        ends = [at.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
+        entry.take(ends)
+        return entry
+
+    def _check_effects(self, sources: list[GuardedSource]) -> None:
+        for source in sources:
+            if source.is_strided_tensor and storage_key(source.obj) in self.watch.produced_storages:
+                raise CaptureError(
+                    f"{self._label}: leaves a tensor that it computed in {source.name}; a replay would not run that "
+                    "assignment: return the tensor, or write in place into one that is there"
+                )
+        change = self._state_before.guard.check(self._call)
+        if change:
+            raise CaptureError(CHANGES_STATE.format(self._label, change) + advice_on_change(change))
+
+    def _check_sources(self, sources: list[GuardedSource]) -> None:
+        lost = without_source(self.watch.externals, sources)
+        if lost is not None:
+            raise CaptureError(
+                f"{self._label}: {lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an "
+                "argument nor an attribute, variable, parameter, gradient or optimizer state that the function can be "
+                f"seen to hold, so a replay could not tell when it moves: pass it as an argument; at {lost.site}"
+            )
+
+    def _source_of(
+        self, number: int, tensor: Tensor, sources: list[GuardedSource], function_guard: FunctionGuard
+    ) -> Tensor | FoundResult:
+        name = f"result {number}"
+        if tensor.layout != torch.strided:
+            raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {tensor.layout}")
+        key = storage_key(tensor)
+        if tensor.grad_fn is not None or (tensor.requires_grad and key in self.watch.produced_storages):
+            raise CaptureError(
+                f"{self._label}: {name} requires a gradient, which a replay does not record: compute it under "
+                "torch.no_grad(), or use make_graphed_callables"
+            )
+        if key in self.watch.produced_storages:
+            return tensor
+        known = [source for source in sources if source.is_strided_tensor and storage_key(source.obj) == key]
+        source = next((one for one in known if one.obj is tensor), known[0] if known else None)
+        if source is None:
+            raise CaptureError(f"{self._label}: {name} is neither computed nor an argument: return a clone")
+        view = None
+        if source.obj is not tensor:
+            found = next((one for one in known if one.obj is tensor._base), source)
+            views = ((one, ResultView.between(tensor, one.obj)) for one in (found, *known))
+            source, view = next(((one, view) for one, view in views if view is not None), (None, None))
+            if source is None:
+                raise CaptureError(
+                    f"{self._label}: {name} reads {found.name} as another dtype or as a conjugate or negative view, "
+                    "which cannot be made anew at each call: return a clone"
+                )
+        return FoundResult(function_guard.step_of(source.parent if source.is_grad else source), source.is_grad, view)
