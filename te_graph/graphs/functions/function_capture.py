@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from te_graph import _C
 from te_graph.common.capture_state import capturing, collecting_checks, one_at_a_time
@@ -18,9 +19,10 @@ from te_graph.graphs.arguments.signature import ResultSpec
 from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.capture.session import garbage_collection_off
-from te_graph.graphs.functions.entry import CHANGES_STATE, CPU, FoundResult, FunctionEntry
+from te_graph.graphs.functions.entry import CHANGES_STATE, CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
+from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
 from te_graph.graphs.guards.guarded_sources import GuardedSource, is_opaque
@@ -210,9 +212,9 @@ class _Attempt:
         except TypeError as error:
             raise CaptureError(str(error)) from None
         entry = FunctionEntry(self._label, function_guard.guard, devices, results=results)
-        at = {key: FoundResult(function_guard.step_of(source), False, None) for key, source in kept.items()}
+        at = {key: FoundResult(function_guard.step_of(source), False) for key, source in kept.items()}
         ends = [at.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
-        entry.take(ends)
+        entry.tensors = result_tensors(self._label, ends)
         return entry
 
     def _check_effects(self, sources: list[GuardedSource]) -> None:
@@ -237,30 +239,48 @@ class _Attempt:
 
     def _source_of(
         self, number: int, tensor: Tensor, sources: list[GuardedSource], function_guard: FunctionGuard
-    ) -> Tensor | FoundResult:
+    ) -> Tensor | FoundResult | Alias:
         name = f"result {number}"
         if tensor.layout != torch.strided:
             raise CaptureError(f"{self._label}: expected dense results, got {name} of layout {tensor.layout}")
         key = storage_key(tensor)
-        if tensor.grad_fn is not None or (tensor.requires_grad and key in self.watch.produced_storages):
+        known = [source for source in sources if source.is_strided_tensor and storage_key(source.obj) == key]
+        source = next((one for one in known if one.obj is tensor), None)
+        if tensor.grad_fn is not None or (tensor.requires_grad and source is None):
             raise CaptureError(
                 f"{self._label}: {name} requires a gradient, which a replay does not record: compute it under "
                 "torch.no_grad(), or use make_graphed_callables"
             )
+        if source is None:
+            self._check_attributes(name, tensor)
         if key in self.watch.produced_storages:
             return tensor
-        known = [source for source in sources if source.is_strided_tensor and storage_key(source.obj) == key]
-        source = next((one for one in known if one.obj is tensor), known[0] if known else None)
-        if source is None:
+        if not known:
             raise CaptureError(f"{self._label}: {name} is neither computed nor an argument: return a clone")
-        view = None
-        if source.obj is not tensor:
-            found = next((one for one in known if one.obj is tensor._base), source)
-            views = ((one, ResultView.between(tensor, one.obj)) for one in (found, *known))
-            source, view = next(((one, view) for one, view in views if view is not None), (None, None))
-            if source is None:
+        alias = None if source is not None else self._found_of(tensor, known)
+        found = source or alias
+        if found is None:
+            raise CaptureError(
+                f"{self._label}: {name} reads {known[0].name} as another dtype or as a conjugate or negative view, or "
+                "with names of dimensions, which cannot be made anew at each call: return a clone"
+            )
+        at = FoundResult(function_guard.step_of(found.parent if found.is_grad else found), found.is_grad)
+        return at if source is not None else Alias(tensor, found.obj, at)
+
+    def _check_attributes(self, name: str, tensor: Tensor) -> None:
+        """Refuse a result [...] that bears what the next replay overwrites: nothing would tell autograd."""
+        borne = {"grad": tensor.grad if tensor.is_leaf else None, **vars(tensor)}
+        for attribute, value in borne.items():
+            within = (one for one in tree_leaves(value) if isinstance(one, Tensor) and one.layout == torch.strided)
+            if any(storage_key(one) in self.watch.produced_storages for one in within):
                 raise CaptureError(
-                    f"{self._label}: {name} reads {found.name} as another dtype or as a conjugate or negative view, "
-                    "which cannot be made anew at each call: return a clone"
+                    f"{self._label}: {name} bears a tensor that the function computed in its attribute {attribute}, "
+                    "which the next replay would overwrite: return that one beside it"
                 )
-        return FoundResult(function_guard.step_of(source.parent if source.is_grad else source), source.is_grad, view)
+
+    def _found_of(self, tensor: Tensor, known: list[GuardedSource]) -> GuardedSource | None:
+        """Of ``known`` tensors in the memory of ``tensor`` [...], one that it can be made of."""
+        root = root_of(tensor)
+        of_root = [one for one in known if root_of(one.obj) is root]  # autograd knows them as views of the same
+        wanted = tensor if of_root else root
+        return next((one for one in of_root or known if ResultView.between(wanted, one.obj) is not None), None)
