@@ -89,7 +89,9 @@ class FunctionEntry:
             change, found = self.guard.begin(self.settings, call, self.tensors.found_steps)
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
-        others = self.tensors.found(found)
+        tensors = self.tensors
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
-        lent = replay_order.replay(self.graph, self.tensors.lent)
-        return self.results.unflatten(self.tensors.of(lent, others))
+        if tensors.is_lent_alone:
+            return self.results.unflatten(replay_order.replay(self.graph, tensors.lent))
+        others = tensors.found(found)
+        return self.results.unflatten(tensors.of(replay_order.replay(self.graph, tensors.lent), others))

@@ -56,6 +56,7 @@ class ResultTensors:
         found_steps: their steps of the guard.
         made: from which one of all, by its number, and how; each after that one.
         order: of each result, the number among all: those lent, found, made.
+        is_lent_alone: the results are what is lent, in its order.
     """
 
     lent: list[Tensor] = field(default_factory=list)
@@ -63,6 +64,10 @@ class ResultTensors:
     found_steps: list[int] = field(default_factory=list)
     made: list[tuple[int, ResultView]] = field(default_factory=list)
     order: list[int] = field(default_factory=list)
+    is_lent_alone: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_lent_alone = not self.found_results and not self.made and self.order == [*range(len(self.lent))]
 
     def found(self, objects: list[Any]) -> list[Any]:
         """Those of ``found_results``, where the guard's steps have found ``objects``."""
