@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 import random
+import re
 import sys
 import types
 
@@ -262,7 +263,8 @@ def test_compare_fails_when_graphs_change_the_last_bit(run, monkeypatch, capsys)
     monkeypatch.setitem(sys.modules, "te_graph", perturbed_graphs(1 + torch.finfo(torch.float32).eps))
     assert run("--compare") == 1
     error = capsys.readouterr().err
-    assert "error: graph and eager differ: " in error and "['losses'][" in error
+    # Which of the numbers of a step differs first depends on how the sum of the loss is rounded.
+    assert re.match(r"error: graph and eager differ: \['(losses|norms)'\]\[\d+\] differs: ", error)
 
 
 # 0.0 and -0.0 are equal as numbers, not as bits.

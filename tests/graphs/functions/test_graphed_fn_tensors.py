@@ -185,3 +185,25 @@ def test_a_gradient_for_a_tensor_with_a_history_is_captured(device: str) -> None
     for _ in range(4):
         assert_bitwise_equal(sequence()[0].clone(), outer.detach() * 2)
     assert counts(sequence) == (1, 3, 0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Named tensors")
+@pytest.mark.parametrize("what", ["names of dimensions", "the cache of autocast"])
+def test_what_is_not_compared_stays_as_at_capture_as_the_limits_say(what: str, device: str) -> None:
+    x = torch.ones(3, device=device)
+    if what == "names of dimensions":
+        sequence = graphed(lambda t: t * (2 if t.names == (None,) else 3))
+    else:
+        sequence = graphed(lambda t: t * (2 if torch.is_autocast_cache_enabled() else 3))
+    for _ in range(3):
+        sequence(x)
+    try:
+        if what == "names of dimensions":
+            x.rename_("rows")
+        else:
+            torch.set_autocast_cache_enabled(False)
+        result = sequence(x).clone()
+    finally:
+        x.rename_(None)
+        torch.set_autocast_cache_enabled(True)
+    assert_bitwise_equal(result.rename(None), torch.full((3,), 2.0, device=device))
