@@ -22,7 +22,6 @@ constexpr Shape kShapes[] = {{768, 1024}, {256, 256}, {120, 2080}, {8, 8}, {1, 3
                              {1481, 677}, {1, 1},     {0, 5},      {5, 0}, {43, 256}, {130, 129}};
 constexpr Shape kLargeShape{2048, 12288};  // on the device only
 constexpr DType kInputs[] = {DType::kFloat32, DType::kFloat16, DType::kBFloat16};
-constexpr Format kFormats[] = {Format::kE4M3, Format::kE5M2};
 // Ties are frequent with powers of two.
 constexpr float kScales[] = {1, 0.37f, 16, 0.0078125f, 0, FLT_MAX, 1e-45f};
 
