@@ -6,14 +6,14 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/check.h"
-#include "graphs/callable.h"
-#include "graphs/fast_call.h"
-#include "graphs/function_guard.h"
+#include "graphs/callables/callable.h"
+#include "graphs/callables/fast_call.h"
+#include "graphs/callables/observers.h"
+#include "graphs/capture/uses.h"
+#include "graphs/guards/function_guard.h"
+#include "graphs/guards/settings.h"
 #include "graphs/hooks.h"
 #include "graphs/modes.h"
-#include "graphs/observers.h"
-#include "graphs/settings.h"
-#include "graphs/uses.h"
 
 namespace py = pybind11;
 

@@ -5,8 +5,8 @@
 
 #include "common/kernel_info.h"
 #include "graphs/bindings.h"
-#include "graphs/graph.h"
-#include "graphs/nodes.h"
+#include "graphs/capture/graph.h"
+#include "graphs/capture/nodes.h"
 
 namespace py = pybind11;
 

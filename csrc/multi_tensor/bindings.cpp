@@ -23,7 +23,6 @@ namespace py = pybind11;
 namespace te_graph::multi_tensor {
 namespace {
 
-constexpr const char* kPlan = "MultiTensorPlan";
 constexpr const char* kUpdate = "update_hp_grads";
 
 using MaybeTensor = std::optional<at::Tensor>;

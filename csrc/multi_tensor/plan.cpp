@@ -16,8 +16,6 @@
 namespace te_graph::multi_tensor {
 namespace {
 
-constexpr const char* kPlan = "MultiTensorPlan";
-
 void check_have_memory(const char* list, const Plan::Tensors& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
         if (has_memory(tensors[i])) continue;  // which spares the name

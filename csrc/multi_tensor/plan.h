@@ -13,6 +13,8 @@
 
 namespace te_graph::multi_tensor {
 
+inline constexpr const char* kPlan = "MultiTensorPlan";  // in messages
+
 // Does not own the tensors. Memory of the table, the chunks and the state stays the same for the plan's life.
 class Plan {
 public:

@@ -94,7 +94,7 @@ void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
     TE_GRAPH_RUN(table.device(), accumulate, tensors, accumulation);
 }
 
-void implement(torch::Library& m) {
+void implement_table_ops(torch::Library& m) {
     m.impl("multi_tensor_norm_table", norm_table);
     m.impl("multi_tensor_clip_table_", clip_table);
     m.impl("multi_tensor_scale_table_", scale_table);
@@ -104,9 +104,9 @@ void implement(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(te_graph, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(te_graph, CPU, m) { implement_table_ops(m); }
 #ifdef TE_GRAPH_CUDA
-TORCH_LIBRARY_IMPL(te_graph, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(te_graph, CUDA, m) { implement_table_ops(m); }
 #endif
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {

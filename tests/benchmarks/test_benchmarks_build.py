@@ -29,7 +29,9 @@ else:
     Path(given[given.index("-o") + 1]).touch()
     if "-c" in given:
         source = next(name for name in given if name.endswith(".cpp"))
-        Path(given[given.index("-MF") + 1]).write_text(f"{given[given.index('-o') + 1]}: {source}")
+        text = Path(source).read_text()
+        included = [str(Path(source).parent / line.split('"')[1]) for line in text.splitlines() if '"../' in line]
+        Path(given[given.index("-MF") + 1]).write_text(f"{given[given.index('-o') + 1]}: {source} {' '.join(included)}")
         with open(__file__ + ".log", "a") as log:
             log.write(source.partition("/sources/")[2] + chr(10))
 """
@@ -47,6 +49,11 @@ def run(tmp_path, monkeypatch):
     return call
 
 
+def unit_of(source: Path) -> str:
+    """Name of what is compiled with the source: its folder's."""
+    return "_".join(source.relative_to(CSRC).parts[:-1]) or "library"
+
+
 def test_a_run_compiles_everything_once_and_then_the_changed_file_alone(run, tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text(COMPILER)
@@ -58,8 +65,10 @@ def test_a_run_compiles_everything_once_and_then_the_changed_file_alone(run, tmp
     status, record = run("--cores", 1)
     assert status == 0, record["failures"]
     compiled = (tmp_path / "c++.log").read_text().splitlines()
-    everything = sorted(str(path.relative_to(CSRC.parent)) for path in CSRC.rglob("*.cpp"))
-    assert sorted(compiled[:-1]) == everything and compiled[-1] == changed
+    alone = {str(path.relative_to(CSRC.parent)) for path in CSRC.rglob("*_cpu.cpp")}
+    units = {f"build/units/{unit_of(path)}.cpp" for path in CSRC.rglob("*.cpp") if not path.stem.endswith("_cpu")}
+    assert sorted(compiled[:-1]) == sorted(alone | units)
+    assert compiled[-1] == f"build/units/{unit_of(CSRC.parent / changed)}.cpp"
     assert [(row["kind"], row["changed"]) for row in record["rows"]] == [("cpu", None), ("cpu", changed)]
     assert all(row["seconds"] > 0 for row in record["rows"])
     assert (record["cores"], record["compiler"], record["commit"]) == (1, "c++ (Fake) 1.2.3", "abc")

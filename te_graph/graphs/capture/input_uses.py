@@ -1,8 +1,8 @@
 """How the gradients of an input become one that a callable uses several times.
 
-A slot keeps the gradients of all uses apart (csrc/graphs/uses.h), for where others use the input as well. Those of two
-uses the gradient table adds up, in the memory of one of them and in the launch that it has anyway, or leaves apart.
-Autograd, too, adds in place where the memory has no other owner.
+A slot keeps the gradients of all uses apart (csrc/graphs/capture/uses.h), for where others use the input as well.
+Those of two uses the gradient table adds up, in the memory of one of them and in the launch that it has anyway, or
+leaves apart. Autograd, too, adds in place where the memory has no other owner.
 """
 
 from __future__ import annotations

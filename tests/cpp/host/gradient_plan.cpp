@@ -1,5 +1,5 @@
 // plan_gradient against a table that says for each action, without regard to order, when it is the right one.
-#include "graphs/gradient_plan.h"
+#include "graphs/callables/gradient_plan.h"
 
 #include <gtest/gtest.h>
 

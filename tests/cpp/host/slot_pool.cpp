@@ -1,6 +1,6 @@
 // The slot state machine: free -> leased, also several times -> free, on whatever thread a lease is dropped; a slot in
 // use keeps the slots of its number in the predecessors busy.
-#include "graphs/slot_pool.h"
+#include "graphs/callables/slot_pool.h"
 
 #include <gtest/gtest.h>
 

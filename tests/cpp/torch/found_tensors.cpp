@@ -1,5 +1,5 @@
 // FoundTensors: objects are held, and tensors are not, so that the garbage collector sees all there is.
-#include "graphs/found_tensors.h"
+#include "graphs/guards/found_tensors.h"
 
 #include <ATen/ops/rand.h>
 #include <gtest/gtest.h>

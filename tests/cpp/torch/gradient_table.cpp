@@ -1,5 +1,5 @@
 // GradientTable: what the host says of each gradient, and when the table that the captured launch reads is changed.
-#include "graphs/gradient_table.h"
+#include "graphs/callables/gradient_table.h"
 
 #include <ATen/ops/_neg_view.h>
 #include <ATen/ops/arange.h>

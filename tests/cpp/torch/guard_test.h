@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "graphs/callable_guard.h"
-#include "graphs/function_guard.h"
-#include "graphs/value.h"
+#include "graphs/guards/callable_guard.h"
+#include "graphs/guards/function_guard.h"
+#include "graphs/guards/value.h"
 
 namespace py = pybind11;
 

@@ -1,5 +1,5 @@
 // StaticTensors and LentStorages: no value changes under its holder, and nothing without a holder is copied.
-#include "graphs/lent_storages.h"
+#include "graphs/callables/lent_storages.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/rand.h>

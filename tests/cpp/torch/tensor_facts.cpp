@@ -1,5 +1,5 @@
 // TensorFacts: which changes of a tensor are told from the tensor that was seen, and which are not changes.
-#include "graphs/tensor_facts.h"
+#include "graphs/guards/tensor_facts.h"
 
 #include <ATen/ops/_neg_view.h>
 #include <ATen/ops/rand.h>

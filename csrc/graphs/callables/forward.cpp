@@ -1,0 +1,347 @@
+// The forward replay.
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "common/abort_flag.h"
+#include "graphs/callables/callable.h"
+#include "graphs/callables/observers.h"
+#include "graphs/callables/replay_node.h"
+#include "graphs/capture/copy.h"
+#include "graphs/hooks.h"
+#include "graphs/modes.h"
+#include "graphs/node_pointer.h"
+
+namespace te_graph::graphs {
+
+namespace impl = torch::autograd::impl;
+
+GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<ReplayOrder> replay_order,
+                                 std::shared_ptr<CallableGuard> guard, std::vector<InputSpec> inputs,
+                                 std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
+                                 std::vector<int> differentiable, std::vector<bool> saved_outputs,
+                                 std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
+                                 const std::shared_ptr<GraphedCallable>& predecessor,
+                                 std::shared_ptr<CallableGuard> backward_guard)
+    : name_(std::move(name)),
+      device_(device),
+      replay_order_(std::move(replay_order)),
+      guard_(std::move(guard)),
+      backward_guard_(std::move(backward_guard)),
+      settings_(device.type()),
+      inputs_(std::move(inputs)),
+      parameters_(std::move(parameters)),
+      differentiable_(std::move(differentiable)),
+      saved_outputs_(std::move(saved_outputs)),
+      inner_outputs_(std::move(inner_outputs)),
+      results_(std::move(results)),
+      predecessor_(predecessor ? predecessor->pool_ : nullptr),
+      pool_(std::make_shared<SlotPool>(predecessor_)),
+      position_(predecessor ? predecessor->position_ + 1 : 0),
+      lent_(predecessor ? predecessor->lent_ : std::vector<std::shared_ptr<LentStorages>>()),
+      buffers_(parameters_.size()) {
+    for (size_t i = 0; i < externals.size(); ++i) {
+        if (externals[i].saved) saved_.push_back(i);
+        if (externals[i].written) written_.push_back(i);
+    }
+}
+
+void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
+    if (lent_.size() == slots_.size()) lent_.push_back(std::make_shared<LentStorages>());
+    slot->lent_outputs = lent_[slots_.size()];
+    slots_.push_back(std::move(slot));
+    pool_->add();
+}
+
+std::vector<std::shared_ptr<CapturedGraph>> GraphedCallable::graphs() const {
+    std::vector<std::shared_ptr<CapturedGraph>> graphs;
+    for (const auto& slot : slots_) {
+        graphs.push_back(slot->forward);
+        if (slot->backward) graphs.push_back(slot->backward);
+    }
+    return graphs;
+}
+
+ReplayMiss GraphedCallable::changed(const std::string& change) const {
+    return {ReplayMiss::Kind::kCircumstances,
+            name_ + ": " + change + " since capture; call .te_graph.reset() on it and capture again"};
+}
+
+namespace {
+
+bool is_like(const at::Tensor& expected, const at::Tensor& got) {
+    return has_memory(got) && got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
+           got.scalar_type() == expected.scalar_type() && got.device() == expected.device() &&
+           got.requires_grad() == expected.requires_grad();
+}
+
+std::string difference(const at::Tensor& expected, const at::Tensor& got) {
+    std::ostringstream words;
+    if (got.layout() != expected.layout()) {
+        words << " of layout " << expected.layout() << ", got " << got.layout();
+    } else if (got.sizes() != expected.sizes()) {
+        words << " of shape " << expected.sizes() << ", got " << got.sizes();
+    } else if (got.scalar_type() != expected.scalar_type()) {
+        words << " of dtype " << expected.scalar_type() << ", got " << got.scalar_type();
+    } else if (got.device() != expected.device()) {
+        words << " on " << expected.device() << ", got " << got.device();
+    } else if (!has_memory(got)) {
+        words << " to have memory, got a wrapper or fake tensor, or one whose memory was freed";
+    } else {
+        const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
+        words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got)
+              << "; capture with a sample that has what calls have";
+    }
+    return words.str();
+}
+
+}  // namespace
+
+// Empty when the inputs are like those at capture, else what differs.
+std::string GraphedCallable::difference_of_inputs(const std::vector<at::Tensor>& inputs) const {
+    const std::vector<at::Tensor>& samples = slots_.front()->inputs;
+    if (inputs.size() != samples.size()) {
+        return "expected " + std::to_string(samples.size()) + " tensors, got " + std::to_string(inputs.size());
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        if (!is_like(samples[i], inputs[i])) return "expected " + inputs_[i].name + difference(samples[i], inputs[i]);
+    }
+    return {};
+}
+
+// Empty unless the memory of the inputs is what a replay, which reads copies of them, would get wrong.
+std::string GraphedCallable::difference_of_memory(const std::vector<at::Tensor>& inputs,
+                                                  const FoundTensors& externals) const {
+    for (const size_t written : written_) {
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            if (inputs[i].is_alias_of(externals[written])) {
+                return "expected " + inputs_[i].name + " not to share memory with " + guard_->tensor_name(written) +
+                       ", which the callable writes; pass a clone";
+            }
+        }
+    }
+    for (const ResultSpec& spec : results_) {
+        if (spec.origin != ResultSpec::Origin::kInput) continue;
+        if (inputs[spec.number].strides() != slots_.front()->inputs[spec.number].strides()) {
+            return "expected " + inputs_[spec.number].name +
+                   " with the strides at capture, since a result is a view of it";
+        }
+    }
+    return {};
+}
+
+bool GraphedCallable::finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs_[i].is_linked && !(inputs[i].const_data_ptr() == slot.inputs[i].const_data_ptr() &&
+                                      inputs[i].strides() == slot.inputs[i].strides() && !inputs[i].is_neg())) {
+            return false;
+        }
+    }
+    return true;
+}
+
+std::optional<ReplayMiss> GraphedCallable::choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const {
+    if (predecessor_) return choose_linked_slot(inputs, slot);
+    bool is_any_free = false;
+    const int count = static_cast<int>(slots_.size());
+    int held = -1;
+    for (slot = 0; slot < count; ++slot) {
+        if (!pool_->is_free(slot)) continue;
+        is_any_free = true;
+        const LentStorages::Holder holder = lent_[slot]->holder(position_);
+        // What is held would have to move while it may be read: by another stream, by a thread that it was given to.
+        if (holder == LentStorages::Holder::kNone) return std::nullopt;
+        if (holder == LentStorages::Holder::kThisThread && held < 0) held = slot;
+    }
+    if (held >= 0) {
+        slot = held;
+        return std::nullopt;
+    }
+    if (is_any_free) return held_elsewhere();
+    return ReplayMiss{ReplayMiss::Kind::kExhausted,
+                      name_ + ": a forward is called while " + std::to_string(count) +
+                          (count == 1 ? " earlier one still waits for its" : " earlier ones still wait for their") +
+                          " backward; capture with max_in_flight=" + std::to_string(count + 1) +
+                          " or more, or run that backward (or drop its outputs) first"};
+}
+
+// Where the input lies tells the slot: results of the predecessor that are lent keep their place until overwritten.
+std::optional<ReplayMiss> GraphedCallable::choose_linked_slot(const std::vector<at::Tensor>& inputs, int& slot) const {
+    bool is_any_found = false;  // of tensors without elements, which lie nowhere, each slot has one
+    for (slot = 0; slot < static_cast<int>(slots_.size()); ++slot) {
+        if (!finds_linked_inputs(*slots_[slot], inputs)) continue;
+        is_any_found = true;
+        if (!pool_->is_free(slot)) continue;
+        const bool is_elsewhere = lent_[slot]->holder(position_) == LentStorages::Holder::kOtherThread;
+        return is_elsewhere ? std::optional(held_elsewhere()) : std::nullopt;
+    }
+    if (!is_any_found) {
+        return ReplayMiss{
+            ReplayMiss::Kind::kUnlinked,
+            name_ + ": its input is not the result of its predecessor in the chain, or no longer in place"};
+    }
+    return ReplayMiss{ReplayMiss::Kind::kExhausted,
+                      name_ +
+                          ": called a second time on one result of its predecessor in the chain, while the first call "
+                          "waits for its backward; run that backward first, or pass a clone, which runs eagerly"};
+}
+
+ReplayMiss GraphedCallable::held_elsewhere() const {
+    return {ReplayMiss::Kind::kExhausted,
+            name_ +
+                ": a forward is called while other threads hold results of earlier ones, whose memory it would take; "
+                "capture with max_in_flight= at least the number of threads, or drop or clone results there"};
+}
+
+// Modes that see every operation, of which a replay has none. Empty when there is none.
+static const char* mode_of(const std::vector<at::Tensor>& inputs) {
+    const auto has_tangent = [](const at::Tensor& tensor) {
+        const auto* const meta = meta_of(tensor);
+        return meta && meta->fw_grad_ && !meta->fw_grad_->empty();
+    };
+    if (const char* const mode = observing_mode()) return mode;
+    if (std::any_of(inputs.begin(), inputs.end(), has_tangent)) return "called with a forward-mode derivative";
+    return nullptr;
+}
+
+// All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
+std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
+                                                 CallableGuard::Tensors& externals, int& slot) const {
+    check_groups(name_.c_str());
+    if (is_stream_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
+    if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
+    if (slots_.front()->backward && has_saved_tensor_hooks()) {
+        return ReplayMiss{ReplayMiss::Kind::kMode,
+                          name_ + ": called under torch.autograd.graph.saved_tensors_hooks, which see no replay"};
+    }
+    if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {
+        return ReplayMiss{ReplayMiss::Kind::kArguments, name_ + ": " + difference};
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs_[i].is_cast_anew && inputs[i].is_leaf()) {
+            return ReplayMiss{ReplayMiss::Kind::kMode,
+                              name_ + ": called with a leaf as " + inputs_[i].name +
+                                  ", which autocast casts once for all its uses, as nothing that was computed"};
+        }
+    }
+    if (const std::string setting = settings_.change(); !setting.empty()) return changed(setting);
+    if (const std::string change = guard_->check(root, externals); !change.empty()) return changed(change);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const auto* const meta = meta_of((*externals)[parameters_[i].tensor]);
+        if (meta && meta->grad_dtype_ && *meta->grad_dtype_ != slots_.front()->parameter_grads[i].scalar_type()) {
+            return changed("grad_dtype of " + guard_->tensor_name(parameters_[i].tensor) + " changed");
+        }
+    }
+    if (const std::string difference = difference_of_memory(inputs, *externals); !difference.empty()) {
+        return ReplayMiss{ReplayMiss::Kind::kDiscernible, name_ + ": " + difference};
+    }
+    return choose_slot(inputs, slot);
+}
+
+std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObject* root,
+                                                                           const std::vector<at::Tensor>& inputs) {
+    const c10::DeviceGuard on_device(device_);
+    CallableGuard::Tensors externals;
+    int number = 0;
+    if (auto miss = check(root, inputs, externals, number)) return *std::move(miss);
+
+    if (has_lost_gradients_.exchange(false, std::memory_order_relaxed)) tell_of_lost_gradients();
+    Slot& slot = *slots_[number];
+    SlotLease lease = pool_->lease(number);
+    replay_order_->enter();
+    slot.lent_outputs->protect(position_);
+    {
+        const at::NoGradGuard no_grad;
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            if (inputs_[i].is_linked) continue;
+            if (lie_in_other_order(inputs[i], slot.inputs[i])) {
+                note_layout(reordered_inputs_, i, inputs_[i].name, inputs[i], slot.inputs[i]);
+            }
+            copy_into(slot.inputs[i], inputs[i]);
+        }
+    }
+    slot.forward->replay();
+    ++forward_replays_;
+
+    std::vector<at::Tensor> outputs = slot.outputs.lend(*slot.lent_outputs, position_);
+    for (const size_t i : written_) impl::bump_version((*externals)[i]);
+    if (results_.empty()) {
+        if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
+        return outputs;
+    }
+    std::vector<at::Tensor> results(results_.size());
+    make_results(true, outputs, inputs, externals, results);
+    if (slot.backward) attach_node(std::move(lease), externals, inputs, outputs);
+    make_results(false, outputs, inputs, externals, results);
+    return results;
+}
+
+void GraphedCallable::make_results(bool early, const std::vector<at::Tensor>& outputs,
+                                   const std::vector<at::Tensor>& inputs, const CallableGuard::Tensors& externals,
+                                   std::vector<at::Tensor>& results) const {
+    for (size_t i = 0; i < results_.size(); ++i) {
+        const ResultSpec& spec = results_[i];
+        if (spec.is_early != early) continue;
+        const at::Tensor& tensor = spec.origin == ResultSpec::Origin::kOutput  ? outputs[spec.number]
+                                   : spec.origin == ResultSpec::Origin::kInput ? inputs[spec.number]
+                                                                               : (*externals)[spec.number];
+        results[i] = spec.view ? spec.view->of(tensor) : tensor;
+    }
+}
+
+void GraphedCallable::attach_node(SlotLease lease, CallableGuard::Tensors externals,
+                                  const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs) {
+    const auto [node, owner] = make_node<ReplayNode>(PendingBackward(shared_from_this(), std::move(lease)));
+    node->set_label(name_);
+    PendingBackward& pending = node->pending();
+    const auto& use_grads = slot_of(pending).use_grads;
+    torch::autograd::edge_list edges;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        if (inputs_[i].is_linked && inputs_[i].is_saved) pending.linked_inputs.emplace_back(i, inputs[i]);
+        if (inputs_[i].depends_on.empty()) continue;
+        const size_t uses = std::max<size_t>(1, use_grads[i].size());
+        edges.insert(edges.end(), uses, impl::gradient_edge(inputs[i]));
+        pending.input_edges.push_back(
+            {static_cast<int>(i), inputs[i].is_leaf(), uses, false,
+             c10::weak_intrusive_ptr<c10::TensorImpl>(
+                 uses > 1 ? inputs[i].getIntrusivePtr()
+                          : c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>())});
+    }
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const at::Tensor& parameter = (*externals)[parameters_[i].tensor];
+        // What eager code has computed from the parameter gets a gradient in the same backward, perhaps: autograd then
+        // sums the two before it accumulates.
+        const bool is_used_outside = parameters_[i].main_grad < 0 && is_in_autograd_graph(parameter);
+        if (parameters_[i].through_autograd || is_used_outside || has_gradient_hooks(parameter)) {
+            edges.push_back(impl::gradient_edge(parameter));
+            pending.autograd_parameters.push_back(static_cast<int>(i));
+        }
+    }
+    // The input is there, so the node that made it stays; what is below that one may be out of everybody's reach.
+    if (predecessor_ && !edges.empty()) {
+        if (auto* const below = dynamic_cast<ReplayNode*>(edges.front().function.get())) below->absorb_predecessor();
+    }
+    node->set_next_edges(std::move(edges));
+    for (const size_t i : saved_) pending.saved_versions.push_back(version_of((*externals)[i]));
+    pending.externals = std::move(externals);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+        if (saved_outputs_[i]) pending.output_versions.push_back(outputs[i].unsafeGetTensorImpl()->version_counter());
+    }
+    for (size_t i = 0; i < differentiable_.size(); ++i) {
+        at::Tensor& output = outputs[differentiable_[i]];
+        if (differentiable_.size() == 1 || inner_outputs_[i]) {
+            torch::autograd::set_history(output, owner);
+            continue;
+        }
+        const auto [result, result_owner] = make_node<ResultNode>(name_);
+        result->set_next_edges({{owner, owner->add_input_metadata(output)}});
+        torch::autograd::set_history(output, result_owner);
+    }
+    refuse_observers_of_results(*node, inner_outputs_, name_);
+}
+
+}  // namespace te_graph::graphs

@@ -1,0 +1,69 @@
+#include "graphs/capture/cuda_graph.h"
+
+#ifdef TE_GRAPH_CUDA
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+namespace te_graph::graphs {
+
+CudaGraph::CudaGraph(const pybind11::object& owner, std::shared_ptr<at::cuda::CUDAGraph> graph)
+    : owner_(owner), graph_(std::move(graph)), device_(c10::cuda::current_device()) {}
+
+void CudaGraph::replay() {
+    if (draws_) {
+        graph_->replay();
+        return;
+    }
+    const auto generator = at::cuda::detail::getDefaultCUDAGenerator(c10::cuda::current_device());
+    const uint64_t before = generator.get_offset();
+    graph_->replay();
+    draws_ = generator.get_offset() != before;
+}
+
+// torch tells what it has by raising otherwise.
+cudaGraph_t CudaGraph::raw() const {
+    try {
+        return graph_->raw_cuda_graph();
+    } catch (const c10::Error&) {
+        return nullptr;
+    }
+}
+
+cudaGraphExec_t CudaGraph::executable() const {
+    try {
+        return graph_->raw_cuda_graph_exec();
+    } catch (const c10::Error&) {
+        return nullptr;
+    }
+}
+
+MergedCudaGraph::MergedCudaGraph(std::vector<std::shared_ptr<CudaGraph>> parts) {
+    cudaGraph_t graph = nullptr;
+    C10_CUDA_CHECK(cudaGraphCreate(&graph, 0));
+    graph_.reset(graph);
+    cudaGraphNode_t last = nullptr;
+    for (auto& part : parts) {
+        cudaGraphNode_t node = nullptr;
+        C10_CUDA_CHECK(cudaGraphAddChildGraphNode(&node, graph, &last, last ? 1 : 0, part->raw()));
+        last = node;
+        const uint64_t changes = part->changes();
+        parts_.push_back({std::move(part), node, changes});
+    }
+    C10_CUDA_CHECK(cudaGraphInstantiateWithFlags(&executable_, graph, cudaGraphInstantiateFlagUseNodePriority));
+}
+
+MergedCudaGraph::~MergedCudaGraph() { C10_CUDA_CHECK_WARN(cudaGraphExecDestroy(executable_)); }
+
+void MergedCudaGraph::replay() {
+    for (Part& part : parts_) {
+        if (part.changes == part.graph->changes()) continue;
+        C10_CUDA_CHECK(cudaGraphExecChildGraphNodeSetParams(executable_, part.node, part.graph->raw()));
+        part.changes = part.graph->changes();
+    }
+    C10_CUDA_CHECK(cudaGraphLaunch(executable_, c10::cuda::getCurrentCUDAStream()));
+}
+
+}  // namespace te_graph::graphs
+#endif

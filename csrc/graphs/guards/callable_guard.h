@@ -1,0 +1,42 @@
+// The guard of a callable, whose backward goes on with the tensors that the check of its forward has found.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "graphs/guards/found_tensors.h"
+#include "graphs/guards/guard.h"
+
+namespace te_graph::graphs {
+
+class CallableGuard final : public Guard {
+public:
+    using Tensors = std::shared_ptr<const FoundTensors>;
+
+    // Checks from `root` on. Puts the tensors into `found` and returns an empty string, or returns what has changed.
+    std::string check(PyObject* root, Tensors& found) const;
+
+    // Compares tensors found by an earlier check() again: they may have moved since. Their requires_grad no
+    // longer matters, as for a backward in eager execution. Needs no GIL.
+    std::string check_tensors(const FoundTensors& found) const;
+
+    // Whether the object lives that the first step, one to a known object, leads to.
+    bool is_rooted() const { return steps_.front().expected.live(); }
+
+    // For the garbage collector. What a backward still needs is no business of the guard's alone.
+    int visit(visitproc visit, void* arg) const { return found_.use_count() == 1 ? found_->visit(visit, arg) : 0; }
+    // Lets go of what the last walk found.
+    void forget() const;
+
+private:
+    bool is_as_last_time(PyObject* root) const;
+
+    // Of the last walk that found everything as it must be.
+    mutable Tensors found_;
+    mutable Walk last_;  // what it met is alive while `changes_` is up to date
+    mutable PyObject* root_ = nullptr;
+    mutable uint64_t changes_ = 0;
+    mutable bool is_in_check_ = false;  // by a thread that another one has interrupted
+};
+
+}  // namespace te_graph::graphs

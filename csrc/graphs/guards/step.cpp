@@ -1,0 +1,192 @@
+#include "graphs/guards/step.h"
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "graphs/guards/value.h"
+#include "graphs/python_reference.h"
+
+namespace py = pybind11;
+
+namespace te_graph::graphs {
+
+PyTypeObject* type_of(PyObject* object) {
+    return PyType_Check(object) ? reinterpret_cast<PyTypeObject*>(object) : Py_TYPE(object);
+}
+
+unsigned int type_version(PyTypeObject* type) {
+    static PyObject* const any_name = PyUnicode_InternFromString("__class__");
+    if (type->tp_version_tag == 0 || !PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) {
+        _PyType_Lookup(type, any_name);  // which gives it one
+    }
+    return PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG) ? type->tp_version_tag : 0;
+}
+
+const at::Tensor& grad_of(PyObject* tensor) {
+    const c10::TensorImpl* const impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+    return impl->grad();
+}
+
+namespace {
+
+// The keys of `dict` are those of the tuple, in the order in which it iterates over them.
+bool has_keys(PyObject* dict, PyObject* keys) {
+    if (PyDict_GET_SIZE(dict) != PyTuple_GET_SIZE(keys)) return false;
+    Py_ssize_t next = 0;
+    return all_of_dict(dict, [&](PyObject* key, PyObject*) {
+        return next < PyTuple_GET_SIZE(keys) && is_same_constant(PyTuple_GET_ITEM(keys, next++), key);
+    });
+}
+
+Py_ssize_t length_of(PyObject* container) {
+    if (PyDict_Check(container)) return PyDict_GET_SIZE(container);
+    if (PyList_Check(container)) return PyList_GET_SIZE(container);
+    return PyTuple_Check(container) ? PyTuple_GET_SIZE(container) : PyObject_Size(container);
+}
+
+// A new reference given back: the parent holds the object. nullptr where it does not, but made it for the caller.
+PyObject* held_elsewhere(PyObject* object) {
+    const bool is_held = object && Py_REFCNT(object) > 1;
+    Py_XDECREF(object);
+    return is_held ? object : nullptr;
+}
+
+// The first object that `parent` refers to, as the garbage collector is told.
+PyObject* referent_of(PyObject* parent) {
+    PyObject* found = nullptr;
+    const auto first = [](PyObject* object, void* result) {
+        *static_cast<PyObject**>(result) = object;
+        return 1;
+    };
+    if (Py_TYPE(parent)->tp_traverse) Py_TYPE(parent)->tp_traverse(parent, first, &found);
+    return found;
+}
+
+PyObject* value_of(PyObject* context_variable) {
+    PyObject* value = nullptr;
+    if (!PyContextVar_CheckExact(context_variable) || PyContextVar_Get(context_variable, nullptr, &value) < 0) {
+        return nullptr;
+    }
+    if (!value) return Py_NotImplemented;
+    Py_DECREF(value);  // the context holds it
+    return value;
+}
+
+PyObject* object_of(PyObject* weak_reference) {
+    if (!PyWeakref_CheckRef(weak_reference)) return nullptr;
+    PyObject* const live = live_object(weak_reference);
+    return live ? live : Py_None;
+}
+
+// Without what the user's __getattr__ would make up.
+bool has_attribute(PyObject* object, PyObject* name) {
+    PyObject* const found = PyObject_GenericGetAttr(object, name);
+    if (!found) PyErr_Clear();
+    Py_XDECREF(found);
+    return found != nullptr;
+}
+
+// The class below ours, where `object` is a graphed module.
+PyObject* class_of(PyObject* object) {
+    static PyObject* const below_ours = PyUnicode_InternFromString("_te_graph_base");
+    PyTypeObject* const type = type_of(object);
+    _PyType_Lookup(type, below_ours);  // gives it a version if it has none
+    PyObject* const below = PyDict_GetItemWithError(type->tp_dict, below_ours);
+    return below ? below : reinterpret_cast<PyObject*>(type);
+}
+
+PyObject* code_of(PyObject* weak_reference) {
+    PyObject* const function = object_of(weak_reference);
+    return function && PyFunction_Check(function) ? PyFunction_GET_CODE(function) : Py_NotImplemented;
+}
+
+}  // namespace
+
+PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t index) {
+    PyObject* found = nullptr;
+    switch (kind) {
+        case StepKind::kInstanceDict:
+            found = PyObject_GenericGetDict(parent, nullptr);
+            Py_XDECREF(found);  // the instance holds it
+            break;
+        case StepKind::kItem:
+        case StepKind::kItemOf:
+            found = PyDict_Check(parent) ? PyDict_GetItemWithError(parent, key) : nullptr;
+            break;
+        case StepKind::kAbsent:
+            found = PyDict_Check(parent) && !PyDict_GetItemWithError(parent, key) ? parent : nullptr;
+            break;
+        case StepKind::kLength:
+            found = length_of(parent) == index ? parent : nullptr;
+            break;
+        case StepKind::kKeys:
+            found = PyDict_Check(parent) && has_keys(parent, key) ? parent : nullptr;
+            break;
+        case StepKind::kPosition:
+            if (PyList_Check(parent) && index < PyList_GET_SIZE(parent)) found = PyList_GET_ITEM(parent, index);
+            if (PyTuple_Check(parent) && index < PyTuple_GET_SIZE(parent)) found = PyTuple_GET_ITEM(parent, index);
+            break;
+        case StepKind::kCell:
+            found = PyCell_Check(parent) ? PyCell_GET(parent) : nullptr;
+            break;
+        case StepKind::kAttribute:
+            found = held_elsewhere(PyObject_GetAttr(parent, key));
+            break;
+        case StepKind::kGrad:
+            if (THPVariable_Check(parent)) found = grad_of(parent).defined() ? parent : Py_None;
+            break;
+        case StepKind::kKnown:  // see Guard::take()
+            break;
+        case StepKind::kType:
+            found = reinterpret_cast<PyObject*>(Py_TYPE(parent));
+            break;
+        case StepKind::kTypeItem:
+            if (PyType_Check(parent)) found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key);
+            break;
+        case StepKind::kTypeAbsent:
+            if (!PyType_Check(parent)) break;
+            found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key) ? nullptr : parent;
+            break;
+        case StepKind::kTypeVersion:
+            if (!PyType_Check(parent)) break;
+            found = type_version(reinterpret_cast<PyTypeObject*>(parent)) == static_cast<unsigned int>(index) ? parent
+                                                                                                              : nullptr;
+            break;
+        case StepKind::kNoAttribute:
+            found = has_attribute(parent, key) ? nullptr : parent;
+            break;
+        case StepKind::kClass:
+            found = class_of(parent);
+            break;
+        case StepKind::kMember:
+            found = _PyType_Lookup(reinterpret_cast<PyTypeObject*>(parent), key);
+            if (!found) found = Py_NotImplemented;
+            break;
+        case StepKind::kCode:
+            found = code_of(key);
+            break;
+        case StepKind::kContents:
+            found = parent;
+            break;
+        case StepKind::kElement:
+            found = held_elsewhere(PySequence_GetItem(parent, index));
+            break;
+        case StepKind::kReferent:
+            found = referent_of(parent);
+            break;
+        case StepKind::kContextVar:
+            found = value_of(parent);
+            break;
+        case StepKind::kWeakReference:
+            found = object_of(parent);
+            break;
+        case StepKind::kConstant:
+            found = key;
+            break;
+        case StepKind::kNever:
+            break;
+    }
+    if (!found) PyErr_Clear();
+    return found;
+}
+
+}  // namespace te_graph::graphs
