@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from te_graph.common.reporters import keep_registered
 
 __all__ = ["assert_bitwise_equal", "deterministic", "eager_twin", "find_differences", "same_bits"]
 
@@ -106,7 +109,9 @@ def eager_twin(train: Callable[[], _Result], *, seed: int = 0) -> _Result:
     """Run ``train`` twice, eagerly and graphed, and compare what it returns.
 
     Both runs begin with the same random states and are ``deterministic()``. In the first one te_graph is switched off
-    (``TE_GRAPH_DISABLE=1``): the same code runs, and nothing is captured.
+    (``TE_GRAPH_DISABLE=1``): the same code runs, and nothing is captured. Where nothing is replayed in the second one
+    either, they are the same trivially, and a UserWarning says so, with the reasons. What is graphed lives until both
+    have ended.
 
     Args:
         train: takes nothing; makes its model, captures, trains, and returns a nest of tensors [...] and numbers in the
@@ -132,9 +137,21 @@ def eager_twin(train: Callable[[], _Result], *, seed: int = 0) -> _Result:
                 "eager_twin: expected train to return what is to be compared, such as a dictionary of losses and "
                 f"parameters, got {expected!r}"
             )
-        actual = _seeded(train, seed)
+        with keep_registered() as graphed:
+            actual = _seeded(train, seed)
+    _warn_unless_replayed([one.info() for one in graphed])
     assert_bitwise_equal(_copied(actual), expected)
     return actual
+
+
+def _warn_unless_replayed(facts: list[dict[str, Any]]) -> None:
+    if any(one["forward_replays"] for one in facts):
+        return
+    reasons = [f"{one['name']}: {', '.join(one['eager_calls']) or 'not called'}" for one in facts]
+    warnings.warn(
+        f"eager_twin: no graph was replayed, so both runs were eager ({'; '.join(reasons) or 'nothing was graphed'})",
+        stacklevel=3,
+    )
 
 
 def _seeded(train: Callable[[], _Result], seed: int) -> _Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -15,11 +16,14 @@ class Reporter(Protocol):
 
 # Of the whole process, as info() is: callables of different make_graphed_callables know nothing of each other.
 _live: list[weakref.ref[Reporter]] = []
+_keepers: list[list[Reporter]] = []  # of keep_registered() in progress
 
 
 def register(reporter: Reporter) -> None:
     """Let ``te_graph.info()`` tell of ``reporter`` for as long as it lives; the list does not keep it alive."""
     _live.append(weakref.ref(reporter, _live.remove))
+    for kept in _keepers:
+        kept.append(reporter)
 
 
 def unregister(reporter: Reporter) -> None:
@@ -32,3 +36,14 @@ def reporters() -> Iterator[Reporter]:
     for reference in list(_live):
         if (reporter := reference()) is not None:
             yield reporter
+
+
+@contextlib.contextmanager
+def keep_registered() -> Iterator[list[Reporter]]:
+    """Collects what is registered meanwhile, and so keeps it alive, to be asked afterwards."""
+    kept: list[Reporter] = []
+    _keepers.append(kept)
+    try:
+        yield kept
+    finally:
+        _keepers[:] = [other for other in _keepers if other is not kept]

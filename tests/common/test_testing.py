@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -123,12 +124,31 @@ class Training:
 def test_a_training_is_run_eagerly_and_graphed_and_found_equal(device):
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     training = Training(device)
-    result = eager_twin(training, seed=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = eager_twin(training, seed=7)
     assert training.eager_calls == [True, False]
     assert isinstance(result["losses"][2], Tensor)
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert find_differences(after, states) == []
     assert "TE_GRAPH_DISABLE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("graphs_a_layer", "why"),
+    [(False, "nothing was graphed"), (True, "Linear: called under no_grad, captured with gradients")],
+)
+def test_a_training_that_replays_nothing_is_told(device, graphs_a_layer, why):
+    def train() -> Tensor:
+        layer = nn.Linear(4, 4, device=device)
+        x = torch.randn(2, 4, device=device)
+        if graphs_a_layer:
+            tg.make_graphed_callables(layer, (x,))
+        with torch.no_grad():
+            return layer(x)
+
+    with pytest.warns(UserWarning, match=rf"^eager_twin: no graph was replayed, so both runs were eager \({why}\)$"):
+        eager_twin(train)
 
 
 def test_a_training_that_differs_names_the_first_tensor(device):

@@ -114,9 +114,11 @@ class Handle:
         if self._entry is None:
             return "not graphed"
         if self._is_module and root.training is not self._training:
-            return "captured in training mode" if self._training else "captured in eval mode"
+            modes = ("eval", "training") if self._training else ("training", "eval")
+            return f"called in {modes[0]} mode, captured in {modes[1]} mode"
         if torch.is_grad_enabled() is not self._grad_mode:
-            return "captured with gradients" if self._grad_mode else "captured without gradients"
+            modes = ("under no_grad", "with gradients") if self._grad_mode else ("with gradients", "under no_grad")
+            return f"called {modes[0]}, captured {modes[1]}"
         if is_capturing():
             return _CAPTURING
         return None

@@ -115,7 +115,10 @@ def test_info_tells_what_was_captured_and_what_ran(device: str) -> None:
     assert info["bytes"] > 0
     assert info["capture_seconds"] > 0
     assert (info["forward_replays"], info["backward_replays"], info["in_flight"]) == (1, 1, 0)
-    assert info["eager_calls"] == {"captured with gradients": 1, "captured in training mode": 1}
+    assert info["eager_calls"] == {
+        "called under no_grad, captured with gradients": 1,
+        "called in eval mode, captured in training mode": 1,
+    }
 
 
 def test_function_is_wrapped_and_keeps_its_name(device: str) -> None:
@@ -169,7 +172,7 @@ def test_capture_without_gradients_replays_without_gradients(device: str) -> Non
     info = graphed.te_graph.info()
     assert (info["graphs"], info["forward_replays"]) == (1, 3)
     graphed(data(device)).sum().backward()
-    assert graphed.te_graph.info()["eager_calls"] == {"captured without gradients": 1}
+    assert graphed.te_graph.info()["eager_calls"] == {"called with gradients, captured under no_grad": 1}
 
 
 def test_capture_repeated_many_times_does_not_grow(device: str) -> None:

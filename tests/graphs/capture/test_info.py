@@ -97,7 +97,7 @@ def test_one_line_for_each_callable_in_order_of_capture_says_what_its_dictionary
     assert told[1].startswith("callable 0 (Bilinear): not called yet, 1 signature, 2 graphs, ")
     assert told[2].startswith("callable 1 (doubled): 100% of 1 calls replayed, 1 signature, 2 graphs, ")
     assert told[3].startswith("Linear: 38% of 8 calls replayed, 1 signature, ")
-    reasons = "2 x expected args[0] of shape [4, 6], got [2, 6], 3 x captured with gradients"
+    reasons = "2 x expected args[0] of shape [4, 6], got [2, 6], 3 x called under no_grad, captured with gradients"
     assert told[3].endswith(f"; eager: {reasons}")
 
 

@@ -338,7 +338,7 @@ def test_an_eager_call_that_would_miss_main_grad_is_an_error_that_names_it(devic
     run(net, x)
     assert not torch.equal(net.down.bias.main_grad, main_grad)
     assert net.down.bias.grad is None
-    assert net.te_graph.info()["eager_calls"] == {"captured with gradients": 1}
+    assert net.te_graph.info()["eager_calls"] == {"called under no_grad, captured with gradients": 1}
 
 
 def with_its_argument(x: Tensor) -> tuple[Tensor, Tensor]:  # [n, 6] -> [n, 6], x itself
