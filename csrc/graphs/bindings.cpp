@@ -86,7 +86,7 @@ GraphedCallable* callable_of(PyObject* self) {
     return value.holder_constructed() ? static_cast<GraphedCallable*>(value.value_ptr()) : nullptr;
 }
 
-// Lets the garbage collector see that a guard refers to tensors.
+// Lets the garbage collector see that a guard refers to tensors and functions.
 void collect_garbage_through_guards(PyHeapTypeObject* heap_type) {
     PyTypeObject& type = heap_type->ht_type;
     type.tp_flags |= Py_TPFLAGS_HAVE_GC;
@@ -230,6 +230,7 @@ void bind(py::module_& m) {
         });
     py::class_<CallableGuard, Guard, std::shared_ptr<CallableGuard>>(m, "CallableGuard")
         .def(py::init<>())
+        .def("keep", &CallableGuard::keep, py::arg("functions"))
         .def("check", [](const CallableGuard& guard, const py::object& root) {
             CallableGuard::Tensors found;
             return guard.check(root.ptr(), found);

@@ -328,6 +328,7 @@ void GraphedCallable::attach_node(SlotLease lease, CallableGuard::Tensors extern
     node->set_next_edges(std::move(edges));
     for (const size_t i : saved_) pending.saved_versions.push_back(version_of((*externals)[i]));
     pending.externals = std::move(externals);
+    if (backward_guard_) pending.functions = guard_->functions();
     for (size_t i = 0; i < outputs.size(); ++i) {
         if (saved_outputs_[i]) pending.output_versions.push_back(outputs[i].unsafeGetTensorImpl()->version_counter());
     }

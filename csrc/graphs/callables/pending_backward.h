@@ -10,6 +10,7 @@
 #include "common/note_writes.h"
 #include "graphs/callables/slot_pool.h"
 #include "graphs/guards/callable_guard.h"
+#include "graphs/python_reference.h"
 
 namespace te_graph::graphs {
 
@@ -44,6 +45,7 @@ struct PendingBackward {
     std::shared_ptr<GraphedCallable> callable;
     SlotLease lease;
     CallableGuard::Tensors externals;                           // [guard's tensors], as found by the forward
+    std::shared_ptr<const PythonReference> functions;           // that the guard keeps, also once its owner is gone
     c10::SmallVector<uint32_t, 16> saved_versions;              // [externals that autograd saved] after the forward
     c10::SmallVector<c10::VariableVersion, 1> output_versions;  // [outputs that the backward reads]
     c10::SmallVector<LinkedInput, 1> linked_inputs;             // those that autograd saved

@@ -3,9 +3,11 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "graphs/guards/found_tensors.h"
 #include "graphs/guards/guard.h"
+#include "graphs/python_reference.h"
 
 namespace te_graph::graphs {
 
@@ -20,16 +22,28 @@ public:
     // longer matters, as for a backward in eager execution. Needs no GIL.
     std::string check_tensors(const FoundTensors& found) const;
 
+    // Lets what `functions` holds live as long as this guard and all that share it: what no source leads to would be
+    // missed.
+    void keep(pybind11::object functions) {
+        functions_ = std::make_shared<const PythonReference>(std::move(functions));
+    }
+    const std::shared_ptr<const PythonReference>& functions() const { return functions_; }
+
     // Whether the object lives that the first step, one to a known object, leads to.
     bool is_rooted() const { return steps_.front().expected.live(); }
 
     // For the garbage collector. What a backward still needs is no business of the guard's alone.
-    int visit(visitproc visit, void* arg) const { return found_.use_count() == 1 ? found_->visit(visit, arg) : 0; }
+    int visit(visitproc visit, void* arg) const {
+        if (functions_.use_count() == 1) Py_VISIT(functions_->get().ptr());
+        return found_.use_count() == 1 ? found_->visit(visit, arg) : 0;
+    }
     // Lets go of what the last walk found.
     void forget() const;
 
 private:
     bool is_as_last_time(PyObject* root) const;
+
+    std::shared_ptr<const PythonReference> functions_;
 
     // Of the last walk that found everything as it must be.
     mutable Tensors found_;

@@ -242,7 +242,7 @@ class CallableCapture:
 
     @property
     def functions(self) -> list[types.FunctionType]:
-        """What has to live as long as the guard."""
+        """What has to live as long as the guard, and as backwards that it looks at before they run."""
         return self._reader.elsewhere
 
     def undo(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import types
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +48,6 @@ class CallableEntry:
         computed: attributes that hooks of modules below the callable compute inside the graph.
         changed: arguments that the callable changes in place; None where it changes none.
         predecessor: in a chain, the entry whose results it reads in place.
-        functions: that the callable was seen to run and no place leads to: the guard would miss what is gone.
         retired: another capture has taken its place.
     """
 
@@ -64,7 +62,6 @@ class CallableEntry:
     statistics: dict[str, Any]
     computed: list[Computed]
     changed: ChangedArguments | None
-    functions: list[types.FunctionType]
     predecessor: weakref.ref[CallableEntry] | None = None
     retired: bool = False
     is_flat: bool = field(init=False)

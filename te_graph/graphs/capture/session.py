@@ -240,7 +240,6 @@ def _assemble_all(
                 capture.callable_guard.tensors,
                 capture.plan.results_that_are(list(itertools.compress(capture.output_numbers, capture.inner_outputs))),
             ),
-            functions=capture.functions,
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
             states=[gradient_state(parameter) for parameter in parameters],
@@ -262,6 +261,7 @@ def _assemble_all(
 def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
     callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
+    callable_guard.guard.keep(capture.functions)
     parameters = []
     each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
     for parameter, destination, depends_on in each:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -188,6 +190,68 @@ def test_a_backward_that_reads_python_outlives_its_callable(device):
     del net
     result.square().sum().backward()
     assert_bitwise_equal([p.grad for p in parameters], gradients_after(twin, x, lambda: None))
+
+
+class CheckpointedLambda(Gained):
+    def forward(self, x: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+        return checkpoint(lambda t: self.inner(t).tanh() * self.gain, x, use_reentrant=False)
+
+
+class OfLocalFunction(Gained):
+    def forward(self, x: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+                return grad * self.gain
+
+        return Scaled.apply(self.inner(x))
+
+
+@pytest.mark.parametrize("kind", [Gained, Checkpointed, CheckpointedLambda, OfLocalFunction])
+@pytest.mark.parametrize("how", ["reset", "captured again"])
+def test_a_backward_whose_capture_is_retired_runs_and_still_sees_changes(device, kind, how):
+    net = kind(device)
+    twin = copy.deepcopy(net)
+    make_graphed_callables(net, (batch(device, False),), on_mismatch="capture")
+    x = batch(device, False)
+    result = net(x)
+    if how == "reset":
+        net.te_graph.reset()
+    else:
+        net.gain = 2.0
+        net(batch(device, False))
+        assert net.te_graph.info()["recaptures"] == 1
+    gc.collect()
+    net.gain = 3.0
+    with pytest.raises(RuntimeError, match=r"gain.* changed from 1.0 to 3.0 since the forward"):
+        result.square().sum().backward(retain_graph=True)
+    net.gain = 1.0
+    result.square().sum().backward()
+    assert_bitwise_equal([p.grad for p in net.parameters()], gradients_after(twin, x, lambda: None))
+
+
+def test_a_retired_capture_frees_what_its_backward_needed(device):
+    net = CheckpointedLambda(device)
+    make_graphed_callables(net, (batch(device, False),))
+    result, module = net(batch(device, False)), weakref.ref(net)
+    net.te_graph.reset()
+    result.sum().backward()
+    del result, net
+    assert module() is None
+
+
+def test_a_callable_that_its_own_functions_refer_to_is_garbage(device):
+    net = CheckpointedLambda(device)
+    make_graphed_callables(net, (batch(device, False),))
+    net(batch(device, False)).sum().backward()
+    module = weakref.ref(net)
+    del net
+    gc.collect()
+    assert module() is None
 
 
 def test_a_variable_of_a_function_that_only_its_backward_reads(device):
