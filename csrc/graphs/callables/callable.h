@@ -143,7 +143,7 @@ public:
                     std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
                     std::vector<int> differentiable, std::vector<bool> saved_outputs, std::vector<bool> inner_outputs,
                     std::vector<ResultSpec> results, const std::shared_ptr<GraphedCallable>& predecessor,
-                    std::shared_ptr<CallableGuard> backward_guard);
+                    std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache);
 
     void add_slot(std::unique_ptr<Slot> slot);
 

@@ -26,13 +26,13 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
                                  std::vector<int> differentiable, std::vector<bool> saved_outputs,
                                  std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
                                  const std::shared_ptr<GraphedCallable>& predecessor,
-                                 std::shared_ptr<CallableGuard> backward_guard)
+                                 std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache)
     : name_(std::move(name)),
       device_(device),
       replay_order_(std::move(replay_order)),
       guard_(std::move(guard)),
       backward_guard_(std::move(backward_guard)),
-      settings_(device.type()),
+      settings_(device.type(), /*with_modes=*/false, compares_autocast_cache),
       inputs_(std::move(inputs)),
       parameters_(std::move(parameters)),
       differentiable_(std::move(differentiable)),
@@ -73,10 +73,17 @@ ReplayMiss GraphedCallable::changed(const std::string& change) const {
 
 namespace {
 
+bool have_same_names(const at::Tensor& a, const at::Tensor& b) {
+    const auto may_have_names = [](const at::Tensor& tensor) {
+        return tensor.unsafeGetTensorImpl()->has_named_tensor_meta();
+    };
+    return !(may_have_names(a) || may_have_names(b)) || a.names() == b.names();
+}
+
 bool is_like(const at::Tensor& expected, const at::Tensor& got) {
     return has_memory(got) && got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
            got.scalar_type() == expected.scalar_type() && got.device() == expected.device() &&
-           got.requires_grad() == expected.requires_grad();
+           got.requires_grad() == expected.requires_grad() && have_same_names(got, expected);
 }
 
 std::string difference(const at::Tensor& expected, const at::Tensor& got) {
@@ -91,6 +98,8 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
         words << " on " << expected.device() << ", got " << got.device();
     } else if (!has_memory(got)) {
         words << " to have memory, got a wrapper or fake tensor, or one whose memory was freed";
+    } else if (!have_same_names(got, expected)) {
+        words << " with dimensions named " << expected.names() << ", got " << got.names();
     } else {
         const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
         words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got)

@@ -162,6 +162,8 @@ std::string Guard::compare(const ExpectedTensor& expected, const at::Tensor& ten
         change << " changed strides from " << facts.strides() << " to " << tensor.strides();
     } else if (!facts.has_bits_of(tensor)) {
         change << " became, or is no longer, a conjugate or negative view";
+    } else if (!facts.has_names_of(tensor)) {
+        change << " changed the names of its dimensions";
     } else if (expected.compares_hooks && has_gradient_hooks(tensor) != expected.has_hooks) {
         change << (expected.has_hooks ? " has lost its gradient hooks" : " has gradient hooks now");
     } else {

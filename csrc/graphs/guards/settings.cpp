@@ -97,6 +97,7 @@ int32_t device_of_modes() {
 #define TE_GRAPH_SETTINGS(X)                                                                                   \
     X("autocast", autocast(device))                                                                            \
     X("autocast of other devices", autocast(device == at::kCUDA ? at::kCPU : at::kCUDA))                       \
+    X("the cache of autocast", with_autocast_cache ? at::autocast::is_autocast_cache_enabled() : 0)            \
     X("the grad mode", with_modes ? at::GradMode::is_enabled() : 0)                                            \
     X("the default dtype (torch.set_default_dtype)", c10::get_default_dtype_as_scalartype())                   \
     X("torch.use_deterministic_algorithms", context.deterministicAlgorithms())                                 \
@@ -142,10 +143,13 @@ constexpr const char* kNames[] = {TE_GRAPH_SETTINGS(TE_GRAPH_NAME)};
 
 }  // namespace
 
-Settings::Settings(c10::DeviceType device, bool with_modes)
-    : device_(device), with_modes_(with_modes), values_(read(device, with_modes)) {}
+Settings::Settings(c10::DeviceType device, bool with_modes, bool with_autocast_cache)
+    : device_(device),
+      with_modes_(with_modes),
+      with_autocast_cache_(with_autocast_cache),
+      values_(read(device, with_modes, with_autocast_cache)) {}
 
-Settings::Values Settings::read(c10::DeviceType device, bool with_modes) {
+Settings::Values Settings::read(c10::DeviceType device, bool with_modes, bool with_autocast_cache) {
     const std::vector<int32_t>& variables = Variables::of_torch().read();
     at::Context& context = at::globalContext();
     return {TE_GRAPH_SETTINGS(TE_GRAPH_VALUE)};
@@ -153,7 +157,7 @@ Settings::Values Settings::read(c10::DeviceType device, bool with_modes) {
 
 std::string Settings::change() const {
     static_assert(std::size(kNames) == kCount);
-    const Values now = read(device_, with_modes_);
+    const Values now = read(device_, with_modes_, with_autocast_cache_);
     if (values_ == now) return {};
     const auto changed = std::mismatch(values_.begin(), values_.end(), now.begin());
     const std::string name = kNames[changed.first - values_.begin()];

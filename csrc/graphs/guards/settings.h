@@ -16,18 +16,19 @@ namespace te_graph::graphs {
 class Settings {
 public:
     // The present ones. with_modes: modes of this thread are among them, the grad mode and `with torch.device(...)`.
-    // With the GIL: some are variables of Python modules.
-    explicit Settings(c10::DeviceType device, bool with_modes = false);
+    // with_autocast_cache: whether autocast keeps its casts is one of them. With the GIL: some are variables of Python
+    // modules.
+    explicit Settings(c10::DeviceType device, bool with_modes = false, bool with_autocast_cache = false);
     // Empty while they are the present ones, else which one differs. With the GIL.
     std::string change() const;
 
 private:
-    static constexpr size_t kCount = 39;
+    static constexpr size_t kCount = 40;
     using Values = std::array<int32_t, kCount>;
-    static Values read(c10::DeviceType device, bool with_modes);
+    static Values read(c10::DeviceType device, bool with_modes, bool with_autocast_cache);
 
     c10::DeviceType device_;
-    bool with_modes_;
+    bool with_modes_, with_autocast_cache_;
     Values values_;
 };
 

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <vector>
+
 namespace te_graph::graphs {
 
 // Compared for every parameter at every call, so nothing here leaves the caller's code except on a difference.
@@ -18,7 +20,9 @@ public:
           is_conj_(tensor.is_conj()),
           is_neg_(tensor.is_neg()),
           sizes_(tensor.sizes().begin(), tensor.sizes().end()),
-          strides_(tensor.strides().begin(), tensor.strides().end()) {}
+          strides_(tensor.strides().begin(), tensor.strides().end()) {
+        if (tensor.has_names()) names_ = tensor.names().vec();
+    }
 
     bool is_address_of(const c10::TensorImpl& impl) const {
         return base_of(impl) == base_ && impl.storage_offset() == offset_;
@@ -27,17 +31,21 @@ public:
     bool has_bits_of(const at::Tensor& tensor) const {
         return tensor.is_conj() == is_conj_ && tensor.is_neg() == is_neg_;
     }
+    bool has_names_of(const at::Tensor& tensor) const {
+        if (!tensor.unsafeGetTensorImpl()->has_named_tensor_meta()) return names_.empty();
+        return tensor.has_names() ? tensor.names() == at::DimnameList(names_) : names_.empty();
+    }
     bool match(const at::Tensor& tensor) const {
         const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
         return is_address_of(impl) && impl.dtype() == dtype_ && are_equal(impl.sizes(), sizes()) &&
-               are_equal(impl.strides(), strides()) && has_bits_of(tensor);
+               are_equal(impl.strides(), strides()) && has_bits_of(tensor) && has_names_of(tensor);
     }
 
     // All but where it lies.
     bool has_form_of(const at::Tensor& tensor) const {
         const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
         return impl.dtype() == dtype_ && impl.device() == device_ && are_equal(impl.sizes(), sizes()) &&
-               are_equal(impl.strides(), strides()) && has_bits_of(tensor);
+               are_equal(impl.strides(), strides()) && has_bits_of(tensor) && has_names_of(tensor);
     }
 
     c10::Device device() const { return device_; }
@@ -65,6 +73,7 @@ private:
     c10::Device device_ = at::kCPU;
     bool is_conj_ = false, is_neg_ = false;
     c10::SmallVector<int64_t, 4> sizes_, strides_;
+    std::vector<at::Dimname> names_;  // of the dimensions; empty: none has one
 };
 
 }  // namespace te_graph::graphs

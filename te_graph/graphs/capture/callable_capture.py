@@ -245,6 +245,11 @@ class CallableCapture:
         """What has to live as long as the guard, and as backwards that it looks at before they run."""
         return self._reader.elsewhere
 
+    @property
+    def asks_for_autocast_cache(self) -> bool:
+        """Whether its code looks at that switch. Else it is free: captures are made without, calls come with it."""
+        return bool(self._reader.names_among(["is_autocast_cache_enabled"]))
+
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
         self.watch.restore()

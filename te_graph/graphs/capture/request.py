@@ -75,6 +75,8 @@ def sample_of(
     for name, tensor in zip(signature.distinct_names, tensors, strict=True):
         if tensor.layout != torch.strided:
             raise ValueError(f"{label}: expected sample {name} to be dense, got layout {tensor.layout}")
+        if tensor.has_names():
+            raise ValueError(f"{label}: expected sample {name} without names of dimensions, got {tensor.names}")
         if not tensor.is_meta and not _C.has_memory(tensor):
             raise ValueError(
                 f"{label}: expected sample {name} to have memory of its own, got a {type(tensor).__name__}"

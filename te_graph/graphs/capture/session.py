@@ -310,6 +310,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
         results=[] if plan.is_plain else [result.spec(capture.label, callable_guard) for result in plan.results],
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
+        compares_autocast_cache=capture.asks_for_autocast_cache,
     )
     for slot in capture.slots:
         graphed.add_slot(

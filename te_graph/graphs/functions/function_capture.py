@@ -36,6 +36,8 @@ from te_graph.graphs.tracing.explanations import Notes, explained
 from te_graph.graphs.tracing.optimizer_advice import advice_on_change
 from te_graph.graphs.tracing.refusals import CaptureError
 
+_TOO_MANY = "refers to more sources than can be compared"
+
 
 def _is_itself(source: GuardedSource) -> bool:
     """True for objects, no tensors, that are results as they are: code can tell them from what holds the same."""
@@ -50,11 +52,14 @@ def _is_itself(source: GuardedSource) -> bool:
     return source.value is None or source.value.is_mutable
 
 
-def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, FunctionEntry | None]:
-    """Run the function as it is; return its result and an entry that recognises the next such call, if that can be."""
+def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, FunctionEntry | str]:
+    """Run the function as it is; return its result and an entry that recognises the next such call, or why there is
+    none."""
     sources = walker.explore(call)
     if walker.has_too_many_sources:
-        return make_call(call), None
+        return make_call(call), _TOO_MANY
+    if named := next((source for source in sources if source.is_strided_tensor and source.obj.has_names()), None):
+        return make_call(call), f"{named.name} has names of dimensions, which cannot be captured"
     before = FunctionGuard(sources, used=set(), is_strict=False).guard
     watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=walker.asks_for_names)
     with capturing(), reads, watch, code:
@@ -63,7 +68,7 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
     used = {*watch.externals, *watch.produced_storages}
     sources = walker.explore(call)
     if walker.has_too_many_sources:
-        return result, None
+        return result, _TOO_MANY
     function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
     effect = before.check(call)
     entry = FunctionEntry(

@@ -163,8 +163,8 @@ class GraphedFunction(Inlined):
         with self._python():
             result, entry = run_first(self._label, call, self._walker)
         self._eager_calls.add(reason)
-        if entry is None:
-            self._tell("refers to more sources than can be compared (runs eagerly)")
+        if isinstance(entry, str):
+            self._tell(f"{entry} (runs eagerly)")
             return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result

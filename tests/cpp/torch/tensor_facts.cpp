@@ -1,10 +1,13 @@
 // TensorFacts: which changes of a tensor are told from the tensor that was seen, and which are not changes.
 #include "graphs/guards/tensor_facts.h"
 
+#include <ATen/core/NamedTensor.h>
 #include <ATen/ops/_neg_view.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
+
+#include <vector>
 
 namespace te_graph::graphs {
 namespace {
@@ -50,6 +53,22 @@ TEST_F(Facts, TellAStorageThatWasExchanged) {
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(at::rand({4, 4}).storage());
     EXPECT_FALSE(facts.match(tensor));
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(original);
+    EXPECT_TRUE(facts.match(tensor));
+}
+
+TEST_F(Facts, TellNamesOfDimensions) {
+    const auto names = [](const char* first) {
+        return std::vector<at::Dimname>{at::Dimname::fromSymbol(at::Symbol::dimname(first)), at::Dimname::wildcard()};
+    };
+    at::internal_set_names_inplace(tensor, names("rows"));
+    EXPECT_FALSE(facts.match(tensor));
+    EXPECT_FALSE(facts.has_form_of(tensor));
+    const TensorFacts named(tensor);
+    EXPECT_TRUE(named.match(tensor));
+    at::internal_set_names_inplace(tensor, names("columns"));
+    EXPECT_FALSE(named.match(tensor));
+    at::internal_set_names_inplace(tensor, std::vector<at::Dimname>(2, at::Dimname::wildcard()));
+    EXPECT_FALSE(named.match(tensor));
     EXPECT_TRUE(facts.match(tensor));
 }
 

@@ -349,3 +349,12 @@ def test_a_call_with_another_number_of_tensors_is_refused(device, count):
     with pytest.raises(ValueError, match=rf"mul: expected 2 .*got {count}"):
         graphed(*(batch(device) for _ in range(count)))
     assert graphed.te_graph.info()["forward_replays"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:Named tensors")
+def test_names_of_dimensions_are_refused_in_samples_and_told_from_their_absence(device, model, refuses):
+    x = batch(device)
+    refuses(ValueError, r"expected sample args\[0\] without names of dimensions", model, (x.rename("n", None),))
+    make_graphed_callables(model, (x,))
+    with pytest.raises(ValueError, match=r"expected args\[0\] with dimensions named \[None, None\], got \['n', None\]"):
+        model(x.rename("n", None))

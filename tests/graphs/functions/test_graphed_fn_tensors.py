@@ -188,22 +188,53 @@ def test_a_gradient_for_a_tensor_with_a_history_is_captured(device: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors")
-@pytest.mark.parametrize("what", ["names of dimensions", "the cache of autocast"])
-def test_what_is_not_compared_stays_as_at_capture_as_the_limits_say(what: str, device: str) -> None:
-    x = torch.ones(3, device=device)
-    if what == "names of dimensions":
-        sequence = graphed(lambda t: t * (2 if t.names == (None,) else 3))
-    else:
-        sequence = graphed(lambda t: t * (2 if torch.is_autocast_cache_enabled() else 3))
-    for _ in range(3):
-        sequence(x)
-    try:
-        if what == "names of dimensions":
-            x.rename_("rows")
-        else:
-            torch.set_autocast_cache_enabled(False)
-        result = sequence(x).clone()
-    finally:
-        x.rename_(None)
-        torch.set_autocast_cache_enabled(True)
-    assert_bitwise_equal(result.rename(None), torch.full((3,), 2.0, device=device))
+def test_names_of_dimensions_are_compared_and_such_calls_run_eagerly(device: str, caplog: Any) -> None:
+    kept = torch.ones(3, device=device)
+
+    def scaled(t: Tensor) -> Tensor:  # [3] -> [3]
+        return t * (2 if t.names == kept.names == (None,) else 3)
+
+    sequence, t = graphed(scaled), torch.randn(3, device=device)
+    for named in (t, kept):
+        for _ in range(3):
+            assert_bitwise_equal(sequence(t).clone(), t * 2)
+        for name in ("rows", "columns"):
+            named.rename_(name)
+            result = sequence(t)
+            assert result.names == t.names
+            assert_bitwise_equal(result.rename(None), t.rename(None) * 3)
+        named.rename_(None)
+    assert counts(sequence)[1] == 5
+    assert "argument 0 has names of dimensions, which cannot be captured (runs eagerly)" in caplog.text
+
+
+@pytest.mark.parametrize("is_on", [False, True], ids=["without autocast", "under autocast"])
+def test_whether_autocast_keeps_its_casts_is_compared(is_on: bool, device: str) -> None:
+    def scaled(t: Tensor) -> Tensor:  # [3] -> [3]
+        return t * (2 if torch.is_autocast_cache_enabled() else 3)
+
+    sequence = graphed(scaled)
+    x = torch.randn(3, device=device)
+    for keeps in (True, False) * 3:
+        with torch.autocast(device, torch.bfloat16, enabled=is_on, cache_enabled=keeps):
+            assert_bitwise_equal(sequence(x).clone(), scaled(x))
+    assert counts(sequence) == (2, 4, 0, 2)
+
+
+def test_gradients_are_summed_as_the_cache_of_autocast_says(device: str) -> None:
+    weight = nn.Parameter(torch.randn(16, 16, device=device))
+
+    def gradient(t: Tensor) -> Tensor:  # [4, 16] -> [16, 16]
+        return torch.autograd.grad((t @ weight @ weight).float().square().sum(), weight)[0]
+
+    sequence = graphed(gradient)
+    x = torch.randn(4, 16, device=device)
+    found = {}
+    for keeps in (True, False) * 3:
+        with torch.autocast(device, torch.bfloat16, cache_enabled=keeps):
+            torch.clear_autocast_cache()
+            found[keeps] = gradient(x)
+            torch.clear_autocast_cache()
+            assert_bitwise_equal(sequence(x).clone(), found[keeps])
+    assert not torch.equal(found[True], found[False])
+    assert sequence.info()["forward_replays"] == 4

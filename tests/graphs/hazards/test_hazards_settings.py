@@ -12,6 +12,7 @@ from torch import nn
 from twins import run
 
 from te_graph import _C, make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -261,6 +262,24 @@ def test_autocast_of_another_device_is_part_of_the_capture(device):
         torch.set_autocast_enabled(other, was)
     assert settings.change() == ""
     run(layer, batch(device))
+
+
+def test_the_cache_of_autocast_is_part_of_the_capture_where_code_asks_for_it(device):
+    def asks(x: torch.Tensor) -> torch.Tensor:  # [3, 4] -> [3, 4]
+        return x * (2 if torch.is_autocast_cache_enabled() else 3)
+
+    layers = (asks, lambda x: x * 2)
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False):  # as for torch.cuda.make_graphed_callables
+        graphed = make_graphed_callables(layers, ((batch(device),), (batch(device),)), on_mismatch="eager")
+    for keeps in (False, True) * 2:
+        with torch.autocast(device, torch.bfloat16, cache_enabled=keeps):
+            x = batch(device)
+            for layer, one in zip(layers, graphed, strict=True):
+                assert_bitwise_equal(one(x), layer(x))
+    assert [one.te_graph.info()["forward_replays"] for one in graphed] == [2, 4]
+    assert [*graphed[0].te_graph.info()["eager_calls"]] == [
+        "the cache of autocast changed since capture; call .te_graph.reset() on it and capture again"
+    ]
 
 
 def test_what_changes_and_changes_back_goes_on_replaying(device):
