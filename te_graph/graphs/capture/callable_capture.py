@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import types
 from typing import Any
 
 import torch
@@ -38,8 +37,9 @@ from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.module_calls import ModuleCalls
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
+from te_graph.graphs.guards.random_generators import HostRandom
 from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
-from te_graph.graphs.guards.side_effects import HostRandom, SideEffects
+from te_graph.graphs.guards.side_effects import SideEffects
 from te_graph.graphs.guards.sources import HOOK_DICTS, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.explanations import WarmUpWatch
@@ -60,6 +60,7 @@ class CallableCapture:
 
     Attributes:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
+        reader: of its code.
         gradients: what the backward computes, once warmed up.
         callable_guard: the guard and the tensors outside that the capture uses, once warmed up.
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
@@ -92,10 +93,10 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.changed = ChangedInputs()
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
-        self._reader = CodeReader(root, group.options.ignore_attributes)
+        self.reader = CodeReader(root, group.options.ignore_attributes)
         sources = list(walk(root))
-        self._sources = self._reader.sources()
-        check_attributes(label, signature.distinct_names, samples, self._reader)
+        self._sources = self.reader.sources()
+        check_attributes(label, signature.distinct_names, samples, self.reader)
         check_cache(label, sources)
         own = (source for source in sources if "global variable" not in source.name)
         self._containers = ContainerState(itertools.chain(own, global_containers(self._sources)))
@@ -158,7 +159,7 @@ class CallableCapture:
         isolation = _C.LeafIsolation(
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
-        generators = HostRandom(self._sources)
+        generators = HostRandom(self._sources, with_torch=True)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
                 tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
@@ -173,10 +174,10 @@ class CallableCapture:
         check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
         self._check_use()
         check_escapes(self.label, self.root, self.watch)
-        check_host_work(self.label, self._reader.obstacle, *self._host_work)
+        check_host_work(self.label, self.reader.obstacle, *self._host_work)
         try:
             self.callable_guard = build_callable_guard(
-                self._reader,
+                self.reader,
                 self._sources,
                 self.watch.externals,
                 self.gradients.parameters,
@@ -200,9 +201,9 @@ class CallableCapture:
         for watch in watches:
             is_last = watch is self.watch
             if is_last:
-                sources = self._reader.sources()
+                sources = self.reader.sources()
                 effects, generators = SideEffects(sources), HostRandom(sources)
-            code = CodeWatch(aside=self._hooks, listens=self._reader.asks_for_names)
+            code = CodeWatch(aside=self._hooks, listens=self.reader.asks_for_names)
             with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
                 refusing = functools.partial(refuse_grad, self.label, self._sources, watch)
                 with nothing if watch is nothing else GradWatch(refusing), code:
@@ -218,18 +219,18 @@ class CallableCapture:
                     names = self.signature.distinct_names
                     self.changed.find_views(self.label, names, tensors, self._copies, hidden)
                 outputs = self.plan.outputs_of(tensors) if is_last else tensors
-            in_backward = CodeWatch(aside=self._hooks, listens=self._reader.asks_for_names)
+            in_backward = CodeWatch(aside=self._hooks, listens=self.reader.asks_for_names)
             with watch, in_backward:
                 self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
             if not is_last:
-                self._reader.note(code)
-                self._reader.note(in_backward)
+                self.reader.note(code)
+                self.reader.note(in_backward)
         # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
-        self._host_work = effects.first(self._reader.sources()), generators.drawn_from()
-        self._reader.note(code)
-        self._reader.note(in_backward)
-        self._sources = self._reader.sources()
-        self.backward_guard = backward_guard(self._reader, in_backward, self.watch.externals.keys())
+        self._host_work = effects.first(self.reader.sources()), generators.drawn_from()
+        self.reader.note(code)
+        self.reader.note(in_backward)
+        self._sources = self.reader.sources()
+        self.backward_guard = backward_guard(self.reader, in_backward, self.watch.externals.keys())
         return tensors
 
     def _find_casts(self, inputs: list[Tensor], casts: list[int]) -> None:
@@ -239,16 +240,6 @@ class CallableCapture:
             given = self.changed.given(inputs)
             fewer = casts_of(given, self._call(inputs, given, as_leaves=True))
             self.is_cast_anew = [count > other for count, other in zip(casts, fewer, strict=True)]
-
-    @property
-    def functions(self) -> list[types.FunctionType]:
-        """What has to live as long as the guard, and as backwards that it looks at before they run."""
-        return self._reader.elsewhere
-
-    @property
-    def asks_for_autocast_cache(self) -> bool:
-        """Whether its code looks at that switch. Else it is free: captures are made without, calls come with it."""
-        return bool(self._reader.names_among(["is_autocast_cache_enabled"]))
 
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
@@ -414,7 +405,7 @@ class CallableCapture:
         made_inside = self.watch.produced_storages | set(map(storage_key, inputs))  # the latter: x.detach()
         found = itertools.chain.from_iterable(leaves.values() for leaves in reached)
         leaves = {id(leaf): leaf for leaf in found if storage_key(leaf) not in made_inside}
-        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(self.root), *self._reader.sources()])
+        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(self.root), *self.reader.sources()])
         self._leaves = leaves
         self.gradients = Gradients(parameters, [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], [])
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]

@@ -26,9 +26,9 @@ from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_
 from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
 from te_graph.graphs.guards.guarded_sources import GuardedSource, is_opaque
+from te_graph.graphs.guards.random_generators import HostRandom
 from te_graph.graphs.guards.rollback import Bindings, ContainerState
 from te_graph.graphs.guards.source_walker import SourceWalker
-from te_graph.graphs.guards.values import random_state, set_random_state
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 from te_graph.graphs.tracing.calls import Call, make_call
 from te_graph.graphs.tracing.code_watch import CodeWatch
@@ -170,18 +170,18 @@ class _Attempt:
             yield
 
     def run(self) -> None:
-        before, code = random_state(), CodeWatch(listens=self._walker.asks_for_names)
+        generators, code = HostRandom(self._before), CodeWatch(listens=self._walker.asks_for_names)
         try:
             with code:
                 self._result = make_call(self._call)
         finally:
             self._walker.note(code)
-            after = random_state()
-            set_random_state(before)
-        if after != before:
+            drawn_from = generators.drawn_from()
+            generators.restore()
+        if drawn_from is not None:
             raise CaptureError(
-                f"{self._label}: draws random numbers from Python's random or numpy.random, which a replay would not "
-                "do: draw them with torch, or pass them"
+                f"{self._label}: draws random numbers from {drawn_from}, which a replay would not do: draw them with "
+                "torch, or pass them"
             )
 
     @contextlib.contextmanager

@@ -44,6 +44,7 @@ from te_graph.graphs.tracing.names import (
     LOOKS_AT_ALL,
     PATTERN,
     may_do_without,
+    module_of,
     names_of_getter,
     strings_in,
 )
@@ -135,9 +136,14 @@ class CodeReader:
         return not self._said.isdisjoint(BY_NAME)
 
     @property
+    def asks_for_autocast_cache(self) -> bool:
+        """Whether code looks at that switch. Else it is free: captures are made without the cache, calls come with."""
+        return "is_autocast_cache_enabled" in self._said
+
+    @property
     def elsewhere(self) -> list[types.FunctionType]:
-        """Functions that were seen to run and that no source leads to. One without an owner cannot run, and
-        would be missed: the guard that compares them keeps them."""
+        """Functions that were seen to run and that no source leads to. One without an owner cannot run, and would be
+        missed: the guard that compares them keeps them, and backwards that it looks at before they run."""
         return self._elsewhere
 
     @property
@@ -278,7 +284,7 @@ class CodeReader:
     def _library_names(self, kind: type) -> frozenset[str]:
         """What torch's methods of ``kind`` name: of a module all of them, else those that the code may call."""
         if kind not in self._library:
-            bases = [base for base in kind.__mro__ if base is not nn.Module and base.__module__.startswith("torch.")]
+            bases = [base for base in kind.__mro__ if base is not nn.Module and module_of(base).startswith("torch.")]
             methods: dict[str, set[str]] = {}
             for name, member in [pair for base in bases for pair in vars(base).items()]:
                 if isinstance(member, types.FunctionType):  # one of a base may be called by that of a class above

@@ -20,6 +20,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_strided
 from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.tracing.names import module_of
 
 _Kind = _C.StepKind
 _ENDS = frozenset(
@@ -115,4 +116,4 @@ def is_opaque(obj: Any) -> bool:
     """True for what is compared by identity alone, and never looked into."""
     if isinstance(obj, _OPAQUE):
         return True
-    return type(obj).__module__.partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _SEEN_INTO)
+    return module_of(type(obj)).partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _SEEN_INTO)

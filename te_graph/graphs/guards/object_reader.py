@@ -42,6 +42,7 @@ from te_graph.graphs.tracing.names import (
     is_for_making,
     is_implicit,
     is_of_library,
+    module_of,
     strings_of,
     user_classes,
 )
@@ -298,7 +299,7 @@ def hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:
 
 def _is_of_torch(kind: type) -> bool:
     """Tensors are left out: a capture patches methods of theirs."""
-    return kind.__module__.partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
+    return module_of(kind).partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
 
 
 def _shows_memory(obj: Any) -> bool:

@@ -1,12 +1,8 @@
-"""What a forward leaves behind in Python, which a replay would not do again: counters, lists, random numbers drawn."""
+"""What a forward leaves behind in Python, which a replay would not do again: counters, lists."""
 
 from __future__ import annotations
 
-import functools
-import pickle
-import random
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,49 +43,6 @@ class SideEffects:
                 return f"{source.name} (from {_shown(old)} to {_shown(now)})" if is_told else source.name
         gone = (source for path, (source, _) in self._before.items() if path not in after)
         return next((f"{source.name} (deleted)" for source in gone if not isinstance(source.obj, _LEFT_OUT)), None)
-
-
-class HostRandom:
-    """The states of the random generators outside of torch that a callable may draw from.
-
-    Args:
-        sources: where its code can get to: generators of its own may be there.
-    """
-
-    def __init__(self, sources: Iterable[Source]) -> None:
-        self._generators: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-            "Python's random module": (random.getstate, random.setstate)
-        }
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            self._generators["numpy.random"] = numpy.get_state, numpy.set_state
-        for source in sources:
-            if isinstance(source.obj, random.Random) and not isinstance(source.obj, random.SystemRandom):
-                self._generators[source.name] = source.obj.getstate, source.obj.setstate
-            elif numpy is not None and isinstance(source.obj, numpy.RandomState):
-                self._generators[source.name] = source.obj.get_state, source.obj.set_state
-            elif numpy is not None and isinstance(source.obj, numpy.Generator):
-                bits = source.obj.bit_generator
-                self._generators[source.name] = (
-                    functools.partial(getattr, bits, "state"),
-                    functools.partial(setattr, bits, "state"),
-                )
-        self._states = self._now()
-
-    def drawn_from(self) -> str | None:
-        """The first generator whose state is another one than at the beginning, or None."""
-        now = self._now()
-        return next(
-            (name for name, state in self._states.items() if pickle.dumps(now[name]) != pickle.dumps(state)), None
-        )
-
-    def restore(self) -> None:
-        """Put the states back."""
-        for name, (_, put) in self._generators.items():
-            put(self._states[name])
-
-    def _now(self) -> dict[str, Any]:
-        return {name: get() for name, (get, _) in self._generators.items()}
 
 
 def _path(source: Source) -> tuple:

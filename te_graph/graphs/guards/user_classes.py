@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.guarded_sources import NAMESPACES
-from te_graph.graphs.tracing.names import codes_of
+from te_graph.graphs.tracing.names import codes_of, module_of
 
 _STANDARD = frozenset({*sys.stdlib_module_names, "builtins", "te_graph"})
 
@@ -25,7 +25,7 @@ def is_library_class(kind: type) -> bool:
 
 
 def _package_of(kind: type) -> str:
-    module = kind.__module__ if isinstance(kind.__module__, str) else "builtins"  # metaclasses of Cython tell none
+    module = module_of(kind)
     return module.partition(".")[0]
 
 

@@ -100,18 +100,3 @@ def value_of(obj: Any) -> _C.Value | None:
     if (numpy_random := sys.modules.get("numpy.random")) is not None:  # NumPy loads it when it is first asked for
         _register_generators(numpy_random)
     return _C.value_of(obj)
-
-
-def random_state() -> tuple:
-    """Of the default generators of Python and NumPy."""
-    if np is None:
-        return (random.getstate(),)
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), *rest
-
-
-def set_random_state(state: tuple) -> None:
-    """Back to what ``random_state`` told."""
-    random.setstate(state[0])
-    if np is not None:
-        np.random.set_state((state[1], np.frombuffer(state[2], np.uint32), *state[3:]))

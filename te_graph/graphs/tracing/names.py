@@ -138,7 +138,12 @@ def is_of_library(kind: type) -> bool:
 def _is_user_written(kind: type) -> bool:
     """By where it is defined: torch and Python put functions of their own into classes of the user's."""
     is_of_python = bool(kind.__flags__ & _HEAP_TYPE) and type(kind).__module__ != "pybind11_builtins"
-    return is_of_python and is_users_module(kind.__module__)
+    return is_of_python and is_users_module(module_of(kind))
+
+
+def module_of(kind: type) -> str:
+    """The name of the module that ``kind`` is of. Metaclasses of Cython tell none."""
+    return kind.__module__ if isinstance(kind.__module__, str) else "builtins"
 
 
 def is_users_module(name: str) -> bool:

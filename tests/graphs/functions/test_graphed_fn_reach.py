@@ -247,7 +247,7 @@ def test_drawing_from_a_bit_generator_of_numpy_is_refused(kind: str) -> None:
     bits, x = getattr(np.random, kind)(1), torch.ones(3)
     sequence = graphed(lambda x: x * (bits.random_raw() % 7))
     sequence(x)
-    with pytest.raises(CaptureError, match="closure variable bits changed"):
+    with pytest.raises(CaptureError, match="draws random numbers from closure variable bits"):
         sequence(x)
 
 

@@ -7,6 +7,7 @@ import functools
 import random
 import re
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -317,9 +318,50 @@ def test_random_numbers_of_python_and_numpy_are_refused_and_not_drawn() -> None:
         expected = module.random()
         module.seed(3)
         module.random()
-        with pytest.raises(CaptureError, match=r"draws random numbers from Python's random or numpy\.random"):
+        with pytest.raises(CaptureError, match=r"draws random numbers from (Python's random module|numpy\.random)"):
             sequence(x)
         assert module.random() == expected
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "random.Random": (lambda: random.Random(0), lambda one: one.random()),
+    "RandomState": (lambda: np.random.RandomState(0), lambda one: one.rand()),
+    "Generator": (lambda: np.random.default_rng(0), lambda one: one.random()),
+    "PCG64": (lambda: np.random.PCG64(0), lambda one: one.random_raw() % 7),
+    "MT19937": (lambda: np.random.MT19937(0), lambda one: one.random_raw() % 7),
+    "Philox": (lambda: np.random.Philox(0), lambda one: one.random_raw() % 7),
+    "SFC64": (lambda: np.random.SFC64(0), lambda one: one.random_raw() % 7),
+    "torch.Generator": (torch.Generator, lambda one: torch.rand((), generator=one)),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("where", ["variable", "list", "partial", "method"])
+def test_numbers_that_a_refused_capture_drew_are_drawn_again(kind: str, where: str) -> None:
+    make, draw = GENERATORS[kind]
+    generator, twin = make(), make()
+    held = [generator]
+    draws = {
+        "variable": lambda: draw(generator),
+        "list": lambda: draw(held[0]),
+        "partial": functools.partial(draw, generator),
+        "method": types.MethodType(draw, generator),
+    }[where]
+    sequence, x = graphed(lambda t: t * draws()), torch.ones(2)
+    assert_bitwise_equal(sequence(x), x * draw(twin))
+    for _ in range(2):
+        with pytest.raises(CaptureError):
+            sequence(x)
+    assert float(draws()) == float(draw(twin))
+
+
+def test_a_method_of_a_class_that_cython_made_is_looked_into() -> None:
+    generator, twin = np.random.PCG64(0), np.random.PCG64(0)
+    sequence, x, draw = graphed(lambda t: t * (draw() % 7)), torch.ones(2), generator.random_raw
+    assert_bitwise_equal(sequence(x), x * (twin.random_raw() % 7))
+    with pytest.raises(CaptureError, match=r"draws random numbers|changes the state"):
+        sequence(x)
+    assert draw() == twin.random_raw()
 
 
 @pytest.mark.parametrize("change", [lambda t, x: t.add_(x), lambda t, x: torch.mul(t, x, out=t)])

@@ -15,6 +15,7 @@ from mutations import assert_not_seen, batch
 from torch import Tensor, nn
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -148,6 +149,7 @@ class Draws(nn.Module):
 
 
 _own, _own_numpy, _legacy = random.Random(0), np.random.default_rng(0), np.random.RandomState(0)
+_bits, _of_torch = np.random.PCG64(0), torch.Generator()
 
 DRAWS: dict[str, tuple[Callable[[], float], str]] = {
     "random": (random.random, "draws from Python's random module"),
@@ -156,6 +158,7 @@ DRAWS: dict[str, tuple[Callable[[], float], str]] = {
     "random.Random": (lambda: _own.random(), "draws from global variable _own,"),
     "Generator of NumPy": (lambda: float(_own_numpy.random()), "draws from global variable _own_numpy"),
     "RandomState": (lambda: float(_legacy.rand()), "draws from global variable _legacy"),
+    "PCG64": (lambda: _bits.random_raw() % 7, "draws from global variable _bits"),
 }
 
 
@@ -167,6 +170,13 @@ def test_random_numbers_of_python_and_numpy_are_refused_by_name_and_put_back(dev
         make_graphed_callables(Draws(function), (batch(device),))
     after = random.getstate(), repr(np.random.get_state()), _own.getstate(), repr(_own_numpy.bit_generator.state)
     assert after == states
+
+
+def test_numbers_of_a_generator_of_torch_are_put_back():
+    before = _of_torch.get_state()
+    with pytest.raises(RuntimeError, match="it draws from a generator of its own"):
+        make_graphed_callables(Draws(lambda: torch.rand((), generator=_of_torch)), (batch("cpu"),))
+    assert_bitwise_equal(_of_torch.get_state(), before)
 
 
 def test_random_numbers_that_others_draw_between_calls_do_not_matter(device):

@@ -1,0 +1,84 @@
+"""Generators of random numbers that code may draw from: whether it did, and their states put back."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from te_graph.graphs.guards.sources import Source
+
+
+class HostRandom:
+    """The states of the random generators that code may draw from, but for torch's default ones.
+
+    Args:
+        sources: where it can get to: generators of its own may be there.
+        with_torch: put back torch's, too, that are there: a warm-up draws from them before the capture refuses it.
+    """
+
+    def __init__(self, sources: Iterable[Source], with_torch: bool = False) -> None:
+        self._of_torch: list[tuple[torch.Generator, torch.Tensor]] = []  # with states [n]
+        self._generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
+            ("Python's random module", random.getstate, random.setstate)
+        ]
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            self._generators.append(("numpy.random", numpy.get_state, numpy.set_state))
+        for name, obj in _objects_at(sources):
+            if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
+                self._generators.append((name, obj.getstate, obj.setstate))
+            elif numpy is not None and isinstance(obj, numpy.RandomState):
+                self._generators.append((name, obj.get_state, obj.set_state))
+            elif numpy is not None and isinstance(obj, numpy.Generator | numpy.BitGenerator):
+                bits = getattr(obj, "bit_generator", obj)
+                get, put = functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
+                self._generators.append((name, get, put))
+            elif with_torch and isinstance(obj, torch.Generator):
+                self._of_torch.append((obj, obj.get_state()))
+        self._states = [get() for _, get, _ in self._generators]
+
+    def drawn_from(self) -> str | None:
+        """The first generator whose state is another one than at the beginning, or None."""
+        for (name, get, _), state in zip(self._generators, self._states, strict=True):
+            if pickle.dumps(get()) != pickle.dumps(state):
+                return name
+        return None
+
+    def restore(self) -> None:
+        """Put the states back."""
+        for (_, _, put), state in zip(self._generators, self._states, strict=True):
+            put(state)
+        for generator, state in self._of_torch:
+            generator.set_state(state)
+
+
+def _objects_at(sources: Iterable[Source]) -> Iterator[tuple[str, Any]]:
+    """What is at ``sources``, with its name. Containers that are compared as a whole are no parents of sources."""
+    for source in sources:
+        yield source.name, source.obj
+        if getattr(source, "value", None) is not None:
+            yield from ((source.name, member) for member in _members(source.obj))
+
+
+def _members(container: Any) -> Iterator[Any]:
+    """Those of ``container``, if it is one, and of those below it."""
+    stack = [container]
+    while stack:
+        obj = stack.pop()
+        if isinstance(obj, dict):
+            members = obj.values()
+        elif isinstance(obj, functools.partial):
+            members = (obj.func, *obj.args, *obj.keywords.values())
+        else:
+            members = obj if isinstance(obj, list | tuple | set | frozenset | deque) else ()
+        for member in members:
+            yield member
+            if isinstance(member, dict | functools.partial | list | tuple | set | frozenset | deque):
+                stack.append(member)
