@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from te_graph.common.capture_state import is_captured, is_capturing, is_capturin
 from te_graph.common.opaque import opaque
 from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import register, unregister
+from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.capture.entry import CallableEntry, Doubt, Doubtful
 from te_graph.graphs.capture.gradients import main_grad_of
 from te_graph.graphs.capture.group import CaptureGroup
@@ -37,6 +39,37 @@ _DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
 _ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt)  # whatever on_mismatch= says
 _CAPTURING = "inside another capture"
+_MAX_REFUSED = 8  # captures since the last one that succeeded; as many compilations torch.compile tries by default
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """A call whose capture was refused.
+
+    Attributes:
+        message: why it was not replayed.
+        signature: of its arguments.
+        facts: of the tensors among them.
+        reason: why it runs eagerly.
+    """
+
+    message: str
+    signature: Signature
+    facts: list[tuple]
+    reason: str
+
+    def is_of(self, message: str, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with ``tensors`` [...], not replayed for the reason in ``message``, is alike."""
+        if (message, _facts_of(tensors)) != (self.message, self.facts):
+            return False
+        with contextlib.suppress(ValueError):
+            self.signature.flatten("", args, kwargs)
+            return True
+        return False
+
+
+def _facts_of(tensors: list[Tensor]) -> list[tuple]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors]
 
 
 class Handle:
@@ -64,7 +97,8 @@ class Handle:
         self._entry: CallableEntry | None = None  # the one that was replayed last
         self._others: list[CallableEntry] = []
         self.fast_call: Any = None
-        self._captures = 0
+        self._captures = 0  # that have succeeded, but for the first
+        self._refused: list[_Refused] = []  # since the last of them
         self._past_replays: Counter[str] = Counter()  # of entries that are no more
         self._eager_calls = ReasonCounts()
         self._told = Told()
@@ -163,31 +197,58 @@ class Handle:
     def _capture_again(
         self, miss: _C.ReplayMiss | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
-        """Capture what is called; where that fails, a reason to run eagerly."""
-        group = self._group
-        if self._captures >= group.options.max_captures:
-            return [], self._fall_back(f"{miss.message}; max_captures={group.options.max_captures} are made")
-        counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
+        """Capture what is called; where that fails, a reason to run eagerly.
+
+        A capture that is refused costs as much as any, so for calls that are alike it is tried once.
+        """
+        group, options = self._group, self._group.options
+        if self._captures >= options.max_captures:
+            return [], self._fall_back(f"{miss.message}; max_captures={options.max_captures} are made")
         try:
             check_circumstances(group.device)
             sample = sample_of(self.label, args, kwargs, group.device)
+        except Exception as error:  # of the arguments, which costs little
+            return [], self._fall_back(f"{miss.message}; capturing again failed: {error}")
+        refused = next((one for one in self._refused if one.is_of(miss.message, sample[1], args, kwargs)), None)
+        if refused is not None:
+            return [], self._fall_back(refused.reason)
+        if len(self._refused) >= _MAX_REFUSED:
+            return [], self._fall_back(
+                f"{self.label}: {_MAX_REFUSED} captures in a row were refused, so that no call is captured any more"
+            )
+        counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
+        try:
             job = Job(self.label, self._target(), sample, kwargs, self._parameters)
-            self._captures += 1
             entry = capture_all(group, [job], is_chain=False)[0]
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
-            return [], self._fall_back(f"{miss.message}; capturing again failed: {error}")
+            return [], self._refuse(miss, sample, f"capturing again failed: {error}")
         finally:
             self._eager_calls = counted
-        _log.info("%s: captured again: %s", self.label, miss.message)
+        current = self._entry
         if miss.kind not in _OTHER_ARGUMENTS:
-            self._retire(self._entry)
+            self._retire(current)
         self._add(entry)
         outputs = entry.replay(root, args, kwargs)
-        if type(outputs) is list:
+        is_result = type(outputs) is list
+        if miss.kind in _DISCERNIBLE and not is_result and outputs.kind in _ALWAYS_EAGER:
+            self._retire(entry)  # for other calls of this kind the one that is there is as good
+            self._make_current(current)
+            return [], self._refuse(miss, sample, outputs.message)
+        self._captures += 1
+        self._refused.clear()
+        _log.info("%s: captured again: %s", self.label, miss.message)
+        if is_result:
             return outputs, None
         if outputs.kind in _ALWAYS_EAGER:  # no graph could serve this call
             return [], self._fall_back(outputs.message)
         raise RuntimeError(outputs.message)
+
+    def _refuse(self, miss: _C.ReplayMiss | Doubtful, sample: tuple[Signature, list[Tensor]], why: str) -> str:
+        """Note that calls like that of ``sample`` are not captured; returns why."""
+        signature, tensors = sample
+        refused = _Refused(miss.message, signature, _facts_of(tensors), f"{miss.message}; {why}")
+        self._refused.append(refused)
+        return self._fall_back(refused.reason)
 
     def _fall_back(self, reason: str) -> str:
         """``reason``, told once, if the eager result is right."""

@@ -87,7 +87,9 @@ def make_graphed_callables(
             arguments stand beside each other; one that is stale is replaced.
         on_exhausted: what a forward does when ``max_in_flight`` earlier ones wait for their backward: "raise", or run
             in "eager" mode.
-        max_captures: how many captures ``on_mismatch="capture"`` may add to each callable; further ones run eagerly.
+        max_captures: how many captures ``on_mismatch="capture"`` may add to each callable; further calls run eagerly.
+            Captures that are refused do not count: calls that are alike run eagerly at once until another capture
+            succeeds, and all that would need one after eight refused ones in a row, which a warning tells.
         show_progress: show a progress bar; None: when several callables are captured on a terminal.
         step_state: flags that the callables' kernels read, and FP8 weights to be cast at a first micro-batch. Calls
             then take ``is_first_microbatch=`` True, False, or None to go by the weights' version counters, which is

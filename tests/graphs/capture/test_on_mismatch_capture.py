@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from twins import backward_of, eager_copy, gradients_of, leaf_copy, run, snapshot, train
 
 from te_graph import make_graphed_callables
+from te_graph.graphs.callables import handle as handle_module
+from te_graph.graphs.capture.session import capture_all
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -317,6 +319,81 @@ def test_a_capture_that_fails_runs_eagerly_says_why_and_leaves_no_trace(device, 
     assert list(info["eager_calls"].values()) == [2]
     (told,) = messages(caplog, logging.WARNING)
     assert pytest.raises(RuntimeError, match=words).matches(RuntimeError(told))
+
+
+@pytest.fixture
+def attempts(monkeypatch) -> list:
+    """Grows with each capture that is tried."""
+    made: list = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return capture_all(*args, **kwargs)
+
+    monkeypatch.setattr(handle_module, "capture_all", counted)
+    return made
+
+
+def run_kinds(model: Fragile, twin: Fragile, kinds: list[tuple[int, Any]], device: str) -> None:
+    """Calls with so many rows, and ``how``."""
+    for rows, how in kinds:
+        compare(model, twin, lambda net, rows=rows, how=how: run(net, batch(device, rows), how))
+
+
+def test_refused_captures_leave_max_captures_to_those_that_succeed(device, attempts):
+    model = Fragile().to(device)
+    twin = eager_copy(model)
+    make_graphed_callables(model, (batch(device), "fine"), on_mismatch="capture", max_captures=2)
+    run_kinds(model, twin, [(3, "item")] * 6 + [(3, "left behind")] * 3 + [(2, "fine")] * 2, device)
+    assert len(attempts) == 3  # each form once, though it came often
+    run_kinds(model, twin, [(3, "item"), (3, "fine"), (3, "fine"), (5, "fine")], device)
+    info = model.te_graph.info()
+    assert (info["signatures"], info["recaptures"], info["forward_replays"]) == (3, 2, 4)
+    assert [reason.endswith("max_captures=2 are made") for reason in info["eager_calls"]][-1]
+
+
+def test_a_callable_whose_captures_are_always_refused_is_not_captured_for_ever(device, attempts, caplog):
+    model = Fragile().to(device)
+    twin = eager_copy(model)
+    make_graphed_callables(model, (batch(device), "fine"), on_mismatch="capture")
+    run_kinds(model, twin, [(rows, "item") for rows in range(2, 24) for _ in range(2)], device)
+    assert len(attempts) == 8
+    (told,) = (one for one in messages(caplog, logging.WARNING) if "capturing again failed" not in one)
+    assert told == "Fragile: 8 captures in a row were refused, so that no call is captured any more (runs eagerly)"
+    run_kinds(model, twin, [(4, "fine")], device)
+    assert model.te_graph.info()["forward_replays"] == 1
+
+
+def test_arguments_that_cannot_be_captured_are_no_refused_capture(device, attempts):
+    model = Fragile().to(device)
+    twin = eager_copy(model)
+    make_graphed_callables(model, (batch(device), "fine"), on_mismatch="capture", max_captures=1)
+    run_kinds(model, twin, [(4, {object()}) for _ in range(12)] + [(2, "fine")], device)
+    assert len(attempts) == 1
+    assert model.te_graph.info()["forward_replays"] == 1
+
+
+def test_calls_that_no_capture_serves_leave_max_captures_to_others(device, attempts):
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.randn(6))
+            self.register_buffer("total", torch.zeros(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:  # [n, 6] -> [n, 6]
+            self.total.add_(1)
+            return x * self.total[: len(x)] * self.factor
+
+    model = Counting().to(device)
+    twin = eager_copy(model)
+    make_graphed_callables(model, (torch.randn(4, 6, device=device),), on_mismatch="capture", max_captures=1)
+    for _ in range(4):
+        compare(model, twin, lambda net: net(net.total).clone())  # reads what the replay writes
+    assert (len(attempts), counts(model)) == (1, (1, 0, 4))
+    for rows in (3, 3):
+        x = torch.randn(rows, 6, device=device)
+        compare(model, twin, lambda net, x=x: net(x).clone())
+    assert counts(model) == (2, 1, 4)
 
 
 def test_an_exception_that_eager_execution_raises_too_reaches_the_caller(device):
