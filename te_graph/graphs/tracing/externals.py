@@ -112,7 +112,8 @@ class TensorWatch(TorchDispatchMode):
 
         Writes the external storages without touching version counters; modes see nothing. May be called again.
         """
-        with bypass_modes(), torch.no_grad():
+        # Beneath what refuses to write tensors of inference mode outside of it.
+        with bypass_modes(), torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
             # Backwards: where overlapping views were written one after the other, the oldest value wins.
             for alias, value in reversed(self._snapshots.values()):
                 alias.copy_(value)

@@ -238,3 +238,37 @@ def test_gradients_are_summed_as_the_cache_of_autocast_says(device: str) -> None
             assert_bitwise_equal(sequence(x).clone(), found[keeps])
     assert not torch.equal(found[True], found[False])
     assert sequence.info()["forward_replays"] == 4
+
+
+def test_what_a_capture_writes_into_tensors_of_inference_mode_is_put_back(device: str) -> None:
+    with torch.inference_mode():
+        total, twin = (torch.zeros(3, device=device) for _ in range(2))
+
+    def added(kept: Tensor, x: Tensor) -> Tensor:  # [3], [3] -> [3]
+        with torch.inference_mode():
+            kept.add_(x)
+        return kept * 2
+
+    sequence = graphed(lambda x: added(total, x))
+    x = torch.randn(3, device=device)
+    for _ in range(4):
+        assert_bitwise_equal(sequence(x).clone(), added(twin, x))
+        assert_bitwise_equal(total, twin)
+    assert counts(sequence) == (1, 3, 0, 1)
+
+
+def test_a_refused_capture_puts_back_what_it_wrote_into_tensors_of_inference_mode(device: str) -> None:
+    with torch.inference_mode():
+        total = torch.zeros(3, device=device)
+
+    def read(x: Tensor) -> Tensor:  # [3] -> [3]
+        with torch.inference_mode():
+            total.add_(x)
+        return x * x.sum().item()
+
+    sequence, x = graphed(read), torch.randn(3, device=device)
+    sequence(x)
+    expected = total.clone()
+    with pytest.raises(CaptureError, match="_local_scalar_dense"):
+        sequence(x)
+    assert_bitwise_equal(total, expected)
