@@ -156,3 +156,20 @@ def is_project_file(filename: str) -> bool:
 def version_of(tensor: Tensor) -> int | None:
     """The version of ``tensor`` [...]; None where it was made in inference mode and counts none."""
     return None if tensor.is_inference() else tensor._version
+
+
+def has_lost_history(tensor: Tensor) -> bool:
+    """Whether ``tensor`` [...] is a view of which autograd refuses to tell more, since its memory was changed through
+    another one: code can go on with it without gradients."""
+    if not tensor._is_view():
+        return False
+    try:
+        _ = tensor.grad_fn
+    except RuntimeError:
+        return True
+    return False
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """``tensor.is_leaf`` of [...]; False where autograd refuses to tell."""
+    return not has_lost_history(tensor) and tensor.is_leaf

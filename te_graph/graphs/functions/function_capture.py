@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_graph import _C
 from te_graph.common.capture_state import capturing, collecting_checks, one_at_a_time
-from te_graph.common.dispatch import storage_key
+from te_graph.common.dispatch import has_lost_history, is_leaf, storage_key
 from te_graph.graphs.arguments.signature import ResultSpec
 from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
@@ -251,7 +251,7 @@ class _Attempt:
         key = storage_key(tensor)
         known = [source for source in sources if source.is_strided_tensor and storage_key(source.obj) == key]
         source = next((one for one in known if one.obj is tensor), None)
-        if tensor.grad_fn is not None or (tensor.requires_grad and source is None):
+        if (not has_lost_history(tensor) and tensor.grad_fn is not None) or (tensor.requires_grad and source is None):
             raise CaptureError(
                 f"{self._label}: {name} requires a gradient, which a replay does not record: compute it under "
                 "torch.no_grad(), or use make_graphed_callables"
@@ -274,7 +274,7 @@ class _Attempt:
 
     def _check_attributes(self, name: str, tensor: Tensor) -> None:
         """Refuse a result [...] that bears what the next replay overwrites: nothing would tell autograd."""
-        borne = {"grad": tensor.grad if tensor.is_leaf else None, **vars(tensor)}
+        borne = {"grad": tensor.grad if is_leaf(tensor) else None, **vars(tensor)}
         for attribute, value in borne.items():
             within = (one for one in tree_leaves(value) if isinstance(one, Tensor) and one.layout == torch.strided)
             if any(storage_key(one) in self.watch.produced_storages for one in within):

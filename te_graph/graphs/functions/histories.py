@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from te_graph.common.dispatch import has_lost_history
 from te_graph.graphs.guards.guarded_sources import GuardedSource
 from te_graph.graphs.tracing.refusals import CaptureError
 
@@ -28,7 +29,8 @@ class OuterHistories:
     def __init__(self, label: str, sources: Iterable[GuardedSource]) -> None:
         self._label = label
         # A tensor that a history begins with is met under its first name.
-        computed = (source for source in sources if isinstance(source.obj, Tensor) and source.obj.grad_fn is not None)
+        known = (source for source in sources if isinstance(source.obj, Tensor) and not has_lost_history(source.obj))
+        computed = (source for source in known if source.obj.grad_fn is not None)
         self._first = {source.obj.grad_fn: source.name for source in reversed([*computed])}
         self._handles: list[Any] = []
 

@@ -62,8 +62,8 @@ class ResultView:
     def _plain(self, source: Tensor) -> Tensor:
         if self.creation is None:
             is_whole = (source.shape, source.stride(), source.storage_offset()) == (self.size, self.stride, self.offset)
-            apart = source.detach()
-            made = apart if is_whole else apart.as_strided(self.size, self.stride, self.offset)
+            # Last, since what is a view of something apart remembers the grad mode.
+            made = (source if is_whole else source.as_strided(self.size, self.stride, self.offset)).detach()
             return made if self.kind in (None, Tensor) else Tensor._make_subclass(self.kind, made, False)
         # A view that was made without gradients does not require one, and autograd refuses to change it with one.
         has_grad = self.creation != CreationMeta.NO_GRAD_MODE

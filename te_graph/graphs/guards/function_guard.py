@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from te_graph import _C
-from te_graph.common.dispatch import storage_key
+from te_graph.common.dispatch import is_leaf, storage_key
 from te_graph.graphs.guards.guarded_sources import GuardedSource, is_transparent
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import value_of
@@ -82,8 +82,8 @@ class FunctionGuard:
             )
             guard.expect_value(at, source.value)
         elif source.is_strided_tensor:
-            is_leaf = obj.is_leaf and obj.requires_grad
-            guard.add_tensor(step, obj, is_used, is_written, compares_hooks=self._runs_backward and is_leaf)
+            compares_hooks = self._runs_backward and is_leaf(obj) and obj.requires_grad
+            guard.add_tensor(step, obj, is_used, is_written, compares_hooks=compares_hooks)
             if not source.is_grad:
                 guard.expect_type(step, type(obj))  # code can tell a parameter, or a subclass with functions of its own
         elif source.is_grad:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.dispatch import has_subclass, is_user_file
+from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
 from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards import parametrizations
 from te_graph.graphs.guards.guarded_sources import (
@@ -128,8 +128,8 @@ class ObjectReader:
             return
         if type(tensor) not in (Tensor, nn.Parameter):
             yield from self._class_of(source, source.attributes())
-        is_parameter = tensor.is_leaf and tensor.requires_grad
-        if tensor.is_leaf:
+        is_parameter = is_leaf(tensor) and tensor.requires_grad
+        if is_leaf(tensor):
             yield source.child(tensor.grad, name_of("grad", source.name), _Kind.GRAD)
         if tensor.requires_grad and not _HISTORY.isdisjoint(self.names.said):  # without a gradient it is a leaf
             yield source.child(tensor.is_leaf, name_of("is_leaf", source.name), _Kind.ATTRIBUTE, "is_leaf")

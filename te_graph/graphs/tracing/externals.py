@@ -16,7 +16,9 @@ from te_graph.common.dispatch import (
     base_name,
     belongs_to_torch,
     bypass_modes,
+    has_lost_history,
     has_subclass,
+    is_leaf,
     is_operator,
     is_strided,
     storage_key,
@@ -123,12 +125,12 @@ class TensorWatch(TorchDispatchMode):
         a ``backward()`` inside the region may have given them another one."""
         with bypass_modes(), torch.no_grad():
             for leaf, grad in self._grads.values():
-                if leaf.is_leaf and leaf.grad is not grad:
+                if is_leaf(leaf) and leaf.grad is not grad:
                     leaf.grad = grad
 
     def keep_grads(self, tensor: Tensor) -> None:
         """Remember the ``.grad`` of ``tensor`` [...] if it is a leaf, else of the leaves that it was computed from."""
-        if not tensor.requires_grad or id(tensor) in self._grads:
+        if not tensor.requires_grad or id(tensor) in self._grads or has_lost_history(tensor):
             return
         with bypass_modes():
             self._grads[id(tensor)] = (tensor, tensor.grad if tensor.is_leaf else None)
@@ -178,7 +180,7 @@ class TensorWatch(TorchDispatchMode):
             with bypass_modes():
                 external = External(tensor.detach(), op, user_site(), saved=key in self._saved)
             self.externals[key] = external
-            if tensor.is_leaf:
+            if is_leaf(tensor):
                 external.originals.append(tensor)
         elif isinstance(tensor, torch.nn.Parameter) and all(seen is not tensor for seen in external.originals):
             external.originals.append(tensor)

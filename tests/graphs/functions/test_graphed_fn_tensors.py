@@ -272,3 +272,55 @@ def test_a_refused_capture_puts_back_what_it_wrote_into_tensors_of_inference_mod
     with pytest.raises(CaptureError, match="_local_scalar_dense"):
         sequence(x)
     assert_bitwise_equal(total, expected)
+
+
+def test_a_view_whose_history_is_lost_can_be_used_without_gradients(device: str) -> None:
+    weight, x = torch.ones((), device=device, requires_grad=True), torch.randn(3, device=device)
+
+    def lost() -> Tensor:  # [3]
+        base = torch.randn(4, device=device)
+        with torch.no_grad():
+            view = base[1:]
+        base.mul_(weight)
+        return view
+
+    @torch.no_grad()
+    def scaled(t: Tensor) -> Tensor:  # [3] -> [3]
+        return t * 2 + x
+
+    sequence, given = graphed(scaled), lost()
+    with torch.no_grad():
+        for _ in range(3):
+            assert_bitwise_equal(sequence(given).clone(), scaled(given))
+    assert counts(sequence) == (1, 2, 0, 1)
+
+
+@pytest.mark.parametrize("place", [slice(None), slice(1, None)], ids=["whole", "part"])
+def test_a_result_apart_may_be_changed_in_grad_mode(place: slice, device: str) -> None:
+    x, weight = torch.randn(4, device=device), torch.ones((), device=device, requires_grad=True)
+    sequence = graphed(lambda t: t[place].data)
+    for _ in range(3):
+        with torch.no_grad():
+            result = sequence(x)
+        expected = x[place].clone() * 2
+        result.mul_(weight * 2)
+        assert result.grad_fn.name() == "MulBackward0"
+        assert_bitwise_equal(result.detach(), expected)
+
+
+def test_views_by_data_and_by_reshape_in_inference_mode_are_as_the_limits_say(device: str) -> None:
+    x = torch.randn(4, device=device)
+
+    @torch.inference_mode()
+    def flat(t: Tensor) -> Tensor:  # [4] -> [4]
+        return t.reshape(-1)
+
+    assert flat(x)._base is x
+    data, reshaped = graphed(lambda t: t.data), graphed(lambda t: flat(t))
+    for _ in range(3):
+        result = data(x)
+        assert_bitwise_equal(result, x)
+        assert reshaped(x)._base is None
+    before = x._version
+    result.add_(1)
+    assert x._version == before + 1
