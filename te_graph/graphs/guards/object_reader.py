@@ -140,7 +140,7 @@ class ObjectReader:
         yield from (members.item(key, name_of(key, source.name)) for key in list(members.obj))
         expected = frozenset() if source.is_ephemeral else self.names.asked
         if is_parameter:
-            expected |= self.names.optional | ({_MAIN_GRAD} & self.names.said)
+            expected |= {_MAIN_GRAD} & self.names.said
         for key in sorted(expected - members.obj.keys()):
             if not hasattr(type(tensor), key):
                 yield members.child(None, name_of(key, source.name), _Kind.ABSENT, key)
@@ -160,7 +160,7 @@ class ObjectReader:
             yield from (
                 members.item(key, f"{source.name}.{key}") for key in list(members.obj) if key in self.names.said
             )
-            for key in sorted(self.names.optional - members.obj.keys()):
+            for key in sorted(self.names.asked - members.obj.keys()):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
     def _function_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
@@ -190,7 +190,7 @@ class ObjectReader:
         for key in list(members.obj):
             if key in self.names.said:
                 yield members.item(key, f"{owner}.{key}")
-        for key in sorted(self.names.optional - members.obj.keys()):
+        for key in sorted(self.names.asked - members.obj.keys()):
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
 
     def _object_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
@@ -236,10 +236,8 @@ class ObjectReader:
 
     def _expected(self, kind: type) -> frozenset[str]:
         """Attributes that instances may get, and that code asks for also while they have not."""
-        users = user_classes(kind)
-        names = self.names.optional if users else self.names.asked
-        if issubclass(kind, NAMESPACES) or any("__getattr__" in vars(base) for base in users):
-            names = self.names.said
+        answers = issubclass(kind, NAMESPACES) or any("__getattr__" in vars(base) for base in user_classes(kind))
+        names = self.names.said if answers else self.names.asked
         return frozenset(key for key in names if not is_implicit(key))
 
     def _may_use(self, base: type, key: str) -> bool:
