@@ -203,7 +203,8 @@ def build_callable_guard(
     for source in sources:
         if id(source) not in used and source.parent is not None:
             guard_source(source, callable_guard)
-        if source.again is None:
+        # Another tensor may take the place of one that is not used.
+        if source.again is None and (id(source) in used or not isinstance(source.obj, Tensor)):
             _guard_absence(source, callable_guard, reader)
     _guard_code(sources, modules, callable_guard, reader)
     return callable_guard
@@ -352,7 +353,7 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CodeRe
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
         for absent in absent_names(source):
             callable_guard.enter(absent)
-    if isinstance(source.obj, (*_CODE, Tensor)) or (is_value(source.obj) and members is None):
+    if isinstance(source.obj, _CODE) or (is_value(source.obj) and members is None):
         return
     for name in reader.absent(source) if members is not None else ():
         callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))

@@ -209,7 +209,7 @@ class CodeReader:
         kind = type(obj)
         if any("__getattr__" in vars(base) for base in bases_of(kind)):
             return self._names.said
-        is_asked = isinstance(obj, (nn.Module, *NAMESPACES)) or bases_of(kind) or methods_of_user(kind)
+        is_asked = isinstance(obj, (nn.Module, Tensor, *NAMESPACES)) or bases_of(kind) or methods_of_user(kind)
         return self._names.asked if is_asked else set()
 
     def _library_names(self, kind: type) -> frozenset[str]:
