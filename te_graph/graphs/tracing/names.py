@@ -31,6 +31,7 @@ _NOT_RUN = frozenset(
         *("__lt__", "__le__", "__gt__", "__ge__", "__post_init__"),
     )
 )
+_ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
 _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -64,6 +65,11 @@ class Names:
     def asks_for_names(self) -> bool:
         """Code has strings for names of attributes, which it may put together at run time."""
         return not self.said.isdisjoint(BY_NAME)
+
+    @property
+    def reads_addresses(self) -> bool:
+        """The code asks where tensors lie, perhaps for a kernel that no dispatcher sees: all of them count as used."""
+        return not self.said.isdisjoint(_ADDRESSES)
 
     def may_read(self, obj: Any, attribute: str) -> bool:
         """Whether the code may read ``attribute`` of ``obj``."""

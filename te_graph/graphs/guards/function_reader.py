@@ -1,4 +1,4 @@
-"""What an object leads to: of its attributes and its class, what code may read that says certain names."""
+"""What the code of a graphed function can read, from the arguments of one call on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import io
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from te_graph.graphs.guards.library_objects import inside
 from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
+from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.names import (
     GETTERS,
     Names,
@@ -63,20 +64,69 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
-class ObjectReader:
-    """Tells what the object at a source leads to.
+class FunctionReader:
+    """Tells a walk what the objects lead to that one call of a function meets: the function and its arguments,
+    containers, closure variables, defaults, globals used, attributes, classes, modules, optimizers and their state,
+    gradients.
 
     Attributes:
+        call: function, arguments, keyword arguments.
+        everything: attributes of the user's own classes count that no code names, too.
         names: that code says which may run.
-        everything: attributes count that no code names, too.
+        elsewhere: functions that are reached in ways that are not followed.
     """
 
-    names: Names
+    call: Call
     everything: bool
+    names: Names
+    elsewhere: Sequence[types.FunctionType] = ()
     _cache: dict[type, frozenset[str]] = field(default_factory=dict)
+    _waiting: list[GuardedSource] = field(default_factory=list)  # dictionaries whose keys are objects
+
+    def beginnings(self) -> Iterator[GuardedSource]:
+        """Where the walk begins."""
+        root = GuardedSource(self.call, "", is_ephemeral=True)
+        yield root.child(self.call[0], "", _Kind.POSITION, index=0)
+        for index, name in ((1, "arguments"), (2, "keyword arguments")):
+            given = root.child(self.call[index], name, _Kind.POSITION, index=index)
+            given.is_ephemeral = given.is_given = True
+            yield given
+        yield from _hooks_of_all(root)
+        yield from (root.child(one, f"function {one.__name__}", _Kind.KNOWN) for one in self.elsewhere)
+
+    def is_end(self, source: GuardedSource) -> bool:
+        """Whether the object there is not looked into."""
+        return source.is_end
 
     def contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """The sources one step further."""
+        obj, is_value = source.obj, source.value is not None
+        if isinstance(obj, dict) and not is_value and not all(value_of(key) is not None for key in obj):
+            self._waiting.append(source)
+        for child in self._contents_of_value(source) if is_value else self._contents(source):
+            if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
+                yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
+            else:
+                yield child.settled(source)
+
+    def deferred(self, seen: dict[int, GuardedSource]) -> Iterator[GuardedSource]:
+        """What stands under keys that are objects. Where a key is found nowhere else, the dictionary leads to it."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for source in (one for one in waiting if _C.keys_of(one.obj) is not None):
+            for number, (key, value) in enumerate(source.obj.items()):
+                if value_of(key) is not None:
+                    continue
+                key_source = seen.get(id(key))
+                if key_source is None:
+                    key_source = source.child(key, f"key {number} of {source.name}", _Kind.KNOWN).settled(source)
+                    yield key_source
+                name = f"{source.name}[{key_source.name or number}]"
+                child = source.child(value, name, _Kind.ITEM_OF).settled(source)
+                child.key_source = key_source
+                yield child
+
+    def _contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         obj, name = source.obj, source.name
         if isinstance(obj, Tensor):
             yield from self._tensor_contents(source)
@@ -109,7 +159,7 @@ class ObjectReader:
             if source.depth < _MAX_DEPTH:
                 yield from self._opaque_contents(source) if is_opaque(obj) else self._object_contents(source)
 
-    def contents_of_value(self, source: GuardedSource) -> Iterator[GuardedSource]:
+    def _contents_of_value(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """The sources one step further from what is compared by value: objects in sets, and what a class adds."""
         if isinstance(source.obj, set | frozenset):
             members = (member for member in source.obj if value_of(member) is None)
@@ -279,7 +329,7 @@ class ObjectReader:
             yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.type_version(base))
 
 
-def hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:
+def _hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:
     """The hooks of all modules and of all optimizers, and the cache of all parametrizations."""
     modules = root.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
     for name, kinds in _HOOKS_OF_ALL.items():

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import types
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,12 +22,12 @@ from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
     MAX_OBJECTS,
     Source,
+    TensorReader,
     contents,
     items_in,
     members_in,
     name_of,
     submodules,
-    walk,
 )
 from te_graph.graphs.guards.user_classes import (
     bases_of,
@@ -37,8 +36,7 @@ from te_graph.graphs.guards.user_classes import (
     methods_of_user,
     written_by_user,
 )
-from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
-from te_graph.graphs.tracing.names import GETTERS, LOOKS_AT_ALL, Names, codes_of, is_implicit, strings_in
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit, strings_in
 
 _Kind = _C.StepKind
 _REACH = 16  # steps from the callable
@@ -59,8 +57,15 @@ _CODE_OF_FX = "<eval_with_key>"
 _SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
 
-class CodeReader:
-    """Walks from a callable along what its code can name, and learns on the way which names that are.
+def names_around(root: Any) -> Names:
+    """To begin with: the call of a module runs around each replay, as it does around the ``forward`` captured."""
+    if not isinstance(root, nn.Module):
+        return Names()
+    return Names(around=frozenset(code for kind in type(root).__mro__ for code in codes_of(vars(kind).get("__call__"))))
+
+
+class CallableReader(TensorReader):
+    """Tells a walk what the objects lead to that a callable meets, and a guard what must be there, or must not.
 
     The code is that of the functions met, of those methods of classes met that it names itself, and what was seen to
     run, called by any code; of a module whose class torch wrote, or derives from such a one, also all that torch's
@@ -70,58 +75,31 @@ class CodeReader:
     Args:
         root: the callable.
         ignored: attributes that are passed over, as ``name`` or as ``module.path.name``.
+        names: that the code says.
+        elsewhere: functions that were seen to run, and no source leads to.
     """
 
-    def __init__(self, root: Any, ignored: Iterable[str] = ()) -> None:
-        self._root = root
+    reach = 16
+
+    def __init__(
+        self, root: Any, ignored: Iterable[str], names: Names, elsewhere: Iterable[types.FunctionType] = ()
+    ) -> None:
+        super().__init__(root)
         self._ignored = _SAVES_MEMORY.union(ignored)
-        around = [code for kind in type(root).__mro__[:-1] for code in codes_of(vars(kind).get("__call__"))]
-        self._names = Names(around=frozenset(around) if isinstance(root, nn.Module) else frozenset())
-        self._ran: dict[int, types.CodeType] = {}  # by identity
-        self._running: dict[types.CodeType, None] = {}  # the user's, of that
-        self._elsewhere: list[types.FunctionType] = []  # that were seen to run, and no source leads to
-        self._at_sources: list[types.FunctionType] = []
+        self._names = names
+        self._elsewhere = elsewhere
         self._library: dict[type, dict[str, set[str]]] = {}
         self._library_of_modules: dict[type, frozenset[str]] = {}
-        self._classes: dict[type, None] = {}
 
-    def sources(self) -> list[Source]:
-        """All sources that the code can get to."""
-        while True:
-            found = list(walk(self._root, self._inside, _REACH))
-            known = [source.obj for source in found if source.again is None]
-            functions = [obj for obj in known if isinstance(obj, types.FunctionType)]
-            self._classes = dict.fromkeys(obj if isinstance(obj, type) else type(obj) for obj in known)
-            names = self._names.with_code([*self._running, *(one.__code__ for one in functions)], self._classes)
-            names = names.with_getters(obj for obj in known if isinstance(obj, GETTERS))
-            if names == self._names:
-                self._at_sources = functions
-                return found
-            self._names = names
+    def beginnings(self) -> Iterator[Source]:
+        """Where the walk begins."""
+        root = Source(self.root, "")
+        yield root
+        yield from (root.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
 
-    def note(self, watch: CodeWatch) -> None:
-        """Remember what the callable was seen to run."""
-        self._ran.update(watch.codes)
-        self._names = replace(self._names, ran=frozenset(self._ran)).with_strings(watch.names)
-        missed = functions_of(watch, [*self._at_sources, *self._elsewhere])
-        self._elsewhere += [one for one in missed if not one.__code__.co_filename.startswith(_CODE_OF_FX)]
-        self._running.update((code, None) for _, code in watch.users_codes())
-
-    @property
-    def asks_for_names(self) -> bool:
-        """Whether code has strings for names of attributes, which it may put together at run time."""
-        return self._names.asks_for_names
-
-    @property
-    def elsewhere(self) -> list[types.FunctionType]:
-        """Functions that were seen to run and that no source leads to. One without an owner cannot run, and
-        would be missed: the guard that compares them keeps them."""
-        return self._elsewhere
-
-    @property
-    def obstacle(self) -> str:
-        """Why a guard cannot compare all that was seen to run; empty if it can."""
-        return too_many(self._elsewhere)
+    def contents(self, source: Source) -> Iterable[Source]:
+        """What the object there leads to, as far as the code can name it."""
+        return self._inside(source) if source.distance <= self.reach else ()
 
     def absent(self, source: Source) -> Iterator[str]:
         """Attributes that the object at ``source`` has not of its own, and that would change what the code does."""
@@ -147,17 +125,13 @@ class CodeReader:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
         return bool(_GOES_THROUGH_TABLES & (self._names.said | self._library_names(type(module))))
 
-    def names_among(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that the code says."""
-        return sorted(self._names.said.intersection(names))
-
     def members(self, obj: Any) -> Iterator[tuple[str, Any]]:
         """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
         asks for something that is not there."""
         kind = plain_class(obj if isinstance(obj, type) else type(obj))
         is_module = issubclass(kind, nn.Module)
         names = self._names.said | (self._library_names(kind) | {"_call_impl"} if is_module else frozenset())
-        around = set(_AROUND) if is_module and obj is self._root else set()
+        around = set(_AROUND) if is_module and obj is self.root else set()
         around |= {name for base in kind.__mro__ for name in _EXCHANGED.get(base.__name__, ())}
         found: dict[str, Any] = {}
         for base in reversed(kind.__mro__):
@@ -174,10 +148,11 @@ class CodeReader:
             } - found.keys()
         yield from ((name, NotImplemented) for name in sorted(asked) if not self._is_ignored(kind.__name__, name))
 
-    def members_below(self) -> Iterator[tuple[type, str, Any]]:
-        """What the code gets to by ``super()``, as (class, name, member)."""
-        replayed = plain_class(type(self._root)) if isinstance(self._root, nn.Module) else None
-        for kind in map(plain_class, itertools.filterfalse(is_library_class, self._classes)):
+    def members_below(self, sources: Iterable[Source]) -> Iterator[tuple[type, str, Any]]:
+        """What the code gets to by ``super()`` of objects and classes at ``sources``, as (class, name, member)."""
+        kinds = dict.fromkeys(one.obj if isinstance(one.obj, type) else type(one.obj) for one in sources)
+        replayed = plain_class(type(self.root)) if isinstance(self.root, nn.Module) else None
+        for kind in map(plain_class, itertools.filterfalse(is_library_class, kinds)):
             below = members_below(kind, self._names.ran)
             yield from (each for each in below if kind is not replayed or each[1] not in _AROUND)
 
@@ -251,8 +226,6 @@ class CodeReader:
 
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
-        if source.parent is None:
-            yield from (source.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(source)
         elif isinstance(obj, Tensor):
