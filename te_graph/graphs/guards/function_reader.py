@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextvars
-import functools
-import gc
-import io
-import sys
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,23 +14,20 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_user_file
 from te_graph.common.own_objects import OwnObject
-from te_graph.graphs.guards import parametrizations
+from te_graph.graphs.guards.builtin_objects import builtin_contents
 from te_graph.graphs.guards.guarded_sources import (
     NAMESPACES,
-    VIEWS,
-    WRAPPERS,
     GuardedSource,
     Inlined,
     is_opaque,
     slots_of,
 )
-from te_graph.graphs.guards.library_objects import inside
+from te_graph.graphs.guards.hooks_of_all import hooks_of_all
 from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.names import (
-    GETTERS,
     Names,
     codes_of,
     globals_of,
@@ -50,16 +41,8 @@ from te_graph.graphs.tracing.names import (
 _Kind = _C.StepKind
 _MAX_DEPTH = 16
 _MAIN_GRAD = "main_grad"
-_HOOKS_OF_ALL = {
-    "torch.nn.modules.module": tuple(
-        name for name, hooks in vars(nn.modules.module).items() if name.endswith("_hooks") and isinstance(hooks, dict)
-    ),
-    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
-}
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HISTORY = frozenset({"is_leaf", "grad_fn"})
-# What they lead to is the same for callables and functions.
-_LEAD_ON = (types.BuiltinFunctionType, types.MethodWrapperType, contextvars.ContextVar, weakref.ref)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -91,7 +74,7 @@ class FunctionReader:
             given = root.child(self.call[index], name, _Kind.POSITION, index=index)
             given.is_ephemeral = given.is_given = True
             yield given
-        yield from _hooks_of_all(root)
+        yield from hooks_of_all(root)
         yield from (root.child(one, f"function {one.__name__}", _Kind.KNOWN) for one in self.elsewhere)
 
     def is_end(self, source: GuardedSource) -> bool:
@@ -155,7 +138,7 @@ class FunctionReader:
             yield from self._module_contents(source)
             yield from self._class_of(source, source.attributes())
         else:
-            yield from _builtin_contents(source)
+            yield from builtin_contents(source)
             if source.depth < _MAX_DEPTH:
                 yield from self._opaque_contents(source) if is_opaque(obj) else self._object_contents(source)
 
@@ -329,33 +312,9 @@ class FunctionReader:
             yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.type_version(base))
 
 
-def _hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:
-    """The hooks of all modules and of all optimizers, and the cache of all parametrizations."""
-    modules = root.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
-    for name, kinds in _HOOKS_OF_ALL.items():
-        members = modules.item(name, f"module {name}").attributes()
-        for kind in kinds:
-            hooks = members.item(kind, f"{kind.strip('_').replace('_', ' ')} of torch")
-            if hooks.obj:
-                yield hooks
-            else:
-                yield hooks.child(None, f"number of {hooks.name}", _Kind.LENGTH, index=0)
-    cache = modules.item(parametrizations.WHERE, "").attributes().item(parametrizations.NAME, parametrizations.WHAT)
-    yield root.never(f"{cache.name} is on") if cache.obj else cache
-
-
 def _is_of_torch(kind: type) -> bool:
     """Tensors are left out: a capture patches methods of theirs."""
     return kind.__module__.partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
-
-
-def _shows_memory(obj: Any) -> bool:
-    """True for arrays and the like; their elements are compared where that is possible."""
-    try:
-        memoryview(obj).release()
-    except (TypeError, ValueError, BufferError):
-        return False
-    return True
 
 
 def _slot(source: GuardedSource, name: str, key: str) -> GuardedSource:
@@ -370,41 +329,3 @@ def _table_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     for child in contents(source):
         child.name = f"{owner}.{child.key}".lstrip(".") if source.key == "_modules" else name_of(child.key, owner)
         yield child
-
-
-def _builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
-    """What containers and the like hold, which are classes of Python's own, or derived from them."""
-    obj, name = source.obj, source.name
-    if isinstance(obj, types.MethodType):
-        yield source.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
-        yield source.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
-    elif isinstance(obj, (*_LEAD_ON, *VIEWS)):
-        yield from inside(source)
-    elif isinstance(obj, dict):
-        for key, value in obj.items():
-            if value_of(key) is not None:
-                yield source.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
-        if isinstance(obj, collections.defaultdict):
-            yield source.child(obj.default_factory, f"default of {name}", _Kind.ATTRIBUTE, "default_factory")
-    elif isinstance(obj, list | tuple | functools.partial):
-        yield from contents(source)
-    elif isinstance(obj, collections.deque):
-        for index, value in enumerate(obj):
-            yield source.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
-    elif isinstance(obj, tuple(WRAPPERS)):
-        for key in next(keys for kind, keys in WRAPPERS.items() if isinstance(obj, kind)):
-            if (function := getattr(obj, key)) is not None:
-                yield source.child(function, name, _Kind.ATTRIBUTE, key)
-    elif isinstance(obj, GETTERS):
-        held = [part for part in gc.get_referents(obj) if isinstance(part, tuple | dict)]
-        yield from (source.child(part, f"arguments of {name}", _Kind.KNOWN) for part in held)
-    elif isinstance(obj, functools.cached_property | functools._lru_cache_wrapper):
-        key = "func" if isinstance(obj, functools.cached_property) else "__wrapped__"
-        yield source.attributes().item(key, name)
-    elif isinstance(obj, set | frozenset):
-        if value_of(obj) is None:
-            yield source.never(f"{name} is a set of objects without weak references, which cannot be compared")
-    elif _shows_memory(obj):
-        yield source.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
-    elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase):
-        yield source.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")
