@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import itertools
 import types
 from collections.abc import Iterable, Iterator
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
+from te_graph.graphs.guards.library_names import names_in_library
 from te_graph.graphs.guards.library_objects import inside
 from te_graph.graphs.guards.lookups import is_project_module, modules_of
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
@@ -36,10 +36,9 @@ from te_graph.graphs.guards.user_classes import (
     methods_of_user,
     written_by_user,
 )
-from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit, strings_in
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit
 
 _Kind = _C.StepKind
-_REACH = 16  # steps from the callable
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
@@ -48,12 +47,10 @@ _GOES_THROUGH_TABLES = frozenset(
         *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "apply"),
     )
 )
-_OWN = "te_graph"
 # By the names of their classes. A graph of torch.fx makes its code anew when it is copied, and has its source as an
 # attribute; what torch.compile made runs its original in captures (wrappers.py).
 _EXCHANGED = {"GraphModule": ("forward", "__call__"), "OptimizedModule": ("__call__",)}
 _AROUND = ("__call__", "_call_impl")  # of the callable itself: they run around each replay
-_CODE_OF_FX = "<eval_with_key>"
 _SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
 
@@ -88,8 +85,7 @@ class CallableReader(TensorReader):
         self._ignored = _SAVES_MEMORY.union(ignored)
         self._names = names
         self._elsewhere = elsewhere
-        self._library: dict[type, dict[str, set[str]]] = {}
-        self._library_of_modules: dict[type, frozenset[str]] = {}
+        self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
 
     def beginnings(self) -> Iterator[Source]:
         """Where the walk begins."""
@@ -168,7 +164,7 @@ class CallableReader(TensorReader):
 
     def _reads(self, source: Source, name: str) -> bool:
         """Whether the code may read the attribute ``name`` of the object at ``source``."""
-        if name == _OWN or self._is_ignored(source.name, name):
+        if name == "te_graph" or self._is_ignored(source.name, name):
             return False
         if name in self._names.said or self._names.said & LOOKS_AT_ALL:
             return True
@@ -186,26 +182,6 @@ class CallableReader(TensorReader):
             return self._names.said
         is_asked = isinstance(obj, (nn.Module, Tensor, *NAMESPACES)) or bases_of(kind) or methods_of_user(kind)
         return self._names.asked if is_asked else set()
-
-    def _library_names(self, kind: type) -> frozenset[str]:
-        """What torch's methods of ``kind`` name: of a module all of them, else those that the code may call."""
-        if kind not in self._library:
-            bases = [base for base in kind.__mro__ if base is not nn.Module and base.__module__.startswith("torch.")]
-            methods: dict[str, set[str]] = {}
-            for name, member in [pair for base in bases for pair in vars(base).items()]:
-                if isinstance(member, types.FunctionType):  # one of a base may be called by that of a class above
-                    methods.setdefault(name, set()).update(strings_in(inspect.unwrap(member).__code__))
-            self._library[kind] = methods
-            self._library_of_modules[kind] = frozenset().union(*methods.values())
-        methods = self._library[kind]
-        if issubclass(kind, nn.Module) or not methods:
-            return self._library_of_modules[kind]
-        called: set[str] = set()
-        following = {name for name in methods if name in self._names.said or is_implicit(name)}
-        while following - called:
-            called |= following
-            following = {name for one in called for name in methods[one] if name in methods}
-        return frozenset().union(*(methods[name] for name in called))
 
     def _class_values(self, kind: type) -> dict[str, Any]:
         """Constants that the class itself holds, not one below it, and that the code names."""
@@ -313,8 +289,7 @@ class CallableReader(TensorReader):
         yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(source.obj)))
 
     def _is_ignored_variable(self, source: Source) -> bool:
-        variable = source.name.rpartition(" variable ")[2]
-        return variable in self._ignored
+        return source.name.rpartition(" variable ")[2] in self._ignored
 
 
 def _holds_more(obj: Any) -> bool:

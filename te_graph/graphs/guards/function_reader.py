@@ -15,28 +15,14 @@ from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_user_file
 from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards.builtin_objects import builtin_contents
-from te_graph.graphs.guards.guarded_sources import (
-    NAMESPACES,
-    GuardedSource,
-    Inlined,
-    is_opaque,
-    slots_of,
-)
+from te_graph.graphs.guards.class_members import ClassMembers
+from te_graph.graphs.guards.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
 from te_graph.graphs.guards.hooks_of_all import hooks_of_all
 from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
-from te_graph.graphs.tracing.names import (
-    Names,
-    codes_of,
-    globals_of,
-    is_for_making,
-    is_implicit,
-    is_of_library,
-    strings_of,
-    user_classes,
-)
+from te_graph.graphs.tracing.names import Names, globals_of, is_implicit, strings_of, user_classes
 
 _Kind = _C.StepKind
 _MAX_DEPTH = 16
@@ -46,7 +32,7 @@ _HISTORY = frozenset({"is_leaf", "grad_fn"})
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-@dataclass(frozen=True)
+@dataclass
 class FunctionReader:
     """Tells a walk what the objects lead to that one call of a function meets: the function and its arguments,
     containers, closure variables, defaults, globals used, attributes, classes, modules, optimizers and their state,
@@ -63,8 +49,11 @@ class FunctionReader:
     everything: bool
     names: Names
     elsewhere: Sequence[types.FunctionType] = ()
-    _cache: dict[type, frozenset[str]] = field(default_factory=dict)
+    _members: ClassMembers = field(init=False)
     _waiting: list[GuardedSource] = field(default_factory=list)  # dictionaries whose keys are objects
+
+    def __post_init__(self) -> None:
+        self._members = ClassMembers(self.names)
 
     def beginnings(self) -> Iterator[GuardedSource]:
         """Where the walk begins."""
@@ -124,12 +113,9 @@ class FunctionReader:
             yield from self._attributes_of_function(source, obj.__name__)
         elif isinstance(obj, OwnObject):
             return
-        elif isinstance(obj, types.FunctionType):
+        elif isinstance(obj, types.FunctionType | type):
             if source.depth < _MAX_DEPTH:
-                yield from self._function_contents(source)
-        elif isinstance(obj, type):
-            if source.depth < _MAX_DEPTH:
-                yield from self._class_contents(source)
+                yield from self._class_contents(source) if isinstance(obj, type) else self._function_contents(source)
         elif isinstance(obj, types.ModuleType):
             yield from self._library_contents(source)
         elif isinstance(obj, torch.jit.ScriptModule):
@@ -257,29 +243,8 @@ class FunctionReader:
         yield source.child(kind, kind.__name__, _Kind.TYPE)
         if members is None:
             return
-        for key in sorted((self._hidden(kind) | self._expected(kind)) - members.obj.keys()):
+        for key in sorted((self._members.hidden(kind) | self._members.expected(kind)) - members.obj.keys()):
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
-
-    def _hidden(self, kind: type) -> frozenset[str]:
-        """What the code may use of a class and an attribute of the instance would hide."""
-        if kind not in self._cache:
-            found = {key for base in kind.__mro__ for key in vars(base) if self._may_use(base, key)}
-            self._cache[kind] = frozenset(key for key in found if not is_implicit(key))
-        return self._cache[kind]
-
-    def _expected(self, kind: type) -> frozenset[str]:
-        """Attributes that instances may get, and that code asks for also while they have not."""
-        answers = issubclass(kind, NAMESPACES) or any("__getattr__" in vars(base) for base in user_classes(kind))
-        names = self.names.said if answers else self.names.asked
-        return frozenset(key for key in names if not is_implicit(key))
-
-    def _may_use(self, base: type, key: str) -> bool:
-        """Whether the code may use what the class ``base`` itself has under ``key``."""
-        member = vars(base)[key]
-        if is_implicit(key) and next(codes_of(member), None) is not None:
-            return True
-        is_any = not (self.names.is_enough or is_of_library(base) or is_implicit(key))
-        return ((key in self.names.said or is_any) and not is_for_making(key)) or self.names.has_run(member)
 
     def _class_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a class, also where it is hidden; of classes of torch, that they do not change."""
@@ -294,14 +259,16 @@ class FunctionReader:
             below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
             for key, member in vars(base).items():
                 is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
-                if is_shown and self._may_use(base, key):
+                if is_shown and self._members.may_use(base, key):
                     yield (below if key in found else source).child(
                         member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key
                     )
                     found.add(key)
         if classes:
             above = type(kind)
-            expected = self._expected(above) | self._hidden(above) if user_classes(above) else self._expected(kind)
+            expected = self._members.expected(kind)
+            if user_classes(above):
+                expected = self._members.expected(above) | self._members.hidden(above)
             for key in sorted(expected):
                 if not any(key in vars(base) for base in kind.__mro__):
                     yield source.child(None, f"{source.name}.{key}", _Kind.TYPE_ABSENT, key)
