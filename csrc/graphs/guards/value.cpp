@@ -18,8 +18,8 @@ namespace py = pybind11;
 namespace te_graph::graphs {
 namespace {
 
-constexpr int kMostNested = 32;
-constexpr Py_ssize_t kMostBytes = 1 << 20;  // of a buffer, which is compared at each call: 30 µs
+constexpr int kMaxNested = 32;
+constexpr Py_ssize_t kMaxBytes = 1 << 20;  // of a buffer, which is compared at each call: 30 µs
 
 struct KeyedType {
     PyObject* key;
@@ -183,7 +183,7 @@ Value::~Value() {
 }
 
 std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
-    if (depth > kMostNested) return nullptr;
+    if (depth > kMaxNested) return nullptr;
     if (is_constant(object)) {
         auto value = std::unique_ptr<Value>(new Value(Kind::kConstant, object));
         value->object_ = Py_NewRef(object);
@@ -200,7 +200,7 @@ std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
 
 std::unique_ptr<Value> Value::of_buffer(PyObject* object) {
     const Buffer buffer(object);
-    if (!buffer.is_comparable() || buffer.size() > kMostBytes) return nullptr;
+    if (!buffer.is_comparable() || buffer.size() > kMaxBytes) return nullptr;
     auto value = std::unique_ptr<Value>(new Value(Kind::kBuffer, object));
     value->bytes_ = buffer.layout() + buffer.elements();
     value->is_mutable_ = true;
@@ -363,7 +363,7 @@ std::string Value::difference(const std::string& name, PyObject* found) const {
 }
 
 std::string shown(PyObject* object) {
-    constexpr size_t kMost = 80;
+    constexpr size_t kMaxLength = 80;
     if (THPVariable_Check(object)) return "a tensor";
     const py::object text = py::reinterpret_steal<py::object>(PyObject_Repr(object));
     if (!text) {
@@ -371,7 +371,7 @@ std::string shown(PyObject* object) {
         return Py_TYPE(object)->tp_name;
     }
     const std::string whole = py::str(text);
-    return whole.size() <= kMost ? whole : Py_TYPE(object)->tp_name;
+    return whole.size() <= kMaxLength ? whole : Py_TYPE(object)->tp_name;
 }
 
 }  // namespace te_graph::graphs

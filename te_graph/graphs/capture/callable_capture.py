@@ -33,14 +33,15 @@ from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kep
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
 from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
-from te_graph.graphs.guards.code_reader import CodeReader
+from te_graph.graphs.guards.callable_reader import CallableReader, names_around
 from te_graph.graphs.guards.module_calls import ModuleCalls
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.graphs.guards.random_generators import HostRandom
 from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
 from te_graph.graphs.guards.side_effects import SideEffects
-from te_graph.graphs.guards.sources import HOOK_DICTS, walk
+from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.externals import TensorWatch, leaves_below
@@ -60,7 +61,7 @@ class CallableCapture:
 
     Attributes:
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
-        reader: of its code.
+        walker: over what its code can get to.
         gradients: what the backward computes, once warmed up.
         callable_guard: the guard and the tensors outside that the capture uses, once warmed up.
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
@@ -93,10 +94,11 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.changed = ChangedInputs()
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
-        self.reader = CodeReader(root, group.options.ignore_attributes)
-        sources = list(walk(root))
-        self._sources = self.reader.sources()
-        check_attributes(label, signature.distinct_names, samples, self.reader)
+        self._reader_of = functools.partial(CallableReader, root, group.options.ignore_attributes)
+        self.walker = SourceWalker(names_around(root))
+        sources = list(walk(TensorReader(root)))
+        self._sources = self._explore()
+        check_attributes(label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(label, sources)
         own = (source for source in sources if "global variable" not in source.name)
         self._containers = ContainerState(itertools.chain(own, global_containers(self._sources)))
@@ -105,6 +107,10 @@ class CallableCapture:
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
         # Hooks are there to look, or freeze what they compute: what else they do is not repeated.
         self._hooks = [hook for module in below for key in HOOK_DICTS for hook in vars(module).get(key, {}).values()]
+
+    def _explore(self) -> list[Source]:
+        """Where its code can get to."""
+        return self.walker.explore(self._reader_of)
 
     def _take(self, samples: list[Tensor]) -> None:
         """Warm up with ``samples`` [...]."""
@@ -174,10 +180,10 @@ class CallableCapture:
         check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
         self._check_use()
         check_escapes(self.label, self.root, self.watch)
-        check_host_work(self.label, self.reader.obstacle, *self._host_work)
+        check_host_work(self.label, self.walker.obstacle, *self._host_work)
         try:
             self.callable_guard = build_callable_guard(
-                self.reader,
+                self._reader_of(self.walker.names),
                 self._sources,
                 self.watch.externals,
                 self.gradients.parameters,
@@ -201,9 +207,9 @@ class CallableCapture:
         for watch in watches:
             is_last = watch is self.watch
             if is_last:
-                sources = self.reader.sources()
+                sources = self._explore()
                 effects, generators = SideEffects(sources), HostRandom(sources)
-            code = CodeWatch(aside=self._hooks, listens=self.reader.asks_for_names)
+            code = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
             with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
                 refusing = functools.partial(refuse_grad, self.label, self._sources, watch)
                 with nothing if watch is nothing else GradWatch(refusing), code:
@@ -219,18 +225,18 @@ class CallableCapture:
                     names = self.signature.distinct_names
                     self.changed.find_views(self.label, names, tensors, self._copies, hidden)
                 outputs = self.plan.outputs_of(tensors) if is_last else tensors
-            in_backward = CodeWatch(aside=self._hooks, listens=self.reader.asks_for_names)
+            in_backward = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
             with watch, in_backward:
                 self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
             if not is_last:
-                self.reader.note(code)
-                self.reader.note(in_backward)
+                self.walker.note(code)
+                self.walker.note(in_backward)
         # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
-        self._host_work = effects.first(self.reader.sources()), generators.drawn_from()
-        self.reader.note(code)
-        self.reader.note(in_backward)
-        self._sources = self.reader.sources()
-        self.backward_guard = backward_guard(self.reader, in_backward, self.watch.externals.keys())
+        self._host_work = effects.first(self._explore()), generators.drawn_from()
+        self.walker.note(code)
+        self.walker.note(in_backward)
+        self._sources = self._explore()
+        self.backward_guard = backward_guard(self._explore(), in_backward, self.watch.externals.keys())
         return tensors
 
     def _find_casts(self, inputs: list[Tensor], casts: list[int]) -> None:
@@ -405,7 +411,7 @@ class CallableCapture:
         made_inside = self.watch.produced_storages | set(map(storage_key, inputs))  # the latter: x.detach()
         found = itertools.chain.from_iterable(leaves.values() for leaves in reached)
         leaves = {id(leaf): leaf for leaf in found if storage_key(leaf) not in made_inside}
-        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(self.root), *self.reader.sources()])
+        parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(TensorReader(self.root)), *self._explore()])
         self._leaves = leaves
         self.gradients = Gradients(parameters, [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], [])
         targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]

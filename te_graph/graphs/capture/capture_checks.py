@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -11,16 +11,15 @@ from torch import Tensor
 from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.graphs.arguments.signature import subclass_of
 from te_graph.graphs.capture.results import ResultPlan
-from te_graph.graphs.guards.code_reader import CodeReader
-from te_graph.graphs.guards.sources import Source, walk
+from te_graph.graphs.guards.sources import Source, TensorReader, walk
 from te_graph.graphs.tracing.externals import TensorWatch
 
 
-def check_attributes(label: str, names: list[str], samples: list[Tensor], reader: CodeReader) -> None:
-    """Raise RuntimeError if one of ``samples`` [...] has an attribute put on it that the code, as ``reader`` knows it,
-    names: the graph reads another tensor."""
+def check_attributes(label: str, names: list[str], samples: list[Tensor], said: Set[str]) -> None:
+    """Raise RuntimeError if one of ``samples`` [...] has an attribute put on it that the code has ``said``: the graph
+    reads another tensor."""
     for name, sample in zip(names, samples, strict=True):
-        if read := reader.names_among(vars(sample)):
+        if read := sorted(said & vars(sample).keys()):
             raise RuntimeError(
                 f"{label}: sample {name} has an attribute {read[0]!r}, which the callable may read, and a replay would "
                 "not see: pass its value as an argument"
@@ -89,7 +88,7 @@ def check_made(
 
 def check_escapes(label: str, root: Any, watch: TensorWatch) -> None:
     """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
-    for source in walk(root):
+    for source in walk(TensorReader(root)):
         is_tensor = isinstance(source.obj, Tensor) and is_strided(source.obj)
         if is_tensor and storage_key(source.obj) in watch.produced_storages:
             raise RuntimeError(

@@ -261,7 +261,7 @@ def _assemble_all(
 def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
     callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
-    callable_guard.guard.keep(capture.reader.elsewhere)
+    callable_guard.guard.keep(capture.walker.functions)
     parameters = []
     each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
     for parameter, destination, depends_on in each:
@@ -310,7 +310,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
         results=[] if plan.is_plain else [result.spec(capture.label, callable_guard) for result in plan.results],
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
-        compares_autocast_cache=capture.reader.asks_for_autocast_cache,
+        compares_autocast_cache=capture.walker.names.asks_for_autocast_cache,
     )
     for slot in capture.slots:
         graphed.add_slot(

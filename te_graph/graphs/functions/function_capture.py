@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, 
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
+from te_graph.graphs.guards.function_reader import FunctionReader
 from te_graph.graphs.guards.guarded_sources import GuardedSource, is_opaque
 from te_graph.graphs.guards.random_generators import HostRandom
 from te_graph.graphs.guards.rollback import Bindings, ContainerState
@@ -45,28 +47,32 @@ def _is_itself(source: GuardedSource) -> bool:
         source.is_end
         or source.is_given
         or source.parent is None
-        or source.same_as is not None
+        or source.again is not None
         or isinstance(source.obj, Tensor)
     ):
         return False
     return source.value is None or source.value.is_mutable
 
 
+def _reader_of(call: Call, everything: bool = False) -> Callable[..., FunctionReader]:
+    return functools.partial(FunctionReader, call, everything)
+
+
 def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, FunctionEntry | str]:
     """Run the function as it is; return its result and an entry that recognises the next such call, or why there is
     none."""
-    sources = walker.explore(call)
+    sources = walker.explore(_reader_of(call))
     if walker.has_too_many_sources:
         return make_call(call), _TOO_MANY
     if named := next((source for source in sources if source.is_strided_tensor and source.obj.has_names()), None):
         return make_call(call), f"{named.name} has names of dimensions, which cannot be captured"
     before = FunctionGuard(sources, used=set(), is_strict=False).guard
-    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=walker.asks_for_names)
+    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=walker.names.asks_for_names)
     with capturing(), reads, watch, code:
         result = make_call(call)
     walker.note(code)
     used = {*watch.externals, *watch.produced_storages}
-    sources = walker.explore(call)
+    sources = walker.explore(_reader_of(call))
     if walker.has_too_many_sources:
         return result, _TOO_MANY
     function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
@@ -143,7 +149,7 @@ class _Attempt:
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
         self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
         self._reads = GradReads()
-        self._before = walker.explore(call, everything=True)
+        self._before = walker.explore(_reader_of(call, everything=True), learns=False)
         self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
         self._containers = ContainerState(
             source
@@ -170,7 +176,7 @@ class _Attempt:
             yield
 
     def run(self) -> None:
-        generators, code = HostRandom(self._before), CodeWatch(listens=self._walker.asks_for_names)
+        generators, code = HostRandom(self._before), CodeWatch(listens=self._walker.names.asks_for_names)
         try:
             with code:
                 self._result = make_call(self._call)
@@ -199,15 +205,15 @@ class _Attempt:
 
     def entry(self, devices: set[torch.device]) -> FunctionEntry:
         """Check what the run did; return an entry without its graph."""
-        everything = self._walker.explore(self._call, everything=True)
+        everything = self._walker.explore(_reader_of(self._call, everything=True), learns=False)
         self._check_effects(everything)
-        sources = self._walker.explore(self._call)
+        sources = self._walker.explore(_reader_of(self._call))
         if without_source(self.watch.externals, sources) is not None:
             sources = everything  # code that does not name what it reads
             self._check_sources(sources)
         written = {key for key, external in self.watch.externals.items() if external.written}
         used, is_backward = set(self.watch.externals), self.watch.runs_backward
-        reads_addresses = self._walker.reads_addresses
+        reads_addresses = self._walker.names.reads_addresses
         function_guard = FunctionGuard(
             sources, None if reads_addresses else used, written, self._reads.asked, is_backward
         )

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
 from te_graph.graphs.guards.callable_guard import CallableGuard, guard_module, guard_source
-from te_graph.graphs.guards.code_reader import CodeReader
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.names import LOOKS_AT_ALL, strings_in
@@ -28,8 +27,9 @@ _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__")
 
 
-def backward_guard(reader: CodeReader, watch: CodeWatch, used: Collection[int]) -> _C.CallableGuard | None:
-    """The guard over what the code that ``watch`` has seen in a backward may read, of the sources ``reader`` knows.
+def backward_guard(sources: list[Source], watch: CodeWatch, used: Collection[int]) -> _C.CallableGuard | None:
+    """The guard over what the code that ``watch`` has seen in a backward may read, of ``sources``, the callable first.
+    No other guard is made of these: they know their steps in one.
 
     None where it reads nothing there: a replay then has nothing to look at.
 
@@ -42,13 +42,13 @@ def backward_guard(reader: CodeReader, watch: CodeWatch, used: Collection[int]) 
     names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
     reads_all = _CALL_OF_MODULES in watch.codes or not LOOKS_AT_ALL.isdisjoint(names)
     reads = _Reads(frozenset(ran), None if reads_all else frozenset(names))
-    root, *sources = reader.sources()
+    root, *others = sources
     callable_guard = CallableGuard()
     root.step = callable_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
     callable_guard.guard.expect_same_object(root.step, root.obj)
     if reads_all and isinstance(root.obj, nn.Module):
         guard_module(root, callable_guard, is_callable=True)
-    for source in sources:
+    for source in others:
         if not reads.may_read(source):
             continue
         if isinstance(source.obj, nn.Module) or (isinstance(source.obj, Tensor) and storage_key(source.obj) in used):

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_project_file, is_strided, is_user_file, storage_key
 from te_graph.graphs.graphed_class import plain_class
-from te_graph.graphs.guards.code_reader import CodeReader
+from te_graph.graphs.guards.callable_reader import CallableReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
 from te_graph.graphs.guards.lookups import absent_names
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
-from te_graph.graphs.guards.sources import HOOK_DICTS, Source, name_of, submodules, walk
+from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, name_of, submodules, walk
 from te_graph.graphs.guards.user_classes import bases_of, is_library_class
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
@@ -156,7 +156,7 @@ class CallableGuard:
 
 
 def build_callable_guard(
-    reader: CodeReader,
+    reader: CallableReader,
     sources: list[Source],
     externals: dict[int, External],
     leaves: Iterable[Tensor] = (),
@@ -203,7 +203,8 @@ def build_callable_guard(
     for source in sources:
         if id(source) not in used and source.parent is not None:
             guard_source(source, callable_guard)
-        if source.again is None:
+        # Another tensor may take the place of one that is not used.
+        if source.again is None and (id(source) in used or not isinstance(source.obj, Tensor)):
             _guard_absence(source, callable_guard, reader)
     _guard_code(sources, modules, callable_guard, reader)
     return callable_guard
@@ -217,7 +218,7 @@ def _nearest(root: Any, storages: set[int]) -> list[Source]:
     """Where tensors of ``storages`` stand that the code does not name, as far as the furthest of their first ones."""
     found: list[Source] = []
     missing = set(storages)
-    for source in walk(root):
+    for source in walk(TensorReader(root)):
         if not missing and source.distance > max(one.distance for one in found):
             break
         if _has_tensor_of(source, storages):
@@ -346,13 +347,13 @@ def _is_library(source: Source) -> bool:
     return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_library_class(type(obj))
 
 
-def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CodeReader) -> None:
+def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CallableReader) -> None:
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = source.attributes()
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
         for absent in absent_names(source):
             callable_guard.enter(absent)
-    if isinstance(source.obj, (*_CODE, Tensor)) or (is_value(source.obj) and members is None):
+    if isinstance(source.obj, _CODE) or (is_value(source.obj) and members is None):
         return
     for name in reader.absent(source) if members is not None else ():
         callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
@@ -361,7 +362,7 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CodeRe
 
 
 def _guard_code(
-    sources: list[Source], modules: list[Source], callable_guard: CallableGuard, reader: CodeReader
+    sources: list[Source], modules: list[Source], callable_guard: CallableGuard, reader: CallableReader
 ) -> None:
     """What classes have for the code to run, and the code of functions."""
     for source in modules:
@@ -374,7 +375,7 @@ def _guard_code(
             callable_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
         elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.has_code(type(obj)):
             callable_guard.expect_class(source, source.name or "self", reader.members(obj))
-    callable_guard.expect_members_below(reader.members_below())
+    callable_guard.expect_members_below(reader.members_below(sources))
     for function in reader.functions(sources):
         callable_guard.expect_code(function)
 

@@ -70,17 +70,17 @@ class FunctionGuard:
 
     def _expect(self, source: GuardedSource, step: int, is_used: bool, is_written: bool) -> None:
         guard, obj, name = self.guard, source.obj, source.name
-        if source.same_as is not None:
-            guard.expect_same(step, self._steps[id(source.same_as)])
-        elif source.is_end and not source.is_grad:
+        if source.is_end and not source.is_grad:
             return
-        elif source.value is not None:
+        if source.value is not None:
             at = (
                 guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, source.is_ephemeral)
                 if source.value.is_mutable
                 else step
             )
             guard.expect_value(at, source.value)
+        elif source.again is not None:
+            guard.expect_same(step, self._steps[id(source.again)])
         elif source.is_strided_tensor:
             compares_hooks = self._runs_backward and is_leaf(obj) and obj.requires_grad
             guard.add_tensor(step, obj, is_used, is_written, compares_hooks=compares_hooks)

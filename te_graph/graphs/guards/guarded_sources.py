@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_strided
 from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import module_of
 
 _Kind = _C.StepKind
@@ -62,15 +63,11 @@ class GuardedSource(Source):
         depth: functions and objects on the way here, containers, modules and tensors not counted.
         is_ephemeral: another object may be here at each call, as long as it holds the same.
         is_given: here are the arguments, or the keyword arguments.
-        same_as: the source where the object was met first.
-        value: of an object that is made of constants: what they are.
     """
 
     depth: int = 0
     is_ephemeral: bool = False
     is_given: bool = False
-    same_as: GuardedSource | None = None
-    value: _C.Value | None = None
 
     @property
     def is_grad(self) -> bool:
@@ -87,9 +84,23 @@ class GuardedSource(Source):
         """True when a tensor with one storage is here, of a class without a dispatch of its own."""
         return isinstance(self.obj, Tensor) and not has_subclass([type(self.obj)]) and is_strided(self.obj)
 
-    def never(self, reason: str) -> GuardedSource:
-        """That what is here cannot be compared."""
-        return self.child(None, reason, _Kind.NEVER)
+    def settled(self, above: GuardedSource) -> GuardedSource:
+        """This, with what it takes over from ``above``, an object further up."""
+        is_far = isinstance(above.obj, types.FunctionType) or not (
+            is_transparent(above.obj) or isinstance(above.obj, nn.Module | Tensor)
+        )
+        self.depth = above.depth + is_far
+        self.is_ephemeral = above.is_ephemeral and is_transparent(above.obj)
+        between = self.parent
+        while between is not above:
+            between.is_ephemeral = self.is_ephemeral
+            between = between.parent
+        return self
+
+    @functools.cached_property
+    def value(self) -> _C.Value | None:
+        """Of an object that is made of constants: what they are, when it is looked at first."""
+        return None if self.is_given or self.is_end else value_of(self.obj)
 
 
 def slots_of(kind: type) -> list[str]:

@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ HOOK_DICTS = {
     "_backward_hooks": "backward hooks",
     "_backward_pre_hooks": "backward pre-hooks",
 }
-_MAX_DISTANCE = 6
 MAX_OBJECTS = 100_000
 _OPAQUE = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.BuiltinFunctionType, torch.dtype)
 _Kind = _C.StepKind
@@ -69,6 +68,10 @@ class Source:
     def item(self, key: Any, name: str, distance: int = 1) -> Source:
         return self.child(self.obj[key], name, _Kind.ITEM, key, distance=distance)
 
+    def never(self, reason: str) -> Source:
+        """That what is here cannot be compared."""
+        return self.child(None, reason, _Kind.NEVER)
+
     def top_module(self) -> Source | None:
         """The first module on the way here."""
         above = self.parent.top_module() if self.parent is not None else None
@@ -87,41 +90,68 @@ def plain_call_guard() -> _C.CallableGuard:
     return guard
 
 
-def walk(
-    root: Any, inside: Callable[[Source], Iterable[Source]] | None = None, reach: int = _MAX_DISTANCE
-) -> Iterator[Source]:
-    """Everything that ``root`` refers to, near things first, under each of its names; looked into once.
-
-    ``inside`` tells what a source leads to; None: everything that can lead to a tensor. What is more than ``reach``
-    steps away is not looked into.
-
-    Raises:
-        RuntimeError: one of them is a weak proxy of a module or tensor.
-    """
-    inside = inside or _everything_inside
+def walk(reader: Any) -> Iterator[Source]:
+    """Everything that the beginnings of ``reader`` lead to, near things first, under each of its names; looked into
+    once. A reader tells what an object leads to, as ``TensorReader`` does."""
     seen: dict[int, Source] = {}
-    queue = deque([Source(root, "")])
-    while queue and len(seen) < MAX_OBJECTS:
+    queue = deque(reader.beginnings())
+    while len(seen) < MAX_OBJECTS:
+        if not queue:
+            queue.extend(reader.deferred(seen))
+        if not queue:
+            return
         source = queue.popleft()
-        if type(source.obj) in weakref.ProxyTypes and isinstance(source.obj, nn.Module | Tensor):  # says the proxy
-            raise RuntimeError(f"{source.name} is a weak proxy, which cannot be compared: use weakref.ref")
-        # Values of classes of the user's, enumerations among them, may have attributes.
-        is_leaf = is_value(source.obj) and own_attribute(source.obj, "__dict__") is NotImplemented
-        first = source if is_leaf else seen.setdefault(id(source.obj), source)
-        if first is not source and not isinstance(source.obj, Tensor):  # those count under each of their names
+        if reader.is_end(source):
+            yield source
+            continue
+        first = seen.setdefault(id(source.obj), source)
+        if first is not source:
             source.again = first
         yield source
-        if is_leaf or first is not source or source.distance > reach:
-            continue
-        inner = list(itertools.islice(inside(source), MAX_OBJECTS))
-        queue.extendleft(reversed([child for child in inner if child.distance == source.distance]))
-        queue.extend(child for child in inner if child.distance > source.distance)
+        if first is source:
+            inner = list(itertools.islice(reader.contents(source), MAX_OBJECTS))
+            queue.extendleft(reversed([child for child in inner if child.distance == source.distance]))
+            queue.extend(child for child in inner if child.distance > source.distance)
 
 
-def _everything_inside(source: Source) -> Iterable[Source]:
-    if isinstance(source.obj, nn.Module):
-        return _module_contents(source)
-    return () if is_bulk(source.obj) else contents(source)
+class TensorReader:
+    """Reads everything that can lead from ``root`` to a tensor, for a walk.
+
+    Attributes:
+        reach: what is more steps away is not looked into.
+    """
+
+    reach = 6
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def beginnings(self) -> Iterable[Source]:
+        """Where the walk begins."""
+        return (Source(self.root, ""),)
+
+    def is_end(self, source: Source) -> bool:
+        """Whether the object there leads nowhere, however often it is met. Values of classes of the user's,
+        enumerations among them, may have attributes.
+
+        Raises:
+            RuntimeError: it is a weak proxy of a module or tensor.
+        """
+        if type(source.obj) in weakref.ProxyTypes and isinstance(source.obj, nn.Module | Tensor):  # says the proxy
+            raise RuntimeError(f"{source.name} is a weak proxy, which cannot be compared: use weakref.ref")
+        return is_value(source.obj) and own_attribute(source.obj, "__dict__") is NotImplemented
+
+    def contents(self, source: Source) -> Iterable[Source]:
+        """What the object there leads to."""
+        if source.distance > self.reach:
+            return ()
+        if isinstance(source.obj, nn.Module):
+            return _module_contents(source)
+        return () if is_bulk(source.obj) else contents(source)
+
+    def deferred(self, seen: dict[int, Source]) -> Iterable[Source]:
+        """What is told only when all else has been ``seen``, by identity."""
+        return ()
 
 
 def _module_contents(source: Source) -> Iterator[Source]:

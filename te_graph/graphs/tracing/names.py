@@ -1,11 +1,10 @@
-"""Which attribute names the code of a function can say: what it never names it can hardly read."""
+"""Which attribute names the code of a callable or function can say: what it never names it can hardly read."""
 
 from __future__ import annotations
 
 import dis
 import functools
 import gc
-import inspect
 import itertools
 import operator
 import sys
@@ -23,7 +22,17 @@ LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fie
 _UNNAMED = LOOKS_AT_ALL | {"dir"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
-_NOT_RUN = frozenset({"__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__"})
+_MADE_BY = frozenset({"__init__", "__post_init__"})
+_NOT_RUN = frozenset(
+    (
+        *("__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__", "__set_name__"),
+        *("__setattr__", "__delattr__", "__dir__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"),
+        *("__replace__", "__getstate__", "__setstate__", "__getattribute__", "__hash__", "__eq__", "__ne__"),
+        *("__lt__", "__le__", "__gt__", "__ge__", "__post_init__"),
+    )
+)
+_ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
+_OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
 _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
@@ -32,29 +41,40 @@ PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 
 @dataclass(frozen=True)
 class Names:
-    """Names and strings in the code that a function may run.
+    """Names and strings in the code that a callable or function may run.
 
     Attributes:
         said: all of them.
-        optional: those that code may look for without relying on them (``getattr`` with a default).
-        asked: of those, the ones that code asks for as a string or in a pattern.
+        asked: those of attributes that code may look for while they are not there: strings where it has ``getattr`` or
+            the like, all names where it may go on without.
         ran: identities of the code that was seen to run, by which methods count that Python calls by itself.
-        is_enough: no code looks at attributes without naming them.
+        around: methods that run around a replay: they count once another object was seen to run them.
     """
 
-    said: frozenset[str] = frozenset()
-    optional: frozenset[str] = frozenset()
+    said: frozenset[str] = _OF_TORCH
     asked: frozenset[str] = frozenset()
     ran: frozenset[int] = frozenset()
+    around: frozenset[types.CodeType] = frozenset()
 
     @property
     def is_enough(self) -> bool:
+        """No code looks at attributes without naming them."""
         return not self.said & _UNNAMED
 
     @property
     def asks_for_names(self) -> bool:
         """Code has strings for names of attributes, which it may put together at run time."""
         return not self.said.isdisjoint(BY_NAME)
+
+    @property
+    def asks_for_autocast_cache(self) -> bool:
+        """Code looks at that switch. Else it is free: captures are made without the cache, calls come with it."""
+        return "is_autocast_cache_enabled" in self.said
+
+    @property
+    def reads_addresses(self) -> bool:
+        """The code asks where tensors lie, perhaps for a kernel that no dispatcher sees: all of them count as used."""
+        return not self.said.isdisjoint(_ADDRESSES)
 
     def may_read(self, obj: Any, attribute: str) -> bool:
         """Whether the code may read ``attribute`` of ``obj``."""
@@ -65,37 +85,39 @@ class Names:
     def with_code(self, running: Iterable[types.CodeType], types_met: Iterable[type]) -> Names:
         """These, and those in the code that is ``running`` and of the methods of ``types_met`` that it names."""
         kinds = dict.fromkeys(types_met)
-        names, optional, asked = set(self.said), set(self.optional), set(self.asked)
-        if any(issubclass(kind, nn.Module) for kind in kinds):
-            names.add("forward")  # which torch calls
+        said, asked = set(self.said), set(self.asked)
         done: set[types.CodeType] = set()
         methods = [pair for kind in kinds for pair in _methods(kind)]
-        codes = [*running, *(code for name, code in methods if self._may_run(name, code, names))]
+        codes = [code for code in running if is_user_file(code.co_filename) and not self.is_around(code)]
+        codes += [code for name, code in methods if self._may_run(name, code, said)]
         while codes:
             for code in codes:
-                names.update(strings_in(code))
-                optional.update(_optional_in(code))
-                asked.update(_optional_in(code) - set(code.co_names))
+                said |= _said_in(code)
+                asked |= _asked_in(code)
             done.update(codes)
-            codes = [code for name, code in methods if code not in done and self._may_run(name, code, names)]
-        if PATTERN in names:
-            names.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
-        return replace(self, said=frozenset(names), optional=frozenset(optional), asked=frozenset(asked))
+            codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
+        if PATTERN in said:
+            said.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
+        return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
         """These, and ``strings``, which code may pass to ``getattr``, if any code does."""
         if not self.asks_for_names:
             return self
         found = {string for string in strings if string.isidentifier()}
-        return replace(self, said=self.said | found, optional=self.optional | found, asked=self.asked | found)
+        return replace(self, said=self.said | found, asked=self.asked | found)
 
     def with_getters(self, getters: Iterable[Any]) -> Names:
         """These, and the names in objects of ``operator`` that read attributes or call methods."""
         return replace(self, said=self.said.union(*map(names_of_getter, getters)))
 
-    def _may_run(self, name: str, code: types.CodeType, names: set[str]) -> bool:
-        is_called = is_implicit(name) or (name in names and not is_for_making(name))
-        return is_called or id(code) in self.ran
+    def is_around(self, code: types.CodeType) -> bool:
+        """Whether ``code`` runs around a replay, as far as was seen."""
+        return code in self.around and id(code) not in self.ran
+
+    def _may_run(self, name: str, code: types.CodeType, said: set[str]) -> bool:
+        is_called = is_implicit(name) or (name in said and not is_for_making(name))
+        return (is_called or id(code) in self.ran) and not self.is_around(code)
 
     def has_run(self, member: Any) -> bool:
         """Whether ``member``, of a class, was seen to run."""
@@ -173,16 +195,19 @@ def _methods(kind: type) -> Iterator[tuple[str, types.CodeType]]:
 
 
 def codes_of(member: Any) -> Iterator[types.CodeType]:
-    """The code of what a class has as a method, a property or the like."""
+    """The code of what a class has as a method, a property or the like, and of what that wraps."""
     if isinstance(member, property):
         parts = [member.fget, member.fset]
     elif isinstance(member, functools.cached_property | functools.partialmethod | functools.singledispatchmethod):
         parts = [member.func]
-    elif isinstance(member, types.FunctionType | staticmethod | classmethod):
-        parts = [inspect.unwrap(getattr(member, "__func__", member))]
     else:
-        return
-    yield from (part.__code__ for part in parts if isinstance(part, types.FunctionType))
+        parts = [member.__func__ if isinstance(member, staticmethod | classmethod) else member]
+    met: list[Any] = []
+    for part in parts:
+        while isinstance(part, types.FunctionType | functools._lru_cache_wrapper) and part not in met:
+            met.append(part)
+            part = getattr(part, "__wrapped__", None)
+    yield from (part.__code__ for part in met if isinstance(part, types.FunctionType))
 
 
 def strings_of(member: Any) -> frozenset[str]:
@@ -193,28 +218,39 @@ def strings_of(member: Any) -> frozenset[str]:
 @functools.lru_cache(maxsize=4096)
 def strings_in(code: types.CodeType) -> frozenset[str]:
     """Names and strings in ``code``, and in the functions written inside it."""
-    strings = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            strings.add(constant)
-        elif isinstance(constant, types.CodeType):
-            strings |= strings_in(constant)
-        elif isinstance(constant, tuple | frozenset):
-            strings.update(part for part in constant if isinstance(part, str))
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    found = _constants_in(code).union(code.co_names, *map(strings_in, inner))
     if any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code)):
-        strings.add(PATTERN)
-    return frozenset(strings)
+        found |= {PATTERN}
+    return found
+
+
+def _constants_in(code: types.CodeType) -> frozenset[str]:
+    found: set[str] = set()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _constants_in(constant)
+        else:
+            parts = constant if isinstance(constant, tuple | frozenset) else (constant,)
+            found.update(part for part in parts if isinstance(part, str))
+    return frozenset(found)
+
+
+def _said_in(code: types.CodeType) -> frozenset[str]:
+    """All of the object that it makes it may look at: others see nothing of it but what they name."""
+    makes = code.co_name in _MADE_BY and code.co_argcount == 1
+    return strings_in(code) - LOOKS_AT_ALL if makes else strings_in(code)
 
 
 @functools.lru_cache(maxsize=4096)
-def _optional_in(code: types.CodeType) -> frozenset[str]:
+def _asked_in(code: types.CodeType) -> frozenset[str]:
     strings = strings_in(code)
-    if strings.isdisjoint(BY_NAME) and not may_do_without(code):
-        return frozenset()
-    return frozenset(string for string in strings if string.isidentifier() and not is_implicit(string))
+    named = {string for string in strings if not string.startswith("__")} if _may_do_without(code) else set()
+    found = named.union(() if strings.isdisjoint(BY_NAME) else _constants_in(code))
+    return frozenset(string for string in found if string.isidentifier())
 
 
-def may_do_without(code: types.CodeType) -> bool:
+def _may_do_without(code: types.CodeType) -> bool:
     """Whether it may go on after an attribute was not there."""
     return not strings_in(code).isdisjoint(_SWALLOWS | {PATTERN}) or _catches_everything(code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from te_graph import graphed
 from te_graph.common.capture_state import before_replay
 from te_graph.graphs.guards.function_guard import FunctionGuard
+from te_graph.graphs.guards.function_reader import FunctionReader
 from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Call
 from te_graph.testing import assert_bitwise_equal
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("repeatable")
 
 def guard_of(function: Callable, *args: object) -> tuple[FunctionGuard, Call]:
     call = (function, args, {})
-    return FunctionGuard(SourceWalker().explore(call), used=None), call
+    return FunctionGuard(SourceWalker().explore(functools.partial(FunctionReader, call, False)), used=None), call
 
 
 def microseconds(check: Callable[[], str]) -> float:

@@ -1,4 +1,4 @@
-"""Guards of callables: what code finds by name when it runs, modules and variables that come later. Weak proxies."""
+"""What code finds by name when it runs: modules, variables and attributes that come later. Weak proxies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from te_graph import make_graphed_callables
+from te_graph import graphed, make_graphed_callables
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -87,3 +87,22 @@ def test_a_weak_proxy_of_a_module_or_tensor_is_refused_by_name(make: Callable) -
     proxy, x = weakref.proxy(owner), torch.randn(3, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"closure variable proxy is a weak proxy.*use weakref.ref"):
         make_graphed_callables(lambda x: x * proxy.scale, (x,))
+
+
+@pytest.mark.parametrize("make", [nn.Identity, lambda: torch.ones(3)], ids=["module", "tensor"])
+def test_an_attribute_comes_whose_absence_a_graphed_function_has_caught(make: Callable) -> None:
+    owner = make()
+
+    def scaled(x: Tensor) -> Tensor:  # [3]
+        try:
+            return x * owner.scale
+        except AttributeError:
+            return x * 1.0
+
+    function, x = graphed(scaled), torch.randn(3)
+    for _ in range(4):
+        assert_bitwise_equal(function(x), scaled(x))
+    assert function.info()["forward_replays"] > 1
+    owner.scale = 3.0
+    for _ in range(4):
+        assert_bitwise_equal(function(x), x * 3.0)

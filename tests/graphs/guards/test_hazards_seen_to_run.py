@@ -55,6 +55,15 @@ def comparison() -> Made:
     return lambda x: x * 5 if few < many else x, few
 
 
+def comparison_of_everything() -> Made:
+    class Own(Config):
+        def __eq__(self, other: object) -> bool:
+            return vars(self) == vars(other)
+
+    one, other = Own(), Own()
+    return lambda x: x * 5 if one == other else x, one
+
+
 def every_attribute() -> Made:
     class Own:
         def __init__(self) -> None:
@@ -272,7 +281,8 @@ def asked_whether_it_is_there() -> Made:
 WHERE = {
     made.__name__: made
     for made in (
-        *(constructor, comparison, every_attribute, mangled_slot, empty_slot, member_of_a_set, member_of_a_weak_set),
+        *(constructor, comparison, comparison_of_everything, every_attribute, mangled_slot, empty_slot),
+        *(member_of_a_set, member_of_a_weak_set),
         *(key_of_a_dict, pattern, pattern_without_match, not_there_yet, getter, value_of_an_enumeration),
         *(attribute_of_a_number, class_of_a_class, far_away, chosen_closure, name_put_together),
         *(names_one_after_the_other, name_put_together_by_a_descriptor, asked_whether_it_is_there),
@@ -286,7 +296,7 @@ def test_a_change_is_seen(where: str, device: str) -> None:
     assert_seen(WHERE[where], lambda owner: setattr(owner, "scale", 3.0), "", device)
 
 
-@pytest.mark.parametrize("where", [name_put_together, names_one_after_the_other, asked_whether_it_is_there])
+@pytest.mark.parametrize("where", WHERE.values())
 def test_a_change_is_seen_by_a_graphed_function(where: Callable[[], Made], device: str) -> None:
     call, owner = where()
     function, x = graphed(lambda x: call(x)), torch.ones(3, device=device)

@@ -29,11 +29,13 @@ class Scaled(nn.Module):
         self.shift.sign = -1
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * getattr(self.weight, "gain", 1.0)
         return x * (self.weight * self.weight.mask) * self.weight.factor + self.shift * self.shift.sign
 
 
 CHANGES: dict[str, tuple[Callable[[Scaled], Any], str]] = {
     "number": (lambda net: setattr(net.weight, "factor", 3.0), "factor of weight changed from 2.0 to 3.0"),
+    "that was not there": (lambda net: setattr(net.weight, "gain", 3.0), "gain of weight changed"),
     "of a buffer": (lambda net: setattr(net.shift, "sign", 1), "sign of shift changed from -1 to 1"),
     "tensor": (
         lambda net: setattr(net.weight, "mask", torch.zeros_like(net.weight)),

@@ -1,16 +1,10 @@
-"""What an object leads to: of its attributes and its class, what code may read that says certain names."""
+"""What the code of a graphed function can read, from the arguments of one call on."""
 
 from __future__ import annotations
 
-import collections
-import contextvars
-import functools
-import gc
-import io
-import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,64 +14,91 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
 from te_graph.common.own_objects import OwnObject
-from te_graph.graphs.guards import parametrizations
-from te_graph.graphs.guards.guarded_sources import (
-    NAMESPACES,
-    VIEWS,
-    WRAPPERS,
-    GuardedSource,
-    Inlined,
-    is_opaque,
-    slots_of,
-)
-from te_graph.graphs.guards.library_objects import inside
+from te_graph.graphs.guards.builtin_objects import builtin_contents
+from te_graph.graphs.guards.class_members import ClassMembers
+from te_graph.graphs.guards.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
+from te_graph.graphs.guards.hooks_of_all import hooks_of_all
 from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
-from te_graph.graphs.tracing.names import (
-    GETTERS,
-    Names,
-    codes_of,
-    globals_of,
-    is_for_making,
-    is_implicit,
-    is_of_library,
-    module_of,
-    strings_of,
-    user_classes,
-)
+from te_graph.graphs.tracing.calls import Call
+from te_graph.graphs.tracing.names import Names, globals_of, is_implicit, module_of, strings_of, user_classes
 
 _Kind = _C.StepKind
 _MAX_DEPTH = 16
 _MAIN_GRAD = "main_grad"
-_HOOKS_OF_ALL = {
-    "torch.nn.modules.module": tuple(
-        name for name, hooks in vars(nn.modules.module).items() if name.endswith("_hooks") and isinstance(hooks, dict)
-    ),
-    "torch.optim.optimizer": ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"),
-}
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HISTORY = frozenset({"is_leaf", "grad_fn"})
-# What they lead to is the same for callables and functions.
-_LEAD_ON = (types.BuiltinFunctionType, types.MethodWrapperType, contextvars.ContextVar, weakref.ref)
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-@dataclass(frozen=True)
-class ObjectReader:
-    """Tells what the object at a source leads to.
+@dataclass
+class FunctionReader:
+    """Tells a walk what the objects lead to that one call of a function meets: the function and its arguments,
+    containers, closure variables, defaults, globals used, attributes, classes, modules, optimizers and their state,
+    gradients.
 
     Attributes:
+        call: function, arguments, keyword arguments.
+        everything: attributes of the user's own classes count that no code names, too.
         names: that code says which may run.
-        everything: attributes count that no code names, too.
+        elsewhere: functions that are reached in ways that are not followed.
     """
 
-    names: Names
+    call: Call
     everything: bool
-    _cache: dict[type, frozenset[str]] = field(default_factory=dict)
+    names: Names
+    elsewhere: Sequence[types.FunctionType] = ()
+    _members: ClassMembers = field(init=False)
+    _waiting: list[GuardedSource] = field(default_factory=list)  # dictionaries whose keys are objects
+
+    def __post_init__(self) -> None:
+        self._members = ClassMembers(self.names)
+
+    def beginnings(self) -> Iterator[GuardedSource]:
+        """Where the walk begins."""
+        root = GuardedSource(self.call, "", is_ephemeral=True)
+        yield root.child(self.call[0], "", _Kind.POSITION, index=0)
+        for index, name in ((1, "arguments"), (2, "keyword arguments")):
+            given = root.child(self.call[index], name, _Kind.POSITION, index=index)
+            given.is_ephemeral = given.is_given = True
+            yield given
+        yield from hooks_of_all(root)
+        yield from (root.child(one, f"function {one.__name__}", _Kind.KNOWN) for one in self.elsewhere)
+
+    def is_end(self, source: GuardedSource) -> bool:
+        """Whether the object there is not looked into."""
+        return source.is_end
 
     def contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """The sources one step further."""
+        obj, is_value = source.obj, source.value is not None
+        if isinstance(obj, dict) and not is_value and not all(value_of(key) is not None for key in obj):
+            self._waiting.append(source)
+        for child in self._contents_of_value(source) if is_value else self._contents(source):
+            if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
+                yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
+            else:
+                yield child.settled(source)
+
+    def deferred(self, seen: dict[int, GuardedSource]) -> Iterator[GuardedSource]:
+        """What stands under keys that are objects. Where a key is found nowhere else, the dictionary leads to it."""
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        for source in (one for one in waiting if _C.keys_of(one.obj) is not None):
+            for number, (key, value) in enumerate(source.obj.items()):
+                if value_of(key) is not None:
+                    continue
+                key_source = seen.get(id(key))
+                if key_source is None:
+                    key_source = source.child(key, f"key {number} of {source.name}", _Kind.KNOWN).settled(source)
+                    yield key_source
+                name = f"{source.name}[{key_source.name or number}]"
+                child = source.child(value, name, _Kind.ITEM_OF).settled(source)
+                child.key_source = key_source
+                yield child
+
+    def _contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         obj, name = source.obj, source.name
         if isinstance(obj, Tensor):
             yield from self._tensor_contents(source)
@@ -92,12 +113,9 @@ class ObjectReader:
             yield from self._attributes_of_function(source, obj.__name__)
         elif isinstance(obj, OwnObject):
             return
-        elif isinstance(obj, types.FunctionType):
+        elif isinstance(obj, types.FunctionType | type):
             if source.depth < _MAX_DEPTH:
-                yield from self._function_contents(source)
-        elif isinstance(obj, type):
-            if source.depth < _MAX_DEPTH:
-                yield from self._class_contents(source)
+                yield from self._class_contents(source) if isinstance(obj, type) else self._function_contents(source)
         elif isinstance(obj, types.ModuleType):
             yield from self._library_contents(source)
         elif isinstance(obj, torch.jit.ScriptModule):
@@ -106,11 +124,11 @@ class ObjectReader:
             yield from self._module_contents(source)
             yield from self._class_of(source, source.attributes())
         else:
-            yield from _builtin_contents(source)
+            yield from builtin_contents(source)
             if source.depth < _MAX_DEPTH:
                 yield from self._opaque_contents(source) if is_opaque(obj) else self._object_contents(source)
 
-    def contents_of_value(self, source: GuardedSource) -> Iterator[GuardedSource]:
+    def _contents_of_value(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """The sources one step further from what is compared by value: objects in sets, and what a class adds."""
         if isinstance(source.obj, set | frozenset):
             members = (member for member in source.obj if value_of(member) is None)
@@ -141,7 +159,7 @@ class ObjectReader:
         yield from (members.item(key, name_of(key, source.name)) for key in list(members.obj))
         expected = frozenset() if source.is_ephemeral else self.names.asked
         if is_parameter:
-            expected |= self.names.optional | ({_MAIN_GRAD} & self.names.said)
+            expected |= {_MAIN_GRAD} & self.names.said
         for key in sorted(expected - members.obj.keys()):
             if not hasattr(type(tensor), key):
                 yield members.child(None, name_of(key, source.name), _Kind.ABSENT, key)
@@ -161,7 +179,7 @@ class ObjectReader:
             yield from (
                 members.item(key, f"{source.name}.{key}") for key in list(members.obj) if key in self.names.said
             )
-            for key in sorted(self.names.optional - members.obj.keys()):
+            for key in sorted(self.names.asked - members.obj.keys()):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
     def _function_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
@@ -191,7 +209,7 @@ class ObjectReader:
         for key in list(members.obj):
             if key in self.names.said:
                 yield members.item(key, f"{owner}.{key}")
-        for key in sorted(self.names.optional - members.obj.keys()):
+        for key in sorted(self.names.asked - members.obj.keys()):
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
 
     def _object_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
@@ -225,31 +243,8 @@ class ObjectReader:
         yield source.child(kind, kind.__name__, _Kind.TYPE)
         if members is None:
             return
-        for key in sorted((self._hidden(kind) | self._expected(kind)) - members.obj.keys()):
+        for key in sorted((self._members.hidden(kind) | self._members.expected(kind)) - members.obj.keys()):
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
-
-    def _hidden(self, kind: type) -> frozenset[str]:
-        """What the code may use of a class and an attribute of the instance would hide."""
-        if kind not in self._cache:
-            found = {key for base in kind.__mro__ for key in vars(base) if self._may_use(base, key)}
-            self._cache[kind] = frozenset(key for key in found if not is_implicit(key))
-        return self._cache[kind]
-
-    def _expected(self, kind: type) -> frozenset[str]:
-        """Attributes that instances may get, and that code asks for also while they have not."""
-        users = user_classes(kind)
-        names = self.names.optional if users else self.names.asked
-        if issubclass(kind, NAMESPACES) or any("__getattr__" in vars(base) for base in users):
-            names = self.names.said
-        return frozenset(key for key in names if not is_implicit(key))
-
-    def _may_use(self, base: type, key: str) -> bool:
-        """Whether the code may use what the class ``base`` itself has under ``key``."""
-        member = vars(base)[key]
-        if is_implicit(key) and next(codes_of(member), None) is not None:
-            return True
-        is_any = not (self.names.is_enough or is_of_library(base) or is_implicit(key))
-        return ((key in self.names.said or is_any) and not is_for_making(key)) or self.names.has_run(member)
 
     def _class_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a class, also where it is hidden; of classes of torch, that they do not change."""
@@ -264,14 +259,16 @@ class ObjectReader:
             below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
             for key, member in vars(base).items():
                 is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
-                if is_shown and self._may_use(base, key):
+                if is_shown and self._members.may_use(base, key):
                     yield (below if key in found else source).child(
                         member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key
                     )
                     found.add(key)
         if classes:
             above = type(kind)
-            expected = self._expected(above) | self._hidden(above) if user_classes(above) else self._expected(kind)
+            expected = self._members.expected(kind)
+            if user_classes(above):
+                expected = self._members.expected(above) | self._members.hidden(above)
             for key in sorted(expected):
                 if not any(key in vars(base) for base in kind.__mro__):
                     yield source.child(None, f"{source.name}.{key}", _Kind.TYPE_ABSENT, key)
@@ -282,33 +279,9 @@ class ObjectReader:
             yield below.child(None, f"class {base.__name__}", _Kind.TYPE_VERSION, index=_C.type_version(base))
 
 
-def hooks_of_all(root: GuardedSource) -> Iterator[GuardedSource]:
-    """The hooks of all modules and of all optimizers, and the cache of all parametrizations."""
-    modules = root.child(sys.modules, "", _Kind.CONSTANT, sys.modules)
-    for name, kinds in _HOOKS_OF_ALL.items():
-        members = modules.item(name, f"module {name}").attributes()
-        for kind in kinds:
-            hooks = members.item(kind, f"{kind.strip('_').replace('_', ' ')} of torch")
-            if hooks.obj:
-                yield hooks
-            else:
-                yield hooks.child(None, f"number of {hooks.name}", _Kind.LENGTH, index=0)
-    cache = modules.item(parametrizations.WHERE, "").attributes().item(parametrizations.NAME, parametrizations.WHAT)
-    yield root.never(f"{cache.name} is on") if cache.obj else cache
-
-
 def _is_of_torch(kind: type) -> bool:
     """Tensors are left out: a capture patches methods of theirs."""
     return module_of(kind).partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
-
-
-def _shows_memory(obj: Any) -> bool:
-    """True for arrays and the like; their elements are compared where that is possible."""
-    try:
-        memoryview(obj).release()
-    except (TypeError, ValueError, BufferError):
-        return False
-    return True
 
 
 def _slot(source: GuardedSource, name: str, key: str) -> GuardedSource:
@@ -323,41 +296,3 @@ def _table_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     for child in contents(source):
         child.name = f"{owner}.{child.key}".lstrip(".") if source.key == "_modules" else name_of(child.key, owner)
         yield child
-
-
-def _builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
-    """What containers and the like hold, which are classes of Python's own, or derived from them."""
-    obj, name = source.obj, source.name
-    if isinstance(obj, types.MethodType):
-        yield source.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
-        yield source.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
-    elif isinstance(obj, (*_LEAD_ON, *VIEWS)):
-        yield from inside(source)
-    elif isinstance(obj, dict):
-        for key, value in obj.items():
-            if value_of(key) is not None:
-                yield source.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
-        if isinstance(obj, collections.defaultdict):
-            yield source.child(obj.default_factory, f"default of {name}", _Kind.ATTRIBUTE, "default_factory")
-    elif isinstance(obj, list | tuple | functools.partial):
-        yield from contents(source)
-    elif isinstance(obj, collections.deque):
-        for index, value in enumerate(obj):
-            yield source.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
-    elif isinstance(obj, tuple(WRAPPERS)):
-        for key in next(keys for kind, keys in WRAPPERS.items() if isinstance(obj, kind)):
-            if (function := getattr(obj, key)) is not None:
-                yield source.child(function, name, _Kind.ATTRIBUTE, key)
-    elif isinstance(obj, GETTERS):
-        held = [part for part in gc.get_referents(obj) if isinstance(part, tuple | dict)]
-        yield from (source.child(part, f"arguments of {name}", _Kind.KNOWN) for part in held)
-    elif isinstance(obj, functools.cached_property | functools._lru_cache_wrapper):
-        key = "func" if isinstance(obj, functools.cached_property) else "__wrapped__"
-        yield source.attributes().item(key, name)
-    elif isinstance(obj, set | frozenset):
-        if value_of(obj) is None:
-            yield source.never(f"{name} is a set of objects without weak references, which cannot be compared")
-    elif _shows_memory(obj):
-        yield source.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
-    elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase):
-        yield source.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")

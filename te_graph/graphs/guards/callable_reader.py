@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import itertools
 import types
 from collections.abc import Iterable, Iterator
@@ -13,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
+from te_graph.graphs.guards.library_names import names_in_library
 from te_graph.graphs.guards.library_objects import inside
 from te_graph.graphs.guards.lookups import is_project_module, modules_of
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
@@ -23,12 +22,12 @@ from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
     MAX_OBJECTS,
     Source,
+    TensorReader,
     contents,
     items_in,
     members_in,
     name_of,
     submodules,
-    walk,
 )
 from te_graph.graphs.guards.user_classes import (
     bases_of,
@@ -37,29 +36,9 @@ from te_graph.graphs.guards.user_classes import (
     methods_of_user,
     written_by_user,
 )
-from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
-from te_graph.graphs.tracing.names import (
-    BY_NAME,
-    GETTERS,
-    LOOKS_AT_ALL,
-    PATTERN,
-    may_do_without,
-    module_of,
-    names_of_getter,
-    strings_in,
-)
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit
 
 _Kind = _C.StepKind
-_ASKS_FOR_NAMES = frozenset({"getattr", "hasattr"})
-_NOT_RUN = frozenset(
-    (
-        *("__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__", "__set_name__"),
-        *("__setattr__", "__delattr__", "__dir__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"),
-        *("__replace__", "__getstate__", "__setstate__", "__getattribute__", "__hash__", "__eq__", "__ne__"),
-        *("__lt__", "__le__", "__gt__", "__ge__", "__post_init__"),
-    )
-)
-_REACH = 16  # steps from the callable
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
@@ -68,17 +47,22 @@ _GOES_THROUGH_TABLES = frozenset(
         *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict", "apply"),
     )
 )
-_OWN = "te_graph"
 # By the names of their classes. A graph of torch.fx makes its code anew when it is copied, and has its source as an
 # attribute; what torch.compile made runs its original in captures (wrappers.py).
 _EXCHANGED = {"GraphModule": ("forward", "__call__"), "OptimizedModule": ("__call__",)}
 _AROUND = ("__call__", "_call_impl")  # of the callable itself: they run around each replay
-_CODE_OF_FX = "<eval_with_key>"
 _SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
 
 
-class CodeReader:
-    """Walks from a callable along what its code can name, and learns on the way which names that are.
+def names_around(root: Any) -> Names:
+    """To begin with: the call of a module runs around each replay, as it does around the ``forward`` captured."""
+    if not isinstance(root, nn.Module):
+        return Names()
+    return Names(around=frozenset(code for kind in type(root).__mro__ for code in codes_of(vars(kind).get("__call__"))))
+
+
+class CallableReader(TensorReader):
+    """Tells a walk what the objects lead to that a callable meets, and a guard what must be there, or must not.
 
     The code is that of the functions met, of those methods of classes met that it names itself, and what was seen to
     run, called by any code; of a module whose class torch wrote, or derives from such a one, also all that torch's
@@ -88,75 +72,37 @@ class CodeReader:
     Args:
         root: the callable.
         ignored: attributes that are passed over, as ``name`` or as ``module.path.name``.
+        names: that the code says.
+        elsewhere: functions that were seen to run, and no source leads to.
     """
 
-    def __init__(self, root: Any, ignored: Iterable[str] = ()) -> None:
-        self._root = root
+    reach = 16
+
+    def __init__(
+        self, root: Any, ignored: Iterable[str], names: Names, elsewhere: Iterable[types.FunctionType] = ()
+    ) -> None:
+        super().__init__(root)
         self._ignored = _SAVES_MEMORY.union(ignored)
-        self._said = {"forward", "backward", "setup_context"}
-        self._asked: set[str] = set()
-        self._functions: dict[types.CodeType, None] = {}
-        self._ran: dict[int, types.CodeType] = {}  # by identity
-        self._elsewhere: list[types.FunctionType] = []  # that were seen to run, and no source leads to
-        self._at_sources: list[types.FunctionType] = []
-        self._classes: dict[type, dict[str, types.FunctionType]] = {}
-        self._replayed: type | None = None  # class of the module whose forward is captured, if met there alone
-        self._library: dict[type, dict[str, set[str]]] = {}
-        self._library_of_modules: dict[type, frozenset[str]] = {}
+        self._names = names
+        self._elsewhere = elsewhere
+        self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
 
-    def sources(self) -> list[Source]:
-        """All sources that the code can get to."""
-        while True:
-            known = len(self._functions), len(self._classes), len(self._said)
-            found = []
-            for source in walk(self._root, self._inside, _REACH):
-                found.append(source)
-                if source.again is None:
-                    self._learn(source.obj)
-            self._learn_methods()
-            if PATTERN in self._said:
-                self._said.update(*(getattr(kind, PATTERN, ()) for kind in self._classes))
-            if known == (len(self._functions), len(self._classes), len(self._said)):
-                self._at_sources = [source.obj for source in found if isinstance(source.obj, types.FunctionType)]
-                return found
+    def beginnings(self) -> Iterator[Source]:
+        """Where the walk begins."""
+        root = Source(self.root, "")
+        yield root
+        yield from (root.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
 
-    def note(self, watch: CodeWatch) -> None:
-        """Remember what the callable was seen to run."""
-        self._ran.update(watch.codes)
-        self._said |= watch.names
-        self._asked |= watch.names
-        missed = functions_of(watch, [*self._at_sources, *self._elsewhere])
-        self._elsewhere += [one for one in missed if not one.__code__.co_filename.startswith(_CODE_OF_FX)]
-        for _, code in watch.users_codes():
-            self._learn_code(code)
-
-    @property
-    def asks_for_names(self) -> bool:
-        """Whether code has strings for names of attributes, which it may put together at run time."""
-        return not self._said.isdisjoint(BY_NAME)
-
-    @property
-    def asks_for_autocast_cache(self) -> bool:
-        """Whether code looks at that switch. Else it is free: captures are made without the cache, calls come with."""
-        return "is_autocast_cache_enabled" in self._said
-
-    @property
-    def elsewhere(self) -> list[types.FunctionType]:
-        """Functions that were seen to run and that no source leads to. One without an owner cannot run, and would be
-        missed: the guard that compares them keeps them, and backwards that it looks at before they run."""
-        return self._elsewhere
-
-    @property
-    def obstacle(self) -> str:
-        """Why a guard cannot compare all that was seen to run; empty if it can."""
-        return too_many(self._elsewhere)
+    def contents(self, source: Source) -> Iterable[Source]:
+        """What the object there leads to, as far as the code can name it."""
+        return self._inside(source) if source.distance <= self.reach else ()
 
     def absent(self, source: Source) -> Iterator[str]:
         """Attributes that the object at ``source`` has not of its own, and that would change what the code does."""
         obj = source.obj
         members = vars(obj)
         kind = type(obj)
-        own = {name for name in self._methods_of(kind) if name in self._said}
+        own = {name for name in methods_of_user(kind) if name in self._names.said}
         own.update(name for base in bases_of(kind) for name in self._class_values(base))
         own.update(name for base in bases_of(kind) for name in self._class_objects(base))
         asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
@@ -173,43 +119,42 @@ class CodeReader:
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
-        return bool(_GOES_THROUGH_TABLES & (self._said | self._library_names(type(module))))
-
-    def names_among(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that the code says."""
-        return sorted(self._said.intersection(names))
+        return bool(_GOES_THROUGH_TABLES & (self._names.said | self._library_names(type(module))))
 
     def members(self, obj: Any) -> Iterator[tuple[str, Any]]:
         """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
         asks for something that is not there."""
         kind = plain_class(obj if isinstance(obj, type) else type(obj))
         is_module = issubclass(kind, nn.Module)
-        names = self._said | (self._library_names(kind) | {"_call_impl"} if is_module else frozenset())
-        around = set(_AROUND) if is_module and obj is self._root else set()
+        names = self._names.said | (self._library_names(kind) | {"_call_impl"} if is_module else frozenset())
+        around = set(_AROUND) if is_module and obj is self.root else set()
         around |= {name for base in kind.__mro__ for name in _EXCHANGED.get(base.__name__, ())}
         found: dict[str, Any] = {}
         for base in reversed(kind.__mro__):
             found.update(vars(base))
         for name in sorted(found.keys() - around):
-            is_method = isinstance(found[name], types.FunctionType) and _is_implicit(name)
+            is_method = isinstance(found[name], types.FunctionType) and is_implicit(name)
             is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
             if (is_method or name in names) and is_shown and not self._is_ignored(kind.__name__, name):
                 yield name, found[name]
         asked = self._asked_of(obj) - found.keys()
         if isinstance(obj, type):  # what the class of the class has, until it is hidden
-            asked |= {name for base in bases_of(type(obj)) for name in vars(base).keys() & self._said} - found.keys()
+            asked |= {
+                name for base in bases_of(type(obj)) for name in vars(base).keys() & self._names.said
+            } - found.keys()
         yield from ((name, NotImplemented) for name in sorted(asked) if not self._is_ignored(kind.__name__, name))
 
-    def members_below(self) -> Iterator[tuple[type, str, Any]]:
-        """What the code gets to by ``super()``, as (class, name, member)."""
-        replayed = plain_class(type(self._root)) if isinstance(self._root, nn.Module) else None
-        for kind in map(plain_class, self._classes):
-            below = members_below(kind, self._ran)
+    def members_below(self, sources: Iterable[Source]) -> Iterator[tuple[type, str, Any]]:
+        """What the code gets to by ``super()`` of objects and classes at ``sources``, as (class, name, member)."""
+        kinds = dict.fromkeys(one.obj if isinstance(one.obj, type) else type(one.obj) for one in sources)
+        replayed = plain_class(type(self.root)) if isinstance(self.root, nn.Module) else None
+        for kind in map(plain_class, itertools.filterfalse(is_library_class, kinds)):
+            below = members_below(kind, self._names.ran)
             yield from (each for each in below if kind is not replayed or each[1] not in _AROUND)
 
     def has_code(self, kind: type) -> bool:
         """True for classes that the user wrote, and whose methods the code may run, or those of their class."""
-        return bool(self._methods_of(kind) or bases_of(type(kind)))
+        return bool(methods_of_user(kind) or bases_of(type(kind)))
 
     def functions(self, sources: Iterable[Source]) -> Iterator[types.FunctionType]:
         """Those that the user wrote, among ``sources``."""
@@ -217,54 +162,11 @@ class CodeReader:
             if source.again is None and (function := written_by_user(source.obj)) is not None:
                 yield function
 
-    def _learn(self, obj: Any) -> None:
-        if isinstance(obj, types.FunctionType):
-            self._learn_code(obj.__code__)
-            return
-        if isinstance(obj, GETTERS):
-            self._said |= names_of_getter(obj)
-        kind = obj if isinstance(obj, type) else type(obj)
-        is_another = kind is self._replayed and type(obj) is kind and obj is not self._root
-        if (kind in self._classes and not is_another) or is_library_class(kind):
-            return
-        self._classes[kind] = methods_of_user(kind)
-        if is_another:
-            self._replayed = None
-        elif isinstance(self._root, nn.Module) and isinstance(self._root, kind):
-            self._classes[kind].pop("__call__", None)  # runs around each replay
-            self._replayed = kind if obj is self._root else self._replayed
-
-    def _learn_code(self, code: types.CodeType) -> None:
-        if code in self._functions or not is_user_file(code.co_filename):
-            return
-        self._functions[code] = None
-        names = set(strings_in(code))
-        if code.co_name in _NOT_RUN:  # it was seen to run; of the objects that it makes or shows it may look at all
-            names -= LOOKS_AT_ALL
-        self._said |= names
-        if names & _ASKS_FOR_NAMES:
-            self._asked |= {text for text in _constants_in(code) if text.isidentifier() and len(text) < 64}
-        if may_do_without(code):
-            self._asked |= {name for name in names if name.isidentifier() and not name.startswith("__")}
-
-    def _learn_methods(self) -> None:
-        """The code of methods that are named, until no more are."""
-        count = -1
-        while count != len(self._functions):
-            count = len(self._functions)
-            for methods in self._classes.values():
-                for name, function in methods.items():
-                    if name in self._said or _is_implicit(name):
-                        self._learn_code(function.__code__)
-
-    def _methods_of(self, kind: type) -> dict[str, types.FunctionType]:
-        return self._classes.get(kind, {})
-
     def _reads(self, source: Source, name: str) -> bool:
         """Whether the code may read the attribute ``name`` of the object at ``source``."""
-        if name == _OWN or self._is_ignored(source.name, name):
+        if name == "te_graph" or self._is_ignored(source.name, name):
             return False
-        if name in self._said or self._said & LOOKS_AT_ALL:
+        if name in self._names.said or self._names.said & LOOKS_AT_ALL:
             return True
         if name == "_value_" and isinstance(source.obj, enum.Enum):
             return True
@@ -277,36 +179,16 @@ class CodeReader:
         """Attributes that the code may ask ``obj`` for while it has them not."""
         kind = type(obj)
         if any("__getattr__" in vars(base) for base in bases_of(kind)):
-            return self._said
-        is_asked = isinstance(obj, (nn.Module, *NAMESPACES)) or bases_of(kind) or self._methods_of(kind)
-        return self._asked if is_asked else set()
-
-    def _library_names(self, kind: type) -> frozenset[str]:
-        """What torch's methods of ``kind`` name: of a module all of them, else those that the code may call."""
-        if kind not in self._library:
-            bases = [base for base in kind.__mro__ if base is not nn.Module and module_of(base).startswith("torch.")]
-            methods: dict[str, set[str]] = {}
-            for name, member in [pair for base in bases for pair in vars(base).items()]:
-                if isinstance(member, types.FunctionType):  # one of a base may be called by that of a class above
-                    methods.setdefault(name, set()).update(strings_in(inspect.unwrap(member).__code__))
-            self._library[kind] = methods
-            self._library_of_modules[kind] = frozenset().union(*methods.values())
-        methods = self._library[kind]
-        if issubclass(kind, nn.Module) or not methods:
-            return self._library_of_modules[kind]
-        called: set[str] = set()
-        following = {name for name in methods if name in self._said or _is_implicit(name)}
-        while following - called:
-            called |= following
-            following = {name for one in called for name in methods[one] if name in methods}
-        return frozenset().union(*(methods[name] for name in called))
+            return self._names.said
+        is_asked = isinstance(obj, (nn.Module, Tensor, *NAMESPACES)) or bases_of(kind) or methods_of_user(kind)
+        return self._names.asked if is_asked else set()
 
     def _class_values(self, kind: type) -> dict[str, Any]:
         """Constants that the class itself holds, not one below it, and that the code names."""
         return {
             key: value
             for key, value in vars(kind).items()
-            if key in self._said and not key.startswith("__") and (is_value(value) or is_bulk(value))
+            if key in self._names.said and not key.startswith("__") and (is_value(value) or is_bulk(value))
         }
 
     def _class_objects(self, kind: type) -> dict[str, Any]:
@@ -315,13 +197,11 @@ class CodeReader:
         return {
             key: value
             for key, value in vars(kind).items()
-            if key in self._said and key not in values and not key.startswith("__") and _holds_more(value)
+            if key in self._names.said and key not in values and not key.startswith("__") and _holds_more(value)
         }
 
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
-        if source.parent is None:
-            yield from (source.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(source)
         elif isinstance(obj, Tensor):
@@ -342,7 +222,7 @@ class CodeReader:
                 yield source.child(function, source.name, _Kind.KNOWN)
             elif function is not None:
                 yield from (child for child in contents(source) if not self._is_ignored_variable(child))
-                yield from modules_of(source, self._said)
+                yield from modules_of(source, self._names.said)
                 yield from self._inside_object(source, obj.__name__)
         elif isinstance(obj, type):
             if not is_library_class(obj):
@@ -397,8 +277,9 @@ class CodeReader:
         for key, value in self._class_objects(source.obj).items():
             if not self._is_ignored(source.name, key):
                 yield source.child(value, f"{source.name}.{key}", _Kind.TYPE_ITEM, key)
-        for name, function in self._methods_of(source.obj).items():
-            if name in self._said or _is_implicit(name):
+        for name, function in methods_of_user(source.obj).items():
+            is_named = name in self._names.said or is_implicit(name)
+            if is_named and not self._names.is_around(function.__code__):
                 yield source.child(function, name, _Kind.KNOWN, distance=0)
         if (kind := type(source.obj)) in bases_of(kind):
             yield source.child(kind, kind.__name__, _Kind.KNOWN)
@@ -408,8 +289,7 @@ class CodeReader:
         yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(source.obj)))
 
     def _is_ignored_variable(self, source: Source) -> bool:
-        variable = source.name.rpartition(" variable ")[2]
-        return variable in self._ignored
+        return source.name.rpartition(" variable ")[2] in self._ignored
 
 
 def _holds_more(obj: Any) -> bool:
@@ -417,15 +297,3 @@ def _holds_more(obj: Any) -> bool:
     if isinstance(obj, type | types.FunctionType | Tensor | nn.Module):
         return False
     return isinstance(obj, dict | list | tuple | functools.singledispatchmethod) or bool(bases_of(type(obj)))
-
-
-def _is_implicit(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN
-
-
-def _constants_in(code: types.CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple | frozenset):
-            yield from (part for part in constant if isinstance(part, str))
