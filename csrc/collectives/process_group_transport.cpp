@@ -133,7 +133,8 @@ private:
         out.view({-1}).copy_(all.narrow(0, 0, numel));
     }
 
-    // Process groups know few dtypes, all of them bytes. A contiguous tensor of one element may have any stride.
+    // tensor [...] -> [bytes]. Process groups know few dtypes, all of them bytes. A contiguous tensor of one element
+    // may have any stride.
     static at::Tensor bytes_of(const at::Tensor& tensor) {
         return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
     }

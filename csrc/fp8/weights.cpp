@@ -19,6 +19,7 @@ constexpr int64_t kCastWords = sizeof(Cast) / sizeof(int64_t);
 
 std::string at_index(const char* list, size_t i) { return std::string(list) + "[" + std::to_string(i) + "]"; }
 
+// tensor: [shape].
 void check_matrix(const char* op, const std::string& name, const at::Tensor& tensor, at::IntArrayRef shape,
                   at::ScalarType dtype, at::Device device) {
     check_dtype(op, name.c_str(), tensor, dtype);
@@ -31,6 +32,7 @@ void check_count(const char* op, const char* argument, size_t expected, size_t g
     TORCH_CHECK_VALUE(got == expected, op, ": expected ", argument, " of ", expected, " tensors, got ", got);
 }
 
+// lists: [...] each.
 MemoryRanges ranges_of(std::initializer_list<at::TensorList> lists) {
     std::vector<const void*> begins;
     std::vector<size_t> sizes;
@@ -56,7 +58,8 @@ void check_beside(const char* op, const MemoryRanges& buffers, const MemoryRange
     }
 }
 
-// Raises if a launch would write what it reads, or write a place twice. vectors: of all weights, and a flag.
+// Raises if a launch would write what it reads, or write a place twice. out, weights: [M_i, N_i]; out_t:
+// [N_i, M_i] each. vectors: of all weights, and a flag.
 void check_lists_apart(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
                        std::initializer_list<Argument> vectors) {
     for (const at::Tensor& tensor : out) check_writable(op, "out", tensor);

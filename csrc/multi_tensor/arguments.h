@@ -50,8 +50,10 @@ inline NormResult result_in(const at::Tensor& out) {
 
 inline at::ScalarType norm_dtype(bool has_double) { return has_double ? at::kDouble : at::kFloat; }
 
-inline Scaling clip_of(const char* op, const at::Tensor& total_norm, double max_norm, double eps,
-                       const std::optional<at::Tensor>& found_inf, at::Device device) {
+inline Scaling clip_of(const char* op, const at::Tensor& total_norm,  // [] or [1]
+                       double max_norm, double eps,
+                       const std::optional<at::Tensor>& found_inf,  // [] or [1]
+                       at::Device device) {
     TORCH_CHECK_VALUE(max_norm >= 0, op, ": expected max_norm to be 0 or positive, got ", max_norm);
     TORCH_CHECK_VALUE(eps >= 0, op, ": expected eps to be 0 or positive, got ", eps);
     return {.scale = scalar_of(op, "total_norm", total_norm, device),
@@ -62,9 +64,11 @@ inline Scaling clip_of(const char* op, const at::Tensor& total_norm, double max_
 }
 
 // The options of an accumulation; of a copy, no `noop`, sums or zeroing.
-inline Accumulation accumulation_of(const char* op, const std::optional<at::Tensor>& scale, bool zero_source,
-                                    const std::optional<at::Tensor>& sum_squares,
-                                    const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& noop,
+inline Accumulation accumulation_of(const char* op, const std::optional<at::Tensor>& scale,  // [] or [1]
+                                    bool zero_source,
+                                    const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                                    const std::optional<at::Tensor>& found_inf,    // [] or [1]
+                                    const std::optional<at::Tensor>& noop,         // [] or [1]
                                     at::Device device) {
     Accumulation result;
     if (scale) result.scale = scalar_of(op, "scale", *scale, device);

@@ -36,7 +36,8 @@ at::Tensor new_state(at::Device device) {
     return state;
 }
 
-at::Tensor norm(at::TensorList tensors, double p) {
+at::Tensor norm(at::TensorList tensors,  // [...] each
+                double p) {
     check_p(kNorm, p);
     const TensorEntries entries(kNorm, tensors, false);
     const at::Tensor state = new_state(entries.device());
@@ -46,7 +47,8 @@ at::Tensor norm(at::TensorList tensors, double p) {
     return out;
 }
 
-at::Tensor norm_partial(at::TensorList tensors, double p) {
+at::Tensor norm_partial(at::TensorList tensors,  // [...] each
+                        double p) {
     check_p("multi_tensor_norm_partial", p);
     const TensorEntries entries("multi_tensor_norm_partial", tensors, false);
     const at::Tensor state = new_state(entries.device());
@@ -67,7 +69,8 @@ at::Tensor norm_finish(const at::Tensor& partial,  // [kStateWords] int64
     return out;
 }
 
-at::Tensor norms(at::TensorList tensors, double p) {
+at::Tensor norms(at::TensorList tensors,  // [...] each
+                 double p) {
     check_p(kNorms, p);
     const TensorEntries entries(kNorms, tensors, false);
     const TensorTable table = entries.table();
@@ -103,7 +106,7 @@ struct PreparedAccumulation {
     }
 };
 
-PreparedScaling prepare_clip(at::TensorList tensors,
+PreparedScaling prepare_clip(at::TensorList tensors,        // [...] each
                              const at::Tensor& total_norm,  // [] or [1]
                              double max_norm, double eps,
                              const std::optional<at::Tensor>& found_inf)  // [] or [1]
@@ -114,7 +117,7 @@ PreparedScaling prepare_clip(at::TensorList tensors,
     return {std::move(entries), clip};
 }
 
-void clip(at::TensorList tensors,
+void clip(at::TensorList tensors,        // [...] each
           const at::Tensor& total_norm,  // [] or [1]
           double max_norm, double eps,
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
@@ -126,7 +129,8 @@ void clip(at::TensorList tensors,
     if (found_inf) TE_GRAPH_RUN(total_norm.device(), scale, {}, clip);
 }
 
-at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
+at::Tensor clip_norm(at::TensorList tensors,  // [...] each
+                     double max_norm, double p,
                      const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     check_p(kClipNorm, p);
@@ -143,7 +147,7 @@ at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
     return out;
 }
 
-void scale_by(at::TensorList tensors,
+void scale_by(at::TensorList tensors,                      // [...] each
               const at::Tensor& scale,                     // [] or [1]
               const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
@@ -155,7 +159,8 @@ void scale_by(at::TensorList tensors,
     PreparedScaling{std::move(entries), scaling}.run();
 }
 
-void scale_by_number(at::TensorList tensors, double scale,
+void scale_by_number(at::TensorList tensors,  // [...] each
+                     double scale,
                      const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     if (tensors.empty()) return;
@@ -166,13 +171,15 @@ void scale_by_number(at::TensorList tensors, double scale,
     PreparedScaling{std::move(entries), scaling}.run();
 }
 
-void zero(at::TensorList tensors) {
+void zero(at::TensorList tensors)  // [...] each
+{
     TensorEntries entries(kZero, tensors, true);
     TE_GRAPH_RUN(entries.device(), zero, entries.table());
     entries.finish();
 }
 
-void copy(at::TensorList destination, at::TensorList source,
+void copy(at::TensorList destination,                  // [...] each
+          at::TensorList source,                       // [...] each
           const std::optional<at::Tensor>& scale,      // [] or [1]
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
@@ -187,7 +194,9 @@ void copy(at::TensorList destination, at::TensorList source,
     PreparedAccumulation{std::move(entries), accumulation}.run();
 }
 
-PreparedAccumulation prepare_accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+PreparedAccumulation prepare_accumulate(at::TensorList destination,  // [...] each
+                                        at::TensorList source,       // [...] each
+                                        bool store, bool zero_source,
                                         const std::optional<at::Tensor>& scale,        // [] or [1]
                                         const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
                                         const std::optional<at::Tensor>& found_inf,    // [] or [1]
@@ -211,7 +220,9 @@ PreparedAccumulation prepare_accumulate(at::TensorList destination, at::TensorLi
     return {std::move(entries), accumulation};
 }
 
-void accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+void accumulate(at::TensorList destination,  // [...] each
+                at::TensorList source,       // [...] each
+                bool store, bool zero_source,
                 const std::optional<at::Tensor>& scale,        // [] or [1]
                 const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
                 const std::optional<at::Tensor>& found_inf,    // [] or [1]
@@ -229,7 +240,8 @@ void accumulate(at::TensorList destination, at::TensorList source, bool store, b
 
 using Optional = const std::optional<at::Tensor>&;
 
-// One tensor on meta among others brings a call here, where nothing would be done to these.
+// lists: [...] each; operands: [] or [1] each. One tensor on meta among others brings a call here, where nothing would
+// be done to these.
 void check_one_device(const char* op, std::initializer_list<std::pair<const char*, at::TensorList>> lists,
                       std::initializer_list<std::pair<const char*, std::optional<at::Tensor>>> operands) {
     std::optional<at::Device> device;
@@ -245,6 +257,7 @@ void check_one_device(const char* op, std::initializer_list<std::pair<const char
     }
 }
 
+// partial [kStateWords] -> [].
 at::Tensor norm_finish_meta(const at::Tensor& partial, double, at::ScalarType dtype) {
     return at::empty({}, partial.options().dtype(dtype));
 }

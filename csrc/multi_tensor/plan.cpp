@@ -16,6 +16,7 @@
 namespace te_graph::multi_tensor {
 namespace {
 
+// tensors: [...] each.
 void check_have_memory(const char* list, const Plan::Tensors& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
         if (has_memory(tensors[i])) continue;  // which spares the name
@@ -23,6 +24,7 @@ void check_have_memory(const char* list, const Plan::Tensors& tensors) {
     }
 }
 
+// tensors: [...] each.
 MemoryRanges ranges_of(const Plan::Tensors& tensors, const std::vector<Entry>& entries, bool of_sources) {
     std::vector<const void*> begins;
     std::vector<size_t> sizes;
@@ -33,6 +35,7 @@ MemoryRanges ranges_of(const Plan::Tensors& tensors, const std::vector<Entry>& e
     return {begins, sizes};
 }
 
+// tensors: [...] each.
 bool are_followed(const Plan::Tensors& tensors) {
     return std::any_of(tensors.begin(), tensors.end(),
                        [](const at::Tensor& tensor) { return is_followed(*tensor.unsafeGetTensorImpl(), true); });

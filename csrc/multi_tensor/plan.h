@@ -20,8 +20,8 @@ class Plan {
 public:
     using Tensors = std::vector<at::Tensor>;
 
-    // tensors, and sources of equal shapes if there are any: dense, of one device. Copies the table there,
-    // synchronously.
+    // tensors: [...] each, and sources: [...] of equal shapes if there are any: dense, of one device. Copies the table
+    // there, synchronously.
     Plan(const Tensors& tensors, const Tensors& sources);
 
     const at::Tensor& table() const { return table_; }    // [tensors, 4] int64
@@ -40,11 +40,11 @@ public:
     // the operands lies in it.
     void check_write(bool writes_sources, const Operands& operands) const;
 
-    // Those tensors, and sources, that are asked for and still exist.
+    // Those tensors, and sources, [...] each, that are asked for and still exist.
     Tensors tensors(bool with_tensors, bool with_sources) const;
 
-    // Other tensors of the same sizes and dtypes. The table is changed on the current stream: launches before it work
-    // on the old ones, launches and replays after it on the new ones.
+    // Other tensors and sources, [...] each, of the same sizes and dtypes. The table is changed on the current stream:
+    // launches before it work on the old ones, launches and replays after it on the new ones.
     void update(const Tensors& tensors, const Tensors& sources);
 
 private:
@@ -72,8 +72,10 @@ private:
     static void check(const std::vector<TensorReference>& references, const char* list);
     static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded);
     static void bump_versions(const std::vector<TensorReference>& references);
+    // tensors, sources: [...] each.
     static std::vector<TensorReference> references_to(const Tensors& tensors);
-    static Layout layout_of(const Tensors& tensors, const Tensors& sources);
+    static Layout layout_of(const Tensors& tensors,   // [...] each
+                            const Tensors& sources);  // [...] each, or none
 
     Layout layout_;
     std::vector<TensorReference> tensors_;
