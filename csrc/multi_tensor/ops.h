@@ -16,7 +16,7 @@ void check_clip(at::TensorList tensors,        // [...] each
 void check_accumulate(at::TensorList destination,             // [...] each
                       at::TensorList source,                  // [...] each
                       bool store, bool zero_source,
-                      const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                      const std::optional<at::Tensor>& sum_squares,  // [kPartialWords]
                       const std::optional<at::Tensor>& found_inf,    // [] or [1]
                       const std::optional<at::Tensor>& noop);        // [] or [1]
 

@@ -15,7 +15,7 @@ namespace te_graph::multi_tensor {
 
 inline constexpr const char* kPlan = "MultiTensorPlan";  // in messages
 
-// Does not own the tensors. Memory of the table, the chunks and the state stays the same for the plan's life.
+// Does not own the tensors. Memory of the table, the chunks and the partial stays the same for the plan's life.
 class Plan {
 public:
     using Tensors = std::vector<at::Tensor>;
@@ -24,9 +24,9 @@ public:
     // there, synchronously.
     Plan(const Tensors& tensors, const Tensors& sources);
 
-    const at::Tensor& table() const { return table_; }    // [tensors, 4] int64
-    const at::Tensor& chunks() const { return chunks_; }  // [chunks, 2] int32
-    const at::Tensor& state() const { return state_; }    // [kStateWords] int64, zero between calls
+    const at::Tensor& table() const { return table_; }      // [tensors, 4] int64
+    const at::Tensor& chunks() const { return chunks_; }    // [chunks, 2] int32
+    const at::Tensor& partial() const { return partial_; }  // [kPartialWords] int64, zero between calls
     at::ScalarType norm_dtype() const { return norm_dtype_; }
     bool has_sources() const { return !sources_.empty(); }
     bool may_accumulate() const { return may_accumulate_; }
@@ -64,7 +64,7 @@ private:
     };
     // The lists as the table has them, and where they lie.
     struct Layout {
-        std::vector<Entry> entries;
+        std::vector<TableEntry> entries;
         MemoryRanges written, read;
         bool is_followed;  // by autograd, a tensor or source: then each op that writes looks whether it may
     };
@@ -80,7 +80,7 @@ private:
     Layout layout_;
     std::vector<TensorReference> tensors_;
     std::vector<TensorReference> sources_;
-    at::Tensor table_, chunks_, state_;
+    at::Tensor table_, chunks_, partial_;
     at::ScalarType norm_dtype_ = at::kFloat;
     bool may_accumulate_ = true;
 };
