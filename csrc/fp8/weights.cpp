@@ -20,8 +20,8 @@ constexpr int64_t kCastWords = sizeof(Cast) / sizeof(int64_t);
 std::string at_index(const char* list, size_t i) { return std::string(list) + "[" + std::to_string(i) + "]"; }
 
 // tensor: [shape].
-void check_matrix(const char* op, const std::string& name, const at::Tensor& tensor, at::IntArrayRef shape,
-                  at::ScalarType dtype, at::Device device) {
+void check_form(const char* op, const std::string& name, const at::Tensor& tensor, at::IntArrayRef shape,
+                at::ScalarType dtype, at::Device device) {
     check_dtype(op, name.c_str(), tensor, dtype);
     check_shape(op, name.c_str(), tensor, shape);
     check_contiguous(op, name.c_str(), tensor);
@@ -101,7 +101,7 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
     const auto scale_invs = strided_of<float>(op, "scale_inv", scale_inv, n, at::kFloat, device);
     const auto amaxes = strided_of<float>(op, "amax", amax, n, at::kFloat, device);
     if (counts.defined()) {
-        check_matrix(op, "counts", counts, {n, kCounts}, at::kLong, device);
+        check_form(op, "counts", counts, {n, kCounts}, at::kLong, device);
     }
     std::vector<Cast> casts;
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -113,10 +113,10 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
         const DType dtype = wide_dtype_of(op, name.c_str(), weight.scalar_type());
         check_contiguous(op, name.c_str(), weight);
         const Format format = format_of(op, at_index("out", i).c_str(), out[i].scalar_type());
-        check_matrix(op, at_index("out", i), out[i], weight.sizes(), out[i].scalar_type(), device);
+        check_form(op, at_index("out", i), out[i], weight.sizes(), out[i].scalar_type(), device);
         if (!out_t.empty()) {
-            check_matrix(op, at_index("out_t", i), out_t[i], {weight.size(1), weight.size(0)}, out[i].scalar_type(),
-                         device);
+            check_form(op, at_index("out_t", i), out_t[i], {weight.size(1), weight.size(0)}, out[i].scalar_type(),
+                       device);
         }
         const auto row = static_cast<int64_t>(i);
         casts.push_back(
@@ -252,7 +252,7 @@ void WeightTable::update(Tensors weights) {
     std::vector<int64_t> addresses;
     for (size_t i = 0; i < weights.size(); ++i) {
         const std::string name = at_index("weights", i);
-        check_matrix(kWeights, name, weights[i], weights_[i].sizes(), weights_[i].scalar_type(), table_.device());
+        check_form(kWeights, name, weights[i], weights_[i].sizes(), weights_[i].scalar_type(), table_.device());
         check_has_memory(kWeights, name, weights[i]);
         const auto address = reinterpret_cast<int64_t>(weights[i].const_data_ptr());
         // Captured launches are of the kernel for aligned ones.
