@@ -54,8 +54,9 @@ TORCH_LIBRARY(te_graph, m) {
         "Tensor? noop=None) -> ()");
 
     // The same over a table in device memory, which may name other tensors at each replay.
-    // table: [entries, 4] int64 (csrc/multi_tensor/table.h: Entry), chunks: [chunks, 2] int32 (Chunk), partial: zeros
-    // before and after. The memory that the table's entries point to is read or written; it has no place in the schema.
+    // table: [entries, 4] int64 (csrc/multi_tensor/table.h: TableEntry), chunks: [chunks, 2] int32 (Chunk), partial:
+    // zeros before and after. The memory that the table's entries point to is read or written; it has no place in the
+    // schema.
     def("multi_tensor_norm_table(Tensor table, Tensor chunks, Tensor(a!) partial, float p=2.0, "
         "ScalarType dtype=float) -> Tensor");
     def("multi_tensor_clip_table_(Tensor(a!) table, Tensor chunks, Tensor total_norm, float max_norm, *, "

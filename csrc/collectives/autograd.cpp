@@ -21,16 +21,19 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+// x [...] -> [...].
 at::Tensor call_all_reduce(const at::Tensor& x, std::string group, std::string reduction) {
     static const auto op = own_op<at::Tensor(const at::Tensor&, std::string, std::string)>("te_graph::all_reduce");
     return op.call(x, group, reduction);
 }
+// x [..., world * n, ...] -> [..., n, ...].
 at::Tensor call_reduce_scatter(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group,
                                std::string reduction) {
     static const auto op =
         own_op<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string, std::string)>("te_graph::reduce_scatter");
     return op.call(x, dim, world_size, group, reduction);
 }
+// x [..., n, ...] -> [..., world * n, ...].
 at::Tensor call_all_gather(const at::Tensor& x, int64_t dim, int64_t world_size, std::string group) {
     static const auto op = own_op<at::Tensor(const at::Tensor&, int64_t, int64_t, std::string)>("te_graph::all_gather");
     return op.call(x, dim, world_size, group);
@@ -42,17 +45,20 @@ void check_differentiable(const char* op, std::string reduction) {
 }
 
 struct AllReduce : torch::autograd::Function<AllReduce> {
+    // x [...] -> [...].
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x, std::string group) {
         const at::AutoDispatchBelowADInplaceOrView below;
         context->saved_data["group"] = group;
         return call_all_reduce(x, group, "sum");
     }
+    // gradients [...] of the result -> [...] of x.
     static variable_list backward(AutogradContext* context, const variable_list& gradients) {
         return {call_all_reduce(gradients[0], context->saved_data["group"].toStringRef(), "sum"), at::Tensor()};
     }
 };
 
 struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
+    // x [..., world * n, ...] -> [..., n, ...].
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t dim, int64_t world_size,
                               std::string group) {
         const at::AutoDispatchBelowADInplaceOrView below;
@@ -61,6 +67,7 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
         context->saved_data["world_size"] = world_size;
         return call_reduce_scatter(x, dim, world_size, group, "sum");
     }
+    // gradients [..., n, ...] of the result -> [..., world * n, ...] of x.
     static variable_list backward(AutogradContext* context, const variable_list& gradients) {
         auto& saved = context->saved_data;
         return {call_all_gather(gradients[0], saved["dim"].toInt(), saved["world_size"].toInt(),
@@ -70,6 +77,7 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
 };
 
 struct AllGather : torch::autograd::Function<AllGather> {
+    // x [..., n, ...] -> [..., world * n, ...].
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t dim, int64_t world_size,
                               std::string group) {
         const at::AutoDispatchBelowADInplaceOrView below;
@@ -78,6 +86,7 @@ struct AllGather : torch::autograd::Function<AllGather> {
         context->saved_data["world_size"] = world_size;
         return call_all_gather(x, dim, world_size, group);
     }
+    // gradients [..., world * n, ...] of the result -> [..., n, ...] of x.
     static variable_list backward(AutogradContext* context, const variable_list& gradients) {
         auto& saved = context->saved_data;
         return {call_reduce_scatter(gradients[0], saved["dim"].toInt(), saved["world_size"].toInt(),
@@ -86,10 +95,12 @@ struct AllGather : torch::autograd::Function<AllGather> {
     }
 };
 
+// x: [...].
 bool needs_gradient(const at::Tensor& x) { return at::GradMode::is_enabled() && x.requires_grad(); }
+// x: [...].
 bool needs_derivative(const at::Tensor& x) { return needs_gradient(x) || has_tangent(x); }
 
-// An op that is linear, of x with a tangent: the op of both. All ranks must have one, as all must call the op.
+// An op that is linear, of x [...] with a tangent: the op of both. All ranks must have one, as all must call the op.
 template <typename Function>
 at::Tensor with_tangent(const at::Tensor& x, const Function& op) {
     const at::Tensor tangent = x._fw_grad(0);
@@ -99,6 +110,7 @@ at::Tensor with_tangent(const at::Tensor& x, const Function& op) {
     return result;
 }
 
+// tensors: [...] each.
 void check_no_gradient(const char* op, std::initializer_list<std::reference_wrapper<const at::Tensor>> tensors) {
     for (const at::Tensor& tensor : tensors) {
         TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(tensor), op,

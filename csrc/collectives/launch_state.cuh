@@ -130,13 +130,14 @@ private:
 // loops. All threads of the block construct it and call end().
 class LaunchState {
 public:
-    __device__ LaunchState(const Peers& peers, uint64_t signature, int launch, const Arrival& arrival) : peers_(peers) {
+    __device__ LaunchState(const Peers& peers, uint64_t fingerprint, int launch, const Arrival& arrival)
+        : peers_(peers) {
         __shared__ uint64_t flag;
         __shared__ bool failed;
         if (threadIdx.x == 0) {
             const ArrivalResult arrived = read_state(arrival.state_before(), gridDim.x, launch);
             const uint64_t peer_abort = arrival.peer_abort();
-            flag = flag_of(arrived.sequence, signature);
+            flag = flag_of(arrived.sequence, fingerprint);
             failed = peer_abort != 0 || !arrived.is_exclusive;
             if (!arrived.is_exclusive) abort_group(peers, Failure::kConcurrentKernels, peers.rank, flag, 0);
             if (peer_abort != 0) abort_group(peers, Failure::kAbortedByPeer, static_cast<int>(peer_abort - 1), flag, 0);

@@ -51,9 +51,9 @@ struct LL128Kernels {
 
 }  // namespace
 
-int blocks_for_lines(int64_t lines, int most) {
+int blocks_for_lines(int64_t lines, int max_blocks) {
     int blocks = 1;
-    while (blocks < most && static_cast<int64_t>(blocks) * kLinesOfSmallBlock < lines) blocks *= 2;
+    while (blocks < max_blocks && static_cast<int64_t>(blocks) * kLinesOfSmallBlock < lines) blocks *= 2;
     return blocks;
 }
 

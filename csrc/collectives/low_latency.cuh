@@ -18,7 +18,7 @@ namespace te_graph::collectives {
 // 0: any number.
 constexpr int kAnyWorld = 0;
 template <int kWorld>
-constexpr int kMostRanks = kWorld == kAnyWorld ? kMaxRanks : kWorld;
+constexpr int kMaxWorld = kWorld == kAnyWorld ? kMaxRanks : kWorld;
 
 template <int kWorld>
 __device__ __forceinline__ int world_of(const Peers& peers) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ int world_of(const Peers& peers) {
 template <int kWorld, typename Function>
 __device__ __forceinline__ void for_each_peer(const Peers& peers, const Function& function) {
 #pragma unroll
-    for (int i = 0; i < kMostRanks<kWorld> - 1; ++i) {
+    for (int i = 0; i < kMaxWorld<kWorld> - 1; ++i) {
         if (kWorld != kAnyWorld || i < peers.world - 1) function(i);
     }
 }
@@ -52,11 +52,11 @@ template <typename Proto, typename T, Reduction kReduction, Algorithm kAlgorithm
 class LineTransfer {
 public:
     static constexpr bool kSendsSame = kAlgorithm == Algorithm::kOneShot || kAlgorithm == Algorithm::kAllGather;
-    static constexpr int kMostPeers = kMostRanks<kWorld> - 1;
+    static constexpr int kMaxPeers = kMaxWorld<kWorld> - 1;
     // Fragments of the input, in the order in which they are sent.
-    using Outgoing = Fragment[kSendsSame ? 1 : kMostPeers];
+    using Outgoing = Fragment[kSendsSame ? 1 : kMaxPeers];
     // Fragments sent by the peers, in the order of their slots, which is that of their ranks.
-    using Received = Fragment[kMostPeers];
+    using Received = Fragment[kMaxPeers];
 
     __device__ LineTransfer(const Peers& peers, const LaunchArgs& args)
         : peers_(peers),
@@ -130,11 +130,11 @@ public:
     __device__ void reduce(LaunchState& state, int line, const Fragment& own, Received& received) const {
         const bool is_received = await(state, line, line < count_, received);
         if (line >= count_) return;
-        uint64_t first[kMostRanks<kWorld>], second[kMostRanks<kWorld>];
+        uint64_t first[kMaxWorld<kWorld>], second[kMaxWorld<kWorld>];
 #pragma unroll
-        for (int p = 0; p < kMostRanks<kWorld>; ++p) {
+        for (int p = 0; p < kMaxWorld<kWorld>; ++p) {
             // Indices known at compile time, so that fragments stay in registers.
-            const Fragment& below = received[p < kMostPeers ? p : kMostPeers - 1];
+            const Fragment& below = received[p < kMaxPeers ? p : kMaxPeers - 1];
             const Fragment& above = received[p > 0 ? p - 1 : 0];
             first[p] = p == peers_.rank ? own.first : p < peers_.rank ? below.first : above.first;
             second[p] = p == peers_.rank ? own.second : p < peers_.rank ? below.second : above.second;
@@ -204,8 +204,8 @@ private:
     // This lane's address in the first line of slots: of the first peer's slot here (the others follow), and of this
     // rank's slots at the peers, in sending order.
     char* from_;
-    char* to_[kMostPeers];
-    int order_[kMostPeers];
+    char* to_[kMaxPeers];
+    int order_[kMaxPeers];
 };
 
 // Largest block of the kernels without a loop: larger blocks cover more sizes.
@@ -235,7 +235,7 @@ __device__ __forceinline__ void run_loop(const LaunchArgs& args, const Peers& pe
     arrival.begin();
     typename Transfer::Outgoing fragments;
     transfer.load(first, fragments);  // needs no sequence number
-    LaunchState state(peers, args.signature, args.launch, arrival);
+    LaunchState state(peers, args.fingerprint, args.launch, arrival);
     transfer.select_half(state);
     transfer.send(state, first, fragments);
     // After the first data, so that the links are not idle meanwhile.
@@ -289,7 +289,7 @@ __device__ __forceinline__ void run_unrolled(const LaunchArgs& args, const Peers
     typename Transfer::Outgoing fragments[kUnrolled];
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) transfer.load(first + i * step, fragments[i]);
-    LaunchState state(peers, args.signature, args.launch, arrival);
+    LaunchState state(peers, args.fingerprint, args.launch, arrival);
     transfer.select_half(state);
 #pragma unroll
     for (int i = 0; i < kUnrolled; ++i) transfer.send(state, first + i * step, fragments[i]);

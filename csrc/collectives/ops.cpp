@@ -20,12 +20,14 @@ constexpr const char* kReduceScatterOut = "reduce_scatter_out";
 constexpr const char* kAllGatherOp = "all_gather";
 constexpr const char* kAllGatherOut = "all_gather_out";
 
+// tensor: [...].
 void check_plain(const char* op, const char* argument, const at::Tensor& tensor) {
     check_strided(op, argument, tensor);
     TORCH_CHECK_TYPE(!tensor.is_quantized(), op, ": expected ", argument, " that is not quantized, got ",
                      tensor.scalar_type());
 }
 
+// x: [...].
 Reduction reduction_of(const char* op, const at::Tensor& x, c10::string_view name) {
     TORCH_CHECK_VALUE(name == "sum" || name == "max", op, ": expected reduction 'sum' or 'max', got '", name, "'");
     TORCH_CHECK_TYPE(element_of(x.scalar_type()) != Element::kBytes, op,
@@ -35,6 +37,7 @@ Reduction reduction_of(const char* op, const at::Tensor& x, c10::string_view nam
     return name == "sum" ? Reduction::kSum : Reduction::kMax;
 }
 
+// x: [...], not a scalar.
 int64_t dim_of(const char* op, const at::Tensor& x, int64_t dim) {
     TORCH_CHECK_VALUE(x.dim() > 0, op, ": expected x of at least one dimension, got a scalar");
     TORCH_CHECK_INDEX(-x.dim() <= dim && dim < x.dim(), op, ": expected dim from ", -x.dim(), " to ", x.dim() - 1,
@@ -42,6 +45,7 @@ int64_t dim_of(const char* op, const at::Tensor& x, int64_t dim) {
     return dim < 0 ? dim + x.dim() : dim;
 }
 
+// x: [...].
 std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const std::string& name,
                                       std::optional<int64_t> world_size = {}) {
     auto group = find_group(op, name);
@@ -53,12 +57,13 @@ std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const
     return group;
 }
 
-// What is written has a place for each element.
+// What is written, tensor [...], has a place for each element.
 void check_written(const char* op, const char* argument, const at::Tensor& tensor) {
     check_writable(op, argument, tensor);
     check_elements_apart(op, argument, tensor);
 }
 
+// out: [shape]; x: [...].
 void check_out(const char* op, const at::Tensor& out, const at::Tensor& x, at::IntArrayRef shape) {
     check_plain(op, "out", out);
     check_dtype(op, "out", out, x.scalar_type());
@@ -67,7 +72,7 @@ void check_out(const char* op, const at::Tensor& out, const at::Tensor& x, at::I
     check_written(op, "out", out);
 }
 
-// Fills `out`, of any strides, with what function(contiguous tensor) writes.
+// Fills out [...], of any strides, with what function(contiguous tensor) writes.
 template <typename Function>
 void write_to(const at::Tensor& out, const Function& function) {
     if (out.is_contiguous()) return function(out);
@@ -76,7 +81,7 @@ void write_to(const at::Tensor& out, const Function& function) {
     out.copy_(result);
 }
 
-// What an op reads while it writes `out`: contiguous, and apart from `out` unless they are one.
+// x [...] -> [...], what an op reads while it writes out [...]: contiguous, and apart from `out` unless they are one.
 at::Tensor input_beside(const at::Tensor& x, const at::Tensor& out, bool may_be_one) {
     const at::Tensor input = x.contiguous();
     if (!share_memory(input, out)) return input;
@@ -117,14 +122,14 @@ void all_reduce_out(const at::Tensor& out,  // [...]
     note_write(out);
 }
 
-// Of an operation along a dim of x. Those without elements are all alike.
+// Of an operation along a dim of x [...]. Those without elements are all alike.
 Extents extents_of(const at::Tensor& x, int64_t dim) {
     if (x.numel() == 0) return {0};
     const at::IntArrayRef sizes = x.sizes();
     return {x.numel(), dim, c10::multiply_integers(sizes.slice(0, dim)), c10::multiply_integers(sizes.slice(dim + 1))};
 }
 
-// The part of each rank of what is `dim` in x; then also of what is dim of the output.
+// The shape of the result for x [..., world * n, ...]: [..., n, ...].
 std::vector<int64_t> scattered_shape(const char* op, const at::Tensor& x, int64_t dim, int64_t world) {
     TORCH_CHECK_VALUE(x.size(dim) % world == 0, op, ": expected x of a size in dim ", dim, " that ", world,
                       " ranks can share, got ", x.size(dim));
@@ -132,14 +137,18 @@ std::vector<int64_t> scattered_shape(const char* op, const at::Tensor& x, int64_
     shape[dim] /= world;
     return shape;
 }
+// The shape of the result for x [..., n, ...]: [..., world * n, ...].
 std::vector<int64_t> gathered_shape(const at::Tensor& x, int64_t dim, int64_t world) {
     std::vector<int64_t> shape = x.sizes().vec();
     shape[dim] *= world;
     return shape;
 }
 
-void run_reduce_scatter(const char* op, const Group& group, Reduction reduction, const at::Tensor& x, int64_t dim,
-                        const at::Tensor& out) {
+void run_reduce_scatter(const char* op, const Group& group, Reduction reduction,
+                        const at::Tensor& x,  // [..., world * n, ...]
+                        int64_t dim,
+                        const at::Tensor& out)  // [..., n, ...]
+{
     // Ranks' parts one behind the other.
     const at::Tensor rows = x.unflatten(dim, {group.world(), x.size(dim) / group.world()}).movedim(dim, 0);
     write_to(out, [&](const at::Tensor& place) {
@@ -168,7 +177,11 @@ void reduce_scatter_out(const at::Tensor& out,  // [..., n, ...]
     note_write(out);
 }
 
-void run_all_gather(const char* op, const Group& group, const at::Tensor& x, int64_t dim, const at::Tensor& out) {
+void run_all_gather(const char* op, const Group& group,
+                    const at::Tensor& x,  // [..., n, ...]
+                    int64_t dim,
+                    const at::Tensor& out)  // [..., world * n, ...]
+{
     // out as [world, ...]: the rows are contiguous where dim is the first one of more than one element.
     const at::Tensor rows = out.unflatten(dim, {group.world(), x.size(dim)}).movedim(dim, 0);
     write_to(rows, [&](const at::Tensor& place) {
@@ -196,9 +209,12 @@ void all_gather_out(const at::Tensor& out,  // [..., world * n, ...]
 }
 
 // Shapes alone, for torch.compile and fake tensors.
+
+// x [...] -> [...].
 at::Tensor all_reduce_meta(const at::Tensor& x, std::string, std::string) {
     return at::empty_symint(x.sym_sizes(), x.options());
 }
+// The shape of the result for x [..., world * n, ...]: [..., n, ...].
 std::vector<c10::SymInt> scattered_shape_meta(const char* op, const at::Tensor& x, int64_t dim, int64_t world) {
     dim = dim_of(op, x, dim);
     std::vector<c10::SymInt> shape = x.sym_sizes().vec();
@@ -207,18 +223,21 @@ std::vector<c10::SymInt> scattered_shape_meta(const char* op, const at::Tensor& 
     shape[dim] = shape[dim] / world;
     return shape;
 }
+// The shape of the result for x [..., n, ...]: [..., world * n, ...].
 std::vector<c10::SymInt> gathered_shape_meta(const char* op, const at::Tensor& x, int64_t dim, int64_t world) {
     std::vector<c10::SymInt> shape = x.sym_sizes().vec();
     shape[dim_of(op, x, dim)] *= world;
     return shape;
 }
+// x [..., world * n, ...] -> [..., n, ...].
 at::Tensor reduce_scatter_meta(const at::Tensor& x, int64_t dim, int64_t world_size, std::string, std::string) {
     return at::empty_symint(scattered_shape_meta(kReduceScatterOp, x, dim, world_size), x.options());
 }
+// x [..., n, ...] -> [..., world * n, ...].
 at::Tensor all_gather_meta(const at::Tensor& x, int64_t dim, int64_t world_size, std::string) {
     return at::empty_symint(gathered_shape_meta(kAllGatherOp, x, dim, world_size), x.options());
 }
-// Traced as a copy, which would take other shapes as well.
+// out: [shape]; x: [...]. Traced as a copy, which would take other shapes as well.
 void check_out_meta(const char* op, const at::Tensor& out, const at::Tensor& x, c10::SymIntArrayRef shape) {
     check_dtype(op, "out", out, x.scalar_type());
     check_device(op, "out", out, x.device());

@@ -25,7 +25,7 @@ namespace {
 // Describes the operation of a peer, as far as it is known.
 std::string describe_other(const FailureRecord& record, const std::optional<Extents>& extents) {
     const OperationKind own = kind_of(record.expected), other = kind_of(record.seen);
-    if (extents) return describe(Signature{other, *extents});
+    if (extents) return describe(Fingerprint{other, *extents});
     if (other != own) return describe(other);
     return describe(other) + (own.op == Op::kAllReduce ? " of another size" : " of another size or dim");
 }
@@ -37,7 +37,7 @@ std::string message_of(const std::string& group, int rank, double timeout, const
     text << "group " << group << " was aborted on rank " << rank;
     if (record.expected != 0) {
         text << " in operation " << sequence_of(record.expected) << ", "
-             << describe(Signature{kind_of(record.expected), record.extents});
+             << describe(Fingerprint{kind_of(record.expected), record.extents});
     }
     text << ": ";
     switch (record.failure) {
@@ -175,7 +175,7 @@ struct PeerTransport::State {
             args.element = element_of(operation.input.scalar_type());
             args.reduction = operation.reduction;
             args.starts_early = starts_early;
-            args.signature = pack(operation.signature());
+            args.fingerprint = pack(operation.fingerprint());
             args.launch = kLaunchIds[launches++ % kLaunchIds.size()];
             args.pool_offset = pool_offset_of(out + begin);
             switch (operation.op) {
@@ -267,6 +267,7 @@ void PeerTransport::set_timeout(double seconds) {
     state_->write(&state_->peers.control->timeout_ns, &timeout_ns, sizeof(timeout_ns));
 }
 
+// -> [].
 at::Tensor PeerTransport::found_inf() const { return state_->found_inf; }
 
 void PeerTransport::set_tuning(const Tuning& tuning) {

@@ -4,13 +4,16 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "collectives/signature.h"
+#include "collectives/fingerprint.h"
+#include "collectives/rank_state.h"
 
 #ifdef TE_GRAPH_CUDA
 #include <cuda_runtime_api.h>
 #endif
 
 namespace te_graph::collectives {
+
+constexpr int kMaxRanks = 8;
 
 // Why a group was aborted.
 enum class Failure : int32_t {
@@ -35,7 +38,7 @@ struct FailureRecord {
 
 // Device memory of a rank that only its own kernels and its host access.
 struct Control {
-    alignas(128) uint64_t state;  // signature.h
+    alignas(128) uint64_t state;  // rank_state.h
     alignas(128) uint64_t timeout_ns;
     int32_t is_claimed;  // the record is being written
     int32_t traps;       // abort by ending the context
@@ -102,7 +105,7 @@ enum class Algorithm : uint8_t { kOneShot, kTwoShot, kReduceScatter, kAllGather 
 struct LaunchArgs {
     Pieces<const char> input;  // kOneShot, kAllGather: one piece
     Pieces<char> out;          // kOneShot, kReduceScatter: one piece
-    uint64_t signature;
+    uint64_t fingerprint;
     int64_t count;        // lines or chunks of a piece
     int64_t pool_offset;  // of out.data in this rank's memory pool; -1: not in the pool
     int32_t launch;       // launch number, one of kLaunchIds

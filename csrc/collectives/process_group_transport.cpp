@@ -57,7 +57,7 @@ public:
         check(operation.name);
         ++sequence_;
         try {
-            if (device_.is_cpu()) compare_signatures(operation.signature());
+            if (device_.is_cpu()) compare_fingerprints(operation.fingerprint());
             if (operation.input.numel() != 0) dispatch(operation);
         } catch (const c10::Error& error) {
             abort_with(operation, error.what_without_backtrace());
@@ -76,22 +76,22 @@ public:
 private:
     [[noreturn]] void abort_with(const Operation& operation, const std::string& why) {
         abort_reason_.set("group " + group_ + " was aborted on rank " + std::to_string(rank_) + " in operation " +
-                          std::to_string(sequence_) + ", " + describe(operation.signature()) + ": " + why);
+                          std::to_string(sequence_) + ", " + describe(operation.fingerprint()) + ": " + why);
         check(operation.name);
         std::abort();  // not reached: check() throws
     }
 
     // On CPUs ranks compare what they are about to do, the extents themselves beside the flag, and for which group: a
     // process group serves several. On GPUs that would need a host sync.
-    void compare_signatures(const Signature& signature) {
+    void compare_fingerprints(const Fingerprint& fingerprint) {
         struct Compared {
             uint64_t flag, group;
             Extents extents;
         };
         constexpr auto kBytes = static_cast<int64_t>(sizeof(Compared));
         const at::Tensor mine = at::empty({kBytes}, at::kByte), all = at::empty({world_ * kBytes}, at::kByte);
-        const auto& own =
-            *new (mine.data_ptr()) Compared{flag_of(sequence_, pack(signature)), hash_of(group_), signature.extents};
+        const auto& own = *new (mine.data_ptr())
+                              Compared{flag_of(sequence_, pack(fingerprint)), hash_of(group_), fingerprint.extents};
         gather(mine, all);
         for (int p = 0; p < world_; ++p) {
             const auto& seen = static_cast<const Compared*>(all.const_data_ptr())[p];
@@ -133,7 +133,8 @@ private:
         out.view({-1}).copy_(all.narrow(0, 0, numel));
     }
 
-    // Process groups know few dtypes, all of them bytes. A contiguous tensor of one element may have any stride.
+    // tensor [...] -> [bytes]. Process groups know few dtypes, all of them bytes. A contiguous tensor of one element
+    // may have any stride.
     static at::Tensor bytes_of(const at::Tensor& tensor) {
         return tensor.as_strided({tensor.numel()}, {1}).view(at::kByte);
     }

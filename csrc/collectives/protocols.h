@@ -9,7 +9,7 @@ namespace te_graph::collectives {
 // eight lanes, so a line whose flag has arrived is complete. No barrier and no registration: data is sent from any
 // memory, and a kernel waits for the data alone.
 //
-// A line holds 15 words of 8 bytes and its flag (signature.h). The receive buffer of a rank is double-buffered: one
+// A line holds 15 words of 8 bytes and its flag (fingerprint.h). The receive buffer of a rank is double-buffered: one
 // half for even and one for odd sequence numbers. A rank that runs operation s + 2 has finished s + 1, for which it
 // needed lines of all peers, so all of them have finished s: what is overwritten has been read.
 
@@ -29,8 +29,8 @@ constexpr int threads_for(int64_t lines, int blocks, int64_t iterations) {
     return 32 * static_cast<int>((lines + lines_per_warp - 1) / lines_per_warp);
 }
 
-// Number of blocks for `lines` lines: a power of two, at most `most`, which is one.
-int blocks_for_lines(int64_t lines, int most);
+// Number of blocks for `lines` lines: a power of two, at most `max_blocks`, which is one.
+int blocks_for_lines(int64_t lines, int max_blocks);
 
 // The Lamport protocol of large reductions, as in FlashInfer and TensorRT-LLM: nothing but data on the wire, neither
 // flag nor fence. Receive buffers are filled with a sentinel word that data never has, so any other word is data; the
@@ -63,10 +63,10 @@ constexpr int64_t chunks_of_slots(int64_t data_bytes, int64_t flag_bytes) {
     return chunks < flags ? chunks : flags;
 }
 
-// Number of blocks for `chunks` chunks: a power of two, at most `most`, which is one.
-constexpr int blocks_for_chunks(int64_t chunks, int most) {
+// Number of blocks for `chunks` chunks: a power of two, at most `max_blocks`, which is one.
+constexpr int blocks_for_chunks(int64_t chunks, int max_blocks) {
     int blocks = 1;
-    while (blocks < most && blocks < chunks) blocks *= 2;
+    while (blocks < max_blocks && blocks < chunks) blocks *= 2;
     return blocks;
 }
 

@@ -19,12 +19,12 @@ __device__ float combine(float a, float b) {
 }
 
 // words: one of each rank.
-template <typename T, Reduction kReduction, int kMost>
-__device__ uint64_t reduce_words(const uint64_t (&words)[kMost], int world) {
+template <typename T, Reduction kReduction, int kMaxWords>
+__device__ uint64_t reduce_words(const uint64_t (&words)[kMaxWords], int world) {
     constexpr int kCount = 8 / sizeof(T);
     float sums[kCount];
 #pragma unroll
-    for (int p = 0; p < kMost; ++p) {
+    for (int p = 0; p < kMaxWords; ++p) {
         if (p >= world) break;
         const auto packed = __builtin_bit_cast(Packed<T>, words[p]);
 #pragma unroll

@@ -9,7 +9,7 @@ namespace te_graph::collectives {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostBlocks = 1024;
+constexpr int kMaxGrid = 1024;
 
 template <typename T, Reduction kReduction>
 __global__ void __launch_bounds__(kThreads)
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t launch_reduce_rows(const Rows& rows, cudaStream_t stream) {
-    const auto blocks = static_cast<int>(std::clamp<int64_t>((rows.columns + kThreads - 1) / kThreads, 1, kMostBlocks));
+    const auto blocks = static_cast<int>(std::clamp<int64_t>((rows.columns + kThreads - 1) / kThreads, 1, kMaxGrid));
     return with_reduction(rows.element, rows.reduction, [&]<typename T, Reduction kReduction>() {
         reduce_rows_kernel<T, kReduction><<<blocks, kThreads, 0, stream>>>(
             static_cast<const T*>(rows.rows), static_cast<T*>(rows.out), rows.columns, rows.ranks);

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(2 * kRoleThreads, 1)
     Arrival arrival(peers, args.launch);
     await_predecessor(arrival.prepared());
     arrival.begin();
-    LaunchState state(peers, args.signature, args.launch, arrival);
+    LaunchState state(peers, args.fingerprint, args.launch, arrival);
     SimpleAllGather chunks(peers, args, state);
     chunks.send_handshakes();
     if (role_of_block() == Role::kSender) {

@@ -18,7 +18,8 @@ namespace {
 // Memory is mapped in pages of this size: no other allocation may share a page with memory that peers map.
 constexpr int64_t kPage = 2 << 20;
 
-// Not through torch's allocator: memory of expandable segments has no handle of this kind, and blocks have neighbours.
+// -> [bytes] uint8. Not through torch's allocator: memory of expandable segments has no handle of this kind, and blocks
+// have neighbours.
 at::Tensor allocate(at::Device device, int64_t bytes) {
     const c10::cuda::CUDAGuard guard(device);
     const auto whole = static_cast<size_t>((bytes + kPage - 1) / kPage * kPage);
@@ -38,6 +39,7 @@ at::Tensor allocate(at::Device device, int64_t bytes) {
 }
 
 struct Pool {
+    // memory: [bytes] uint8.
     Pool(std::string name, at::Tensor memory, int64_t begin)
         : group(std::move(name)), buffer(std::move(memory)), ranges(begin, buffer.numel()) {}
 

@@ -44,11 +44,11 @@ private:
 
 std::string describe(const OperationKind& kind) { return describe(kind, ""); }
 
-std::string describe(const Signature& signature) {
-    const Extents& extents = signature.extents;
+std::string describe(const Fingerprint& fingerprint) {
+    const Extents& extents = fingerprint.extents;
     std::ostringstream text;
-    text << describe(signature.kind, std::to_string(extents.numel) + ' ');
-    if (signature.kind.op != Op::kAllReduce) {
+    text << describe(fingerprint.kind, std::to_string(extents.numel) + ' ');
+    if (fingerprint.kind.op != Op::kAllReduce) {
         text << " along dim " << extents.dim << " of size " << extents.size() << " (" << extents.before << " before, "
              << extents.behind << " behind)";
     }

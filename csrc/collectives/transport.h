@@ -29,11 +29,11 @@ struct Operation {
     at::Tensor out;    // all_reduce: [n], maybe `input`; reduce_scatter: [n]; all_gather: [world, n]
     Extents extents;
 
-    Signature signature() const { return {{op, reduction, static_cast<uint8_t>(input.scalar_type())}, extents}; }
+    Fingerprint fingerprint() const { return {{op, reduction, static_cast<uint8_t>(input.scalar_type())}, extents}; }
 };
 
 // "all_reduce (sum) of 1024 BFloat16", "all_gather of 24 Float along dim 1 of size 4 (2 before, 3 behind)"
-std::string describe(const Signature& signature);
+std::string describe(const Fingerprint& fingerprint);
 // "all_reduce (sum) of BFloat16"
 std::string describe(const OperationKind& kind);
 

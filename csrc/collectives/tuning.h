@@ -30,10 +30,10 @@ struct SlotBytes {
     int64_t ll128, data, flags;
 };
 constexpr SlotBytes divide_receive_buffer(int64_t receive_buffer_bytes, int64_t slots) {
-    constexpr int64_t kMostLL128 = 8 << 20;
+    constexpr int64_t kMaxLL128 = 8 << 20;
     const auto whole_lines = [](int64_t bytes) { return bytes / kLineBytes * kLineBytes; };
     const int64_t slot = whole_lines((receive_buffer_bytes - static_cast<int64_t>(sizeof(SignalPad))) / slots);
-    const int64_t quarter = whole_lines(slot / 4), ll128 = quarter < kMostLL128 ? quarter : kMostLL128;
+    const int64_t quarter = whole_lines(slot / 4), ll128 = quarter < kMaxLL128 ? quarter : kMaxLL128;
     // A flag for each chunk, and a line at least.
     const int64_t flags =
         whole_lines((slot - ll128) / kChunkBytes * static_cast<int64_t>(sizeof(uint64_t))) + kLineBytes;
@@ -55,11 +55,11 @@ constexpr int64_t units_in(Protocol protocol, int64_t bytes) {
 }
 // Lines or chunks that a slot has room for, limited to what kernels count in 32 bits with two-shot sums included.
 constexpr int64_t units_of_slot(Protocol protocol, Algorithm algorithm, const SlotBytes& slots) {
-    constexpr int64_t kMost = 1 << 29;
+    constexpr int64_t kMaxUnits = 1 << 29;
     const int64_t units = protocol == Protocol::kSimple ? chunks_of_slots(slots.data, slots.flags)
                                                         : (protocol == Protocol::kLL128 ? slots.ll128 : slots.data) /
                                                               slot_bytes_for(algorithm, 1);
-    return units < kMost ? units : kMost;
+    return units < kMaxUnits ? units : kMaxUnits;
 }
 // bytes: of the larger of input and output.
 constexpr Selection select_for(Op op, int64_t bytes, int world, const SlotBytes& slots, const Tuning& tuning) {

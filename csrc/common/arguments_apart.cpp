@@ -14,6 +14,7 @@ namespace {
 // Where elements lie, by bytes from the first one: dims by their strides, the longest first.
 class Elements {
 public:
+    // tensor: [...].
     explicit Elements(const at::Tensor& tensor) : size_(static_cast<int64_t>(tensor.element_size())) {
         for (int64_t d = 0; d < tensor.dim(); ++d) {
             // Along a stride of 0 all elements are one.

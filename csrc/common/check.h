@@ -17,23 +17,26 @@
 
 namespace te_graph {
 
+// tensor: [...].
 inline void check_dtype(const char* op, const char* argument, const at::Tensor& tensor, at::ScalarType expected) {
     TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": expected ", argument, " of dtype ", expected, ", got ",
                      tensor.scalar_type());
 }
 
+// tensor: [...].
 inline void check_device(const char* op, const char* argument, const at::Tensor& tensor, at::Device expected) {
     TORCH_CHECK_VALUE(tensor.device() == expected, op, ": expected ", argument, " on ", expected, ", got ",
                       tensor.device());
 }
 
+// tensor: [...], or undefined.
 inline void check_strided(const char* op, const char* argument, const at::Tensor& tensor) {
     TORCH_CHECK_TYPE(tensor.defined(), op, ": expected ", argument, " to be a tensor, got None");
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, op, ": expected ", argument, " of layout Strided, got ",
                       tensor.layout());
 }
 
-// [...] each, those that are there: all where the op's device is.
+// arguments: [...] each, those that are there: all where the op's device is.
 inline void check_devices(const char* op, at::Device expected,
                           std::initializer_list<std::pair<const char*, std::optional<at::Tensor>>> arguments) {
     for (const auto& [name, tensor] : arguments) {
@@ -48,8 +51,8 @@ inline void check_one(const char* op, const char* argument, const at::Tensor& te
     check_device(op, argument, tensor, device);
 }
 
-// Of what an op writes: not an inference tensor, outside of inference mode, as in torch. It has no version that could
-// tell of the write; and the flag of a group is one, so that only the group writes it.
+// Of what an op writes, tensor [...]: not an inference tensor, outside of inference mode, as in torch. It has no
+// version that could tell of the write; and the flag of a group is one, so that only the group writes it.
 inline void check_writable(const char* op, const char* argument, const at::Tensor& tensor) {
     TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": expected ", argument,
                 " made outside of inference mode, got an inference tensor; clone() it, or write it in that mode. "
@@ -57,8 +60,8 @@ inline void check_writable(const char* op, const char* argument, const at::Tenso
                 "torch.maximum(flag, group.found_inf, out=flag)");
 }
 
-// False for tensor subclasses that wrap others, and where there are elements but no bytes: lazily zero or fake tensors,
-// those on meta, and storages that were freed.
+// tensor: [...]. False for tensor subclasses that wrap others, and where there are elements but no bytes: lazily zero
+// or fake tensors, those on meta, and storages that were freed.
 inline bool has_memory(const at::Tensor& tensor) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     if (impl.is_python_dispatch() || !impl.has_storage()) return false;
@@ -69,7 +72,7 @@ inline bool has_memory(const at::Tensor& tensor) {
 constexpr c10::DispatchKeySet kDeferred({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
                                          c10::DispatchKey::ZeroTensor});
 
-// Of what a table in device memory is to name by its address.
+// Of what a table in device memory is to name by its address. tensor: [...].
 inline void check_has_memory(const char* op, const std::string& argument, const at::Tensor& tensor) {
     TORCH_CHECK_TYPE(has_memory(tensor), op, ": expected ", argument,
                      " with memory of its own, got a tensor without, or one that wraps another, such as a DTensor; "
@@ -79,7 +82,7 @@ inline void check_has_memory(const char* op, const std::string& argument, const 
                       "resolve_neg()");
 }
 
-// A contiguous table of rows: [rows, columns].
+// tensor: [rows, columns], contiguous.
 inline void check_table(const char* op, const char* argument, const at::Tensor& tensor, int64_t columns) {
     TORCH_CHECK_VALUE(tensor.dim() == 2 && tensor.size(1) == columns && tensor.is_contiguous(), op, ": expected ",
                       argument, " to be contiguous of shape [n, ", columns, "], got ", tensor.sizes(), " with strides ",

@@ -14,9 +14,10 @@ namespace {
 
 std::string name_of(const c10::FunctionSchema& schema) { return schema.name().substr(schema.name().find("::") + 2); }
 
+// tensor: [...].
 bool has_bit(const at::Tensor& tensor) { return tensor.is_conj() || tensor.is_neg(); }
 
-// Both bits at once: what is left has none, and passes the other kernel by.
+// tensor: [...] -> [...]. Both bits at once: what is left has none, and passes the other kernel by.
 at::Tensor without_bits(const at::Tensor& tensor) { return tensor.clone().resolve_conj().resolve_neg(); }
 
 void call_with_math_bits(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

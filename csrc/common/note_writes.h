@@ -20,7 +20,7 @@ inline void note_write(const at::Tensor& tensor) {
     if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// [...] each, those that are there.
+// tensors: [...] each, those that are there.
 inline void note_writes(std::initializer_list<std::optional<at::Tensor>> tensors) {
     for (const auto& tensor : tensors) {
         if (tensor) note_write(*tensor);

@@ -12,12 +12,14 @@
 
 namespace te_graph::fp8 {
 
+// tensor: [...].
 inline void check_contiguous(const char* op, const char* argument, const at::Tensor& tensor) {
     check_strided(op, argument, tensor);
     TORCH_CHECK_VALUE(tensor.is_contiguous(), op, ": expected ", argument, " to be contiguous, got shape ",
                       tensor.sizes(), " with strides ", tensor.strides());
 }
 
+// tensor: [expected].
 inline void check_shape(const char* op, const char* argument, const at::Tensor& tensor, at::IntArrayRef expected) {
     TORCH_CHECK_VALUE(tensor.sizes() == expected, op, ": expected ", argument, " of shape ", expected, ", got ",
                       tensor.sizes());

@@ -20,18 +20,24 @@ constexpr const char* kTransposeOut = "fp8_cast_transpose_out";
 constexpr const char* kDequantize = "fp8_dequantize";
 constexpr const char* kDequantizeOut = "fp8_dequantize_out";
 
+// tensor: [M, N].
 void check_matrix(const char* op, const char* argument, const at::Tensor& tensor) {
     TORCH_CHECK_VALUE(tensor.dim() == 2, op, ": expected ", argument, " of two dimensions, got shape ", tensor.sizes());
 }
 
+// x: [...].
 void check_input(const char* op, const at::Tensor& x) {
     check_strided(op, "x", x);
     wide_dtype_of(op, "x", x.scalar_type());
 }
 
 // All of a cast but where it goes; `x` is contiguous.
-Cast cast_of(const char* op, const at::Tensor& x, const at::Tensor& scale, const MaybeTensor& scale_inv,
-             const MaybeTensor& amax, const MaybeTensor& counts) {
+Cast cast_of(const char* op, const at::Tensor& x,  // [...]
+             const at::Tensor& scale,              // [] or [1]
+             const MaybeTensor& scale_inv,         // [] or [1]
+             const MaybeTensor& amax,              // [] or [1]
+             const MaybeTensor& counts)            // [kCounts]
+{
     check_input(op, x);
     return {.input = x.const_data_ptr(),
             .out = nullptr,
@@ -47,7 +53,7 @@ Cast cast_of(const char* op, const at::Tensor& x, const at::Tensor& scale, const
             .reserved = {}};
 }
 
-// An output that the caller gave: contiguous, of the shape that it must have.
+// An output that the caller gave, out [shape]: contiguous. x: [...].
 void set_out(const char* op, const char* argument, const at::Tensor& out, at::IntArrayRef shape, const at::Tensor& x,
              uint8_t*& place) {
     check_shape(op, argument, out, shape);
@@ -66,6 +72,7 @@ void run_cast_transpose(at::Device device, const Cast& cast, const ColumnSums& s
         device, [&] { cast_cpu(cast, sums, noop); }, TE_GRAPH_LAUNCH(launch_cast_transpose(cast, sums, noop, stream)));
 }
 
+// x [...] -> [1].
 at::Tensor new_scale_inv(const at::Tensor& x) { return at::empty({1}, x.options().dtype(at::kFloat)); }
 
 std::tuple<at::Tensor, at::Tensor> cast(const at::Tensor& x,      // [...]
@@ -116,7 +123,9 @@ struct Sums {
     ColumnSums sums;
     at::Tensor scratch;
 };
-Sums sums_into(const at::Tensor& dbias, const at::Tensor& x) {
+Sums sums_into(const at::Tensor& dbias,  // [N] or undefined
+               const at::Tensor& x)      // [M, N]
+{
     Sums result;
     if (!dbias.defined()) return result;
     if (!x.device().is_cpu()) {
@@ -214,8 +223,10 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
     note_writes({out, out_t, scale_inv, amax, dbias, counts});
 }
 
-Dequantization dequantization_of(const char* op, const at::Tensor& x, const at::Tensor& scale_inv,
-                                 const at::Tensor& out) {
+Dequantization dequantization_of(const char* op, const at::Tensor& x,  // [...]
+                                 const at::Tensor& scale_inv,          // [] or [1]
+                                 const at::Tensor& out)                // [...]
+{
     return {.input = static_cast<const uint8_t*>(x.const_data_ptr()),
             .out = out.data_ptr(),
             .scale_inv = scalar_of(op, "scale_inv", scale_inv, x.device()),
@@ -255,15 +266,19 @@ void dequantize_out(const at::Tensor& out,        // [...]
 }
 
 // Shapes and dtypes alone, for torch.compile and fake tensors.
+
+// x [...]; scale, amax [] or [1]; counts [kCounts].
 void check_cast_meta(const char* op, const at::Tensor& x, const at::Tensor& scale, const MaybeTensor& amax,
                      const MaybeTensor& counts) {
     check_devices(op, x.device(), {{"scale", scale}, {"amax", amax}, {"counts", counts}});
 }
+// x [...]; scale, amax [] or [1]; counts [kCounts] -> [...], [1].
 std::tuple<at::Tensor, at::Tensor> cast_meta(const at::Tensor& x, const at::Tensor& scale, at::ScalarType dtype,
                                              const MaybeTensor& amax, const MaybeTensor& counts) {
     check_cast_meta(kCast, x, scale, amax, counts);
     return {at::empty_symint(x.sym_sizes(), x.options().dtype(dtype)), new_scale_inv(x)};
 }
+// x [M, N]; scale, amax [] or [1]; counts [kCounts] -> [M, N], [N, M], [1].
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose_meta(const at::Tensor& x, const at::Tensor& scale,
                                                                    at::ScalarType dtype, const MaybeTensor& amax,
                                                                    const MaybeTensor& counts) {
@@ -272,6 +287,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose_meta(const at::Ten
     return {at::empty_symint(x.sym_sizes(), x.options().dtype(dtype)),
             at::empty_symint({x.sym_size(1), x.sym_size(0)}, x.options().dtype(dtype)), new_scale_inv(x)};
 }
+// x [M, N]; scale, amax [] or [1]; counts [kCounts] -> [M, N], [N, M], [1], [N].
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias_meta(const at::Tensor& x,
                                                                                      const at::Tensor& scale,
                                                                                      at::ScalarType dtype,
@@ -281,11 +297,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias_
     const auto [out, out_t, scale_inv] = cast_transpose_meta(x, scale, dtype, amax, counts);
     return {out, out_t, scale_inv, at::empty_symint({x.sym_size(1)}, x.options())};
 }
+// out, x [...]; scale, scale_inv, amax, noop [] or [1]; counts [kCounts].
 void cast_out_meta(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale, const MaybeTensor& scale_inv,
                    const MaybeTensor& amax, const MaybeTensor& counts, const MaybeTensor& noop) {
     check_cast_meta(kCastOut, x, scale, amax, counts);
     check_devices(kCastOut, x.device(), {{"out", out}, {"scale_inv", scale_inv}, {"noop", noop}});
 }
+// out, x [M, N]; out_t [N, M]; scale, scale_inv, amax, noop [] or [1]; dbias [N]; counts [kCounts].
 void cast_transpose_out_meta(const at::Tensor& out, const at::Tensor& out_t, const at::Tensor& x,
                              const at::Tensor& scale, const MaybeTensor& scale_inv, const MaybeTensor& amax,
                              const MaybeTensor& dbias, const MaybeTensor& counts, const MaybeTensor& noop) {
@@ -293,10 +311,12 @@ void cast_transpose_out_meta(const at::Tensor& out, const at::Tensor& out_t, con
     check_devices(kTransposeOut, x.device(),
                   {{"out", out}, {"out_t", out_t}, {"scale_inv", scale_inv}, {"dbias", dbias}, {"noop", noop}});
 }
+// x [...]; scale_inv [] or [1] -> [...].
 at::Tensor dequantize_meta(const at::Tensor& x, const at::Tensor& scale_inv, at::ScalarType dtype) {
     check_devices(kDequantize, x.device(), {{"scale_inv", scale_inv}});
     return at::empty_symint(x.sym_sizes(), x.options().dtype(dtype));
 }
+// out, x [...]; scale_inv [] or [1].
 void dequantize_out_meta(const at::Tensor& out, const at::Tensor& x, const at::Tensor& scale_inv) {
     check_devices(kDequantizeOut, x.device(), {{"out", out}, {"scale_inv", scale_inv}});
 }

@@ -74,9 +74,12 @@ Update update_of(const at::Tensor& amax_history,     // [H, n]
     return update;
 }
 
-// flag: [] or [1], if there is one.
-void run_update(const Update& update, const at::Tensor& amax_history, const at::Tensor& scale,
-                const at::Tensor& scale_inv, const at::Tensor& non_weight_mask, const std::optional<at::Tensor>& flag) {
+void run_update(const Update& update, const at::Tensor& amax_history,  // [H, n]
+                const at::Tensor& scale,                               // [n]
+                const at::Tensor& scale_inv,                           // [n]
+                const at::Tensor& non_weight_mask,                     // [n] or [0]
+                const std::optional<at::Tensor>& flag)                 // [] or [1]
+{
     check_apart(kUpdate, {{"amax_history", amax_history, true},
                           {"scale", scale, true},
                           {"scale_inv", scale_inv, true},
@@ -86,8 +89,10 @@ void run_update(const Update& update, const at::Tensor& amax_history, const at::
     note_writes({amax_history, scale, scale_inv});
 }
 
-void update_by_tensor(const at::Tensor& amax_history, const at::Tensor& scale, const at::Tensor& scale_inv,
-                      const at::Tensor& non_weight_mask,
+void update_by_tensor(const at::Tensor& amax_history,             // [H, n]
+                      const at::Tensor& scale,                    // [n]
+                      const at::Tensor& scale_inv,                // [n]
+                      const at::Tensor& non_weight_mask,          // [n] or [0]
                       const at::Tensor& update_weight_scale_inv,  // [] or [1]
                       double fp8_max, double margin, const std::string& amax_compute_algo, bool skip_nonfinite) {
     Update update =
@@ -96,9 +101,12 @@ void update_by_tensor(const at::Tensor& amax_history, const at::Tensor& scale, c
     run_update(update, amax_history, scale, scale_inv, non_weight_mask, update_weight_scale_inv);
 }
 
-void update_by_number(const at::Tensor& amax_history, const at::Tensor& scale, const at::Tensor& scale_inv,
-                      const at::Tensor& non_weight_mask, bool update_weight_scale_inv, double fp8_max, double margin,
-                      const std::string& amax_compute_algo, bool skip_nonfinite) {
+void update_by_number(const at::Tensor& amax_history,     // [H, n]
+                      const at::Tensor& scale,            // [n]
+                      const at::Tensor& scale_inv,        // [n]
+                      const at::Tensor& non_weight_mask,  // [n] or [0]
+                      bool update_weight_scale_inv, double fp8_max, double margin, const std::string& amax_compute_algo,
+                      bool skip_nonfinite) {
     Update update =
         update_of(amax_history, scale, scale_inv, non_weight_mask, fp8_max, margin, amax_compute_algo, skip_nonfinite);
     update.update_weight_scale_inv = update_weight_scale_inv;
@@ -147,11 +155,13 @@ at::Tensor scale_of_amax(const at::Tensor& amax,  // [...]
     return out;
 }
 
+// amax_history [H, n]; scale, scale_inv [n]; non_weight_mask [n] or [0].
 void update_by_number_meta(const at::Tensor& amax_history, const at::Tensor& scale, const at::Tensor& scale_inv,
                            const at::Tensor& non_weight_mask, bool, double, double, const std::string&, bool) {
     check_devices(kUpdate, amax_history.device(),
                   {{"scale", scale}, {"scale_inv", scale_inv}, {"non_weight_mask", non_weight_mask}});
 }
+// amax_history [H, n]; scale, scale_inv [n]; non_weight_mask [n] or [0]; update_weight_scale_inv [] or [1].
 void update_by_tensor_meta(const at::Tensor& amax_history, const at::Tensor& scale, const at::Tensor& scale_inv,
                            const at::Tensor& non_weight_mask, const at::Tensor& update_weight_scale_inv, double fp8_max,
                            double margin, const std::string& algo, bool skip_nonfinite) {
@@ -159,6 +169,7 @@ void update_by_tensor_meta(const at::Tensor& amax_history, const at::Tensor& sca
     update_by_number_meta(amax_history, scale, scale_inv, non_weight_mask, false, fp8_max, margin, algo,
                           skip_nonfinite);
 }
+// x [...] -> [1], [1].
 std::tuple<at::Tensor, at::Tensor> current_scale_meta(const at::Tensor& x, at::ScalarType, double, bool) {
     const auto options = x.options().dtype(at::kFloat);
     return {at::empty({1}, options), at::empty({1}, options)};

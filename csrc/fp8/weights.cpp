@@ -19,8 +19,9 @@ constexpr int64_t kCastWords = sizeof(Cast) / sizeof(int64_t);
 
 std::string at_index(const char* list, size_t i) { return std::string(list) + "[" + std::to_string(i) + "]"; }
 
-void check_matrix(const char* op, const std::string& name, const at::Tensor& tensor, at::IntArrayRef shape,
-                  at::ScalarType dtype, at::Device device) {
+// tensor: [shape].
+void check_form(const char* op, const std::string& name, const at::Tensor& tensor, at::IntArrayRef shape,
+                at::ScalarType dtype, at::Device device) {
     check_dtype(op, name.c_str(), tensor, dtype);
     check_shape(op, name.c_str(), tensor, shape);
     check_contiguous(op, name.c_str(), tensor);
@@ -31,6 +32,7 @@ void check_count(const char* op, const char* argument, size_t expected, size_t g
     TORCH_CHECK_VALUE(got == expected, op, ": expected ", argument, " of ", expected, " tensors, got ", got);
 }
 
+// lists: [...] each.
 MemoryRanges ranges_of(std::initializer_list<at::TensorList> lists) {
     std::vector<const void*> begins;
     std::vector<size_t> sizes;
@@ -56,7 +58,8 @@ void check_beside(const char* op, const MemoryRanges& buffers, const MemoryRange
     }
 }
 
-// Raises if a launch would write what it reads, or write a place twice. vectors: of all weights, and a flag.
+// Raises if a launch would write what it reads, or write a place twice. out, weights: [M_i, N_i]; out_t:
+// [N_i, M_i] each. vectors: of all weights, and a flag.
 void check_lists_apart(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
                        std::initializer_list<Argument> vectors) {
     for (const at::Tensor& tensor : out) check_writable(op, "out", tensor);
@@ -98,7 +101,7 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
     const auto scale_invs = strided_of<float>(op, "scale_inv", scale_inv, n, at::kFloat, device);
     const auto amaxes = strided_of<float>(op, "amax", amax, n, at::kFloat, device);
     if (counts.defined()) {
-        check_matrix(op, "counts", counts, {n, kCounts}, at::kLong, device);
+        check_form(op, "counts", counts, {n, kCounts}, at::kLong, device);
     }
     std::vector<Cast> casts;
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -110,10 +113,10 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
         const DType dtype = wide_dtype_of(op, name.c_str(), weight.scalar_type());
         check_contiguous(op, name.c_str(), weight);
         const Format format = format_of(op, at_index("out", i).c_str(), out[i].scalar_type());
-        check_matrix(op, at_index("out", i), out[i], weight.sizes(), out[i].scalar_type(), device);
+        check_form(op, at_index("out", i), out[i], weight.sizes(), out[i].scalar_type(), device);
         if (!out_t.empty()) {
-            check_matrix(op, at_index("out_t", i), out_t[i], {weight.size(1), weight.size(0)}, out[i].scalar_type(),
-                         device);
+            check_form(op, at_index("out_t", i), out_t[i], {weight.size(1), weight.size(0)}, out[i].scalar_type(),
+                       device);
         }
         const auto row = static_cast<int64_t>(i);
         casts.push_back(
@@ -249,7 +252,7 @@ void WeightTable::update(Tensors weights) {
     std::vector<int64_t> addresses;
     for (size_t i = 0; i < weights.size(); ++i) {
         const std::string name = at_index("weights", i);
-        check_matrix(kWeights, name, weights[i], weights_[i].sizes(), weights_[i].scalar_type(), table_.device());
+        check_form(kWeights, name, weights[i], weights_[i].sizes(), weights_[i].scalar_type(), table_.device());
         check_has_memory(kWeights, name, weights[i]);
         const auto address = reinterpret_cast<int64_t>(weights[i].const_data_ptr());
         // Captured launches are of the kernel for aligned ones.

@@ -15,6 +15,7 @@ namespace te_graph::fp8 {
 
 using multi_tensor::MemoryRanges;
 
+// weights: [M_i, N_i] each.
 void check_not_empty(const char* op, at::TensorList weights);
 
 // One row for each weight; checks everything. weights, out: [M_i, N_i]; out_t: [N_i, M_i] each, or none at all; scale,
@@ -29,6 +30,8 @@ class WeightTable {
 public:
     using Tensors = std::vector<at::Tensor>;
 
+    // As casts_of(): weights, out: [M_i, N_i]; out_t: [N_i, M_i] each; scale, scale_inv, amax: [n]; counts:
+    // [n, kCounts].
     WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor scale, at::Tensor scale_inv, at::Tensor amax,
                 at::Tensor counts, std::vector<std::string> names);
 
@@ -42,18 +45,20 @@ public:
     // Raises if a weight or a buffer lies elsewhere, or otherwise, than the table says.
     void check_places() const;
 
-    // Other weights of the same shapes and dtypes, stream-ordered.
+    // Other weights, [M_i, N_i] each, of the same shapes and dtypes, stream-ordered.
     void update(Tensors weights);
 
+    // [M_i, N_i] each.
     const Tensors& weights() const { return weights_; }
-    // What the casts read beside the weights and scales: the table, its tiles, the state.
+    // What the casts read beside the weights and scales: the table [n, 10], its tiles [tiles, 2], the state [2].
     Tensors tables() const { return {table_, tiles_, state_}; }
 
 private:
     // What the table goes by: a tensor may be laid out otherwise later, over the same memory.
     struct TensorState {
+        // tensor: [M, N] or [n].
         explicit TensorState(const at::Tensor& tensor);
-        // What is another about `tensor` now, in words; nullptr: nothing.
+        // What is another about tensor [...] now, in words; nullptr: nothing.
         const char* change_of(const at::Tensor& tensor) const;
 
         // Small, since all are read at the start of each micro-batch.
@@ -64,8 +69,9 @@ private:
         bool is_contiguous;
     };
     using WeightStates = std::vector<TensorState>;
+    // tensors: [M, N] or [n] each.
     static WeightStates states_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
-    // The buffers, which are this object's own, are looked at for their address alone.
+    // tensors: [M_i, N_i] or [n] each. The buffers, which are this object's own, are looked at for their address alone.
     std::string moved(const Tensors& tensors, const WeightStates& states, const char* what) const;
 
     Tensors weights_;

@@ -72,6 +72,8 @@ void cast_weights_table(const at::Tensor& table,  // [n, 10] int64
     for (const at::Tensor& tensor : written) note_write(tensor);
 }
 
+// out, weights [M_i, N_i] each; out_t [N_i, M_i] each, or none; scale, scale_inv, amax [n]; counts [n, kCounts]; noop
+// [] or [1].
 void cast_weights_meta(at::TensorList out, at::TensorList out_t, at::TensorList weights, const at::Tensor& scale,
                        const at::Tensor& scale_inv, const at::Tensor& amax, const std::optional<at::Tensor>& counts,
                        const std::optional<at::Tensor>& noop) {
@@ -83,6 +85,7 @@ void cast_weights_meta(at::TensorList out, at::TensorList out_t, at::TensorList 
     check_devices(kList, device,
                   {{"scale", scale}, {"scale_inv", scale_inv}, {"amax", amax}, {"counts", counts}, {"noop", noop}});
 }
+// table [n, 10]; tiles [tiles, 2]; state [2]; written [...] each; noop [] or [1].
 void cast_weights_table_meta(const at::Tensor& table, const at::Tensor& tiles, const at::Tensor& state,
                              at::TensorList written, int64_t, const std::optional<at::Tensor>& noop) {
     for (const at::Tensor& tensor : written) check_device(kTable, "written", tensor, table.device());

@@ -163,7 +163,7 @@ template <typename Table>
 __global__ void __launch_bounds__(kThreads)
     multi_tensor_accumulate_fused_kernel(const __grid_constant__ Table table, const Accumulation accumulation) {
     if (accumulation.noop != nullptr && *accumulation.noop != 0) return;
-    __shared__ BlockState block;
+    __shared__ BlockPartial block;
     clear(block);
     const double scale = read(accumulation.scale);
     const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
@@ -207,10 +207,11 @@ struct UpdateBatch {
 };
 
 // Grid: one block; thread i applies update i.
-__global__ void multi_tensor_update_entries_kernel(Entry* table, const __grid_constant__ UpdateBatch batch, int count) {
+__global__ void multi_tensor_update_entries_kernel(TableEntry* table, const __grid_constant__ UpdateBatch batch,
+                                                   int count) {
     const int i = threadIdx.x;
     if (i >= count) return;
-    Entry& entry = table[batch.updates[i].entry];
+    TableEntry& entry = table[batch.updates[i].entry];
     if (batch.updates[i].has_source) entry.source = batch.updates[i].source;
     entry.destination = batch.updates[i].destination;
     entry.mode = batch.updates[i].mode;
@@ -228,7 +229,7 @@ cudaError_t launch_accumulate(const TensorTable& tensors, const Accumulation& ac
     });
 }
 
-cudaError_t launch_update_entries(Entry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream) {
+cudaError_t launch_update_entries(TableEntry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream) {
     for (int64_t first = 0; first < count; first += kMaxUpdates) {
         const int size = static_cast<int>(std::min<int64_t>(kMaxUpdates, count - first));
         UpdateBatch batch{};

@@ -26,12 +26,13 @@ struct EntryUpdate {
 };
 
 struct Accumulation {
-    Scalar scale;                     // of the sources; the number 1 means none
-    bool zero_source = false;         // sources are zeroed, in entries that are skipped too
-    uint64_t* sum_squares = nullptr;  // [kStateWords] (exact_sum.h): as norm.h would find in the destinations for p = 2
-    float* found_inf = nullptr;       // [1], set to 1 if something written is not finite
-    const float* noop = nullptr;      // [1]: where it is not 0, nothing at all is written
-    bool has_mode = false;            // `mode` holds for all entries, whatever theirs is
+    Scalar scale;              // of the sources; the number 1 means none
+    bool zero_source = false;  // sources are zeroed, in entries that are skipped too
+    uint64_t* sum_squares =
+        nullptr;                  // [kPartialWords] (exact_sum.h): as norm.h would find in the destinations for p = 2
+    float* found_inf = nullptr;   // [1], set to 1 if something written is not finite
+    const float* noop = nullptr;  // [1]: where it is not 0, nothing at all is written
+    bool has_mode = false;        // `mode` holds for all entries, whatever theirs is
     Mode mode = Mode::kAdd;
 
     // Whether it only stores or adds, as the gradients of a graph are.
@@ -42,13 +43,13 @@ struct Accumulation {
 
 // CPU: the executable specification.
 void accumulate_cpu(const TensorTable& tensors, const Accumulation& accumulation);
-void update_entries_cpu(Entry* table, const EntryUpdate* updates, int64_t count);
+void update_entries_cpu(TableEntry* table, const EntryUpdate* updates, int64_t count);
 
 #ifdef TE_GRAPH_CUDA
 // No allocation, no host sync. One launch for a table or up to kInlinePairs pairs, else several.
 cudaError_t launch_accumulate(const TensorTable& tensors, const Accumulation& accumulation, cudaStream_t stream);
 // updates: [count] in host memory, of distinct entries; read before the call returns.
-cudaError_t launch_update_entries(Entry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream);
+cudaError_t launch_update_entries(TableEntry* table, const EntryUpdate* updates, int64_t count, cudaStream_t stream);
 #endif
 
 }  // namespace te_graph::multi_tensor

@@ -33,7 +33,8 @@ void accumulate_cpu(const TensorTable& tensors, const Accumulation& accumulation
     const double scale = read(accumulation.scale);
     const bool has_scale = accumulation.scale.data != nullptr || scale != 1;
     bool is_infinite = false;
-    const auto accumulate = [&]<typename Source, typename Destination>(const Entry& entry, int64_t begin, int64_t end) {
+    const auto accumulate = [&]<typename Source, typename Destination>(const TableEntry& entry, int64_t begin,
+                                                                       int64_t end) {
         auto* const from = static_cast<Source*>(const_cast<void*>(entry.source));
         auto* const to = static_cast<Destination*>(entry.destination);
         const Mode mode = accumulation.has_mode ? accumulation.mode : entry.mode;
@@ -50,7 +51,7 @@ void accumulate_cpu(const TensorTable& tensors, const Accumulation& accumulation
         const W sum = chunk_sum<kVector<Destination>, W>(begin, end, square, [](W a, W b) { return a + b; });
         add_exactly(sum, [&](int word, uint64_t amount) { accumulation.sum_squares[word] += amount; });
     };
-    for_each_chunk(tensors, [&](const Entry& entry, int64_t begin, int64_t end) {
+    for_each_chunk(tensors, [&](const TableEntry& entry, int64_t begin, int64_t end) {
         with_type(entry.source_dtype, [&]<typename Source>() {
             with_type(entry.destination_dtype, [&]<typename Destination>() {
                 accumulate.template operator()<Source, Destination>(entry, begin, end);
@@ -60,9 +61,9 @@ void accumulate_cpu(const TensorTable& tensors, const Accumulation& accumulation
     if (is_infinite && accumulation.found_inf != nullptr) *accumulation.found_inf = 1;
 }
 
-void update_entries_cpu(Entry* table, const EntryUpdate* updates, int64_t count) {
+void update_entries_cpu(TableEntry* table, const EntryUpdate* updates, int64_t count) {
     for (int64_t i = 0; i < count; ++i) {
-        Entry& entry = table[updates[i].entry];
+        TableEntry& entry = table[updates[i].entry];
         if (updates[i].has_source) entry.source = updates[i].source;
         entry.destination = updates[i].destination;
         entry.mode = updates[i].mode;

@@ -34,13 +34,13 @@ inline float* flag_of(const char* op, const char* argument, const std::optional<
     return static_cast<float*>(flag->mutable_data_ptr());
 }
 
-// state: [kStateWords] int64.
-inline uint64_t* state_of(const char* op, const char* argument, const at::Tensor& state, at::Device device) {
-    check_dtype(op, argument, state, at::kLong);
-    TORCH_CHECK_VALUE(state.dim() == 1 && state.size(0) == kStateWords && state.is_contiguous(), op, ": expected ",
-                      argument, " contiguous of shape [", kStateWords, "], got ", state.sizes());
-    check_device(op, argument, state, device);
-    return static_cast<uint64_t*>(state.mutable_data_ptr());
+// partial: [kPartialWords] int64.
+inline uint64_t* partial_of(const char* op, const char* argument, const at::Tensor& partial, at::Device device) {
+    check_dtype(op, argument, partial, at::kLong);
+    TORCH_CHECK_VALUE(partial.dim() == 1 && partial.size(0) == kPartialWords && partial.is_contiguous(), op,
+                      ": expected ", argument, " contiguous of shape [", kPartialWords, "], got ", partial.sizes());
+    check_device(op, argument, partial, device);
+    return static_cast<uint64_t*>(partial.mutable_data_ptr());
 }
 
 // out: [] or [n], fp32 or fp64.
@@ -50,8 +50,10 @@ inline NormResult result_in(const at::Tensor& out) {
 
 inline at::ScalarType norm_dtype(bool has_double) { return has_double ? at::kDouble : at::kFloat; }
 
-inline Scaling clip_of(const char* op, const at::Tensor& total_norm, double max_norm, double eps,
-                       const std::optional<at::Tensor>& found_inf, at::Device device) {
+inline Scaling clip_of(const char* op, const at::Tensor& total_norm,  // [] or [1]
+                       double max_norm, double eps,
+                       const std::optional<at::Tensor>& found_inf,  // [] or [1]
+                       at::Device device) {
     TORCH_CHECK_VALUE(max_norm >= 0, op, ": expected max_norm to be 0 or positive, got ", max_norm);
     TORCH_CHECK_VALUE(eps >= 0, op, ": expected eps to be 0 or positive, got ", eps);
     return {.scale = scalar_of(op, "total_norm", total_norm, device),
@@ -62,14 +64,16 @@ inline Scaling clip_of(const char* op, const at::Tensor& total_norm, double max_
 }
 
 // The options of an accumulation; of a copy, no `noop`, sums or zeroing.
-inline Accumulation accumulation_of(const char* op, const std::optional<at::Tensor>& scale, bool zero_source,
-                                    const std::optional<at::Tensor>& sum_squares,
-                                    const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& noop,
+inline Accumulation accumulation_of(const char* op, const std::optional<at::Tensor>& scale,  // [] or [1]
+                                    bool zero_source,
+                                    const std::optional<at::Tensor>& sum_squares,  // [kPartialWords]
+                                    const std::optional<at::Tensor>& found_inf,    // [] or [1]
+                                    const std::optional<at::Tensor>& noop,         // [] or [1]
                                     at::Device device) {
     Accumulation result;
     if (scale) result.scale = scalar_of(op, "scale", *scale, device);
     result.zero_source = zero_source;
-    if (sum_squares) result.sum_squares = state_of(op, "sum_squares", *sum_squares, device);
+    if (sum_squares) result.sum_squares = partial_of(op, "sum_squares", *sum_squares, device);
     result.found_inf = flag_of(op, "found_inf", found_inf, device);
     result.noop = flag_of(op, "noop", noop, device);
     return result;

@@ -1,22 +1,22 @@
-// What Python code has at hand besides the ops: lists of tensors that stay in C++ from one op to the next, and plans.
+// What Python code has at hand besides the ops: lists of tensors that stay in C++ from one op to the next, and calls
+// that take the tensors of a sequence apart and work on them at once.
 #include "multi_tensor/bindings.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <memory>
+#include <optional>
+#include <vector>
 
 #include "common/no_derivative.h"
-#include "common/own_op.h"
+#include "multi_tensor/check_distinct.h"
+#include "multi_tensor/dispatched_op.h"
 #include "multi_tensor/exact_sum.h"
 #include "multi_tensor/operands.h"
 #include "multi_tensor/ops.h"
-#include "multi_tensor/plan.h"
 #include "multi_tensor/scale.h"
-#include "multi_tensor/tensor_list.h"
+#include "multi_tensor/tensor_sequence.h"
 
 namespace py = pybind11;
 
@@ -25,30 +25,14 @@ namespace {
 
 constexpr const char* kUpdate = "update_hp_grads";
 
-using MaybeTensor = std::optional<at::Tensor>;
-
-// Calls an op through the dispatcher, so that dispatch modes see it, but past autograd, which would box every tensor.
-template <typename Result, typename... Arguments>
-class Op {
-public:
-    explicit Op(const char* name) : handle_(own_op<Result(Arguments...)>(name)) {}
-    Result operator()(Arguments... arguments) const {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return handle_.call(std::forward<Arguments>(arguments)...);
-    }
-
-private:
-    c10::TypedOperatorHandle<Result(Arguments...)> handle_;
-};
-
-// Subclasses and tensors of other kinds are for Python to take apart.
+// tensor: [...]. Subclasses and tensors of other kinds are for Python to take apart.
 bool is_plain(const at::Tensor& tensor) {
     return !tensor.key_set().has(c10::DispatchKey::Python) && !tensor.is_complex();
 }
 
 // Tensors of one device.
 struct TensorList {
-    std::vector<at::Tensor> tensors;
+    std::vector<at::Tensor> tensors;  // [...] each
 
     bool is_plain() const { return std::all_of(tensors.begin(), tensors.end(), multi_tensor::is_plain); }
     at::Device device() const { return tensors.front().device(); }
@@ -58,17 +42,21 @@ struct TensorList {
         }
         return false;
     }
+    // -> [].
     at::Tensor norm(double p) const {
-        static const Op<at::Tensor, at::TensorList, double> op("te_graph::multi_tensor_norm");
+        static const DispatchedOp<at::Tensor, at::TensorList, double> op("te_graph::multi_tensor_norm");
         return op(tensors, p);
     }
+    // -> [kPartialWords].
     at::Tensor norm_partial(double p) const {
-        static const Op<at::Tensor, at::TensorList, double> op("te_graph::multi_tensor_norm_partial");
+        static const DispatchedOp<at::Tensor, at::TensorList, double> op("te_graph::multi_tensor_norm_partial");
         return op(tensors, p);
     }
     void clip(const at::Tensor& total_norm,  // [] or [1]
-              double max_norm, double eps, const MaybeTensor& found_inf) const {
-        static const Op<void, at::TensorList, const at::Tensor&, double, double, const MaybeTensor&> op(
+              double max_norm, double eps,
+              const MaybeTensor& found_inf) const  // [] or [1]
+    {
+        static const DispatchedOp<void, at::TensorList, const at::Tensor&, double, double, const MaybeTensor&> op(
             "te_graph::multi_tensor_clip_");
         op(tensors, total_norm, max_norm, eps, found_inf);
     }
@@ -84,59 +72,42 @@ struct TensorList {
 
     // Raise what the methods of these names would raise, and write nothing.
     void check_clip(const at::Tensor& total_norm,  // [] or [1]
-                    double max_norm, double eps, const MaybeTensor& found_inf) const {
+                    double max_norm, double eps,
+                    const MaybeTensor& found_inf) const  // [] or [1]
+    {
         if (is_plain()) multi_tensor::check_clip(tensors, total_norm, max_norm, eps, found_inf);
     }
     void check_zero() const {
         if (is_plain()) multi_tensor::check_zero(tensors);
     }
-    void check_accumulate(const TensorList& sources, bool store, bool zero_source, const MaybeTensor& sum_squares,
-                          const MaybeTensor& found_inf, const MaybeTensor& noop) const {
+    void check_accumulate(const TensorList& sources,  // [...] each
+                          bool store, bool zero_source,
+                          const MaybeTensor& sum_squares,  // [kPartialWords]
+                          const MaybeTensor& found_inf,    // [] or [1]
+                          const MaybeTensor& noop) const   // [] or [1]
+    {
         if (!is_plain() || !sources.is_plain()) return;
         multi_tensor::check_accumulate(tensors, sources.tensors, store, zero_source, sum_squares, found_inf, noop);
     }
 
     void zero() const {
-        static const Op<void, at::TensorList> op("te_graph::multi_tensor_zero_");
+        static const DispatchedOp<void, at::TensorList> op("te_graph::multi_tensor_zero_");
         op(tensors);
     }
-    void accumulate(const TensorList& sources, bool store, bool zero_source, const MaybeTensor& sum_squares,
-                    const MaybeTensor& found_inf, const MaybeTensor& noop) const {
-        static const Op<void, at::TensorList, at::TensorList, bool, bool, const MaybeTensor&, const MaybeTensor&,
-                        const MaybeTensor&, const MaybeTensor&>
+    void accumulate(const TensorList& sources,  // [...] each
+                    bool store, bool zero_source,
+                    const MaybeTensor& sum_squares,  // [kPartialWords]
+                    const MaybeTensor& found_inf,    // [] or [1]
+                    const MaybeTensor& noop) const   // [] or [1]
+    {
+        static const DispatchedOp<void, at::TensorList, at::TensorList, bool, bool, const MaybeTensor&,
+                                  const MaybeTensor&, const MaybeTensor&, const MaybeTensor&>
             op("te_graph::multi_tensor_accumulate_");
         op(tensors, sources.tensors, store, zero_source, std::nullopt, sum_squares, found_inf, noop);
     }
 };
 
-// A list or tuple of tensors, borrowed; `op` and `name` are what messages call it.
-class TensorSequence {
-public:
-    TensorSequence(const py::handle& sequence, const char* op, const char* name)
-        : items_(py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a sequence of tensors"))),
-          op_(op),
-          name_(name) {
-        if (!items_) throw py::error_already_set();
-    }
-    size_t size() const { return static_cast<size_t>(PySequence_Fast_GET_SIZE(items_.ptr())); }
-    const at::Tensor& operator[](size_t i) const {
-        PyObject* const item = PySequence_Fast_GET_ITEM(items_.ptr(), static_cast<Py_ssize_t>(i));
-        TORCH_CHECK_TYPE(THPVariable_Check(item), op_, ": expected ", name_, "[", i, "] to be a tensor, got ",
-                         Py_TYPE(item)->tp_name);
-        return THPVariable_Unpack(item);
-    }
-    std::vector<at::Tensor> tensors() const {
-        std::vector<at::Tensor> tensors;
-        for (size_t i = 0; i < size(); ++i) tensors.push_back((*this)[i]);
-        return tensors;
-    }
-
-private:
-    py::object items_;
-    const char *op_, *name_;
-};
-
-// Not grad(), which warns of tensors that are not leaves.
+// tensor [...] -> [...], its .grad. Not grad(), which warns of tensors that are not leaves.
 const at::Tensor& grad_of(const at::Tensor& tensor) { return tensor.unsafeGetTensorImpl()->grad(); }
 
 // The list of `lists` whose device is `device`, made if there is none.
@@ -148,7 +119,8 @@ List& list_for(std::vector<List>& lists, at::Device device) {
     return lists.emplace_back();
 }
 
-// The tensors of a sequence (of gradients=true: their .grad where there is one), by device. None if any is not plain.
+// The tensors of a sequence (of gradients=true: their .grad where there is one), [...] each, by device. None if any is
+// not plain.
 std::optional<std::vector<TensorList>> collect(const py::sequence& sequence, bool gradients) {
     const TensorSequence items(sequence, "te_graph", gradients ? "parameters" : "tensors");
     // Owning a tensor is an atomic operation, which waits for all loads before it. So what it needs is looked at first.
@@ -188,18 +160,20 @@ public:
     ~BorrowedList() {
         for (at::Tensor& tensor : tensors_) Borrowing::destroyBorrow(tensor);
     }
+    // tensor: [...].
     void add(const at::Tensor& tensor) { tensors_.push_back(Borrowing::createBorrow(tensor)); }
-    at::TensorList tensors() const { return tensors_; }
+    at::TensorList tensors() const { return tensors_; }  // [...] each
 
 private:
     using Borrowing = c10::MaybeOwnedTraits<at::Tensor>;
     std::vector<at::Tensor> tensors_;
 };
 
-// Clips the gradients of parameters if all are plain and on one device, and returns their norm; None if they are not.
-// Holds the GIL throughout.
+// Clips the gradients of parameters if all are plain and on one device, and returns their norm []; None if they are
+// not. Holds the GIL throughout.
 std::optional<at::Tensor> clip_plain_gradients(const py::sequence& parameters, double max_norm, double p,
-                                               const MaybeTensor& found_inf) {
+                                               const MaybeTensor& found_inf)  // [] or [1]
+{
     const TensorSequence items(parameters, "clip_grad_norm_", "parameters");
     BorrowedList list(items.size());
     for (size_t i = 0; i < items.size(); ++i) {
@@ -214,7 +188,7 @@ std::optional<at::Tensor> clip_plain_gradients(const py::sequence& parameters, d
         if (tensor.device() != tensors[0].device()) return std::nullopt;
     }
     if (tensors.empty()) return std::nullopt;
-    static const Op<at::Tensor, at::TensorList, double, double, const MaybeTensor&> op(
+    static const DispatchedOp<at::Tensor, at::TensorList, double, double, const MaybeTensor&> op(
         "te_graph::multi_tensor_clip_norm_");
     return op(tensors, max_norm, p, found_inf);
 }
@@ -253,57 +227,12 @@ std::optional<std::vector<GradientPairs>> collect_pairs(const py::sequence& para
     return pairs;
 }
 
-at::Tensor plan_norm(const Plan& plan, double p) {
-    static const Op<at::Tensor, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, at::ScalarType> op(
-        "te_graph::multi_tensor_norm_table");
-    return op(plan.table(), plan.chunks(), plan.state(), p, plan.norm_dtype());
-}
-
-void plan_clip(const Plan& plan,
-               const at::Tensor& total_norm,  // [] or [1]
-               double max_norm, double eps, const MaybeTensor& found_inf) {
-    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, const MaybeTensor&>
-        op("te_graph::multi_tensor_clip_table_");
-    op(plan.table(), plan.chunks(), total_norm, max_norm, eps, found_inf);
-}
-
-void plan_accumulate(const Plan& plan, bool store, bool zero_source, const MaybeTensor& scale,
-                     const MaybeTensor& sum_squares, const MaybeTensor& found_inf, const MaybeTensor& noop) {
-    TORCH_CHECK_VALUE(plan.has_sources(), "MultiTensorPlan: expected a plan with sources");
-    TORCH_CHECK_TYPE((store && !sum_squares) || plan.may_accumulate(),
-                     "MultiTensorPlan: expected sources of their destinations' dtypes, or float16 or bfloat16 for "
-                     "float32, got others");
-    static const Op<void, const at::Tensor&, const at::Tensor&, std::optional<bool>, bool, const MaybeTensor&,
-                    const MaybeTensor&, const MaybeTensor&, const MaybeTensor&>
-        op("te_graph::multi_tensor_accumulate_table_");
-    plan.check_write(zero_source, {kPlan,
-                                   {{"scale", scale, false},
-                                    {"sum_squares", sum_squares, true},
-                                    {"found_inf", found_inf, true},
-                                    {"noop", noop, false}}});
-    op(plan.table(), plan.chunks(), store, zero_source, scale, sum_squares, found_inf, noop);
-}
-
-void plan_scale(const Plan& plan,
-                const at::Tensor& scale,  // [] or [1]
-                const MaybeTensor& found_inf) {
-    static const Op<void, const at::Tensor&, const at::Tensor&, const at::Tensor&, const MaybeTensor&> op(
-        "te_graph::multi_tensor_scale_table_");
-    plan.check_write(false, {kPlan, {{"scale", scale, false}, {"found_inf", found_inf, true}}});
-    op(plan.table(), plan.chunks(), scale, found_inf);
-}
-
-void plan_zero(const Plan& plan) {
-    static const Op<void, const at::Tensor&, const at::Tensor&> op("te_graph::multi_tensor_zero_table_");
-    plan.check_write(false, {kPlan, {}});
-    op(plan.table(), plan.chunks());
-}
-
 }  // namespace
 
 void bind(py::module_& m) {
-    m.attr("NORM_STATE_WORDS") = kStateWords;
+    m.attr("NORM_PARTIAL_WORDS") = kPartialWords;
     m.attr("CLIP_EPS") = kClipEps;
+    bind_plan(m);
     m.def("collect", &collect, py::arg("sequence"), py::arg("gradients"));
     m.def("clip_plain_gradients", &clip_plain_gradients, py::arg("parameters"), py::arg("max_norm"), py::arg("p"),
           py::arg("found_inf"));
@@ -335,55 +264,6 @@ void bind(py::module_& m) {
         .def("check_not_followed", &TensorList::check_not_followed, py::arg("op"))
         .def("clip_", &TensorList::clip, py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"),
              py::arg("found_inf"), py::call_guard<py::gil_scoped_release>());
-
-    py::class_<Plan>(m, "Plan")
-        .def(py::init([](const py::sequence& tensors, const py::sequence& sources) {
-                 return std::make_unique<Plan>(TensorSequence(tensors, kPlan, "tensors").tensors(),
-                                               TensorSequence(sources, kPlan, "sources").tensors());
-             }),
-             py::arg("tensors"), py::arg("sources"))
-        .def_property_readonly("table", &Plan::table)
-        .def_property_readonly("chunks", &Plan::chunks)
-        .def_property_readonly("state", &Plan::state)
-        .def("__len__", &Plan::size)
-        .def("check", py::overload_cast<bool, bool>(&Plan::check, py::const_), py::arg("writes_tensors"),
-             py::arg("writes_sources"))
-        .def("tensors", &Plan::tensors, py::arg("with_tensors"), py::arg("with_sources"))
-        .def(
-            "update",
-            [](Plan& plan, const py::sequence& tensors, const py::sequence& sources) {
-                plan.update(TensorSequence(tensors, kPlan, "tensors").tensors(),
-                            TensorSequence(sources, kPlan, "sources").tensors());
-            },
-            py::arg("tensors"), py::arg("sources"))
-        .def(
-            "norm",
-            [](const Plan& plan, double p) {
-                plan.check(false, false);
-                return plan_norm(plan, p);
-            },
-            py::arg("p"))
-        .def(
-            "clip_",
-            [](const Plan& plan, const at::Tensor& total_norm, double max_norm, double eps,
-               const MaybeTensor& found_inf) {
-                plan.check_write(false, {kPlan, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}}});
-                plan_clip(plan, total_norm, max_norm, eps, found_inf);
-            },
-            py::arg("total_norm"), py::arg("max_norm"), py::arg("eps") = kClipEps, py::arg("found_inf") = py::none())
-        .def(
-            "clip_norm_",
-            [](const Plan& plan, double max_norm, double p, const MaybeTensor& found_inf) {
-                plan.check_write(false, {kPlan, {{"found_inf", found_inf, true}}});
-                at::Tensor total_norm = plan_norm(plan, p);
-                plan_clip(plan, total_norm, max_norm, kClipEps, found_inf);
-                return total_norm;
-            },
-            py::arg("max_norm"), py::arg("p"), py::arg("found_inf"))
-        .def("scale_", &plan_scale, py::arg("scale"), py::arg("found_inf"))
-        .def("zero_", &plan_zero)
-        .def("accumulate_", &plan_accumulate, py::arg("store"), py::arg("zero_source"), py::arg("scale"),
-             py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"));
 }
 
 }  // namespace te_graph::multi_tensor

@@ -58,39 +58,39 @@ __device__ W warp_sum(W value, int lanes) {
     return value;
 }
 
-// In shared memory: the block's share of the state, and the sums of its warps for two chunks in turn.
-struct BlockState {
-    uint64_t words[kStateWords];
+// In shared memory: the partial of the block, and the sums of its warps for two chunks in turn.
+struct BlockPartial {
+    uint64_t words[kPartialWords];
     double sums[2][kWarps];
 };
 
-__device__ inline void clear(BlockState& block) {
-    for (int i = threadIdx.x; i < kStateWords; i += kThreads) block.words[i] = 0;
+__device__ inline void clear(BlockPartial& block) {
+    for (int i = threadIdx.x; i < kPartialWords; i += kThreads) block.words[i] = 0;
 }
 
 // Called by all threads; then comes a barrier. One per chunk is enough: until all threads are past it and the next one,
 // they write the other half of `sums`.
 template <Norm kNorm, typename W>
-__device__ void put_thread_sum(BlockState& block, int turn, W sum) {
+__device__ void put_thread_sum(BlockPartial& block, int turn, W sum) {
     sum = warp_sum<kNorm>(sum, 32);
     if (threadIdx.x % 32 == 0) block.sums[turn][threadIdx.x / 32] = sum;
 }
 
 // After the barrier, by warp 0: the sum of the chunk.
 template <Norm kNorm>
-__device__ double chunk_sum(const BlockState& block, int turn, bool is_double) {
+__device__ double chunk_sum(const BlockPartial& block, int turn, bool is_double) {
     const double sum = block.sums[turn][threadIdx.x % kWarps];
     if (is_double) return warp_sum<kNorm>(sum, kWarps);
     return warp_sum<kNorm>(static_cast<float>(sum), kWarps);
 }
 
-__device__ inline unsigned long long* word_at(uint64_t* state, int word) {
-    return reinterpret_cast<unsigned long long*>(state + word);
+__device__ inline unsigned long long* word_at(uint64_t* partial, int word) {
+    return reinterpret_cast<unsigned long long*>(partial + word);
 }
 
 // By one thread.
 template <Norm kNorm>
-__device__ void add_to_block(BlockState& block, double sum) {
+__device__ void add_to_block(BlockPartial& block, double sum) {
     if constexpr (kNorm == Norm::kMaximum) {
         block.words[0] = max(block.words[0], double_bits(sum));
     } else {
@@ -98,29 +98,29 @@ __device__ void add_to_block(BlockState& block, double sum) {
     }
 }
 
-// By any thread: to a state in global memory.
+// By any thread: to a partial in global memory.
 template <Norm kNorm>
-__device__ void add_to_global(uint64_t* state, double sum) {
+__device__ void add_to_global(uint64_t* partial, double sum) {
     if constexpr (kNorm == Norm::kMaximum) {
-        atomicMax(word_at(state, 0), static_cast<unsigned long long>(double_bits(sum)));
+        atomicMax(word_at(partial, 0), static_cast<unsigned long long>(double_bits(sum)));
     } else {
         add_exactly(sum, [=](int word, uint64_t amount) {
-            atomicAdd(word_at(state, word), static_cast<unsigned long long>(amount));
+            atomicAdd(word_at(partial, word), static_cast<unsigned long long>(amount));
         });
     }
 }
 
-// By all threads: adds the block's share to `state` [kStateWords] in global memory.
+// By all threads: adds the block's partial to `partial` [kPartialWords] in global memory.
 template <Norm kNorm>
-__device__ void flush(const BlockState& block, uint64_t* state) {
+__device__ void flush(const BlockPartial& block, uint64_t* partial) {
     __syncthreads();
-    for (int i = threadIdx.x; i < kStateWords; i += kThreads) {
+    for (int i = threadIdx.x; i < kPartialWords; i += kThreads) {
         if (block.words[i] == 0) continue;
         const auto amount = static_cast<unsigned long long>(block.words[i]);
         if constexpr (kNorm == Norm::kMaximum) {
-            atomicMax(word_at(state, i), amount);
+            atomicMax(word_at(partial, i), amount);
         } else {
-            atomicAdd(word_at(state, i), amount);
+            atomicAdd(word_at(partial, i), amount);
         }
     }
 }

@@ -8,7 +8,7 @@
 
 namespace te_graph::multi_tensor {
 
-// join(a, b) of two partial results; term(i) of element i, which is of kGroup to 16 bytes.
+// join(a, b) of two results; term(i) of element i, which is of kGroup to 16 bytes.
 template <int kGroup, typename W, typename Term, typename Join>
 W chunk_sum(int64_t begin, int64_t end, const Term& term, const Join& join) {
     constexpr int kWarp = 32, kLanes = kThreads * kGroup;

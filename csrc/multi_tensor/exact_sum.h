@@ -2,8 +2,10 @@
 // here.
 //
 // A fixed-point number over the whole range of fp64: limb i counts units of 2^(32 i - 1074) in 64 bits, of which a
-// term fills 32, so 2^31 terms fit before a limb becomes negative as int64. States are added limb by limb, in any
-// order: by atomics, by all_reduce(SUM), on any number of devices.
+// term fills 32, so 2^31 terms fit before a limb becomes negative as int64.
+//
+// A partial is such a sum in memory: the norm of a part of the tensors, before its root is taken. Partials are added
+// limb by limb, in any order: by atomics, by all_reduce(SUM), on any number of devices. `sum_squares` is one of p = 2.
 //
 // Infinite and NaN terms are counted apart: the sum is NaN if there was a NaN, else infinite if there was an infinity.
 #pragma once
@@ -16,12 +18,12 @@
 
 namespace te_graph::multi_tensor {
 
-// Words of a state, int64 each.
+// Words of a partial, int64 each.
 constexpr int kLimbs = 68;  // 66 cover fp64 from 2^-1074 to 2^1024, two more the carries of 2^31 terms
 constexpr int kInfinities = 68;
 constexpr int kNaNs = 69;
 constexpr int kTicket = 70;  // blocks that are done; zero between launches
-constexpr int kStateWords = 72;
+constexpr int kPartialWords = 72;
 
 // `term` as at most three 32-bit digits, the lowest in limb `first`.
 struct Digits {
@@ -65,27 +67,27 @@ TE_GRAPH_HOST_DEVICE void add_exactly(double term, const Add& add) {
     }
 }
 
-// The sum that `state` [kStateWords] holds, rounded to nearest, ties to even. Below 2^-1022 it may be rounded twice.
-// Carries are moved up in `state`, which holds the same number afterwards.
-TE_GRAPH_HOST_DEVICE inline double rounded_sum(uint64_t* state) {
-    if (state[kNaNs] != 0) return std::nan("");
-    if (state[kInfinities] != 0) return HUGE_VAL;
+// The sum that `partial` [kPartialWords] holds, rounded to nearest, ties to even. Below 2^-1022 it may be rounded
+// twice. Carries are moved up in `partial`, which holds the same number afterwards.
+TE_GRAPH_HOST_DEVICE inline double rounded_sum(uint64_t* partial) {
+    if (partial[kNaNs] != 0) return std::nan("");
+    if (partial[kInfinities] != 0) return HUGE_VAL;
     uint64_t carry = 0;
     int high = -1;  // the highest limb that is not zero
     for (int i = 0; i < kLimbs; ++i) {
-        const uint64_t value = state[i] + carry;
-        state[i] = value & 0xFFFFFFFFu;
+        const uint64_t value = partial[i] + carry;
+        partial[i] = value & 0xFFFFFFFFu;
         carry = value >> 32;
-        if (state[i] != 0) high = i;
+        if (partial[i] != 0) high = i;
     }
     if (high < 0) return 0.0;
-    uint64_t leading = state[high] << 32 | (high > 0 ? state[high - 1] : 0);
-    const auto below = static_cast<uint32_t>(high > 1 ? state[high - 2] : 0);
+    uint64_t leading = partial[high] << 32 | (high > 0 ? partial[high - 1] : 0);
+    const auto below = static_cast<uint32_t>(high > 1 ? partial[high - 2] : 0);
     int shift = 0;
     for (; leading >> 63 == 0; ++shift) leading <<= 1;
     if (shift > 0) leading |= below >> (32 - shift);
     bool is_inexact = static_cast<uint32_t>(below << shift) != 0;
-    for (int i = 0; i < high - 2; ++i) is_inexact |= state[i] != 0;
+    for (int i = 0; i < high - 2; ++i) is_inexact |= partial[i] != 0;
     // The lowest of 64 bits, of which 53 are kept, tells on which side of a tie the number lies.
     leading |= is_inexact ? 1 : 0;
     return ldexp(static_cast<double>(leading), 32 * (high - 1) - 1074 - shift);

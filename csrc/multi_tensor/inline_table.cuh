@@ -23,7 +23,7 @@ struct ChunkView {
 // Both tables are read in two steps, so that the first one can be taken long before the second: locate(number, ...) for
 // a chunk, then chunk_view(what it returned).
 struct DeviceTable {
-    const Entry* entries;
+    const TableEntry* entries;
     const Chunk* chunks;
     int64_t num_chunks;
 
@@ -32,7 +32,7 @@ struct DeviceTable {
     __device__ Location locate(int64_t number, const Location&) const { return chunks[number]; }
 
     __device__ ChunkView chunk_view(Location chunk) const {
-        const Entry entry = entries[chunk.entry];
+        const TableEntry entry = entries[chunk.entry];
         const int64_t begin = chunk.index * kChunkElements;
         return {entry.source,
                 entry.destination,
@@ -62,10 +62,10 @@ struct InlineTable {
     int count;
 
     void clear() { num_chunks = count = 0; }
-    bool has_room(const Entry& entry) const {
+    bool has_room(const TableEntry& entry) const {
         return count < kEntries && num_chunks + chunks_of(entry.numel) <= INT32_MAX;
     }
-    void add(const Entry& entry) {
+    void add(const TableEntry& entry) {
         destinations[count] = entry.destination;
         if constexpr (kPairs) sources[count] = entry.source;
         first_chunks[count] = num_chunks;

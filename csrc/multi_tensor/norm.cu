@@ -1,7 +1,7 @@
 // Grid: blocks of 256 threads, each taking every n-th chunk. A block sums a chunk in the order that norm.h fixes, with
 // 8 consecutive elements per thread and round, and adds the sum to the exact sum that it keeps in shared memory; at
-// its end it adds that to the state in global memory, some three atomics. The block that comes last writes the norm
-// and clears the state for the next launch.
+// its end it adds that to the partial in global memory, some three atomics. The block that comes last writes the norm
+// and clears the partial for the next launch.
 // Bytes per element: one read.
 // Determinism: the order within a chunk is fixed, all else is integer addition, so the bits depend on the elements
 // alone.
@@ -37,7 +37,7 @@ __device__ Wide<T> thread_sum(const T* __restrict__ elements, int count, Wide<T>
 
 struct NormArguments {
     double p;
-    uint64_t* state;  // [kStateWords], or [entries, kStateWords] if per_entry
+    uint64_t* partial;  // [kPartialWords], or [entries, kPartialWords] if per_entry
     NormResult result;
     bool per_entry;
     bool is_last;
@@ -54,7 +54,7 @@ __device__ void write_norm(double value, NormResult result, int64_t index) {
 template <Norm kNorm, typename Table>
 __global__ void __launch_bounds__(kThreads)
     multi_tensor_norm_kernel(const __grid_constant__ Table table, int64_t first_entry, NormArguments arguments) {
-    __shared__ BlockState block;
+    __shared__ BlockPartial block;
     __shared__ bool is_last_block;
     clear(block);
     int turn = 0;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
         if (threadIdx.x < 32) {
             const double sum = chunk_sum<kNorm>(block, turn, view.destination_dtype == DType::kFloat64);
             if (threadIdx.x == 0 && arguments.per_entry) {
-                add_to_global<kNorm>(arguments.state + (first_entry + view.entry) * kStateWords, sum);
+                add_to_global<kNorm>(arguments.partial + (first_entry + view.entry) * kPartialWords, sum);
             } else if (threadIdx.x == 0) {
                 add_to_block<kNorm>(block, sum);
             }
@@ -78,31 +78,31 @@ __global__ void __launch_bounds__(kThreads)
     });
     if (arguments.per_entry) return;
 
-    flush<kNorm>(block, arguments.state);
+    flush<kNorm>(block, arguments.partial);
     if (arguments.result.out == nullptr || !arguments.is_last) return;
 
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        auto* const ticket = reinterpret_cast<unsigned long long*>(arguments.state + kTicket);
+        auto* const ticket = reinterpret_cast<unsigned long long*>(arguments.partial + kTicket);
         is_last_block = atomicAdd(ticket, 1ull) == gridDim.x - 1;
     }
     __syncthreads();
     if (!is_last_block) return;
     __threadfence();
-    for (int i = threadIdx.x; i < kStateWords; i += kThreads) {
-        block.words[i] = __ldcg(arguments.state + i);
-        arguments.state[i] = 0;
+    for (int i = threadIdx.x; i < kPartialWords; i += kThreads) {
+        block.words[i] = __ldcg(arguments.partial + i);
+        arguments.partial[i] = 0;
     }
     __syncthreads();
     if (threadIdx.x == 0) write_norm(norm_value(block.words, kNorm, arguments.p), arguments.result, 0);
 }
 
-// Grid: one block per state.
-__global__ void multi_tensor_finish_norm_kernel(const uint64_t* states, Norm norm, double p, NormResult result) {
-    __shared__ uint64_t words[kStateWords];
-    const uint64_t* const state = states + int64_t{blockIdx.x} * kStateWords;
-    for (int i = threadIdx.x; i < kStateWords; i += blockDim.x) words[i] = state[i];
+// Grid: one block per partial.
+__global__ void multi_tensor_finish_norm_kernel(const uint64_t* partials, Norm norm, double p, NormResult result) {
+    __shared__ uint64_t words[kPartialWords];
+    const uint64_t* const partial = partials + int64_t{blockIdx.x} * kPartialWords;
+    for (int i = threadIdx.x; i < kPartialWords; i += blockDim.x) words[i] = partial[i];
     __syncthreads();
     if (threadIdx.x == 0) write_norm(norm_value(words, norm, p), result, blockIdx.x);
 }
@@ -125,43 +125,43 @@ cudaError_t with_norm(Norm norm, const Function& function) {
     return cudaErrorInvalidValue;
 }
 
-cudaError_t finish(const uint64_t* states, int64_t count, double p, NormResult result, cudaStream_t stream) {
-    multi_tensor_finish_norm_kernel<<<static_cast<unsigned>(count), 96, 0, stream>>>(states, norm_of(p), p, result);
+cudaError_t finish(const uint64_t* partials, int64_t count, double p, NormResult result, cudaStream_t stream) {
+    multi_tensor_finish_norm_kernel<<<static_cast<unsigned>(count), 96, 0, stream>>>(partials, norm_of(p), p, result);
     return cudaGetLastError();
 }
 
 }  // namespace
 
-cudaError_t launch_clear(uint64_t* state, cudaStream_t stream) {
-    return cudaMemsetAsync(state, 0, kStateWords * sizeof(uint64_t), stream);
+cudaError_t launch_clear(uint64_t* partial, cudaStream_t stream) {
+    return cudaMemsetAsync(partial, 0, kPartialWords * sizeof(uint64_t), stream);
 }
 
-cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream,
+cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* partial, NormResult result, cudaStream_t stream,
                         bool per_entry) {
     return with_norm(norm_of(p), [&]<Norm kNorm>() {
         return launch_over<false>(tensors, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
             const auto kernel = multi_tensor_norm_kernel<kNorm, std::decay_t<decltype(table)>>;
             // A list without elements has a norm, too.
             const auto blocks = resident_blocks(kernel, std::max<int64_t>(1, chunks));
-            const NormArguments arguments{p, state, result, per_entry, is_last};
+            const NormArguments arguments{p, partial, result, per_entry, is_last};
             kernel<<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
         });
     });
 }
 
-cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* states, NormResult result,
+cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* partials, NormResult result,
                          cudaStream_t stream) {
     if (tensors.count == 0) return cudaSuccess;
-    const size_t bytes = static_cast<size_t>(tensors.count) * kStateWords * sizeof(uint64_t);
-    if (const cudaError_t error = cudaMemsetAsync(states, 0, bytes, stream); error != cudaSuccess) return error;
-    if (const cudaError_t error = launch_norm(tensors, p, states, result, stream, true); error != cudaSuccess) {
+    const size_t bytes = static_cast<size_t>(tensors.count) * kPartialWords * sizeof(uint64_t);
+    if (const cudaError_t error = cudaMemsetAsync(partials, 0, bytes, stream); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_norm(tensors, p, partials, result, stream, true); error != cudaSuccess) {
         return error;
     }
-    return finish(states, tensors.count, p, result, stream);
+    return finish(partials, tensors.count, p, result, stream);
 }
 
-cudaError_t launch_finish_norm(const uint64_t* state, double p, NormResult result, cudaStream_t stream) {
-    return finish(state, 1, p, result, stream);
+cudaError_t launch_finish_norm(const uint64_t* partial, double p, NormResult result, cudaStream_t stream) {
+    return finish(partial, 1, p, result, stream);
 }
 
 }  // namespace te_graph::multi_tensor

@@ -28,42 +28,42 @@ inline Norm norm_of(double p) {
     return std::isinf(p) ? Norm::kMaximum : Norm::kPower;
 }
 
-// What a state (exact_sum.h) says. Of kMaximum it has the bits of the largest |x| as fp64 in word 0, NaN above
-// infinity, so that states are joined by MAX.
-TE_GRAPH_HOST_DEVICE inline double norm_value(uint64_t* state, Norm norm, double p) {
+// What a partial (exact_sum.h) says. Of kMaximum it has the bits of the largest |x| as fp64 in word 0, NaN above
+// infinity, so that partials are joined by MAX.
+TE_GRAPH_HOST_DEVICE inline double norm_value(uint64_t* partial, Norm norm, double p) {
     if (norm == Norm::kMaximum) {
         double value;
-        memcpy(&value, state, sizeof(value));
+        memcpy(&value, partial, sizeof(value));
         return value;
     }
-    const double sum = rounded_sum(state);
+    const double sum = rounded_sum(partial);
     if (norm == Norm::kSquare) return sqrt(sum);
     return norm == Norm::kPower ? pow(sum, 1 / p) : sum;
 }
 
-// Where a norm goes: `out` is [1], fp32 or fp64, or nullptr to leave it in the state.
+// Where a norm goes: `out` is [1], fp32 or fp64, or nullptr to leave it in the partial.
 struct NormResult {
     void* out;
     bool is_double;
 };
 
-// state: [kStateWords], added to; if there is an `out`, it must be zero before and is zero afterwards.
-void norm_cpu(const TensorTable& tensors, double p, uint64_t* state, NormResult result);
+// partial: [kPartialWords], added to; if there is an `out`, it must be zero before and is zero afterwards.
+void norm_cpu(const TensorTable& tensors, double p, uint64_t* partial, NormResult result);
 // Norm of each entry on its own: out[i] is what norm_cpu gives of entry i alone.
 void norms_cpu(const TensorTable& tensors, double p, NormResult result);
-void finish_norm_cpu(const uint64_t* state, double p, NormResult result);
+void finish_norm_cpu(const uint64_t* partial, double p, NormResult result);
 
 #ifdef TE_GRAPH_CUDA
-// Sets a state to zero.
-cudaError_t launch_clear(uint64_t* state, cudaStream_t stream);
+// Sets a partial to zero.
+cudaError_t launch_clear(uint64_t* partial, cudaStream_t stream);
 // As on the CPU. No allocation, no host sync. One launch for a table or up to kInlineTensors entries, else several.
-// per_entry: `state` is [count, kStateWords], a sum for each entry, and `result` is left to others.
-cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* state, NormResult result, cudaStream_t stream,
+// per_entry: `partial` is [count, kPartialWords], a sum for each entry, and `result` is left to others.
+cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* partial, NormResult result, cudaStream_t stream,
                         bool per_entry = false);
-// states: [count, kStateWords] scratch memory.
-cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* states, NormResult result,
+// partials: [count, kPartialWords] scratch memory.
+cudaError_t launch_norms(const TensorTable& tensors, double p, uint64_t* partials, NormResult result,
                          cudaStream_t stream);
-cudaError_t launch_finish_norm(const uint64_t* state, double p, NormResult result, cudaStream_t stream);
+cudaError_t launch_finish_norm(const uint64_t* partial, double p, NormResult result, cudaStream_t stream);
 #endif
 
 }  // namespace te_graph::multi_tensor

@@ -33,11 +33,11 @@ double chunk_norm(const T* elements, int64_t begin, int64_t end, Norm norm, doub
     return chunk_sum<kVector<T>, W>(begin, end, term_of, [](W a, W b) { return a + b; });
 }
 
-void add(double sum, Norm norm, uint64_t* state) {
+void add(double sum, Norm norm, uint64_t* partial) {
     if (norm == Norm::kMaximum) {
-        state[0] = std::max(state[0], double_bits(sum));
+        partial[0] = std::max(partial[0], double_bits(sum));
     } else {
-        add_exactly(sum, [=](int word, uint64_t amount) { state[word] += amount; });
+        add_exactly(sum, [=](int word, uint64_t amount) { partial[word] += amount; });
     }
 }
 
@@ -51,29 +51,29 @@ void write_norm(double value, NormResult result, int64_t index) {
 
 }  // namespace
 
-void norm_cpu(const TensorTable& tensors, double p, uint64_t* state, NormResult result) {
+void norm_cpu(const TensorTable& tensors, double p, uint64_t* partial, NormResult result) {
     const Norm norm = norm_of(p);
-    for_each_chunk(tensors, [&](const Entry& entry, int64_t begin, int64_t end) {
+    for_each_chunk(tensors, [&](const TableEntry& entry, int64_t begin, int64_t end) {
         with_type(entry.destination_dtype, [&]<typename T>() {
-            add(chunk_norm(static_cast<const T*>(entry.destination), begin, end, norm, p), norm, state);
+            add(chunk_norm(static_cast<const T*>(entry.destination), begin, end, norm, p), norm, partial);
         });
     });
     if (result.out == nullptr) return;
-    write_norm(norm_value(state, norm, p), result, 0);
-    std::fill_n(state, kStateWords, 0);
+    write_norm(norm_value(partial, norm, p), result, 0);
+    std::fill_n(partial, kPartialWords, 0);
 }
 
 void norms_cpu(const TensorTable& tensors, double p, NormResult result) {
     for (int64_t i = 0; i < tensors.count; ++i) {
-        uint64_t state[kStateWords] = {};
-        norm_cpu({.entries = tensors.entries + i, .count = 1}, p, state, {});
-        write_norm(norm_value(state, norm_of(p), p), result, i);
+        uint64_t partial[kPartialWords] = {};
+        norm_cpu({.entries = tensors.entries + i, .count = 1}, p, partial, {});
+        write_norm(norm_value(partial, norm_of(p), p), result, i);
     }
 }
 
-void finish_norm_cpu(const uint64_t* state, double p, NormResult result) {
-    uint64_t words[kStateWords];
-    std::copy_n(state, kStateWords, words);
+void finish_norm_cpu(const uint64_t* partial, double p, NormResult result) {
+    uint64_t words[kPartialWords];
+    std::copy_n(partial, kPartialWords, words);
     write_norm(norm_value(words, norm_of(p), p), result, 0);
 }
 

@@ -8,14 +8,17 @@
 #include <array>
 #include <cstddef>
 #include <initializer_list>
+#include <optional>
 #include <vector>
 
 #include "common/arguments_apart.h"
 #include "multi_tensor/memory_ranges.h"
 #include "multi_tensor/table.h"
-#include "multi_tensor/tensor_list.h"
+#include "multi_tensor/tensor_entries.h"
 
 namespace te_graph::multi_tensor {
+
+using MaybeTensor = std::optional<at::Tensor>;
 
 constexpr size_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
@@ -33,11 +36,11 @@ public:
     // Raises if one lies where these entries are written, or is written where they are read. Copies of tensors with
     // gaps have nothing in common with it, but what is written into the tensors afterwards would take its place.
     void check_beside(const TensorEntries& list, bool sources_are_written) const {
-        const std::vector<Entry>& entries = list.entries();
+        const std::vector<TableEntry>& entries = list.entries();
         for (const Operand* operand = operands_.begin(); operand != operands_.begin() + count_; ++operand) {
             const bool is_beside_sources = sources_are_written || operand->is_written;
             for (size_t i = 0; i < entries.size(); ++i) {
-                const Entry& entry = entries[i];
+                const TableEntry& entry = entries[i];
                 // At first with the largest of element sizes, which is one comparison for nearly all.
                 const size_t most = static_cast<size_t>(entry.numel) * sizeof(double);
                 if (operand->overlaps(entry.destination, most) &&

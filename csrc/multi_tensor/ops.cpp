@@ -10,7 +10,7 @@
 #include "common/no_derivative.h"
 #include "multi_tensor/arguments.h"
 #include "multi_tensor/operands.h"
-#include "multi_tensor/tensor_list.h"
+#include "multi_tensor/tensor_entries.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -25,56 +25,59 @@ constexpr const char* kZero = "multi_tensor_zero_";
 constexpr const char* kCopy = "multi_tensor_copy_";
 constexpr const char* kAccumulate = "multi_tensor_accumulate_";
 
-at::TensorOptions state_options(at::Device device) { return at::TensorOptions().dtype(at::kLong).device(device); }
+at::TensorOptions partial_options(at::Device device) { return at::TensorOptions().dtype(at::kLong).device(device); }
 
-// A sum of nothing: [kStateWords] int64.
-at::Tensor new_state(at::Device device) {
-    const at::Tensor state = at::empty({kStateWords}, state_options(device));
-    auto* const words = static_cast<uint64_t*>(state.mutable_data_ptr());
+// A sum of nothing: [kPartialWords] int64.
+at::Tensor new_partial(at::Device device) {
+    const at::Tensor partial = at::empty({kPartialWords}, partial_options(device));
+    auto* const words = static_cast<uint64_t*>(partial.mutable_data_ptr());
     run_on(
-        device, [&] { std::fill_n(words, kStateWords, 0); }, TE_GRAPH_LAUNCH(launch_clear(words, stream)));
-    return state;
+        device, [&] { std::fill_n(words, kPartialWords, 0); }, TE_GRAPH_LAUNCH(launch_clear(words, stream)));
+    return partial;
 }
 
-at::Tensor norm(at::TensorList tensors, double p) {
+at::Tensor norm(at::TensorList tensors,  // [...] each
+                double p) {
     check_p(kNorm, p);
     const TensorEntries entries(kNorm, tensors, false);
-    const at::Tensor state = new_state(entries.device());
-    const at::Tensor out = at::empty({}, state.options().dtype(norm_dtype(entries.has_double())));
-    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()),
+    const at::Tensor partial = new_partial(entries.device());
+    const at::Tensor out = at::empty({}, partial.options().dtype(norm_dtype(entries.has_double())));
+    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(partial.mutable_data_ptr()),
                  result_in(out));
     return out;
 }
 
-at::Tensor norm_partial(at::TensorList tensors, double p) {
+at::Tensor norm_partial(at::TensorList tensors,  // [...] each
+                        double p) {
     check_p("multi_tensor_norm_partial", p);
     const TensorEntries entries("multi_tensor_norm_partial", tensors, false);
-    const at::Tensor state = new_state(entries.device());
-    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()), {});
-    return state;
+    const at::Tensor partial = new_partial(entries.device());
+    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(partial.mutable_data_ptr()), {});
+    return partial;
 }
 
-at::Tensor norm_finish(const at::Tensor& partial,  // [kStateWords] int64
+at::Tensor norm_finish(const at::Tensor& partial,  // [kPartialWords] int64
                        double p, at::ScalarType dtype) {
     check_p(kFinish, p);
     TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kFinish, ": expected dtype float32 or float64, got ",
                      dtype);
     check_strided(kFinish, "partial", partial);
-    const uint64_t* const state = state_of(kFinish, "partial", partial, partial.device());
+    const uint64_t* const words = partial_of(kFinish, "partial", partial, partial.device());
     const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
     const NormResult result = result_in(out);
-    TE_GRAPH_RUN(partial.device(), finish_norm, state, p, result);
+    TE_GRAPH_RUN(partial.device(), finish_norm, words, p, result);
     return out;
 }
 
-at::Tensor norms(at::TensorList tensors, double p) {
+at::Tensor norms(at::TensorList tensors,  // [...] each
+                 double p) {
     check_p(kNorms, p);
     const TensorEntries entries(kNorms, tensors, false);
     const TensorTable table = entries.table();
     const at::Tensor out =
         at::empty({table.count}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
-    const int64_t states = entries.device().is_cpu() ? 0 : table.count;
-    const at::Tensor scratch = at::empty({states, kStateWords}, state_options(entries.device()));
+    const int64_t partials = entries.device().is_cpu() ? 0 : table.count;
+    const at::Tensor scratch = at::empty({partials, kPartialWords}, partial_options(entries.device()));
     const NormResult result = result_in(out);
     [[maybe_unused]] auto* const words = static_cast<uint64_t*>(scratch.mutable_data_ptr());
     run_on(
@@ -103,7 +106,7 @@ struct PreparedAccumulation {
     }
 };
 
-PreparedScaling prepare_clip(at::TensorList tensors,
+PreparedScaling prepare_clip(at::TensorList tensors,        // [...] each
                              const at::Tensor& total_norm,  // [] or [1]
                              double max_norm, double eps,
                              const std::optional<at::Tensor>& found_inf)  // [] or [1]
@@ -114,7 +117,7 @@ PreparedScaling prepare_clip(at::TensorList tensors,
     return {std::move(entries), clip};
 }
 
-void clip(at::TensorList tensors,
+void clip(at::TensorList tensors,        // [...] each
           const at::Tensor& total_norm,  // [] or [1]
           double max_norm, double eps,
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
@@ -126,7 +129,8 @@ void clip(at::TensorList tensors,
     if (found_inf) TE_GRAPH_RUN(total_norm.device(), scale, {}, clip);
 }
 
-at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
+at::Tensor clip_norm(at::TensorList tensors,  // [...] each
+                     double max_norm, double p,
                      const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     check_p(kClipNorm, p);
@@ -135,15 +139,15 @@ at::Tensor clip_norm(at::TensorList tensors, double max_norm, double p,
         at::empty({}, at::TensorOptions().device(entries.device()).dtype(norm_dtype(entries.has_double())));
     const Scaling clip = clip_of(kClipNorm, out, max_norm, kClipEps, found_inf, entries.device());
     Operands(kClipNorm, {{"found_inf", found_inf, true}}).check_beside(entries, false);
-    const at::Tensor state = new_state(entries.device());
-    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(state.mutable_data_ptr()),
+    const at::Tensor partial = new_partial(entries.device());
+    TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(partial.mutable_data_ptr()),
                  result_in(out));
     TE_GRAPH_RUN(entries.device(), scale, entries.table(), clip);
     entries.finish();
     return out;
 }
 
-void scale_by(at::TensorList tensors,
+void scale_by(at::TensorList tensors,                      // [...] each
               const at::Tensor& scale,                     // [] or [1]
               const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
@@ -155,7 +159,8 @@ void scale_by(at::TensorList tensors,
     PreparedScaling{std::move(entries), scaling}.run();
 }
 
-void scale_by_number(at::TensorList tensors, double scale,
+void scale_by_number(at::TensorList tensors,  // [...] each
+                     double scale,
                      const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     if (tensors.empty()) return;
@@ -166,13 +171,15 @@ void scale_by_number(at::TensorList tensors, double scale,
     PreparedScaling{std::move(entries), scaling}.run();
 }
 
-void zero(at::TensorList tensors) {
+void zero(at::TensorList tensors)  // [...] each
+{
     TensorEntries entries(kZero, tensors, true);
     TE_GRAPH_RUN(entries.device(), zero, entries.table());
     entries.finish();
 }
 
-void copy(at::TensorList destination, at::TensorList source,
+void copy(at::TensorList destination,                  // [...] each
+          at::TensorList source,                       // [...] each
           const std::optional<at::Tensor>& scale,      // [] or [1]
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
@@ -187,9 +194,11 @@ void copy(at::TensorList destination, at::TensorList source,
     PreparedAccumulation{std::move(entries), accumulation}.run();
 }
 
-PreparedAccumulation prepare_accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+PreparedAccumulation prepare_accumulate(at::TensorList destination,  // [...] each
+                                        at::TensorList source,       // [...] each
+                                        bool store, bool zero_source,
                                         const std::optional<at::Tensor>& scale,        // [] or [1]
-                                        const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                                        const std::optional<at::Tensor>& sum_squares,  // [kPartialWords]
                                         const std::optional<at::Tensor>& found_inf,    // [] or [1]
                                         const std::optional<at::Tensor>& noop)         // [] or [1]
 {
@@ -211,9 +220,11 @@ PreparedAccumulation prepare_accumulate(at::TensorList destination, at::TensorLi
     return {std::move(entries), accumulation};
 }
 
-void accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
+void accumulate(at::TensorList destination,  // [...] each
+                at::TensorList source,       // [...] each
+                bool store, bool zero_source,
                 const std::optional<at::Tensor>& scale,        // [] or [1]
-                const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                const std::optional<at::Tensor>& sum_squares,  // [kPartialWords]
                 const std::optional<at::Tensor>& found_inf,    // [] or [1]
                 const std::optional<at::Tensor>& noop)         // [] or [1]
 {
@@ -229,7 +240,8 @@ void accumulate(at::TensorList destination, at::TensorList source, bool store, b
 
 using Optional = const std::optional<at::Tensor>&;
 
-// One tensor on meta among others brings a call here, where nothing would be done to these.
+// lists: [...] each; operands: [] or [1] each. One tensor on meta among others brings a call here, where nothing would
+// be done to these.
 void check_one_device(const char* op, std::initializer_list<std::pair<const char*, at::TensorList>> lists,
                       std::initializer_list<std::pair<const char*, std::optional<at::Tensor>>> operands) {
     std::optional<at::Device> device;
@@ -245,6 +257,7 @@ void check_one_device(const char* op, std::initializer_list<std::pair<const char
     }
 }
 
+// partial [kPartialWords] -> [].
 at::Tensor norm_finish_meta(const at::Tensor& partial, double, at::ScalarType dtype) {
     return at::empty({}, partial.options().dtype(dtype));
 }

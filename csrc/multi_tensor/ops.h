@@ -8,15 +8,18 @@
 
 namespace te_graph::multi_tensor {
 
-// tensors, destination, source: [...] each, not none. As the ops of these names.
-void check_clip(at::TensorList tensors,
+// As the ops of these names; the lists have a tensor.
+void check_clip(at::TensorList tensors,        // [...] each
                 const at::Tensor& total_norm,  // [] or [1]
                 double max_norm, double eps,
                 const std::optional<at::Tensor>& found_inf);  // [] or [1]
-void check_accumulate(at::TensorList destination, at::TensorList source, bool store, bool zero_source,
-                      const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+void check_accumulate(at::TensorList destination,             // [...] each
+                      at::TensorList source,                  // [...] each
+                      bool store, bool zero_source,
+                      const std::optional<at::Tensor>& sum_squares,  // [kPartialWords]
                       const std::optional<at::Tensor>& found_inf,    // [] or [1]
                       const std::optional<at::Tensor>& noop);        // [] or [1]
-void check_zero(at::TensorList tensors);
+
+void check_zero(at::TensorList tensors);  // [...] each
 
 }  // namespace te_graph::multi_tensor

@@ -11,11 +11,12 @@
 #include "common/no_derivative.h"
 #include "common/to_device.h"
 #include "multi_tensor/arguments.h"
-#include "multi_tensor/tensor_list.h"
+#include "multi_tensor/tensor_entries.h"
 
 namespace te_graph::multi_tensor {
 namespace {
 
+// tensors: [...] each.
 void check_have_memory(const char* list, const Plan::Tensors& tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
         if (has_memory(tensors[i])) continue;  // which spares the name
@@ -23,7 +24,8 @@ void check_have_memory(const char* list, const Plan::Tensors& tensors) {
     }
 }
 
-MemoryRanges ranges_of(const Plan::Tensors& tensors, const std::vector<Entry>& entries, bool of_sources) {
+// tensors: [...] each.
+MemoryRanges ranges_of(const Plan::Tensors& tensors, const std::vector<TableEntry>& entries, bool of_sources) {
     std::vector<const void*> begins;
     std::vector<size_t> sizes;
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -33,6 +35,7 @@ MemoryRanges ranges_of(const Plan::Tensors& tensors, const std::vector<Entry>& e
     return {begins, sizes};
 }
 
+// tensors: [...] each.
 bool are_followed(const Plan::Tensors& tensors) {
     return std::any_of(tensors.begin(), tensors.end(),
                        [](const at::Tensor& tensor) { return is_followed(*tensor.unsafeGetTensorImpl(), true); });
@@ -87,15 +90,15 @@ Plan::Plan(const Tensors& tensors, const Tensors& sources)
     : layout_(layout_of(tensors, sources)), tensors_(references_to(tensors)), sources_(references_to(sources)) {
     const at::Device device = tensors[0].device();
     std::vector<int64_t> numels;
-    for (const Entry& entry : layout_.entries) {
+    for (const TableEntry& entry : layout_.entries) {
         numels.push_back(entry.numel);
         if (entry.destination_dtype == DType::kFloat64) norm_dtype_ = at::kDouble;
         may_accumulate_ &= is_supported(entry.source_dtype, entry.destination_dtype);
     }
     std::vector<Chunk> chunks = make_chunks(numels);
-    table_ = to_device(layout_.entries, sizeof(Entry) / sizeof(int64_t), at::kLong, device);
+    table_ = to_device(layout_.entries, sizeof(TableEntry) / sizeof(int64_t), at::kLong, device);
     chunks_ = to_device(chunks, 2, at::kInt, device);
-    state_ = at::zeros({kStateWords}, at::TensorOptions().dtype(at::kLong).device(device));
+    partial_ = at::zeros({kPartialWords}, at::TensorOptions().dtype(at::kLong).device(device));
 }
 
 bool Plan::TensorReference::is_unmoved() const {
@@ -179,7 +182,7 @@ void Plan::update(const Tensors& tensors, const Tensors& sources) {
                       ", got ", tensors[0].device());
     std::vector<EntryUpdate> updates;
     for (size_t i = 0; i < layout.entries.size(); ++i) {
-        const Entry &now = layout.entries[i], &before = layout_.entries[i];
+        const TableEntry &now = layout.entries[i], &before = layout_.entries[i];
         TORCH_CHECK_VALUE(now.numel == before.numel && now.source_dtype == before.source_dtype &&
                               now.destination_dtype == before.destination_dtype,
                           kPlan, ": expected tensors[", i, "] of ", before.numel,
@@ -188,7 +191,7 @@ void Plan::update(const Tensors& tensors, const Tensors& sources) {
         if (now.destination == before.destination && now.source == before.source) continue;
         updates.push_back({now.source, now.destination, static_cast<int32_t>(i), now.mode, true});
     }
-    auto* const table = static_cast<Entry*>(table_.mutable_data_ptr());
+    auto* const table = static_cast<TableEntry*>(table_.mutable_data_ptr());
     const auto count = static_cast<int64_t>(updates.size());
     run_on(
         table_.device(), [&] { update_entries_cpu(table, updates.data(), count); },

@@ -15,18 +15,18 @@ namespace te_graph::multi_tensor {
 
 inline constexpr const char* kPlan = "MultiTensorPlan";  // in messages
 
-// Does not own the tensors. Memory of the table, the chunks and the state stays the same for the plan's life.
+// Does not own the tensors. Memory of the table, the chunks and the partial stays the same for the plan's life.
 class Plan {
 public:
     using Tensors = std::vector<at::Tensor>;
 
-    // tensors, and sources of equal shapes if there are any: dense, of one device. Copies the table there,
-    // synchronously.
+    // tensors: [...] each, and sources: [...] of equal shapes if there are any: dense, of one device. Copies the table
+    // there, synchronously.
     Plan(const Tensors& tensors, const Tensors& sources);
 
-    const at::Tensor& table() const { return table_; }    // [tensors, 4] int64
-    const at::Tensor& chunks() const { return chunks_; }  // [chunks, 2] int32
-    const at::Tensor& state() const { return state_; }    // [kStateWords] int64, zero between calls
+    const at::Tensor& table() const { return table_; }      // [tensors, 4] int64
+    const at::Tensor& chunks() const { return chunks_; }    // [chunks, 2] int32
+    const at::Tensor& partial() const { return partial_; }  // [kPartialWords] int64, zero between calls
     at::ScalarType norm_dtype() const { return norm_dtype_; }
     bool has_sources() const { return !sources_.empty(); }
     bool may_accumulate() const { return may_accumulate_; }
@@ -40,11 +40,11 @@ public:
     // the operands lies in it.
     void check_write(bool writes_sources, const Operands& operands) const;
 
-    // Those tensors, and sources, that are asked for and still exist.
+    // Those tensors, and sources, [...] each, that are asked for and still exist.
     Tensors tensors(bool with_tensors, bool with_sources) const;
 
-    // Other tensors of the same sizes and dtypes. The table is changed on the current stream: launches before it work
-    // on the old ones, launches and replays after it on the new ones.
+    // Other tensors and sources, [...] each, of the same sizes and dtypes. The table is changed on the current stream:
+    // launches before it work on the old ones, launches and replays after it on the new ones.
     void update(const Tensors& tensors, const Tensors& sources);
 
 private:
@@ -64,7 +64,7 @@ private:
     };
     // The lists as the table has them, and where they lie.
     struct Layout {
-        std::vector<Entry> entries;
+        std::vector<TableEntry> entries;
         MemoryRanges written, read;
         bool is_followed;  // by autograd, a tensor or source: then each op that writes looks whether it may
     };
@@ -72,13 +72,15 @@ private:
     static void check(const std::vector<TensorReference>& references, const char* list);
     static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded);
     static void bump_versions(const std::vector<TensorReference>& references);
+    // tensors, sources: [...] each.
     static std::vector<TensorReference> references_to(const Tensors& tensors);
-    static Layout layout_of(const Tensors& tensors, const Tensors& sources);
+    static Layout layout_of(const Tensors& tensors,   // [...] each
+                            const Tensors& sources);  // [...] each, or none
 
     Layout layout_;
     std::vector<TensorReference> tensors_;
     std::vector<TensorReference> sources_;
-    at::Tensor table_, chunks_, state_;
+    at::Tensor table_, chunks_, partial_;
     at::ScalarType norm_dtype_ = at::kFloat;
     bool may_accumulate_ = true;
 };

@@ -13,7 +13,7 @@ void scale_cpu(const TensorTable& tensors, const Scaling& scaling) {
     const double factor = factor_of(scaling);
     if (factor == 1 && (scaling.is_clip || scaling.found_inf == nullptr)) return;
     bool is_infinite = false;
-    for_each_chunk(tensors, [&](const Entry& entry, int64_t begin, int64_t end) {
+    for_each_chunk(tensors, [&](const TableEntry& entry, int64_t begin, int64_t end) {
         with_type(entry.destination_dtype, [&]<typename T>() {
             auto* const elements = static_cast<T*>(entry.destination);
             const auto wide = static_cast<Wide<T>>(factor);
@@ -27,7 +27,7 @@ void scale_cpu(const TensorTable& tensors, const Scaling& scaling) {
 }
 
 void zero_cpu(const TensorTable& tensors) {
-    for_each_chunk(tensors, [](const Entry& entry, int64_t begin, int64_t end) {
+    for_each_chunk(tensors, [](const TableEntry& entry, int64_t begin, int64_t end) {
         with_type(entry.destination_dtype, [&]<typename T>() {
             std::memset(static_cast<T*>(entry.destination) + begin, 0, static_cast<size_t>(end - begin) * sizeof(T));
         });

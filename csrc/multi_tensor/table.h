@@ -20,7 +20,7 @@ namespace te_graph::multi_tensor {
 enum class Mode : uint8_t { kSkip, kStore, kAdd };
 
 // One tensor, or a pair of equal size. 32 bytes, so that a block fetches its entry with two 16-byte loads.
-struct alignas(32) Entry {
+struct alignas(32) TableEntry {
     const void* source;  // [numel]; read by accumulate and copy alone
     void* destination;   // [numel]; all that the other ops know of
     int64_t numel;
@@ -29,7 +29,7 @@ struct alignas(32) Entry {
     Mode mode;
     uint8_t reserved[5];
 };
-static_assert(sizeof(Entry) == 32);
+static_assert(sizeof(TableEntry) == 32);
 
 // The part of one tensor that one block (or one CPU iteration) handles: elements
 // [index * kChunkElements, min(numel, (index + 1) * kChunkElements)). Chunks start at each tensor's first element, so
@@ -67,7 +67,7 @@ constexpr bool is_supported(DType source, DType destination) {
 
 // The tensors of one call.
 struct TensorTable {
-    const Entry* entries;           // [count], in device memory if there are chunks, else in host memory
+    const TableEntry* entries;      // [count], in device memory if there are chunks, else in host memory
     int64_t count;                  // of host entries; not looked at for a table on the device
     const Chunk* chunks = nullptr;  // [num_chunks] in device memory; nullptr: one call's worth of host entries
     int64_t num_chunks = 0;
@@ -78,14 +78,14 @@ template <typename Function>  // (entry, first element, end)
 void for_each_chunk(const TensorTable& tensors, const Function& function) {
     if (tensors.chunks != nullptr) {
         for (int64_t i = 0; i < tensors.num_chunks; ++i) {
-            const Entry& entry = tensors.entries[tensors.chunks[i].entry];
+            const TableEntry& entry = tensors.entries[tensors.chunks[i].entry];
             const int64_t begin = tensors.chunks[i].index * kChunkElements;
             const int64_t rest = entry.numel - begin;
             function(entry, begin, begin + (rest < kChunkElements ? rest : kChunkElements));
         }
         return;
     }
-    for (const Entry* entry = tensors.entries; entry != tensors.entries + tensors.count; ++entry) {
+    for (const TableEntry* entry = tensors.entries; entry != tensors.entries + tensors.count; ++entry) {
         for (int64_t begin = 0; begin < entry->numel; begin += kChunkElements) {
             const int64_t rest = entry->numel - begin;
             function(*entry, begin, begin + (rest < kChunkElements ? rest : kChunkElements));

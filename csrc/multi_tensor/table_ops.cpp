@@ -7,7 +7,7 @@
 namespace te_graph::multi_tensor {
 namespace {
 
-constexpr int64_t kEntryWords = sizeof(Entry) / sizeof(int64_t);
+constexpr int64_t kEntryWords = sizeof(TableEntry) / sizeof(int64_t);
 
 TensorTable table_of(const char* op,
                      const at::Tensor& table,   // [entries, 4] int64
@@ -18,12 +18,12 @@ TensorTable table_of(const char* op,
     check_table(op, "table", table, kEntryWords);
     check_table(op, "chunks", chunks, 2);
     check_device(op, "chunks", chunks, table.device());
-    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(table.const_data_ptr()) % alignof(Entry) == 0, op,
-                      ": expected table aligned to ", alignof(Entry), " bytes, got storage offset ",
+    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(table.const_data_ptr()) % alignof(TableEntry) == 0, op,
+                      ": expected table aligned to ", alignof(TableEntry), " bytes, got storage offset ",
                       table.storage_offset());
     // Without chunks the list is empty: there may be no memory to point to.
     static const Chunk none{};
-    return {.entries = static_cast<const Entry*>(table.const_data_ptr()),
+    return {.entries = static_cast<const TableEntry*>(table.const_data_ptr()),
             .count = 0,
             .chunks = chunks.size(0) == 0 ? &none : static_cast<const Chunk*>(chunks.const_data_ptr()),
             .num_chunks = chunks.size(0)};
@@ -31,16 +31,16 @@ TensorTable table_of(const char* op,
 
 at::Tensor norm_table(const at::Tensor& table,    // [entries, 4] int64
                       const at::Tensor& chunks,   // [chunks, 2] int32
-                      const at::Tensor& partial,  // [kStateWords] int64
+                      const at::Tensor& partial,  // [kPartialWords] int64
                       double p, at::ScalarType dtype) {
     constexpr const char* kOp = "multi_tensor_norm_table";
     check_p(kOp, p);
     TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble, kOp, ": expected dtype float32 or float64, got ",
                      dtype);
     const TensorTable tensors = table_of(kOp, table, chunks);
-    uint64_t* const state = state_of(kOp, "partial", partial, table.device());
+    uint64_t* const words = partial_of(kOp, "partial", partial, table.device());
     const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
-    TE_GRAPH_RUN(table.device(), norm, tensors, p, state, result_in(out));
+    TE_GRAPH_RUN(table.device(), norm, tensors, p, words, result_in(out));
     return out;
 }
 
@@ -78,7 +78,7 @@ void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
                       const at::Tensor& chunks,  // [chunks, 2] int32
                       std::optional<bool> store, bool zero_source,
                       const std::optional<at::Tensor>& scale,        // [] or [1]
-                      const std::optional<at::Tensor>& sum_squares,  // [kStateWords]
+                      const std::optional<at::Tensor>& sum_squares,  // [kPartialWords]
                       const std::optional<at::Tensor>& found_inf,    // [] or [1]
                       const std::optional<at::Tensor>& noop)         // [] or [1]
 {

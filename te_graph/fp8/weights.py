@@ -140,7 +140,8 @@ class Fp8Weights(StepWeights):
         self._table.check_places()
 
     def update(self, weights: Iterable[Tensor]) -> None:
-        """Let casts, captured ones too, read other weights of the same shapes and dtypes, from now on on this stream.
+        """Let casts, captured ones too, read other weights [M, N] of the same shapes and dtypes, from now on on this
+        stream.
 
         Raises:
             TypeError, ValueError: they are not like those before.

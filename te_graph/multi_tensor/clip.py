@@ -99,7 +99,7 @@ def clip_grads_with_norm_(
 
 
 def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float, found_inf: Tensor | None) -> None:
-    """Scale all parts by ``min(1, max_norm / (norm + eps))``, ``norm`` of one element; checks all, then writes."""
+    """Scale all parts by ``min(1, max_norm / (norm + eps))``, ``norm`` [] or [1]; checks all, then writes."""
     if is_dtensor(norm):
         norm = norm.full_tensor()
     dtype = torch.float64 if norm.dtype == torch.float64 else torch.float32

@@ -27,7 +27,7 @@ def _norm(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
 
 
 def _norm_partial(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
-    return _empty("multi_tensor_norm_partial", tensors, (_C.NORM_STATE_WORDS,), torch.int64)
+    return _empty("multi_tensor_norm_partial", tensors, (_C.NORM_PARTIAL_WORDS,), torch.int64)
 
 
 def _norms(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def get_global_norm_of_tensors(
     input_tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, process_groups: Sequence[ProcessGroup] = ()
 ) -> Tensor:
-    """Norm of all tensors over all ranks: ``get_total_norm`` under DeepSpeed's name, with its arguments and result.
+    """Norm [] of all tensors over all ranks: ``get_total_norm`` under DeepSpeed's name, with its arguments and result.
 
     DeepSpeed returns -1 where the norm is not finite; this returns the norm as it is, on the device, and nothing waits.
     """

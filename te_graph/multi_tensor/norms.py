@@ -120,7 +120,7 @@ def total_norm(
             partial = _joined(partials[key][0], partial, p)
         partials[key] = partial, part.groups
     device = parts[0].tensors.device if parts else _device_for(process_groups, tensors)
-    partial = torch.zeros(_C.NORM_STATE_WORDS, dtype=torch.int64, device=device)
+    partial = torch.zeros(_C.NORM_PARTIAL_WORDS, dtype=torch.int64, device=device)
     for own, groups in partials.values():
         partial = _joined(partial, _reduced(own, groups, p), p)
     dtype = torch.float64 if any(part.tensors.has_double for part in parts) else torch.float32
@@ -128,8 +128,8 @@ def total_norm(
 
 
 def new_sum_squares(device: torch.device | str) -> Tensor:
-    """An exact sum of squares of nothing, [72] int64, for ``update_hp_grads(sum_squares=)``; ``zero_()`` resets it."""
-    return torch.zeros(_C.NORM_STATE_WORDS, dtype=torch.int64, device=device)
+    """A partial of p = 2 of nothing, [72] int64, for ``update_hp_grads(sum_squares=)``; ``zero_()`` resets it."""
+    return torch.zeros(_C.NORM_PARTIAL_WORDS, dtype=torch.int64, device=device)
 
 
 def norm_of_sum_squares(sum_squares: Tensor, process_groups: Sequence[ProcessGroup] = ()) -> Tensor:
@@ -151,7 +151,7 @@ def raise_if_nonfinite(norm: Tensor, norm_type: float) -> None:
 
 
 def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
-    """Two partial norms [72] as one, on the device of the first."""
+    """Two partials [72] as one, on the device of the first."""
     b = moved(b, a.device, b.dtype)
     return torch.maximum(a, b) if math.isinf(p) else a + b
 

@@ -38,13 +38,13 @@ class MultiTensorPlan:
 
     Stream and capture: making a plan allocates on the device and waits for the copy of the table, so it comes before a
     capture. The ops neither allocate (norms: the result) nor wait. Plans and their ops belong on one stream at a time:
-    the partial sums of a norm lie in the plan.
+    the partial of a norm lies in the plan.
     """
 
     def __init__(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
         self._plan = _C.Plan(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
         # Where a capture that uses the plan finds what it reads.
-        self._device_memory = (self._plan.table, self._plan.chunks, self._plan.state)
+        self._device_memory = (self._plan.table, self._plan.chunks, self._plan.partial)
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -55,7 +55,7 @@ class MultiTensorPlan:
         self._plan.check(False, False)
 
     def update(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
-        """Take other tensors of the same number, sizes and dtypes.
+        """Take other tensors and sources, [...] each, of the same number, sizes and dtypes.
 
         Launches and replays that are on the current stream already work on the old ones, later ones on the new ones.
         One small launch for each 128 tensors that changed; nothing is waited for.

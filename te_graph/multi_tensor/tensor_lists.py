@@ -96,7 +96,7 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def as_sequence(tensors: Tensor | Iterable[Tensor], name: str) -> Sequence[Tensor]:
-    """One tensor, or any iterable of them, as a list or tuple. ``name`` is what messages call it."""
+    """One tensor [...], or any iterable of them, as a list or tuple. ``name`` is what messages call it."""
     if isinstance(tensors, Tensor):
         return [tensors]
     if isinstance(tensors, list | tuple):

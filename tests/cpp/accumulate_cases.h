@@ -158,12 +158,12 @@ inline std::vector<Case> all_cases() {
     return cases;
 }
 
-inline Entry entry_of(const GuardedTensor& source, GuardedTensor& destination, Mode mode) {
+inline TableEntry entry_of(const GuardedTensor& source, GuardedTensor& destination, Mode mode) {
     return {source.data(), destination.data(), source.numel(), source.dtype(), destination.dtype(), mode, {}};
 }
 
 // Runs the CPU loops over the whole of each entry.
-inline void accumulate_on_cpu(const std::vector<Entry>& table) {
+inline void accumulate_on_cpu(const std::vector<TableEntry>& table) {
     accumulate_cpu({.entries = table.data(), .count = static_cast<int64_t>(table.size())}, {});
 }
 

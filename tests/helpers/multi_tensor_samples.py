@@ -23,14 +23,14 @@ Arguments = tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any]]
 def list_op_samples(device: str) -> dict[str, Arguments]:
     destinations, sources = lists(device)
     scale, flag = torch.tensor(0.5, device=device), torch.zeros(1, device=device)
-    state = ops.multi_tensor_norm_partial(sources)
-    extras = {"store": True, "zero_source": True, "scale": scale, "sum_squares": state.clone(), "found_inf": flag}
+    partial = ops.multi_tensor_norm_partial(sources)
+    extras = {"store": True, "zero_source": True, "scale": scale, "sum_squares": partial.clone(), "found_inf": flag}
     return {
         "norm": (ops.multi_tensor_norm.default, (sources,), {}),
         "norm of fp64": (ops.multi_tensor_norm.default, (random_list(SIZES, [torch.float64], device), 1.0), {}),
         "norms": (ops.multi_tensor_norms.default, (sources, 3.0), {}),
         "partial": (ops.multi_tensor_norm_partial.default, (sources, 0.0), {}),
-        "finish": (ops.multi_tensor_norm_finish.default, (state, 2.0, torch.float64), {}),
+        "finish": (ops.multi_tensor_norm_finish.default, (partial, 2.0, torch.float64), {}),
         "clip": (ops.multi_tensor_clip_.default, (sources, scale * 4, 1.0), {}),
         "clip with a flag": (ops.multi_tensor_clip_.default, (sources, scale * 4, 1.0), {"found_inf": flag}),
         "clip norm": (ops.multi_tensor_clip_norm_.default, (sources, 1.0), {}),
@@ -64,12 +64,12 @@ def table_op_samples(plan: MultiTensorPlan, device: str) -> dict[str, Arguments]
     nothing = table[0][:0], table[1][:0]
     scale, flag = torch.tensor(0.5, device=device), torch.zeros(1, device=device)
     return {
-        "norm of nothing": (ops.multi_tensor_norm_table.default, (*nothing, plan._plan.state.clone()), {}),
+        "norm of nothing": (ops.multi_tensor_norm_table.default, (*nothing, plan._plan.partial.clone()), {}),
         "clip of nothing": (ops.multi_tensor_clip_table_.default, (*nothing, scale, 1.0), {}),
         "scale of nothing": (ops.multi_tensor_scale_table_.default, (*nothing, scale), {}),
         "zero of nothing": (ops.multi_tensor_zero_table_.default, nothing, {}),
         "accumulate of nothing": (ops.multi_tensor_accumulate_table_.default, nothing, {"found_inf": flag}),
-        "norm": (ops.multi_tensor_norm_table.default, (*table, plan._plan.state), {}),
+        "norm": (ops.multi_tensor_norm_table.default, (*table, plan._plan.partial), {}),
         "clip": (ops.multi_tensor_clip_table_.default, (*table, scale * 4, 1.0), {"found_inf": flag}),
         "scale": (ops.multi_tensor_scale_table_.default, (*table, scale), {"found_inf": flag}),
         "zero": (ops.multi_tensor_zero_table_.default, table, {}),

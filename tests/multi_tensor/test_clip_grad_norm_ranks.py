@@ -183,12 +183,12 @@ def scenario_accumulated(rank: Rank) -> None:
     whole = [torch.randn(2 * rank.world, CHUNK, device=rank.device).bfloat16() for _ in range(3)]
     low = [sharded(gradient, mesh, [Shard(0)]) for gradient in whole]
     high = [distribute_tensor(torch.ones(grad.shape, device=rank.device), mesh, [Shard(0)]) for grad in whole]
-    state = tg.new_sum_squares(rank.device)
-    tg.update_hp_grads(low, high, sum_squares=state)
+    sum_squares = tg.new_sum_squares(rank.device)
+    tg.update_hp_grads(low, high, sum_squares=sum_squares)
     expected = [1 + gradient.float() for gradient in whole]
     assert all(same_bits(h.full_tensor(), want) for h, want in zip(high, expected, strict=True))
     assert not any(parameter.grad.full_tensor().any() for parameter in low)
-    norm = tg.norm_of_sum_squares(state, [dist.group.WORLD])
+    norm = tg.norm_of_sum_squares(sum_squares, [dist.group.WORLD])
     assert same_bits(norm, ops.multi_tensor_norm(expected)) and same_bits(tg.get_total_norm(high), norm)
 
 

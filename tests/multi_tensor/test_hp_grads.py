@@ -102,10 +102,10 @@ def test_no_gradient_at_all_stores_zeros_or_adds_nothing(device):
 @pytest.mark.parametrize("store", [False, True])
 def test_the_squares_of_what_was_written_give_its_norm(store, device):
     parameters, high = low_parameters(device, torch.bfloat16), high_gradients(device)
-    state = tg.new_sum_squares(device)
+    sum_squares = tg.new_sum_squares(device)
     with no_sync(device):
-        tg.update_hp_grads(parameters, high, store=store, sum_squares=state)
-        norm = tg.norm_of_sum_squares(state)
+        tg.update_hp_grads(parameters, high, store=store, sum_squares=sum_squares)
+        norm = tg.norm_of_sum_squares(sum_squares)
     written = [t for i, t in enumerate(high) if i not in WITHOUT]
     assert same_bits(norm, ops.multi_tensor_norm(written))
     if store:  # what had no gradient is zero
@@ -119,18 +119,18 @@ def test_found_inf_tells_of_what_is_not_finite_and_noop_gates_all_writes(store, 
     before, gradients = copies(high), [p.grad for p in parameters]
     kept = [None if g is None else g.clone() for g in gradients]
     flags = {"found_inf": torch.zeros(1, device=device), "noop": torch.ones(1, device=device)}
-    state = tg.new_sum_squares(device)
+    sum_squares = tg.new_sum_squares(device)
     with no_sync(device):
-        tg.update_hp_grads(parameters, high, store=store, sum_squares=state, **flags)
-    assert all_same_bits(high, before) and not state.any() and flags["found_inf"].item() == 0
+        tg.update_hp_grads(parameters, high, store=store, sum_squares=sum_squares, **flags)
+    assert all_same_bits(high, before) and not sum_squares.any() and flags["found_inf"].item() == 0
     for parameter, gradient, value in zip(parameters, gradients, kept, strict=True):
         assert parameter.grad is gradient and (gradient is None or same_bits(gradient, value))
     flags["noop"].zero_()
     expected = updated(parameters, high, store)
     with no_sync(device):
-        tg.update_hp_grads(parameters, high, store=store, sum_squares=state, **flags)
+        tg.update_hp_grads(parameters, high, store=store, sum_squares=sum_squares, **flags)
     assert all_same_bits(high, expected) and flags["found_inf"].item() == 1
-    assert tg.norm_of_sum_squares(state).item() == math.inf
+    assert tg.norm_of_sum_squares(sum_squares).item() == math.inf
     assert_zeroed(parameters, gradients)
 
 

@@ -83,14 +83,14 @@ def test_adding_is_the_default_and_leaves_the_source(device):
 
 @pytest.mark.parametrize("store", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_squares_of_what_was_written_are_added_to_a_state(pair, store, device):
+def test_squares_of_what_was_written_are_added_to_a_partial(pair, store, device):
     destinations, sources = pairs_of([pair], device, Fences())
     other = random_list([CHUNK + 9, 4], [pair[1]], device)
-    state = ops.multi_tensor_norm_partial(other)
+    partial = ops.multi_tensor_norm_partial(other)
     with no_sync(device):
-        ops.multi_tensor_accumulate_(destinations, sources, store=store, sum_squares=state)
+        ops.multi_tensor_accumulate_(destinations, sources, store=store, sum_squares=partial)
     dtype = wide_dtype(*destinations)
-    got = ops.multi_tensor_norm_finish(state, 2.0, dtype)
+    got = ops.multi_tensor_norm_finish(partial, 2.0, dtype)
     assert same_bits(got, ops.multi_tensor_norm([*destinations, *other]))
     assert got.item() == pytest.approx(reference_norm([*destinations, *other], 2.0), rel=1e-6)
 
@@ -99,9 +99,9 @@ def test_squares_of_what_was_written_are_added_to_a_state(pair, store, device):
 def test_a_state_carries_what_is_not_finite(value, device):
     destination, source = torch.zeros(2 * CHUNK, device=device), torch.ones(2 * CHUNK, device=device)
     source[-1] = value
-    state = torch.zeros_like(ops.multi_tensor_norm_partial([destination]))
-    ops.multi_tensor_accumulate_([destination], [source], sum_squares=state)
-    norm = ops.multi_tensor_norm_finish(state, 2.0, torch.float32).item()
+    partial = torch.zeros_like(ops.multi_tensor_norm_partial([destination]))
+    ops.multi_tensor_accumulate_([destination], [source], sum_squares=partial)
+    norm = ops.multi_tensor_norm_finish(partial, 2.0, torch.float32).item()
     assert math.isnan(norm) if math.isnan(value) else norm == INF
 
 
@@ -149,15 +149,15 @@ def test_noop_gates_everything_that_is_written(shape, flag, device):
     sources[0][0] = INF
     before = copies(destinations), copies(sources)
     written = [accumulated(d, s, False) for d, s in zip(destinations, sources, strict=True)]
-    state = torch.zeros_like(ops.multi_tensor_norm_partial(destinations))
+    partial = torch.zeros_like(ops.multi_tensor_norm_partial(destinations))
     noop, found_inf = torch.full(shape, flag, device=device), torch.zeros(shape, device=device)
-    extras = {"zero_source": True, "sum_squares": state, "found_inf": found_inf, "noop": noop}
+    extras = {"zero_source": True, "sum_squares": partial, "found_inf": found_inf, "noop": noop}
     with no_sync(device):
         ops.multi_tensor_accumulate_(destinations, sources, **extras)
     zeros = [torch.zeros_like(source) for source in sources]
     expected = before if flag else (written, zeros)
     assert all_same_bits(destinations, expected[0]) and all_same_bits(sources, expected[1])
-    assert bool(state.any()) is bool(found_inf.item()) is (flag == 0)
+    assert bool(partial.any()) is bool(found_inf.item()) is (flag == 0)
     assert same_bits(noop, torch.full(shape, flag, device=device))
 
 
@@ -305,10 +305,10 @@ def test_what_is_written_has_a_new_version_for_autograd(device):
 def test_more_than_2_to_the_31_elements_are_accumulated_and_zeroed():
     source = torch.ones(2**31 + 7, device="cuda", dtype=torch.bfloat16)
     destination = torch.ones(2**31 + 7, device="cuda")
-    state = torch.zeros_like(ops.multi_tensor_norm_partial([destination[:1]]))
-    ops.multi_tensor_accumulate_([destination], [source], zero_source=True, sum_squares=state)
+    partial = torch.zeros_like(ops.multi_tensor_norm_partial([destination[:1]]))
+    ops.multi_tensor_accumulate_([destination], [source], zero_source=True, sum_squares=partial)
     assert destination.aminmax() == (2.0, 2.0) and source.aminmax() == (0.0, 0.0)
-    norm = ops.multi_tensor_norm_finish(state, 2.0, torch.float32).item()
+    norm = ops.multi_tensor_norm_finish(partial, 2.0, torch.float32).item()
     assert norm == pytest.approx(2 * math.sqrt(2**31 + 7), rel=1e-6)
     ops.multi_tensor_scale_([destination], 0.5)
     assert destination.aminmax() == (1.0, 1.0)

@@ -282,13 +282,13 @@ def test_accumulating_takes_narrow_dtypes_into_fp32_or_equal_ones_only(pair, dev
 @pytest.mark.parametrize("p", POWERS_REFUSED)
 def test_powers_below_zero_and_nan_are_refused(p, device):
     tensors = numbers(device)
-    state = ops.multi_tensor_norm_partial(tensors)
+    partial = ops.multi_tensor_norm_partial(tensors)
     for name, call in {
         "multi_tensor_norm": lambda: ops.multi_tensor_norm(tensors, p),
         "multi_tensor_norms": lambda: ops.multi_tensor_norms(tensors, p),
         "multi_tensor_norm_partial": lambda: ops.multi_tensor_norm_partial(tensors, p),
         "multi_tensor_clip_norm_": lambda: ops.multi_tensor_clip_norm_(tensors, 1.0, p),
-        "multi_tensor_norm_finish": lambda: ops.multi_tensor_norm_finish(state, p, torch.float32),
+        "multi_tensor_norm_finish": lambda: ops.multi_tensor_norm_finish(partial, p, torch.float32),
     }.items():
         with pytest.raises(ValueError, match=f"^{name}: expected p .*got"):
             call()

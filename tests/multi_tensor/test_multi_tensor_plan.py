@@ -96,17 +96,18 @@ def test_a_plan_accumulates_and_copies_as_the_op_does(store, device):
     tensors = gradients(device)
     sources = sources_for(tensors)
     twins, twin_sources = copies(tensors), copies(sources)
-    state = torch.zeros_like(ops.multi_tensor_norm_partial(tensors))
-    found_inf, twin_state, twin_found = torch.zeros((), device=device), state.clone(), torch.zeros((), device=device)
+    partial = torch.zeros_like(ops.multi_tensor_norm_partial(tensors))
+    twin_partial = partial.clone()
+    found_inf, twin_found = torch.zeros((), device=device), torch.zeros((), device=device)
     sources[2][0] = twin_sources[2][0] = math.inf
     plan, noop = MultiTensorPlan(tensors, sources), torch.zeros(1, device=device)
     options = {"store": store, "zero_source": True, "noop": noop}
     with no_sync(device):
-        plan.accumulate_(**options, sum_squares=state, found_inf=found_inf)
-    ops.multi_tensor_accumulate_(twins, twin_sources, **options, sum_squares=twin_state, found_inf=twin_found)
+        plan.accumulate_(**options, sum_squares=partial, found_inf=found_inf)
+    ops.multi_tensor_accumulate_(twins, twin_sources, **options, sum_squares=twin_partial, found_inf=twin_found)
     assert all_same_bits(tensors, twins) and all_same_bits(sources, twin_sources)
     assert found_inf.item() == twin_found.item() == 1
-    norms = [ops.multi_tensor_norm_finish(s, 2.0, torch.float32) for s in (state, twin_state)]
+    norms = [ops.multi_tensor_norm_finish(s, 2.0, torch.float32) for s in (partial, twin_partial)]
     assert same_bits(*norms)
     noop.fill_(1)
     for source in sources:

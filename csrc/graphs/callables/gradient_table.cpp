@@ -17,8 +17,8 @@
 namespace te_graph::graphs {
 
 using multi_tensor::Chunk;
-using multi_tensor::Entry;
 using multi_tensor::Mode;
+using multi_tensor::TableEntry;
 
 namespace {
 
@@ -108,13 +108,13 @@ void GradientTable::bind(const std::vector<at::Tensor>& sources) {
                           " and strides ", source.strides(), " on ", source.device());
         current_[i].source = source.const_data_ptr();
     }
-    if (!current_.empty()) std::memcpy(host.mutable_data_ptr(), current_.data(), current_.size() * sizeof(Entry));
+    if (!current_.empty()) std::memcpy(host.mutable_data_ptr(), current_.data(), current_.size() * sizeof(TableEntry));
     entries_.copy_(host);
 }
 
 void GradientTable::set(size_t index, EntryWrite order) {
     if (!differs(index, order)) return;
-    Entry& entry = current_[index];
+    TableEntry& entry = current_[index];
     entry.mode = order.mode;
     if (order.mode != Mode::kSkip) entry.destination = order.destination;
     if (is_changed_[index]) return;
@@ -133,7 +133,7 @@ void GradientTable::upload() {
         is_changed_[index] = false;
     }
     changed_.clear();
-    auto* const table = static_cast<Entry*>(entries_.mutable_data_ptr());
+    auto* const table = static_cast<TableEntry*>(entries_.mutable_data_ptr());
     const auto count = static_cast<int64_t>(updates.size());
     if (entries_.is_cpu()) {
         multi_tensor::update_entries_cpu(table, updates.data(), count);

@@ -55,15 +55,15 @@ public:
 private:
     // A skipped entry's destination is never read, so it may stay as it is.
     bool differs(size_t index, EntryWrite order) const {
-        const multi_tensor::Entry& entry = current_[index];
+        const multi_tensor::TableEntry& entry = current_[index];
         return entry.mode != order.mode ||
                (order.mode != multi_tensor::Mode::kSkip && entry.destination != order.destination);
     }
 
     at::Tensor entries_;
     at::Tensor chunks_;
-    std::vector<multi_tensor::Entry> current_;  // what the device holds once changed_ has been sent
-    std::vector<size_t> changed_;               // entries that differ from the device's, each once
+    std::vector<multi_tensor::TableEntry> current_;  // what the device holds once changed_ has been sent
+    std::vector<size_t> changed_;                    // entries that differ from the device's, each once
     std::vector<bool> is_changed_;
     int64_t uploads_ = 0;
 };

@@ -21,7 +21,7 @@ struct Problem {
     // Runs the kernel on a copy of the tensors, in a table or as kernel arguments; returns the destinations.
     std::vector<GuardedTensor> run_on_device(bool is_inline = false) const {
         std::vector<DeviceTensor> from, to;
-        std::vector<Entry> table;
+        std::vector<TableEntry> table;
         std::vector<int64_t> numels;
         for (size_t i = 0; i < sources.size(); ++i) {
             from.emplace_back(sources[i]);
@@ -32,7 +32,7 @@ struct Problem {
         }
         const std::vector<Chunk> chunks = make_chunks(numels);
         const Buffer device_table = upload(table), device_chunks = upload(chunks);
-        const TensorTable in_table{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
+        const TensorTable in_table{reinterpret_cast<const TableEntry*>(device_table.at(0)), 0,
                                    reinterpret_cast<const Chunk*>(device_chunks.at(0)),
                                    static_cast<int64_t>(chunks.size())};
         const TensorTable inlined{.entries = table.data(), .count = static_cast<int64_t>(table.size())};
@@ -49,7 +49,7 @@ struct Problem {
 
     std::vector<GuardedTensor> run_on_cpu() const {
         std::vector<GuardedTensor> results = destinations;
-        std::vector<Entry> table;
+        std::vector<TableEntry> table;
         for (size_t i = 0; i < sources.size(); ++i) table.push_back(entry_of(sources[i], results[i], modes[i]));
         accumulate_on_cpu(table);
         return results;
@@ -156,10 +156,10 @@ TEST(AccumulateDevice, TensorsOfMoreThanTwoToThe31ElementsAreAddedWholly) {
         destination.write(begin * kElement, windows.back().destination.data(), 32 * kElement);
     }
 
-    const std::vector<Entry> table{{source.at(0), destination.at(0), kNumel, bf16, bf16, Mode::kAdd, {}}};
+    const std::vector<TableEntry> table{{source.at(0), destination.at(0), kNumel, bf16, bf16, Mode::kAdd, {}}};
     const std::vector<Chunk> chunks = make_chunks({kNumel});
     const Buffer device_table = upload(table), device_chunks = upload(chunks);
-    const TensorTable tensors{reinterpret_cast<const Entry*>(device_table.at(0)), 0,
+    const TensorTable tensors{reinterpret_cast<const TableEntry*>(device_table.at(0)), 0,
                               reinterpret_cast<const Chunk*>(device_chunks.at(0)), static_cast<int64_t>(chunks.size())};
     check(launch_accumulate(tensors, {}, nullptr));
     check(cudaDeviceSynchronize());
@@ -189,8 +189,8 @@ TEST(AccumulateDevice, TensorsOfMoreThanTwoToThe31ElementsAreAddedWholly) {
 
 TEST(UpdateEntriesDevice, GivesTheTableOfTheCpuLoopsForAnyNumberOfUpdates) {
     auto generator = seeded_generator();
-    std::vector<Entry> table(1500);
-    for (Entry& entry : table) {
+    std::vector<TableEntry> table(1500);
+    for (TableEntry& entry : table) {
         entry = {reinterpret_cast<const void*>(generator()),
                  reinterpret_cast<void*>(generator()),
                  static_cast<int64_t>(generator()),
@@ -209,13 +209,13 @@ TEST(UpdateEntriesDevice, GivesTheTableOfTheCpuLoopsForAnyNumberOfUpdates) {
                                order[i], static_cast<Mode>(generator() % 3), generator() % 2 == 0});
         }
         const Buffer device_table = upload(table);
-        std::vector<Entry> actual(table.size()), expected = table;
+        std::vector<TableEntry> actual(table.size()), expected = table;
         update_entries_cpu(expected.data(), updates.data(), count);
-        check(launch_update_entries(reinterpret_cast<Entry*>(device_table.at(0)), updates.data(), count, nullptr));
+        check(launch_update_entries(reinterpret_cast<TableEntry*>(device_table.at(0)), updates.data(), count, nullptr));
         // The updates were read before the call returned.
         std::fill(updates.begin(), updates.end(), EntryUpdate{nullptr, nullptr, 0, Mode::kSkip, true});
-        device_table.read(0, actual.data(), actual.size() * sizeof(Entry));
-        EXPECT_EQ(std::memcmp(actual.data(), expected.data(), actual.size() * sizeof(Entry)), 0) << count;
+        device_table.read(0, actual.data(), actual.size() * sizeof(TableEntry));
+        EXPECT_EQ(std::memcmp(actual.data(), expected.data(), actual.size() * sizeof(TableEntry)), 0) << count;
     }
 }
 
@@ -226,10 +226,10 @@ TEST(AccumulateDevice, ACapturedLaunchFollowsTheTableFromReplayToReplay) {
     const auto source = GuardedTensor::random(fp32, numel, 0, generator);
     const auto empty = GuardedTensor::random(fp32, numel, 0, generator);
     const DeviceTensor device_source(source), first(empty), second(empty);
-    const std::vector<Entry> table{{device_source.data(), nullptr, numel, fp32, fp32, Mode::kSkip, {}}};
+    const std::vector<TableEntry> table{{device_source.data(), nullptr, numel, fp32, fp32, Mode::kSkip, {}}};
     const std::vector<Chunk> chunks = make_chunks({numel});
     const Buffer device_table = upload(table), device_chunks = upload(chunks);
-    auto* const entries = reinterpret_cast<Entry*>(device_table.at(0));
+    auto* const entries = reinterpret_cast<TableEntry*>(device_table.at(0));
 
     cudaStream_t stream;
     cudaGraph_t graph;

@@ -282,7 +282,7 @@ public:
         return memory;
     }
 
-    Signature signature() const {
+    Fingerprint fingerprint() const {
         const Op op = case_.algorithm == Algorithm::kReduceScatter ? Op::kReduceScatter
                       : case_.algorithm == Algorithm::kAllGather   ? Op::kAllGather
                                                                    : Op::kAllReduce;
@@ -309,7 +309,7 @@ public:
         } else if (case_.algorithm == Algorithm::kAllGather) {
             args.out.stride = args.out.piece = piece;
         }
-        args.signature = pack(signature());
+        args.fingerprint = pack(fingerprint());
         args.launch = launch;
         args.blocks = blocks;
         args.element = case_.element;

@@ -45,7 +45,7 @@ int random_launch(std::mt19937_64& generator) { return kLaunchIds[generator() % 
 void launch(const Ranks& ranks, int rank, const Memory& memory, int blocks, int launch, cudaStream_t stream) {
     Peers peers = ranks.peers(rank);
     std::fill(std::begin(peers.pool), std::end(peers.pool), memory.pool());
-    peers.extents = memory.signature().extents;
+    peers.extents = memory.fingerprint().extents;
     const LaunchArgs args = memory.args(rank, blocks, launch);
     check(launcher_of(memory.test_case().protocol)(peers, args, stream));
 }
@@ -214,7 +214,7 @@ void expect_aborted(const Ranks& ranks, int rank) {
 }
 
 // The operation of rank p was `expected`, and all ranks can say so.
-void expect_told(const Ranks& ranks, int p, const Signature& expected) {
+void expect_told(const Ranks& ranks, int p, const Fingerprint& expected) {
     EXPECT_TRUE(ranks[p].record().extents == expected.extents) << "rank " << p;
     for (int rank = 0; rank < ranks.world(); ++rank) {
         EXPECT_TRUE(ranks[rank].signal_pad().extents[p] == expected.extents) << "of rank " << p << " at rank " << rank;
@@ -246,8 +246,8 @@ TEST(CollectivesFailureDevice, AMissingRankEndsTheOthersAndAllLaterOperations) {
                 EXPECT_TRUE(is_aborted(memory, rank));
                 const FailureRecord& record = ranks[rank].record();
                 EXPECT_EQ(sequence_of(record.expected), 3u);
-                EXPECT_EQ(record.expected, flag_of(3, pack(memory.signature()))) << memory.test_case();
-                expect_told(ranks, rank, memory.signature());
+                EXPECT_EQ(record.expected, flag_of(3, pack(memory.fingerprint()))) << memory.test_case();
+                expect_told(ranks, rank, memory.fingerprint());
                 if (record.failure == Failure::kTimeout) {
                     ++timeouts;
                     EXPECT_EQ(record.peer, absent);
@@ -289,7 +289,7 @@ void expect_mismatch(int world, const Case& common, const Case& other, std::mt19
     for (int rank = 0; rank < world; ++rank) {
         expect_aborted(ranks, rank);
         EXPECT_TRUE(is_aborted(rank == odd ? odd_memory : memory, rank));
-        expect_told(ranks, rank, (rank == odd ? odd_memory : memory).signature());
+        expect_told(ranks, rank, (rank == odd ? odd_memory : memory).fingerprint());
         const FailureRecord& record = ranks[rank].record();
         if (record.failure != Failure::kMismatch) {
             EXPECT_EQ(record.failure, Failure::kAbortedByPeer) << common << " and " << other;
@@ -297,8 +297,8 @@ void expect_mismatch(int world, const Case& common, const Case& other, std::mt19
         }
         ++mismatches;
         EXPECT_EQ(sequence_of(record.seen), 1u);
-        EXPECT_EQ(record.expected, flag_of(1, pack((rank == odd ? odd_memory : memory).signature())));
-        EXPECT_EQ(record.seen, flag_of(1, pack((rank == odd ? memory : odd_memory).signature())));
+        EXPECT_EQ(record.expected, flag_of(1, pack((rank == odd ? odd_memory : memory).fingerprint())));
+        EXPECT_EQ(record.seen, flag_of(1, pack((rank == odd ? memory : odd_memory).fingerprint())));
         if (rank != odd) EXPECT_EQ(record.peer, odd) << common << " and " << other << ", world " << world;
     }
     EXPECT_GT(mismatches, 0) << common << " and " << other;

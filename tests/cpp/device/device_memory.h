@@ -71,19 +71,19 @@ private:
 // Entries in device memory with their chunks.
 class DeviceWork {
 public:
-    explicit DeviceWork(const std::vector<Entry>& entries)
+    explicit DeviceWork(const std::vector<TableEntry>& entries)
         : table_(upload(entries)), chunks_(upload(chunks_of(entries))) {
         num_chunks_ = static_cast<int64_t>(chunks_of(entries).size());
     }
     TensorTable tensors() const {
-        return {reinterpret_cast<const Entry*>(table_.at(0)), 0, reinterpret_cast<const Chunk*>(chunks_.at(0)),
+        return {reinterpret_cast<const TableEntry*>(table_.at(0)), 0, reinterpret_cast<const Chunk*>(chunks_.at(0)),
                 num_chunks_};
     }
 
 private:
-    static std::vector<Chunk> chunks_of(const std::vector<Entry>& entries) {
+    static std::vector<Chunk> chunks_of(const std::vector<TableEntry>& entries) {
         std::vector<int64_t> numels;
-        for (const Entry& entry : entries) numels.push_back(entry.numel);
+        for (const TableEntry& entry : entries) numels.push_back(entry.numel);
         return make_chunks(numels);
     }
     Buffer table_, chunks_;

@@ -31,8 +31,8 @@ public:
         device_ = std::make_unique<Buffer>(host_.data(), bytes_);
     }
 
-    std::vector<Entry> host_entries() { return entries(reinterpret_cast<char*>(host_.data())); }
-    std::vector<Entry> device_entries() const { return entries(device_->at(0)); }
+    std::vector<TableEntry> host_entries() { return entries(reinterpret_cast<char*>(host_.data())); }
+    std::vector<TableEntry> device_entries() const { return entries(device_->at(0)); }
 
     bool has_equal_memory() const {
         std::vector<uint32_t> now(host_.size());
@@ -65,8 +65,8 @@ private:
         bytes_ = (bytes_ + numel * bytes + 3) / 4 * 4;
         return chunk_view;
     }
-    std::vector<Entry> entries(char* base) const {
-        std::vector<Entry> result;
+    std::vector<TableEntry> entries(char* base) const {
+        std::vector<TableEntry> result;
         for (size_t i = 0; i < destinations_.size(); ++i) {
             const ChunkView &from = are_pairs_ ? sources_[i] : destinations_[i], &to = destinations_[i];
             result.push_back({base + from.offset, base + to.offset, to.numel, from.dtype, to.dtype, Mode::kAdd, {}});
@@ -84,13 +84,13 @@ private:
 // The list on the device as kernel arguments and as a table.
 template <typename Function>
 void for_both_tables(const Problem& problem, const Function& function) {
-    const std::vector<Entry> entries = problem.device_entries();
+    const std::vector<TableEntry> entries = problem.device_entries();
     function(TensorTable{.entries = entries.data(), .count = static_cast<int64_t>(entries.size())});
     const DeviceWork in_table(entries);
     function(in_table.tensors());
 }
 
-TensorTable table_of(const std::vector<Entry>& entries) {
+TensorTable table_of(const std::vector<TableEntry>& entries) {
     return {.entries = entries.data(), .count = static_cast<int64_t>(entries.size())};
 }
 
@@ -98,18 +98,18 @@ TEST(NormDevice, StatesAndNormsHaveTheBitsOfTheCpuLoops) {
     auto generator = seeded_generator();
     for (const int count : kCounts) {
         Problem problem(count, generator, false);
-        const std::vector<Entry> host = problem.host_entries();
+        const std::vector<TableEntry> host = problem.host_entries();
         for (const double p : {0.0, 1.0, 2.0, HUGE_VAL}) {
             double expected = 0;
-            uint64_t state[kStateWords] = {};
-            norm_cpu(table_of(host), p, state, {&expected, true});
+            uint64_t partial[kPartialWords] = {};
+            norm_cpu(table_of(host), p, partial, {&expected, true});
             for_both_tables(problem, [&](const TensorTable& tensors) {
-                const Buffer device_state(kStateWords * sizeof(uint64_t)), out(sizeof(double));
-                device_state.fill(0);
+                const Buffer device_partial(kPartialWords * sizeof(uint64_t)), out(sizeof(double));
+                device_partial.fill(0);
                 double norm = NAN;
-                // Twice: the first launch leaves the state cleared.
+                // Twice: the first launch leaves the partial cleared.
                 for (int run = 0; run < 2; ++run) {
-                    check(launch_norm(tensors, p, reinterpret_cast<uint64_t*>(device_state.at(0)), {out.at(0), true},
+                    check(launch_norm(tensors, p, reinterpret_cast<uint64_t*>(device_partial.at(0)), {out.at(0), true},
                                       nullptr));
                     out.read(0, &norm, sizeof(norm));
                     ASSERT_EQ(norm, expected) << count << " tensors, p = " << p;
@@ -124,12 +124,13 @@ TEST(NormDevice, OtherPowersAreCloseToTheCpuLoops) {
     Problem problem(300, generator, false);
     for (const double p : {0.5, 3.0}) {
         double expected = 0, norm = 0;
-        uint64_t state[kStateWords] = {};
-        norm_cpu(table_of(problem.host_entries()), p, state, {&expected, true});
+        uint64_t partial[kPartialWords] = {};
+        norm_cpu(table_of(problem.host_entries()), p, partial, {&expected, true});
         for_both_tables(problem, [&](const TensorTable& tensors) {
-            const Buffer device_state(kStateWords * sizeof(uint64_t)), out(sizeof(double));
-            device_state.fill(0);
-            check(launch_norm(tensors, p, reinterpret_cast<uint64_t*>(device_state.at(0)), {out.at(0), true}, nullptr));
+            const Buffer device_partial(kPartialWords * sizeof(uint64_t)), out(sizeof(double));
+            device_partial.fill(0);
+            check(
+                launch_norm(tensors, p, reinterpret_cast<uint64_t*>(device_partial.at(0)), {out.at(0), true}, nullptr));
             out.read(0, &norm, sizeof(norm));
             EXPECT_NEAR(norm / expected, 1, 1e-5) << p;
         });
@@ -142,11 +143,11 @@ TEST(NormDevice, NormsOfEachTensorHaveTheBitsOfTheCpuLoops) {
         Problem problem(count, generator, false);
         std::vector<float> expected(count), norms(count, NAN);
         norms_cpu(table_of(problem.host_entries()), 2, {expected.data(), false});
-        const Buffer states(count * kStateWords * sizeof(uint64_t)), out(count * sizeof(float));
-        states.fill(0xA5);
-        const std::vector<Entry> entries = problem.device_entries();
-        check(
-            launch_norms(table_of(entries), 2, reinterpret_cast<uint64_t*>(states.at(0)), {out.at(0), false}, nullptr));
+        const Buffer partials(count * kPartialWords * sizeof(uint64_t)), out(count * sizeof(float));
+        partials.fill(0xA5);
+        const std::vector<TableEntry> entries = problem.device_entries();
+        check(launch_norms(table_of(entries), 2, reinterpret_cast<uint64_t*>(partials.at(0)), {out.at(0), false},
+                           nullptr));
         out.read(0, norms.data(), count * sizeof(float));
         EXPECT_EQ(norms, expected) << count;
     }
@@ -187,9 +188,9 @@ TEST(AccumulateDevice, EveryOptionGivesTheMemoryAndTheFlagsOfTheCpuLoops) {
             if (count > 200 && options % 5 != 0) continue;
             Problem problem(count, generator, true);
             if (options & 16) problem.spoil_source(INFINITY);
-            uint64_t state[kStateWords] = {}, device_words[kStateWords];
+            uint64_t partial[kPartialWords] = {}, device_words[kPartialWords];
             float found_inf = 0, noop = 0, device_found_inf = -1;
-            const Buffer device_state(state, sizeof(state)), device_flag(&found_inf, sizeof(float));
+            const Buffer device_partial(partial, sizeof(partial)), device_flag(&found_inf, sizeof(float));
             const Buffer device_noop(&noop, sizeof(float));
             Accumulation on_cpu;
             if (options & 1) on_cpu.scale.value = 0.77;
@@ -198,21 +199,21 @@ TEST(AccumulateDevice, EveryOptionGivesTheMemoryAndTheFlagsOfTheCpuLoops) {
             on_cpu.mode = options & 4 ? Mode::kStore : Mode::kAdd;
             on_cpu.found_inf = &found_inf;
             on_cpu.noop = &noop;
-            if (options & 8) on_cpu.sum_squares = state;
+            if (options & 8) on_cpu.sum_squares = partial;
             Accumulation on_device = on_cpu;
             on_device.found_inf = reinterpret_cast<float*>(device_flag.at(0));
             on_device.noop = reinterpret_cast<float*>(device_noop.at(0));
-            if (options & 8) on_device.sum_squares = reinterpret_cast<uint64_t*>(device_state.at(0));
+            if (options & 8) on_device.sum_squares = reinterpret_cast<uint64_t*>(device_partial.at(0));
             for_both_tables(problem, [&](const TensorTable& tensors) {
                 check(launch_accumulate(tensors, on_device, nullptr));
                 accumulate_cpu(table_of(problem.host_entries()), on_cpu);
                 ASSERT_TRUE(problem.has_equal_memory()) << count << " pairs, options " << options;
                 device_flag.read(0, &device_found_inf, sizeof(float));
                 ASSERT_EQ(device_found_inf, found_inf);
-                device_state.read(0, device_words, sizeof(device_words));
+                device_partial.read(0, device_words, sizeof(device_words));
                 // Limbs may be distributed otherwise; the number is the same.
-                uint64_t words[kStateWords];
-                std::copy_n(state, kStateWords, words);
+                uint64_t words[kPartialWords];
+                std::copy_n(partial, kPartialWords, words);
                 const double expected = rounded_sum(words), sum = rounded_sum(device_words);
                 ASSERT_TRUE(sum == expected || (sum != sum && expected != expected));
             });

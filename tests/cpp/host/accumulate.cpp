@@ -93,7 +93,7 @@ TEST(AccumulateCpu, OneCallServesEntriesOfAllPairsAndModes) {
             GuardedTensor::random(now.pair.destination, now.numel, now.destination_offset, generator));
         expected.push_back(reference(sources.back(), destinations.back(), now.mode));
     }
-    std::vector<Entry> table;
+    std::vector<TableEntry> table;
     for (size_t i = 0; i < cases.size(); ++i) table.push_back(entry_of(sources[i], destinations[i], cases[i].mode));
     accumulate_on_cpu(table);
     for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(same_bytes(destinations[i], expected[i])) << cases[i];
@@ -106,7 +106,7 @@ TEST(AccumulateCpu, OnlyTheChunksThatAreListedAreWritten) {
         const auto source = GuardedTensor::random(pair.source, numel, 0, generator);
         const auto before = GuardedTensor::random(pair.destination, numel, 0, generator);
         GuardedTensor destination = before;
-        const Entry entry = entry_of(source, destination, Mode::kStore);
+        const TableEntry entry = entry_of(source, destination, Mode::kStore);
         const Chunk chunks[] = {{0, 3}, {0, 1}};
         accumulate_cpu({&entry, 0, chunks, 2}, {});
 
@@ -119,7 +119,7 @@ TEST(AccumulateCpu, OnlyTheChunksThatAreListedAreWritten) {
 }
 
 TEST(AccumulateCpu, ASkippedEntryMayHaveNoDestinationAndNoSource) {
-    const Entry entry{nullptr, nullptr, 9, DType::kFloat32, DType::kFloat32, Mode::kSkip, {}};
+    const TableEntry entry{nullptr, nullptr, 9, DType::kFloat32, DType::kFloat32, Mode::kSkip, {}};
     const Chunk chunk{0, 0};
     accumulate_cpu({&entry, 0, &chunk, 1}, {});
     accumulate_cpu({nullptr, 0}, {});
@@ -261,8 +261,8 @@ TEST(MakeChunks, CountBeyondTwoToThe31Elements) {
 
 TEST(UpdateEntries, ChangeDestinationModeAndGivenSourcesOfTheNamedEntriesAndNothingElse) {
     auto generator = seeded_generator();
-    std::vector<Entry> table(50);
-    for (Entry& entry : table) {
+    std::vector<TableEntry> table(50);
+    for (TableEntry& entry : table) {
         entry = {reinterpret_cast<const void*>(generator()),
                  reinterpret_cast<void*>(generator()),
                  static_cast<int64_t>(generator()),
@@ -271,7 +271,7 @@ TEST(UpdateEntries, ChangeDestinationModeAndGivenSourcesOfTheNamedEntriesAndNoth
                  Mode::kStore,
                  {1, 2, 3, 4, 5}};
     }
-    std::vector<Entry> expected = table;
+    std::vector<TableEntry> expected = table;
     std::vector<EntryUpdate> updates;
     for (const int32_t index : {49, 0, 17, 18}) {
         void* const destination = reinterpret_cast<void*>(generator());
@@ -284,9 +284,9 @@ TEST(UpdateEntries, ChangeDestinationModeAndGivenSourcesOfTheNamedEntriesAndNoth
         expected[index].mode = mode;
     }
     update_entries_cpu(table.data(), updates.data(), 0);
-    EXPECT_NE(std::memcmp(table.data(), expected.data(), table.size() * sizeof(Entry)), 0);
+    EXPECT_NE(std::memcmp(table.data(), expected.data(), table.size() * sizeof(TableEntry)), 0);
     update_entries_cpu(table.data(), updates.data(), static_cast<int64_t>(updates.size()));
-    EXPECT_EQ(std::memcmp(table.data(), expected.data(), table.size() * sizeof(Entry)), 0);
+    EXPECT_EQ(std::memcmp(table.data(), expected.data(), table.size() * sizeof(TableEntry)), 0);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The state of a rank and sequence numbers (signature.h), with kernels as random interleavings of their blocks'
+// The state of a rank and sequence numbers (rank_state.h), with kernels as random interleavings of their blocks'
 // arrivals and departures; the selection of protocols and the division of receive buffers (tuning.h).
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/signature.h"
+#include "collectives/rank_state.h"
 #include "collectives/tuning.h"
 #include "seed.h"
 

@@ -1,4 +1,4 @@
-// What ranks compare (signature.h), and the signal pad of aborts (peers.h).
+// What ranks compare (fingerprint.h), and the signal pad of aborts (peers.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ constexpr uint64_t kSequences = 1ull << kSequenceBits;
 int64_t random_size(std::mt19937_64& generator) {
     return static_cast<int64_t>(1 + generator() % (1ull << (1 + generator() % 40)));
 }
-Signature random_signature(std::mt19937_64& generator) {
+Fingerprint random_fingerprint(std::mt19937_64& generator) {
     return {{static_cast<Op>(generator() % 3), static_cast<Reduction>(generator() % 2),
              static_cast<uint8_t>(generator() % 64)},
             {random_size(generator), static_cast<int64_t>(generator() % 64), random_size(generator),
@@ -37,20 +37,20 @@ constexpr int64_t Extents::*kParts[] = {&Extents::numel, &Extents::dim, &Extents
 TEST(Flag, TellsSequenceAndKind) {
     auto generator = seeded_generator();
     for (int i = 0; i < 100000; ++i) {
-        const Signature signature = random_signature(generator);
+        const Fingerprint fingerprint = random_fingerprint(generator);
         const uint64_t sequence = generator() % kSequences;
-        const uint64_t flag = flag_of(sequence, pack(signature));
+        const uint64_t flag = flag_of(sequence, pack(fingerprint));
         ASSERT_EQ(sequence_of(flag), sequence);
-        ASSERT_TRUE(kind_of(flag) == signature.kind);
-        ASSERT_LT(pack(signature), 1ull << kSignatureBits);
+        ASSERT_TRUE(kind_of(flag) == fingerprint.kind);
+        ASSERT_LT(pack(fingerprint), 1ull << kFingerprintBits);
     }
 }
 
 TEST(Flag, DiffersWhereAnyPartDiffers) {
     auto generator = seeded_generator();
     for (int i = 0; i < 100000; ++i) {
-        const Signature signature = random_signature(generator);
-        Signature other = signature;
+        const Fingerprint fingerprint = random_fingerprint(generator);
+        Fingerprint other = fingerprint;
         OperationKind& kind = other.kind;
         switch (generator() % 4) {
             case 0:
@@ -65,25 +65,25 @@ TEST(Flag, DiffersWhereAnyPartDiffers) {
             case 3:
                 other.extents.*kParts[generator() % 4] += static_cast<int64_t>(1 + generator() % (kHashModulus - 1));
         }
-        ASSERT_NE(pack(signature), pack(other)) << signature.extents << " and " << other.extents;
+        ASSERT_NE(pack(fingerprint), pack(other)) << fingerprint.extents << " and " << other.extents;
     }
 }
 
 TEST(Flag, DiffersWhereASizeDiffersByAPowerOfTwo) {
     auto generator = seeded_generator();
     for (int i = 0; i < 1000; ++i) {
-        const Signature signature = random_signature(generator);
+        const Fingerprint fingerprint = random_fingerprint(generator);
         for (const auto part : kParts) {
-            const int64_t size = signature.extents.*part;
+            const int64_t size = fingerprint.extents.*part;
             for (int power = 0; power < 62; ++power) {
-                Signature sum = signature, product = signature;
+                Fingerprint sum = fingerprint, product = fingerprint;
                 sum.extents.*part += int64_t{1} << power;
-                ASSERT_NE(pack(signature), pack(sum)) << signature.extents << " and " << sum.extents;
+                ASSERT_NE(pack(fingerprint), pack(sum)) << fingerprint.extents << " and " << sum.extents;
                 // A multiple of the modulus is one whatever it is multiplied by.
                 const bool is_multiple = size % static_cast<int64_t>(kHashModulus) == 0;
                 if (power == 0 || is_multiple || size > std::numeric_limits<int64_t>::max() >> power) continue;
                 product.extents.*part <<= power;
-                ASSERT_NE(pack(signature), pack(product)) << signature.extents << " and " << product.extents;
+                ASSERT_NE(pack(fingerprint), pack(product)) << fingerprint.extents << " and " << product.extents;
             }
         }
     }
@@ -135,13 +135,13 @@ TEST(Flag, HasFewerBitsThanExtents) {
 TEST(Flag, FitsTheExtentsThatItWasMadeOf) {
     auto generator = seeded_generator();
     for (int i = 0; i < 100000; ++i) {
-        const Signature signature = random_signature(generator);
-        const uint64_t flag = flag_of(generator() % kSequences, pack(signature));
-        ASSERT_TRUE(fits(signature.extents, flag)) << signature.extents;
+        const Fingerprint fingerprint = random_fingerprint(generator);
+        const uint64_t flag = flag_of(generator() % kSequences, pack(fingerprint));
+        ASSERT_TRUE(fits(fingerprint.extents, flag)) << fingerprint.extents;
         for (const auto part : kParts) {
-            Extents other = signature.extents;
+            Extents other = fingerprint.extents;
             other.*part += static_cast<int64_t>(1 + generator() % (kHashModulus - 1));
-            ASSERT_FALSE(fits(other, flag)) << signature.extents << " and " << other;
+            ASSERT_FALSE(fits(other, flag)) << fingerprint.extents << " and " << other;
         }
     }
     // Memory that was not or only partly written, whatever the flag.
@@ -172,15 +172,15 @@ TEST(SignalPad, ConsistsOfWholeLinesAndSeparatesTheAbortFlag) {
 TEST(Flag, AnotherOperationIsOneOfTheSameSequenceNumber) {
     auto generator = seeded_generator();
     for (int i = 0; i < 10000; ++i) {
-        const uint64_t signature = pack(random_signature(generator));
-        const uint64_t other = signature ^ 1ull << generator() % kSignatureBits;
+        const uint64_t fingerprint = pack(random_fingerprint(generator));
+        const uint64_t other = fingerprint ^ 1ull << generator() % kFingerprintBits;
         const uint64_t sequence = generator() % kSequences, earlier = (sequence + kSequences - 2) % kSequences;
-        const uint64_t flag = flag_of(sequence, signature);
+        const uint64_t flag = flag_of(sequence, fingerprint);
         ASSERT_FALSE(is_other_operation(flag, flag));
         ASSERT_TRUE(is_other_operation(flag, flag_of(sequence, other)));
-        ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, signature)));
+        ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, fingerprint)));
         ASSERT_FALSE(is_other_operation(flag, flag_of(earlier, other)));
-        ASSERT_FALSE(is_other_operation(flag_of(0, signature), 0));
+        ASSERT_FALSE(is_other_operation(flag_of(0, fingerprint), 0));
     }
 }
 

@@ -13,14 +13,14 @@ namespace te_graph::multi_tensor {
 namespace {
 
 struct Sum {
-    uint64_t state[kStateWords] = {};
+    uint64_t partial[kPartialWords] = {};
 
     void add(double term) {
-        add_exactly(term, [this](int word, uint64_t amount) { state[word] += amount; });
+        add_exactly(term, [this](int word, uint64_t amount) { partial[word] += amount; });
     }
     double value() const {
         Sum copy = *this;
-        return rounded_sum(copy.state);
+        return rounded_sum(copy.partial);
     }
 };
 
@@ -94,7 +94,7 @@ TEST(ExactSum, TermsOfAllMagnitudesCountInAnyOrderAndGrouping) {
         const auto middle = terms.begin() + static_cast<int64_t>(generator() % terms.size());
         const Sum left = sum_of({terms.begin(), middle}), right = sum_of({middle, terms.end()});
         Sum joined;
-        for (int i = 0; i < kStateWords; ++i) joined.state[i] = left.state[i] + right.state[i];
+        for (int i = 0; i < kPartialWords; ++i) joined.partial[i] = left.partial[i] + right.partial[i];
         ASSERT_EQ(joined.value(), expected);
     }
 }

@@ -12,7 +12,7 @@
 namespace te_graph::multi_tensor {
 namespace {
 
-Entry entry_of(std::vector<float>& values) {
+TableEntry entry_of(std::vector<float>& values) {
     return {nullptr, values.data(), static_cast<int64_t>(values.size()), DType::kFloat32, DType::kFloat32, Mode::kAdd,
             {}};
 }
@@ -57,18 +57,18 @@ TEST(NormCpu, AChunkIsSummedInTheOrderThatIsWrittenDown) {
     auto generator = seeded_generator();
     for (const int64_t count : {1, 3, 4, 1023, 1024, 1025, 2049, 5000, 8191, 8192}) {
         std::vector<float> values = random_values(count, generator);
-        const Entry entry = entry_of(values);
+        const TableEntry entry = entry_of(values);
         double norm = 0;
-        uint64_t state[kStateWords] = {};
-        norm_cpu({&entry, 1}, 2, state, {&norm, true});
+        uint64_t partial[kPartialWords] = {};
+        norm_cpu({&entry, 1}, 2, partial, {&norm, true});
         EXPECT_EQ(norm, std::sqrt(static_cast<double>(sum_of_squares(values.data(), count)))) << count;
     }
 }
 
-TEST(NormCpu, ANormIsThatOfDoublePrecisionAndClearsItsState) {
+TEST(NormCpu, ANormIsThatOfDoublePrecisionAndClearsItsPartial) {
     auto generator = seeded_generator();
     std::vector<float> a = random_values(20001, generator), b = random_values(3, generator), none;
-    const std::vector<Entry> entries{entry_of(a), entry_of(none), entry_of(b)};
+    const std::vector<TableEntry> entries{entry_of(a), entry_of(none), entry_of(b)};
     for (const double p : {0.0, 0.5, 1.0, 2.0, 3.0, HUGE_VAL}) {
         double expected = 0;
         for (const auto* values : {&a, &b}) {
@@ -79,20 +79,20 @@ TEST(NormCpu, ANormIsThatOfDoublePrecisionAndClearsItsState) {
         }
         if (p != 0 && !std::isinf(p)) expected = std::pow(expected, 1 / p);
         float norm = 0;
-        uint64_t state[kStateWords] = {};
-        norm_cpu({entries.data(), 3}, p, state, {&norm, false});
+        uint64_t partial[kPartialWords] = {};
+        norm_cpu({entries.data(), 3}, p, partial, {&norm, false});
         EXPECT_NEAR(norm / expected, 1, 1e-6) << p;
-        for (const uint64_t word : state) EXPECT_EQ(word, 0u);
+        for (const uint64_t word : partial) EXPECT_EQ(word, 0u);
 
-        // The list in two states that are joined, or each entry alone.
+        // The list in two partials that are joined, or each entry alone.
         float parts = 0;
-        uint64_t second[kStateWords] = {};
-        norm_cpu({entries.data(), 2}, p, state, {});
+        uint64_t second[kPartialWords] = {};
+        norm_cpu({entries.data(), 2}, p, partial, {});
         norm_cpu({entries.data() + 2, 1}, p, second, {});
-        for (int i = 0; i < kStateWords; ++i) {
-            state[i] = std::isinf(p) ? std::max(state[i], second[i]) : state[i] + second[i];
+        for (int i = 0; i < kPartialWords; ++i) {
+            partial[i] = std::isinf(p) ? std::max(partial[i], second[i]) : partial[i] + second[i];
         }
-        finish_norm_cpu(state, p, {&parts, false});
+        finish_norm_cpu(partial, p, {&parts, false});
         EXPECT_EQ(parts, norm) << p;
     }
 }
@@ -100,31 +100,31 @@ TEST(NormCpu, ANormIsThatOfDoublePrecisionAndClearsItsState) {
 TEST(NormCpu, NanAndInfinityPropagate) {
     for (const double p : {0.5, 1.0, 2.0, 3.0, HUGE_VAL}) {
         std::vector<float> values(9000, 1.0f);
-        const Entry entry = entry_of(values);
+        const TableEntry entry = entry_of(values);
         float norm = 0;
-        uint64_t state[kStateWords] = {};
+        uint64_t partial[kPartialWords] = {};
         values[8500] = -INFINITY;
-        norm_cpu({&entry, 1}, p, state, {&norm, false});
+        norm_cpu({&entry, 1}, p, partial, {&norm, false});
         EXPECT_EQ(norm, INFINITY) << p;
         values[3] = NAN;
-        norm_cpu({&entry, 1}, p, state, {&norm, false});
+        norm_cpu({&entry, 1}, p, partial, {&norm, false});
         EXPECT_TRUE(std::isnan(norm)) << p;
     }
 }
 
 TEST(NormCpu, MinusZeroIsNotTheLargest) {
     std::vector<float> values{-0.0f, -0.0f};
-    const Entry entry = entry_of(values);
+    const TableEntry entry = entry_of(values);
     float norm = 1;
-    uint64_t state[kStateWords] = {};
-    norm_cpu({&entry, 1}, HUGE_VAL, state, {&norm, false});
+    uint64_t partial[kPartialWords] = {};
+    norm_cpu({&entry, 1}, HUGE_VAL, partial, {&norm, false});
     EXPECT_EQ(norm, 0.0f);
     EXPECT_FALSE(std::signbit(norm));
 }
 
 TEST(ScaleCpu, AClipThatHasNothingToDoWritesNothing) {
     std::vector<float> values{1.0f, -0.0f, 3.0f};
-    const Entry entry = entry_of(values);
+    const TableEntry entry = entry_of(values);
     const float norm = 1.0f;
     scale_cpu({&entry, 1}, {.scale = {.data = &norm}, .is_clip = true, .max_norm = 2, .eps = 1e-6});
     EXPECT_EQ(values, (std::vector<float>{1.0f, -0.0f, 3.0f}));
@@ -137,7 +137,7 @@ TEST(ScaleCpu, FoundInfIsSetByANormThatIsNotFiniteAndStopsTheClip) {
     for (const float norm : {INFINITY, NAN, 1.0f}) {
         for (const float before : {0.0f, 1.0f}) {
             std::vector<float> values{4.0f};
-            const Entry entry = entry_of(values);
+            const TableEntry entry = entry_of(values);
             float found_inf = before;
             scale_cpu({&entry, 1},
                       {.scale = {.data = &norm}, .is_clip = true, .max_norm = 0.5, .found_inf = &found_inf});

@@ -15,21 +15,21 @@ namespace te_graph::graphs {
 namespace {
 
 using multi_tensor::Chunk;
-using multi_tensor::Entry;
 using multi_tensor::Mode;
+using multi_tensor::TableEntry;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
 // The table as the launch sees it.
-Entry sent(const GradientTable& table, size_t index) {
-    Entry entry;
-    std::memcpy(&entry, static_cast<const Entry*>(table.entries().const_data_ptr()) + index, sizeof(entry));
+TableEntry sent(const GradientTable& table, size_t index) {
+    TableEntry entry;
+    std::memcpy(&entry, static_cast<const TableEntry*>(table.entries().const_data_ptr()) + index, sizeof(entry));
     return entry;
 }
 
 void replay(const GradientTable& table) {
-    multi_tensor::accumulate_cpu({static_cast<const Entry*>(table.entries().const_data_ptr()), 0,
+    multi_tensor::accumulate_cpu({static_cast<const TableEntry*>(table.entries().const_data_ptr()), 0,
                                   static_cast<const Chunk*>(table.chunks().const_data_ptr()), table.chunks().size(0)},
                                  {});
 }
@@ -294,7 +294,7 @@ TEST_F(BoundTable, SetAndSetBackEndsAsItWas) {
 TEST_F(BoundTable, UploadChangesOnlyDestinationAndMode) {
     table.set(1, {Mode::kAdd, memory[1]});
     table.upload();
-    const Entry entry = sent(table, 1);
+    const TableEntry entry = sent(table, 1);
     EXPECT_EQ(entry.source, sources[1].const_data_ptr());
     EXPECT_EQ(entry.numel, 7);
     EXPECT_EQ(entry.source_dtype, DType::kFloat32);

@@ -1,19 +1,49 @@
-#include "multi_tensor/tensor_list.h"
+#include "multi_tensor/tensor_entries.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
-#include <bit>
-
 #include "common/arguments_apart.h"
 #include "common/check.h"
+#include "multi_tensor/check_distinct.h"
 
 namespace te_graph::multi_tensor {
 namespace {
 
+// tensor: [...].
 bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
+
+// The kernels' name of `dtype`; a TypeError for dtypes that they do not know.
+DType dtype_of(const char* op, const char* argument, at::ScalarType dtype) {
+    switch (dtype) {
+        case at::kFloat:
+            return DType::kFloat32;
+        case at::kDouble:
+            return DType::kFloat64;
+        case at::kHalf:
+            return DType::kFloat16;
+        case at::kBFloat16:
+            return DType::kBFloat16;
+        default:
+            TORCH_CHECK_TYPE(false, op, ": expected ", argument,
+                             " of dtype float32, float64, float16 or bfloat16, got ", dtype);
+    }
+}
+
+// Raises unless list[i], tensor [...], is a strided tensor on `device` whose elements lie in its memory, one in each
+// place.
+void check_element(const char* op, const char* argument, size_t i, const at::Tensor& tensor, at::Device device) {
+    TORCH_CHECK_VALUE(tensor.defined(), op, ": expected ", argument, "[", i, "] to be a tensor, got None");
+    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": expected ", argument, "[", i, "] of layout Strided, got ",
+                     tensor.layout());
+    TORCH_CHECK_VALUE(tensor.device() == device, op, ": expected ", argument, "[", i, "] on ", device, ", got ",
+                      tensor.device());
+    TORCH_CHECK_VALUE(!tensor.key_set().has_any(kDeferred), op, ": expected ", argument, "[", i,
+                      "] whose memory has its values, got one that is still to be negated or conjugated; use "
+                      "resolve_neg()");
+    check_elements_apart(op, argument, tensor, i);
+}
 
 // Which tensors an op takes as they are: those on its device and, of what is written outside of inference mode, those
 // that were not made in it, since they have no version that could tell of the write.
@@ -22,7 +52,7 @@ public:
     Fitness(const char* op, at::Device device, bool is_written)
         : op_(op), device_(device), allows_inference_(!is_written || c10::InferenceMode::is_enabled()) {}
 
-    // Raises if list[i] is none. What nearly all are like is seen in few loads.
+    // Raises if list[i], tensor [...], is none. What nearly all are like is seen in few loads.
     void check(const char* list, size_t i, const at::Tensor& tensor) const {
         const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
         const c10::DispatchKeySet keys = impl->key_set();
@@ -41,71 +71,7 @@ private:
     bool allows_inference_;
 };
 
-// A set of addresses.
-class Addresses {
-public:
-    explicit Addresses(size_t count) : slots_(std::bit_ceil(2 * count + 1)) {}
-
-    // False if it was there before.
-    bool insert(const void* address) {
-        const size_t slot = find(address);
-        const bool is_new = slots_[slot] == nullptr;
-        slots_[slot] = address;
-        return is_new;
-    }
-    bool contains(const void* address) const { return slots_[find(address)] != nullptr; }
-
-private:
-    size_t find(const void* address) const {
-        // Addresses of tensors are multiples of 512 mostly.
-        size_t slot = (reinterpret_cast<uintptr_t>(address) * 0x9E3779B97F4A7C15u >> 20) & (slots_.size() - 1);
-        while (slots_[slot] != nullptr && slots_[slot] != address) slot = (slot + 1) & (slots_.size() - 1);
-        return slot;
-    }
-    std::vector<const void*> slots_;
-};
-
 }  // namespace
-
-DType dtype_of(const char* op, const char* argument, at::ScalarType dtype) {
-    switch (dtype) {
-        case at::kFloat:
-            return DType::kFloat32;
-        case at::kDouble:
-            return DType::kFloat64;
-        case at::kHalf:
-            return DType::kFloat16;
-        case at::kBFloat16:
-            return DType::kBFloat16;
-        default:
-            TORCH_CHECK_TYPE(false, op, ": expected ", argument,
-                             " of dtype float32, float64, float16 or bfloat16, got ", dtype);
-    }
-}
-
-void check_element(const char* op, const char* argument, size_t i, const at::Tensor& tensor, at::Device device) {
-    TORCH_CHECK_VALUE(tensor.defined(), op, ": expected ", argument, "[", i, "] to be a tensor, got None");
-    TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, op, ": expected ", argument, "[", i, "] of layout Strided, got ",
-                     tensor.layout());
-    TORCH_CHECK_VALUE(tensor.device() == device, op, ": expected ", argument, "[", i, "] on ", device, ", got ",
-                      tensor.device());
-    TORCH_CHECK_VALUE(!tensor.key_set().has_any(kDeferred), op, ": expected ", argument, "[", i,
-                      "] whose memory has its values, got one that is still to be negated or conjugated; use "
-                      "resolve_neg()");
-    check_elements_apart(op, argument, tensor, i);
-}
-
-void check_distinct(const char* op, at::TensorList written, at::TensorList read) {
-    Addresses addresses(written.size());
-    for (size_t i = 0; i < written.size(); ++i) {
-        TORCH_CHECK_VALUE(written[i].numel() == 0 || addresses.insert(written[i].const_data_ptr()), op, ": tensor ", i,
-                          " is in the list of what is written already, and would be changed twice");
-    }
-    for (size_t i = 0; i < read.size(); ++i) {
-        TORCH_CHECK_VALUE(read[i].numel() == 0 || !addresses.contains(read[i].const_data_ptr()), op, ": source ", i,
-                          " has the memory of a destination");
-    }
-}
 
 TensorEntries::TensorEntries(const char* op, at::TensorList tensors, bool is_written)
     : device_(tensors.empty() ? at::Device(at::kCPU) : tensors[0].device()) {

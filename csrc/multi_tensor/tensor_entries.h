@@ -1,4 +1,4 @@
-// Lists of tensors as the kernels take them: checked, and as entries. The ops share it.
+// Lists of tensors as the kernels take them: checked, and as entries of a table. The ops share it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,27 +10,18 @@
 
 namespace te_graph::multi_tensor {
 
-// The kernels' name of `dtype`; a TypeError for dtypes that they do not know.
-DType dtype_of(const char* op, const char* argument, at::ScalarType dtype);
-
-// Raises unless list[i] (any shape) is a strided tensor on `device` whose elements lie in its memory, one in each
-// place.
-void check_element(const char* op, const char* argument, size_t i, const at::Tensor& tensor, at::Device device);
-
-// Raises if two tensors that are written, or a written and a read one, begin at the same address.
-void check_distinct(const char* op, at::TensorList written, at::TensorList read);
-
 // Any list of tensors as entries over memory without gaps. Tensors with gaps, and sources laid out otherwise than their
 // destinations, are represented by copies; finish() writes back those that were to be written.
 class TensorEntries {
 public:
-    // One list; `is_written` if the op changes it.
+    // One list, tensors [...] each; `is_written` if the op changes it.
     TensorEntries(const char* op, at::TensorList tensors, bool is_written);
-    // Pairs: sources[i] into destinations[i], of equal shape, or both contiguous with equally many elements.
+    // Pairs: sources[i] [...] into destinations[i] [...], of equal shape, or both contiguous with equally many
+    // elements.
     TensorEntries(const char* op, at::TensorList destinations, at::TensorList sources, bool sources_are_written);
 
     TensorTable table() const { return {.entries = entries_.data(), .count = static_cast<int64_t>(entries_.size())}; }
-    const std::vector<Entry>& entries() const { return entries_; }
+    const std::vector<TableEntry>& entries() const { return entries_; }
     at::Device device() const { return device_; }
     bool has_double() const { return has_double_; }  // among the destinations
     // Whether all entries are the tensors' own memory.
@@ -49,10 +40,12 @@ public:
     void finish();
 
 private:
+    // tensor [...] -> [...], a copy without gaps.
     at::Tensor dense(const at::Tensor& tensor, size_t i, bool is_written);
+    // source, destination [...] -> [...], a copy of the source laid out like the destination.
     at::Tensor like(const at::Tensor& source, const at::Tensor& destination, size_t i, bool is_written);
 
-    std::vector<Entry> entries_;
+    std::vector<TableEntry> entries_;
     std::vector<Copy> copies_;
     at::TensorList written_[2];
     at::Device device_;
