@@ -72,7 +72,8 @@ class SourceWalker:
             missing = [function for function in self._seen_to_run if id(function) not in met]
             if has_too_many or (more == names and not missing):
                 break
-            names, elsewhere = more, [*elsewhere, *missing]
+            # By more names a path may lead to what had none: walks that begin with these names find the same sources.
+            names, elsewhere = more, [*elsewhere, *missing] if more == names else []
         self._at_sources = [*map(weakref.ref, functions)]
         self.obstacle = too_many(elsewhere)
         if has_too_many:
