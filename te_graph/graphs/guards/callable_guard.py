@@ -392,7 +392,7 @@ def _guard_container(source: Source, callable_guard: CallableGuard) -> None:
         callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif isinstance(obj, dict) and not any(isinstance(value, Tensor) for value in obj.values()):
+    elif isinstance(obj, dict) and not any(issubclass(kind, Tensor) for kind in set(map(type, obj.values()))):
         # One that holds tensors may be a cache, which grows whenever other code runs.
         is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, obj))
         kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)

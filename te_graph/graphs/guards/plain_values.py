@@ -40,13 +40,13 @@ def is_value(obj: Any) -> bool:
 
 def holds_values(members: Iterable[Any]) -> bool:
     """True when there is nothing but values among ``members``; of a million numbers in milliseconds."""
-    kinds = {kind: None for kind in map(type, members)}
+    kinds = set(map(type, members))
     if not any(issubclass(kind, tuple | frozenset) for kind in kinds):
         return all(map(is_value, _one_of_each(members, kinds)))
     return all(map(is_value, members))
 
 
-def _one_of_each(members: Iterable[Any], kinds: dict[type, None]) -> list[Any]:
+def _one_of_each(members: Iterable[Any], kinds: set[type]) -> list[Any]:
     """Whether something is a value is a matter of its type, unless that is a container."""
     found, left = [], set(kinds)
     for member in members:
