@@ -93,8 +93,8 @@ def sources_of(*suffixes: str) -> list[str]:
 def make_units() -> list[str]:
     """Writes one source for each folder of csrc/, which includes those of its .cpp files that use Torch.
 
-    Torch's headers and what they instantiate are most of the time of a compiler: 42 files take ten minutes of it,
-    six units one and a half. The files *_cpu.cpp are without Torch and stay on their own, for the GoogleTests.
+    Most of a compiler's time goes into Torch's headers and what they instantiate, the same for each file. The files
+    *_cpu.cpp are without Torch and stay on their own, for the GoogleTests.
 
     Returns:
         Names of the sources, relative to the repository.

@@ -1,6 +1,6 @@
 """Time to compile te_graph: all of it, and after a change of one file, with CUDA code and without.
 
-    python benchmarks/bench_build.py                # needs nvcc and an idle machine; ten minutes on two cores
+    python benchmarks/bench_build.py                # needs nvcc and an idle machine; a quarter of an hour on two cores
     python benchmarks/bench_build.py --kinds cpu    # the CPU ops only
 
 Compiled is a copy of the sources in a temporary folder, for one GPU architecture, without ccache, by as many jobs as

@@ -75,14 +75,7 @@ class CallableCapture:
         computed: attributes that hooks of modules below compute inside the graph.
     """
 
-    def __init__(
-        self,
-        label: str,
-        root: Any,
-        group: CaptureGroup,
-        signature: Signature,
-        samples: list[Tensor],
-    ) -> None:
+    def __init__(self, label: str, root: Any, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
         self.label = label
         self.root = root
         self.group = group
