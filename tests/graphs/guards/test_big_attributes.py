@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import timeit
 from collections.abc import Callable
@@ -37,10 +38,26 @@ CONTENTS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def seconds_to_capture(module: nn.Module) -> float:
+def seconds(call: Callable[[], Any]) -> float:
+    """CPU seconds of one call."""
     started = time.process_time()
-    make_graphed_callables(module, (batch(),))
+    call()
     return time.process_time() - started
+
+
+def seconds_to_capture(module: nn.Module) -> float:
+    return seconds(lambda: make_graphed_callables(module, (batch(),)))
+
+
+def seconds_to_look_at(content: Any) -> float:
+    """CPU seconds of one look at each object alive, by Python's collector, and at each member of `content`, in Python:
+    what a second is on one machine is half of one on another."""
+    return seconds(gc.collect) + min(seconds(lambda: [type(member) for member in content]) for _ in range(3))
+
+
+def seconds_of_calls(module: nn.Module) -> float:
+    """Of 20 calls; the least of three: the garbage collector looks at large containers, too."""
+    return min(timeit.repeat(lambda: module(batch()), timer=time.process_time, number=20, repeat=3))
 
 
 def batch() -> Tensor:  # [3, 4]
@@ -48,13 +65,13 @@ def batch() -> Tensor:  # [3, 4]
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_a_million_constants_cost_a_capture_no_second(content):
-    seconds_to_capture(Big([1]))
-    module = Big(CONTENTS[content](_MANY))
-    assert seconds_to_capture(module) < 1.0
+def test_a_million_constants_cost_a_capture_few_looks_at_them_and_calls_nothing(content):
+    small, module = Big([1]), Big(CONTENTS[content](_MANY))
+    seconds_to_capture(small)
+    # 1.4 to 2.6 looks, seen; a Python statement for each member is more than 6.
+    assert seconds_to_capture(module) < 6 * seconds_to_look_at(module.content)
     before = replays(module)
-    # The least of three: the garbage collector looks at them, too.
-    assert min(timeit.repeat(lambda: module(batch()), timer=time.process_time, number=20, repeat=3)) < 0.02
+    assert seconds_of_calls(module) < 3 * seconds_of_calls(small)
     assert replays(module) == before + 60
 
 
@@ -82,11 +99,14 @@ def test_a_large_container_of_another_length_is_seen(content):
 
 
 def test_a_capture_that_fails_puts_back_a_large_dict():
-    module = Big(CONTENTS["dict"](_MANY // 5))
+    module = Big(CONTENTS["dict"](_MANY))
     module.layer.forward = lambda x: module.content.update(more=1) or x * x.sum().item()
     seconds_to_capture(Big([1]))
-    started = time.process_time()
-    with pytest.raises(RuntimeError, match="item"):
-        make_graphed_callables(module, (batch(),))
-    assert time.process_time() - started < 0.5
-    assert len(module.content) == _MANY // 5
+
+    def captures() -> None:
+        with pytest.raises(RuntimeError, match="item"):
+            make_graphed_callables(module, (batch(),))
+
+    taken = seconds(captures)
+    assert taken < 6 * seconds_to_look_at(module.content)
+    assert len(module.content) == _MANY
