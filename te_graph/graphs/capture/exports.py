@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +21,31 @@ def move_exported_results() -> None:
     Results lie in memory that later replays overwrite. A tensor that is held keeps its value, because it is
     moved before; a holder of its address alone would not notice. The entry points of torch that hand out addresses are
     therefore wrapped, when the first callable is captured: ``Tensor.numpy`` (which ``__array__`` calls),
-    ``__dlpack__``, ``__cuda_array_interface__`` and ``torch.utils.dlpack.to_dlpack``. ``data_ptr()`` and DLPack's C
-    exchange interface are not: an address taken there is valid until the next call of the callable.
+    ``__dlpack__``, ``__cuda_array_interface__`` and ``torch.utils.dlpack.to_dlpack``, under every name that a loaded
+    module has for them (``from torch.utils.dlpack import to_dlpack``). ``data_ptr()`` and DLPack's C exchange
+    interface are not, nor are functions that only a variable, attribute or container holds by then: an address taken
+    there is valid until the next call of the callable.
 
     Stream and capture: moving a result copies it on the current stream.
     """
     if getattr(Tensor.__dlpack__, "_te_graph_moves", False):
         return
-    Tensor.numpy, Tensor.__dlpack__ = _moving(Tensor.numpy), _moving(Tensor.__dlpack__)
+    exports = (Tensor.numpy, Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)
+    moving = {export: _moving(export) for export in exports}
+    Tensor.numpy, Tensor.__dlpack__ = moving[Tensor.numpy], moving[Tensor.__dlpack__]
     interface = Tensor.__cuda_array_interface__
     Tensor.__cuda_array_interface__ = property(_moving(interface.fget), doc=interface.__doc__)
-    torch.utils.dlpack.to_dlpack = torch.to_dlpack = _moving(torch.utils.dlpack.to_dlpack)
+    _replace_in_modules(moving)
+
+
+def _replace_in_modules(replacements: dict[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Bind the names that loaded modules have for a key of ``replacements`` to its value."""
+    by_id = {id(old): new for old, new in replacements.items()}
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            names = vars(module)
+            for name in [name for name, value in list(names.items()) if id(value) in by_id]:
+                names[name] = by_id[id(names[name])]
 
 
 def _moving(export: Callable[..., Any]) -> Callable[..., Any]:

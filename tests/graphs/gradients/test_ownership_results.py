@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -218,6 +220,27 @@ def test_exported_results_keep_their_values(kind: str) -> None:
         return [torch.as_tensor(np.array(one)) for one in kept] + noise[:1]
 
     both(program)
+
+
+IMPORTED_FIRST = """
+from torch import Tensor, nn, ones
+from torch.utils.dlpack import from_dlpack, to_dlpack
+from te_graph import make_graphed_callables
+to_numpy = Tensor.numpy
+call, kept, values = make_graphed_callables(nn.Linear(4, 4), (ones(3, 4),)), [], []
+for k in range(3):
+    y = call(k * ones(3, 4)).detach()
+    values.append(y.clone())
+    kept.append((from_dlpack(to_dlpack(y)), to_numpy(y)))
+    del y
+for value, (capsule, array) in zip(values, kept):
+    assert capsule.equal(value) and (array == value.numpy()).all(), (value, capsule, array)
+"""
+
+
+def test_results_exported_by_functions_imported_before_the_first_capture_keep_their_values() -> None:
+    ran = subprocess.run([sys.executable, "-c", IMPORTED_FIRST], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.gpu
