@@ -23,7 +23,7 @@ def move_exported_results() -> None:
     therefore wrapped, when the first callable is captured: ``Tensor.numpy`` (which ``__array__`` calls),
     ``__dlpack__``, ``__cuda_array_interface__`` and ``torch.utils.dlpack.to_dlpack``, under every name that a loaded
     module has for them (``from torch.utils.dlpack import to_dlpack``). ``data_ptr()`` and DLPack's C exchange
-    interface are not, nor are functions that only a variable, attribute or container holds by then: an address taken
+    interface are not, nor are functions that only a local variable, attribute or container holds: an address taken
     there is valid until the next call of the callable.
 
     Stream and capture: moving a result copies it on the current stream.
