@@ -162,6 +162,11 @@ bool asks_for_leaf_without_edge(const std::unordered_map<torch::autograd::Node*,
 
 }  // namespace
 
+bool GraphedCallable::has_parameter(const PendingBackward& pending, const at::Tensor& leaf) const {
+    return std::any_of(parameters_.begin(), parameters_.end(),
+                       [&](const ParameterSpec& spec) { return (*pending.externals)[spec.tensor].is_same(leaf); });
+}
+
 // Decides what happens to each parameter's gradient, and tells the table.
 void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
@@ -204,6 +209,11 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
                                            .overwrite_main_grad = spec.flag && spec.flag->overwrite,
                                            .has_grad = grad.defined(),
                                            .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
+        TORCH_CHECK(action != GradientAction::kCallHooks || ReplayNode::count_gradients_of(parameter) < 2, name_,
+                    ": a hook was put on ", guard_->tensor_name(spec.tensor),
+                    " since the forward, and several gradients of it meet in this backward, those of other calls or "
+                    "of a use outside the callable: eager execution runs the hook once, on their sum, which is known "
+                    "here only if the hook is there before the forward");
         slot.updates[i].action = action;
         const bool is_accumulated = action == GradientAction::kStoreNew || action == GradientAction::kAddInPlace ||
                                     action == GradientAction::kAddEagerly;

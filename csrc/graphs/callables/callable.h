@@ -162,6 +162,8 @@ public:
     // Lets the gradient of parameter number `parameter` go through autograd from the next forward on.
     void route_through_autograd(size_t parameter) { parameters_.at(parameter).through_autograd = true; }
 
+    bool has_parameter(const PendingBackward& pending, const at::Tensor& leaf) const;
+
     // A forward's parameters will never get their gradients: the next forward says so.
     void note_lost_gradients() { has_lost_gradients_ = true; }
 

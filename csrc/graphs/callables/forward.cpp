@@ -80,10 +80,13 @@ bool have_same_names(const at::Tensor& a, const at::Tensor& b) {
     return !(may_have_names(a) || may_have_names(b)) || a.names() == b.names();
 }
 
+// Autograd does not save tensors of inference mode for a backward; their copies in static memory would pass.
+bool is_unfit_to_save(const at::Tensor& tensor) { return at::GradMode::is_enabled() && tensor.is_inference(); }
+
 bool is_like(const at::Tensor& expected, const at::Tensor& got) {
     return has_memory(got) && got.layout() == expected.layout() && got.sizes() == expected.sizes() &&
            got.scalar_type() == expected.scalar_type() && got.device() == expected.device() &&
-           got.requires_grad() == expected.requires_grad() && have_same_names(got, expected);
+           got.requires_grad() == expected.requires_grad() && have_same_names(got, expected) && !is_unfit_to_save(got);
 }
 
 std::string difference(const at::Tensor& expected, const at::Tensor& got) {
@@ -100,6 +103,8 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
         words << " to have memory, got a wrapper or fake tensor, or one whose memory was freed";
     } else if (!have_same_names(got, expected)) {
         words << " with dimensions named " << expected.names() << ", got " << got.names();
+    } else if (is_unfit_to_save(got)) {
+        words << " made outside inference mode, got an inference tensor, which autograd may not save: pass a clone";
     } else {
         const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
         words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got)

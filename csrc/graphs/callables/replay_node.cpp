@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <iterator>
@@ -75,6 +76,31 @@ void ReplayNode::find_shared_inputs() {
         }
         next += pending.autograd_parameters.size();
     }
+}
+
+size_t ReplayNode::count_pending_with(const at::Tensor& leaf) const {
+    return std::count_if(pending_.begin(), pending_.end(), [&](const PendingBackward& pending) {
+        return pending.callable->has_parameter(pending, leaf);
+    });
+}
+
+size_t ReplayNode::count_gradients_of(const at::Tensor& leaf) {
+    const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    const auto current = torch::autograd::get_current_node();
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
+    // The engine does not list the node that it begins with.
+    const auto* const running = dynamic_cast<const ReplayNode*>(current.get());
+    size_t count = running ? running->count_pending_with(leaf) : 0;
+    if (!nodes) return count;
+    if (accumulator) count += nodes->count(accumulator.get());
+    for (torch::autograd::Node* const node : *nodes) {
+        auto* const other = dynamic_cast<ReplayNode*>(node);
+        if (!other || other == running) continue;
+        // One that another thread runs now, and that waits for a lock of this one's, counts as if it had the leaf.
+        const std::unique_lock lock(other->mutex_, std::try_to_lock);
+        count += lock ? other->count_pending_with(leaf) : 1;
+    }
+    return count;
 }
 
 // Only this node may refer to `below`, whose results then are gone and cannot get a gradient from elsewhere. No

@@ -24,6 +24,10 @@ public:
     std::string name() const override { return "GraphedBackward(" + label_ + ")"; }
     void set_label(const std::string& label) { label_ = label; }
 
+    // How many gradients of `leaf` the running backward leads to: one for each pending backward of a callable that has
+    // it as a parameter, and one for edges to its AccumulateGrad node.
+    static size_t count_gradients_of(const at::Tensor& leaf);
+
     // Takes over the node that its linked inputs come from, if nothing can tell the difference.
     void absorb_predecessor();
 
@@ -31,6 +35,7 @@ public:
 
 private:
     void find_shared_inputs();
+    size_t count_pending_with(const at::Tensor& leaf) const;
     bool can_absorb(const ReplayNode& below, size_t links) const;
 
     std::string label_;

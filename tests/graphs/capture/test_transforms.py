@@ -116,3 +116,35 @@ def test_buffer_made_in_inference_mode(device: str) -> None:
     x = batch(device)
     assert torch.equal(module(x), twin(x))
     assert module.te_graph.info()["forward_replays"] == 1
+
+
+def test_an_argument_made_in_inference_mode_is_refused_where_eager_execution_refuses_it(device: str) -> None:
+    module = network(device)
+    tg.make_graphed_callables(module, (batch(device, False),))
+    with torch.inference_mode():
+        x = batch(device, False)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        eager_copy(module)(x)
+    with pytest.raises(
+        ValueError, match=r"args\[0\] made outside inference mode, got an inference tensor.*pass a clone"
+    ):
+        module(x)
+    module(x.clone()).sum().backward()
+
+
+def test_a_call_in_inference_mode_gives_inference_tensors(device: str) -> None:
+    module = network(device)
+    twin = eager_copy(module)
+    with torch.no_grad():
+        tg.make_graphed_callables(module, (batch(device, False),))
+    x = batch(device, False)
+    with torch.inference_mode():
+        result, expected = module(x), twin(x)
+        assert result.is_inference()
+        assert torch.equal(result, expected)
+    assert module.te_graph.info()["eager_calls"] == {"called in inference mode, captured outside it": 1}
+    with torch.no_grad():
+        result, expected = module(x), twin(x)
+        assert not result.is_inference()
+        assert torch.equal(result, expected)
+    assert module.te_graph.info()["forward_replays"] == 1
