@@ -79,6 +79,8 @@ test: $(BUILT) tools lint-tools
 
 test-gpu: $(BUILT) tools
 	$(PY) -m pytest -m gpu $(ARGS)
+	if [ $$($(PY) -c 'import torch; print(torch.cuda.device_count())') -eq 1 ]; then \
+		TE_GRAPH_TEST_SHARE_GPU=1 $(PY) -m pytest -m multi_gpu $(ARGS); fi
 	$(call gtest,gpu,gtest)
 
 # Flags that compilers and linkers read from there. Why these, and what is put before the process: CMakeLists.txt.

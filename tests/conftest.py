@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
+import shared_gpu
 import torch
 
 from te_graph.testing import deterministic
@@ -23,8 +24,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     several = [item for item in items if item.get_closest_marker("multi_gpu")]
     for item in several:
         item.add_marker("gpu")
-    there = torch.cuda.device_count()
+    there = 8 if shared_gpu.IS_SHARED else torch.cuda.device_count()
     too_many = [item for item in several if 0 < there < gpus_of(item)]
+    if shared_gpu.IS_SHARED:
+        too_many += [item for item in several if item.get_closest_marker("gpus_apart")]
     if too_many:
         config.hook.pytest_deselected(items=too_many)
         items[:] = [item for item in items if item not in too_many]

@@ -361,6 +361,7 @@ def test_only_a_complete_run_replaces_the_kept_results(monkeypatch, tmp_path, ca
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.gpus_apart
 def test_variants_run_on_two_gpus(tmp_path):
     process = run_script("bench_collectives.py", "--quick", "--world=2", "--sizes=4194304", "--out", tmp_path)
     assert process.returncode == 0, process.stderr

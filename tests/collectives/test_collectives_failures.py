@@ -30,7 +30,7 @@ from failed_groups import (
     is_last,
     short_lived,
 )
-from ranks import WORLDS, Rank, process_group, ranks_of, servers
+from ranks import WORLDS, Rank, device_of_rank, process_group, ranks_of, servers
 from tensor_lists import same_bits
 from torch import Tensor
 
@@ -199,7 +199,7 @@ def processes(device: str, folder: Path, job: Callable[..., None]) -> Iterator[l
     """Two ranks that run job(rank, pipe) with a process group; those that are left are killed."""
     found = []
     for number in range(2):
-        rank = Rank(number, 2, device if device == "cpu" else f"cuda:{number}")
+        rank = Rank(number, 2, device_of_rank(device, number))
         ours, theirs = servers.Pipe()
         process = servers.Process(target=in_process_group, args=(rank, folder, theirs, job), daemon=True)
         process.start()

@@ -100,5 +100,6 @@ def test_a_group_may_be_made_on_a_side_stream(ranks, seed):
     ranks.run(scenario_side_stream, seed)
 
 
+@pytest.mark.gpus_apart
 def test_a_pool_is_made_on_the_device_of_its_group(ranks, seed):
     ranks.run(scenario_pool_of_another_device, seed)

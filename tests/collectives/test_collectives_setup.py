@@ -350,10 +350,12 @@ def test_two_groups_on_one_process_group_keep_apart(ranks, seed):
     ranks.run(scenario_names, seed)
 
 
+@pytest.mark.gpus_apart
 def test_ranks_agree_to_do_without_peers_that_one_does_not_want(peers, seed):
     peers.run(scenario_unwanted_peers, seed)
 
 
+@pytest.mark.gpus_apart
 def test_ranks_agree_to_do_without_peers_that_one_cannot_reach(peers, seed):
     peers.run(scenario_failing_probe, seed)
 

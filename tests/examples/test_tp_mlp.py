@@ -68,7 +68,7 @@ def torchrun(*options: str) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.multi_gpu, pytest.mark.gpus_apart])])
 def test_under_torchrun_graphs_equal_eager_bit_for_bit_and_one_process_nearly(device, seed, text):
     status, out, errors = torchrun(*options_of(seed, text, device, "--compare"))
     assert status == 0, errors

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shared_gpu
 import torch
 import torch.distributed as dist
 
@@ -39,12 +40,21 @@ class Rank:
     device: str
 
 
+def device_of_rank(device: str, rank: int) -> str:
+    if device == "cpu":
+        return "cpu"
+    return "cuda:0" if shared_gpu.IS_SHARED else f"cuda:{rank}"
+
+
 @contextlib.contextmanager
 def process_group(rank: Rank, rendezvous: Path) -> Iterator[None]:
     options: dict[str, Any] = {"backend": "gloo"}
     if rank.device.startswith("cuda"):
         torch.cuda.set_device(rank.device)
         options = {"backend": "nccl", "device_id": torch.device(rank.device)}
+        if rank.world > 1 and shared_gpu.IS_SHARED:
+            shared_gpu.share()
+            options = {"backend": shared_gpu.BACKEND}
     dist.init_process_group(
         init_method=rendezvous.as_uri(),
         rank=rank.rank,
@@ -79,11 +89,11 @@ class Ranks:
     """The ranks of one world: this process where it is the only one, otherwise processes that wait for scenarios."""
 
     def __init__(self, device: str, world: int, folder: Path) -> None:
-        kind = "cuda:{}" if device == "cuda" else "cpu"
-        self._ranks = [Rank(rank, world, kind.format(rank)) for rank in range(world)]
+        self._ranks = [Rank(rank, world, device_of_rank(device, rank)) for rank in range(world)]
         self._folder = folder
         self._groups = 0
         self.is_cpu = device == "cpu"
+        self.is_slow = self.is_cpu or (world > 1 and shared_gpu.IS_SHARED)  # milliseconds for each operation
         self._processes: list[multiprocessing.Process] = []
         self._pipes: list[Connection] = []
 

@@ -102,6 +102,8 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
     const auto load = [&](size_t number, at::Tensor& grad) {
         Staging& staging = *slot.grad_outputs[number];
         if (grad.defined()) {
+            TORCH_CHECK(grad.layout() == at::kStrided, name_, ": expected a dense gradient of output ",
+                        differentiable_[number], ", got one of layout ", grad.layout(), ": call .to_dense() on it");
             if (lie_in_other_order(grad, staging.tensor)) {
                 const std::string what = "the gradient of output " + std::to_string(differentiable_[number]);
                 note_layout(reordered_grads_, number, what, grad, staging.tensor);

@@ -288,6 +288,7 @@ def test_gradients_are_visible_on_the_stream_that_called_backward() -> None:
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.gpus_apart
 def test_callable_on_another_device_than_the_current_one() -> None:
     eager, graphed = graphed_layer("cuda:1")
     with torch.cuda.device(0):

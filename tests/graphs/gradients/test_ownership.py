@@ -258,6 +258,14 @@ def test_main_grad_that_cannot_hold_the_gradient_is_refused(make: Callable[[Tens
     assert not hasattr(linear, "te_graph")
 
 
+def test_a_sparse_gradient_of_a_result_is_refused_by_name(device: str) -> None:
+    model = tg.make_graphed_callables(nn.Linear(4, 4).to(device), (torch.randn(3, 4, device=device),))
+    result = model(torch.randn(3, 4, device=device))
+    with pytest.raises(RuntimeError, match=r"Linear: expected a dense gradient of output 0, got one of layout Sparse"):
+        result.backward(torch.eye(3, 4, device=device).to_sparse())
+    assert model.weight.grad is None
+
+
 def test_sparse_grad_beside_a_graphed_callable(device: str) -> None:
     class Head(nn.Module):
         def __init__(self, weight: Tensor) -> None:
