@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from te_graph.graphs.guards.builtin_objects import builtin_contents
 from te_graph.graphs.guards.class_members import ClassMembers
 from te_graph.graphs.guards.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
 from te_graph.graphs.guards.hooks_of_all import hooks_of_all
-from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
+from te_graph.graphs.guards.lookups import absent_names, is_project_module, is_readable_module, modules_of, shows
+from te_graph.graphs.guards.members_by_value import is_container, users_members
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
@@ -133,7 +135,10 @@ class FunctionReader:
         if isinstance(source.obj, set | frozenset):
             members = (member for member in source.obj if value_of(member) is None)
             yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
-        elif user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:
+        if is_container(source.obj):
+            members = users_members(source.obj)
+            yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
+        if user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:
             yield from self._object_contents(source)
 
     def _reads(self, obj: Any, attribute: str) -> bool:
@@ -173,12 +178,13 @@ class FunctionReader:
                 yield members.item(key, name_of(HOOK_DICTS.get(key, key), source.name))
 
     def _library_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
-        """What the code names of a module of Python that the user wrote."""
+        """What the code names of a module of Python that is none of a library's."""
+        if not is_readable_module(source.obj):
+            return
+        members = source.attributes()
+        named = [key for key in list(members.obj) if key in self.names.said and shows(source.obj, key)]
+        yield from (members.item(key, f"{source.name}.{key}") for key in named)
         if is_project_module(source.obj):
-            members = source.attributes()
-            yield from (
-                members.item(key, f"{source.name}.{key}") for key in list(members.obj) if key in self.names.said
-            )
             for key in sorted(self.names.asked - members.obj.keys()):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
@@ -251,6 +257,8 @@ class FunctionReader:
         kind, classes = source.obj, user_classes(source.obj)
         if user_classes(type(kind)):
             yield source.child(type(kind), type(kind).__name__, _Kind.TYPE)
+        if classes and issubclass(kind, enum.Enum):  # code may go through them
+            yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in kind)
         bases = source.child(kind.__mro__, f"bases of {source.name}", _Kind.ATTRIBUTE, "__mro__")
         found: set[str] = set()
         for index, base in enumerate(kind.__mro__):
