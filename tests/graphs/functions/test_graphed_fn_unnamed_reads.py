@@ -5,7 +5,8 @@ from __future__ import annotations
 import types
 
 import pytest
-from text_cases import assert_change_is_seen, install, made_module
+import torch
+from text_cases import assert_change_is_seen, function_of_case, install, made_module, run_text
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -104,7 +105,57 @@ BY_LIBRARIES = {
     ),
     "a getter": ("c = Plain(); c.key = 2.0\nag = operator.attrgetter", "ag('k' + 'EY'.lower())(c)", "c.key = 3.0"),
 }
-CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES}
+OF_PYTHON = {
+    "slots of a class of Python's": ("c = statistics.NormalDist(2.0)", "c.mean", "c = statistics.NormalDist(3.0)"),
+    "a parameter": (
+        "def named(n): return inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY)\nc = named('a')",
+        "float(len(c.name))",
+        "c = named('aaa')",
+    ),
+}
+ABOUT_CODE = {
+    "the name of a function": ("def g(): pass", "float(len(g.__name__))", "g.__name__ = 'aaaa'"),
+    "the text of a function": ("def g(): 'a'", "float(len(g.__doc__))", "g.__doc__ = 'aaaa'"),
+    "annotations": ("def g(a: int): pass", "float(len(g.__annotations__))", "g.__annotations__['b'] = int"),
+    "the name of a class": ("class C: pass", "float(len(C.__name__))", "C.__name__ = 'aaaa'"),
+    "the text of a class": ("class C: 'a'", "float(len(C.__doc__))", "C.__doc__ = 'aaaa'"),
+    "annotations of a class": ("class C:\n a: int", "float(len(C.__annotations__))", "C.__annotations__['b'] = int"),
+    "the module of a class": ("class C: pass", "float(len(C.__module__))", "C.__module__ = 'aaaa'"),
+}
+_NUMBERS = "sum(v for n, v in list({}.items()) if type(v) is float and n < 'a')"
+ALL_NAMES = {
+    "globals": ("H = K = 2.0", _NUMBERS.format("globals()"), "J = 3.0"),
+    "a value of globals": ("A1 = 2.0", _NUMBERS.format("globals()"), "A1 = 3.0"),
+    "of a module": ("import sys\nme = sys.modules['MODULE']", _NUMBERS.format("vars(me)"), "J = 3.0"),
+    "of a function": ("def g(): pass\ng.A = 2.0", "sum(vars(g).values())", "g.B = 3.0"),
+    "of a class": ("class C:\n A = 2.0", _NUMBERS.format("vars(C)"), "C.B = 3.0"),
+    "dir of a class": ("class C:\n A = 2.0", "float(len(dir(C)))", "C.B = 3.0"),
+    "dir of a module": ("import sys\nme = sys.modules['MODULE']", "float(len(dir(me)))", "J = 3.0"),
+    "bases": (
+        "class A: pass\nclass B(A): pass\nclass C(A): pass\nclass D(C): pass",
+        "float(len(D.__mro__))",
+        "D.__bases__ = (B, C)",
+    ),
+}
+_FROZEN = "@dataclasses.dataclass(frozen=True)\nclass C:\n a: float = 1.0\nc = C(); d = C()"
+IDENTITY = {
+    "two apart that become one": (_FROZEN, "2.0 if c is d else 3.0", "d = c"),
+    "with slots": (
+        "class C:\n __slots__ = ('a',)\n def __init__(self): self.a = 1.0\nc = C(); d = C()",
+        "2.0 if c is d else 3.0",
+        "d = c",
+    ),
+}
+NOT_SEEN = {
+    **ALL_NAMES,
+    **IDENTITY,
+    "classes that derive from one": (
+        "class A: pass\nclass B(A): pass",
+        "float(len(A.__subclasses__()))",
+        "class C(A): pass",
+    ),
+}
+CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES, **OF_PYTHON, **ABOUT_CODE}
 
 
 @pytest.fixture
@@ -131,3 +182,14 @@ def test_a_constant_of_an_installed_package(
         install(made, monkeypatch)
     setup = f"def read():\n {import_it or 'pass'}\n return {'installed_by_a_test' if import_it else 'p'}.config.SCALE"
     assert_change_is_seen(module, setup, "read()", "p.config.SCALE = 3.0")
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), NOT_SEEN.values(), ids=NOT_SEEN)
+def test_what_is_not_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    """As docs/limits.md says."""
+    function, sequence, x = function_of_case(module, setup, read)
+    for _ in range(3):
+        before = sequence(x).clone()
+    run_text(module, change)
+    assert not torch.equal(function(x), before)
+    assert torch.equal(sequence(x), before)
