@@ -16,7 +16,7 @@ from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.library_names import names_in_library
 from te_graph.graphs.guards.library_objects import inside
-from te_graph.graphs.guards.lookups import is_project_module, modules_of
+from te_graph.graphs.guards.lookups import is_readable_module, modules_of, shows
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
@@ -228,8 +228,8 @@ class CallableReader(TensorReader):
             if not is_library_class(obj):
                 yield from self._inside_class(source)
         elif isinstance(obj, types.ModuleType):
-            if is_project_module(obj):
-                yield from self._inside_object(source, source.name)
+            if is_readable_module(obj):
+                yield from (one for one in self._inside_object(source, source.name) if shows(obj, one.key))
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(source)
         elif isinstance(obj, functools.singledispatchmethod):

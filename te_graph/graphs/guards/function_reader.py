@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,8 @@ from te_graph.graphs.guards.builtin_objects import builtin_contents
 from te_graph.graphs.guards.class_members import ClassMembers
 from te_graph.graphs.guards.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
 from te_graph.graphs.guards.hooks_of_all import hooks_of_all
-from te_graph.graphs.guards.lookups import absent_names, is_project_module, modules_of
+from te_graph.graphs.guards.lookups import absent_names, is_project_module, is_readable_module, modules_of, shows
+from te_graph.graphs.guards.members_by_value import is_container, users_members
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
@@ -29,6 +31,7 @@ _MAX_DEPTH = 16
 _MAIN_GRAD = "main_grad"
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HISTORY = frozenset({"is_leaf", "grad_fn"})
+_DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -133,7 +136,10 @@ class FunctionReader:
         if isinstance(source.obj, set | frozenset):
             members = (member for member in source.obj if value_of(member) is None)
             yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
-        elif user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:
+        if is_container(source.obj):
+            members = users_members(source.obj)
+            yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
+        if user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:
             yield from self._object_contents(source)
 
     def _reads(self, obj: Any, attribute: str) -> bool:
@@ -173,12 +179,13 @@ class FunctionReader:
                 yield members.item(key, name_of(HOOK_DICTS.get(key, key), source.name))
 
     def _library_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
-        """What the code names of a module of Python that the user wrote."""
+        """What the code names of a module of Python that is none of a library's."""
+        if not is_readable_module(source.obj):
+            return
+        members = source.attributes()
+        named = [key for key in list(members.obj) if key in self.names.said and shows(source.obj, key)]
+        yield from (members.item(key, f"{source.name}.{key}") for key in named)
         if is_project_module(source.obj):
-            members = source.attributes()
-            yield from (
-                members.item(key, f"{source.name}.{key}") for key in list(members.obj) if key in self.names.said
-            )
             for key in sorted(self.names.asked - members.obj.keys()):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
@@ -190,6 +197,7 @@ class FunctionReader:
             yield from (child for child in contents(source) if child.kind == _Kind.CELL)
             return
         yield from contents(source)
+        yield from self._descriptions(source)
         scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
         for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until another one hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
@@ -202,6 +210,13 @@ class FunctionReader:
                 yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
         yield from modules_of(source, self.names.said)
         yield from absent_names(source)
+
+    def _descriptions(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        """What functions and classes tell about themselves, as far as the code names it."""
+        for key in sorted(_DESCRIPTIONS & self.names.said):
+            if hasattr(source.obj, key):
+                name = f"{source.obj.__name__}.{key}"
+                yield source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
 
     def _attributes_of_function(self, source: GuardedSource, owner: str) -> Iterator[GuardedSource]:
         """Those that the code names; of what replays a function they are its own, not those of the function."""
@@ -229,13 +244,14 @@ class FunctionReader:
     def _opaque_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """Of an object of Python's library: attributes that the code names, or that methods of it name that ran."""
         members = source.attributes()
-        if members is None:
-            return
         methods = (member for base in type(source.obj).__mro__ for member in vars(base).values())
         named = self.names.said.union(*(strings_of(one) for one in methods if self.names.has_run(one)))
-        for key in list(members.obj):
+        for key in list(members.obj) if members is not None else ():
             if key in named and not is_implicit(key):
                 yield members.item(key, f"{source.name}.{key}")
+        for key in slots_of(type(source.obj)):
+            if key in named:
+                yield _slot(source, f"{source.name}.{key}", key)
 
     def _class_of(self, source: GuardedSource, members: GuardedSource | None) -> Iterator[GuardedSource]:
         """The class, and that the instance has no attribute of its own in the place of what the class has."""
@@ -251,6 +267,10 @@ class FunctionReader:
         kind, classes = source.obj, user_classes(source.obj)
         if user_classes(type(kind)):
             yield source.child(type(kind), type(kind).__name__, _Kind.TYPE)
+        if classes and issubclass(kind, enum.Enum):  # code may go through them
+            yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in kind)
+        if classes:
+            yield from self._descriptions(source)
         bases = source.child(kind.__mro__, f"bases of {source.name}", _Kind.ATTRIBUTE, "__mro__")
         found: set[str] = set()
         for index, base in enumerate(kind.__mro__):

@@ -10,8 +10,9 @@ from typing import Any
 
 from te_graph import _C
 from te_graph.common.dispatch import is_project_file
+from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.names import imports_of, strings_in
+from te_graph.graphs.tracing.names import imports_of, is_users_module, strings_in
 
 _Kind = _C.StepKind
 _ASKS_FOR_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"}))
@@ -24,6 +25,19 @@ def is_project_module(module: Any) -> bool:
     file = vars(module).get("__file__")  # a function __getattr__ of the module is the user's
     is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
     return is_project_file(file) if file else not is_of_python
+
+
+def is_readable_module(module: types.ModuleType) -> bool:
+    """True for modules whose variables are looked at: all but those of torch, NumPy and Python."""
+    name = module.__name__
+    return is_project_module(module) or (is_users_module(name) and name.partition(".")[0] != "numpy")
+
+
+def shows(module: types.ModuleType, key: str) -> bool:
+    """Whether what ``module`` has under ``key`` may change: of an installed package constants, its own or those of
+    other modules there."""
+    found = vars(module)[key]
+    return is_project_module(module) or isinstance(found, types.ModuleType) or is_value(found)
 
 
 def modules_of(source: Source, said: Collection[str]) -> Iterator[Source]:

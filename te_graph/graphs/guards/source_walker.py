@@ -11,7 +11,7 @@ from typing import Any
 
 from te_graph.graphs.guards.sources import MAX_OBJECTS, Source, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
-from te_graph.graphs.tracing.names import GETTERS, Names
+from te_graph.graphs.tracing.names import GETTERS, Names, looks_at_all
 
 _MAX_SOURCES = MAX_OBJECTS
 _MAX_STRINGS = 1000
@@ -48,7 +48,8 @@ class SourceWalker:
         self._seen_to_run.update(dict.fromkeys(functions_of(watch, at_sources)))
         self._ran.update(watch.codes)
         self._running.update((code, None) for _, code in watch.users_codes())
-        self.names = replace(self.names, ran=frozenset(self._ran)).with_strings(watch.names)
+        names = replace(self.names, ran=frozenset(self._ran), asked=self.names.asked | watch.missing)
+        self.names = names.with_strings(watch.names).with_all_attributes(watch.looks_at_all)
 
     def explore(self, reader_of: Callable[..., Any], learns: bool = True) -> list[Source]:
         """All sources, near ones first.
@@ -68,6 +69,7 @@ class SourceWalker:
             more = names.with_code([*self._running, *(function.__code__ for function in functions)], kinds)
             more = more.with_strings(string for obj in known for string in _strings_of(obj))
             more = more.with_getters(obj for obj in known if isinstance(obj, GETTERS))
+            more = more.with_all_attributes(any(looks_at_all(obj) for obj in known))
             met = set(map(id, functions))
             missing = [function for function in self._seen_to_run if id(function) not in met]
             if has_too_many or (more == names and not missing):

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from te_graph.common.dispatch import is_project_file, is_user_file
-from te_graph.graphs.tracing.names import is_users_module
+from te_graph.graphs.tracing.names import CODES_OF_LOOKERS, is_making, is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region
 
 _CALL = run_region.__code__  # below it runs what is watched
 _ASIDE = ("<frozen importlib", typing.__file__)
+_CALL_OF_ALIAS = typing._BaseGenericAlias.__call__.__code__  # ``C[int]()`` makes an object of C
 _MAX_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
 _MAX_NAME_LENGTH = 64
 _MAX_STARTS = 64  # of one piece of code that are told from each other
@@ -41,6 +42,10 @@ class CodeWatch:
 
     Attributes:
         names: of attributes that the user's code asks for by ``getattr`` and the like.
+        looks_at_all: the user's code called a function of Python's that reads whatever attributes there are, but for
+            one that makes an object, of which ``Names`` tell what it looks at.
+        missing: names of attributes that the user's code asked for, in whatever way, and that were not there. From
+            Python 3.12 on.
         codes: it, by identity: equal code may be there twice, with other globals.
         variables: of such code of the user's as has variables of the function around it: what these held when it
             started, for each of its starts. They tell which of several functions it was.
@@ -49,6 +54,8 @@ class CodeWatch:
 
     def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
         self.names: set[str] = set()
+        self.looks_at_all = False
+        self.missing: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.variables: dict[int, list[tuple]] = {}
         self.scopes: dict[int, dict[str, Any]] = {}
@@ -88,7 +95,7 @@ class CodeWatch:
             return True
         while frame is not None and frame.f_code is not _CALL:
             code = frame.f_code
-            if code.co_filename.startswith(_ASIDE) or code in self._aside:
+            if (code.co_filename.startswith(_ASIDE) and code is not _CALL_OF_ALIAS) or code in self._aside:
                 return True
             frame = frame.f_back
         return False
@@ -104,6 +111,9 @@ class CodeWatch:
     def _note(self, frame: types.FrameType) -> None:
         """Of a function that starts."""
         code = frame.f_code
+        if id(code) in CODES_OF_LOOKERS and not self.looks_at_all:
+            above = frame.f_back.f_code
+            self.looks_at_all = is_user_file(above.co_filename) and not is_making(above)
         is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
         if (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
             return
@@ -127,14 +137,21 @@ class CodeWatch:
             if self._is_ours():
                 self._note(sys._getframe(1))
 
+        def note_error(code: types.CodeType, offset: int, error: BaseException) -> None:
+            name = getattr(error, "name", None) if isinstance(error, AttributeError) else None
+            if isinstance(name, str) and is_user_file(code.co_filename) and self._is_ours():
+                self.missing.add(name)
+
         def stop() -> None:
             monitoring.set_events(tool, 0)
-            monitoring.register_callback(tool, monitoring.events.PY_START, None)
+            for event in (monitoring.events.PY_START, monitoring.events.RAISE):
+                monitoring.register_callback(tool, event, None)
             monitoring.free_tool_id(tool)
 
         monitoring.use_tool_id(tool, "te_graph")
         monitoring.register_callback(tool, monitoring.events.PY_START, note)
-        monitoring.set_events(tool, monitoring.events.PY_START)
+        monitoring.register_callback(tool, monitoring.events.RAISE, note_error)
+        monitoring.set_events(tool, monitoring.events.PY_START | monitoring.events.RAISE)
         return stop
 
     def _profiled(self) -> Callable[[], None]:

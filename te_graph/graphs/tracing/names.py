@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import dis
 import functools
 import gc
+import inspect
 import itertools
 import operator
+import pickle
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -18,7 +23,7 @@ from torch import nn
 from te_graph.common.dispatch import is_user_file
 
 # Code that says one of these may look at attributes without naming them; ``dir`` tells names alone.
-LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple"})
+LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple", "dumps"})
 _UNNAMED = LOOKS_AT_ALL | {"dir"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
@@ -37,6 +42,17 @@ GETTERS = (operator.attrgetter, operator.methodcaller)
 _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
+
+
+_FIELD = re.compile(r"\{([^{}]*)")
+_ATTRIBUTE = re.compile(r"\.([^\W\d]\w*)")
+# Under whatever name, and called by whatever: these may read any attribute of what they are given.
+_LOOKERS = (vars, dir, eval, exec, getattr, hasattr, operator.attrgetter, operator.methodcaller, pickle.dumps)
+_LOOKERS_OF_PYTHON = (
+    *(copy.copy, copy.deepcopy, dataclasses.asdict, dataclasses.astuple, dataclasses.fields, dataclasses.replace),
+    *(vars(inspect)[name] for name in ("getmembers", "getmembers_static") if hasattr(inspect, name)),
+)
+CODES_OF_LOOKERS = frozenset(id(looker.__code__) for looker in _LOOKERS_OF_PYTHON)
 
 
 @dataclass(frozen=True)
@@ -111,6 +127,10 @@ class Names:
         """These, and the names in objects of ``operator`` that read attributes or call methods."""
         return replace(self, said=self.said.union(*map(names_of_getter, getters)))
 
+    def with_all_attributes(self, are_read: bool) -> Names:
+        """These, and where ``are_read`` that code looks at attributes without naming them."""
+        return replace(self, said=self.said | {"vars"}) if are_read else self
+
     def is_around(self, code: types.CodeType) -> bool:
         """Whether ``code`` runs around a replay, as far as was seen."""
         return code in self.around and id(code) not in self.ran
@@ -122,6 +142,11 @@ class Names:
     def has_run(self, member: Any) -> bool:
         """Whether ``member``, of a class, was seen to run."""
         return any(id(code) in self.ran for code in codes_of(member))
+
+
+def looks_at_all(obj: Any) -> bool:
+    """True for functions of Python's that read whatever attributes there are, or that they are told to."""
+    return any(obj is looker for looker in _LOOKERS)
 
 
 def names_of_getter(getter: Any) -> set[str]:
@@ -232,14 +257,45 @@ def _constants_in(code: types.CodeType) -> frozenset[str]:
             found |= _constants_in(constant)
         else:
             parts = constant if isinstance(constant, tuple | frozenset) else (constant,)
-            found.update(part for part in parts if isinstance(part, str))
+            for part in parts:
+                if isinstance(part, str):
+                    found.add(part)
+                    found.update(_attributes_in_format(part))
     return frozenset(found)
 
 
+def _attributes_in_format(text: str) -> Iterator[str]:
+    """What ``text.format`` reads: of ``"{0.kind}"`` the name ``kind``."""
+    for field in _FIELD.findall(text):
+        yield from _ATTRIBUTE.findall(field)
+
+
+@functools.lru_cache(maxsize=4096)
 def _said_in(code: types.CodeType) -> frozenset[str]:
     """All of the object that it makes it may look at: others see nothing of it but what they name."""
-    makes = code.co_name in _MADE_BY and code.co_argcount == 1
-    return strings_in(code) - LOOKS_AT_ALL if makes else strings_in(code)
+    return strings_in(code) - _only_of_self(code) if is_making(code) else strings_in(code)
+
+
+def is_making(code: types.CodeType) -> bool:
+    """True for the methods that make an object, their first argument."""
+    return code.co_name in _MADE_BY and code.co_argcount > 0
+
+
+def _only_of_self(code: types.CodeType) -> frozenset[str]:
+    """Of the names by which code looks at all attributes: those that it says of its first argument alone, as in
+    ``vars(self)`` and ``self.__dict__``."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
+    owner = code.co_varnames[0]
+    if any(step.opname.startswith("STORE_") and step.argval == owner for step in steps):
+        return frozenset()
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    elsewhere = _constants_in(code).union(*map(strings_in, inner))
+    is_of_self = {name: True for name in LOOKS_AT_ALL.intersection(code.co_names) - elsewhere}
+    for number, step in enumerate(steps):
+        if step.argval in is_of_self:
+            given = steps[number - 1] if step.argval == "__dict__" else steps[number + 1]
+            is_of_self[step.argval] &= given.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and given.argval == owner
+    return frozenset(name for name, is_so in is_of_self.items() if is_so)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -6,32 +6,18 @@ A case is text: what is there, the number that the function reads, and a change 
 from __future__ import annotations
 
 import gc
-import sys
 import types
 
 import pytest
 import torch
 from sequences import counts
+from text_cases import assert_change_is_seen, function_of_case, install, made_module, run_text
 from torch.autograd import forward_ad
 
 from te_graph import graphed
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-
-_HEADER = """
-import argparse, array, collections, contextlib, ctypes, dataclasses, enum, functools, math, operator, queue
-import threading, typing, weakref
-import numpy as np
-import torch
-from torch import nn
-from types import MappingProxyType, SimpleNamespace
-H = K = 2.0
-class Plain:
-    pass
-def helper():
-    return H
-"""
 
 MADE_INSIDE = {
     "__init__": ("class C:\n def __init__(self): self.v = H", "C().v", "H = 3.0"),
@@ -300,9 +286,8 @@ CASES = {**MADE_INSIDE, **CLASSES_OF_TORCH, **NAMES, **CONTAINERS}
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The module that the text of a case is run in; what it changes about torch is put back."""
-    made = types.ModuleType("module_of_a_test")
-    made.__file__ = "/nowhere/module_of_a_test.py"
-    monkeypatch.setitem(sys.modules, made.__name__, made)
+    made = made_module()
+    install(made, monkeypatch)
     monkeypatch.setattr(torch.nn.Identity, "forward", torch.nn.Identity.forward)
     yield made
     torch.set_default_device(None)
@@ -311,29 +296,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
             kept.remove()
 
 
-def _run(module: types.ModuleType, text: str) -> None:
-    exec(compile(text.replace("MODULE", module.__name__), "<case>", "exec"), vars(module))
-
-
 @pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
 def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    function, sequence, x = _made(module, setup, read)
-    for _ in range(3):
-        assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence) == (1, 2, 0, 1)
-    before = function(x)
-    _run(module, change)
-    assert not torch.equal(function(x), before)
-    assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence)[2] == 1
+    assert_change_is_seen(module, setup, read, change)
 
 
 @pytest.mark.parametrize(("setup", "read", "change"), NOT_COMPARED.values(), ids=NOT_COMPARED)
 def test_what_cannot_be_compared_runs_eagerly(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    function, sequence, x = _made(module, setup, read)
+    function, sequence, x = function_of_case(module, setup, read)
     for _ in range(3):
         assert_bitwise_equal(sequence(x).clone(), function(x))
-    _run(module, change)
+    run_text(module, change)
     assert_bitwise_equal(sequence(x).clone(), function(x))
     assert counts(sequence) == (0, 0, 0, 4)
 
@@ -443,8 +416,3 @@ def test_a_transform_sees_the_operations() -> None:
     x = torch.randn(2, 3)
     assert_bitwise_equal(torch.func.vmap(lambda x: x + sequence())(x), x + _doubled(y))
     assert sequence.info()["forward_replays"] == 2
-
-
-def _made(module: types.ModuleType, setup: str, read: str):
-    _run(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
-    return module.fn, graphed(module.fn), torch.full((3,), 0.5)

@@ -1,0 +1,195 @@
+"""graphed(): what code reads without saying its name, or library code on its behalf. The reference is the function."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from text_cases import assert_change_is_seen, function_of_case, install, made_module, run_text
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+_PARTS = "class Mode(enum.Enum):\n A = 1\n B = 2\nMode.A.k = Mode.B.k = 2.0"
+_POINT = "class P(typing.NamedTuple):\n a: float\n k = 2.0\np = P(1.0)"
+IN_CONTAINERS = {
+    "a member in a list": (_PARTS + "\nm = [Mode.A]", "m[0].k", "Mode.A.k = 3.0"),
+    "a member in a tuple": (_PARTS + "\nm = (1, (Mode.A,))", "m[1][0].k", "Mode.A.k = 3.0"),
+    "a member in a frozen set": (_PARTS + "\nm = frozenset([Mode.A])", "next(iter(m)).k", "Mode.A.k = 3.0"),
+    "a member as a value": (_PARTS + "\nm = {'a': Mode.A}", "m['a'].k", "Mode.A.k = 3.0"),
+    "a member as a key": (_PARTS + "\nm = {Mode.A: 1.0}", "sum(e.k for e in m)", "Mode.A.k = 3.0"),
+    "members of an enumeration": (_PARTS, "sum(e.k for e in Mode)", "Mode.B.k = 3.0"),
+    "a method of members": (
+        "class Mode(enum.Enum):\n A = 1\n def f(self): return H\nm = [Mode.A]",
+        "m[0].f()",
+        "Mode.f = lambda self: 5.0",
+    ),
+    "a named tuple in a list": (_POINT + "\nm = [p]", "m[0].k", "P.k = 3.0"),
+    "a named tuple in a dictionary": (_POINT + "\nm = {1: p}", "m[1].k", "P.k = 3.0"),
+    "a text with attributes": ("class S(str): pass\ns = S('a'); s.k = 2.0\nm = [s]", "m[0].k", "s.k = 3.0"),
+}
+MADE_INSIDE = {
+    "of a generic class": (
+        "T = typing.TypeVar('T')\nclass C(typing.Generic[T]):\n def __init__(self): self.v = H",
+        "C[int]().v",
+        "H = 3.0",
+    ),
+    "all of another object": (
+        "c = SimpleNamespace(a=2.0)\nclass C:\n def __init__(self): self.v = sum(vars(c).values())",
+        "C().v",
+        "c.a = 3.0",
+    ),
+    "all fields of another object": (
+        "@dataclasses.dataclass\nclass D:\n a: float = 2.0\nc = D()\n"
+        "class C:\n def __init__(self): self.v = dataclasses.asdict(c)['a']",
+        "C().v",
+        "c.a = 3.0",
+    ),
+    "with keywords": (
+        "c = SimpleNamespace(a=2.0)\nclass C:\n def __init__(self, *, o=c): self.v = sum(vars(o).values())",
+        "C().v",
+        "c.a = 3.0",
+    ),
+    "new keys, beside itself": (
+        "c = Plain(); c.a = 2.0\nclass C:\n def __init__(self): vars(self)['v'] = sum(vars(c).values())",
+        "C().v",
+        "c.b = 3.0",
+    ),
+}
+_READER = "c = Plain()\ndef read(): return c.k\n"
+SWALLOWED = {
+    "in another function": (
+        _READER + "def tried():\n try: return read()\n except AttributeError: return 2.0",
+        "tried()",
+        "c.k = 3.0",
+    ),
+    "classes in a variable": (
+        "errors = (AttributeError, KeyError)\nc = Plain()\ndef tried():\n try: return c.k\n except errors: return 2.0",
+        "tried()",
+        "c.k = 3.0",
+    ),
+    "hasattr of a property": (
+        "class C:\n @property\n def p(self): return self.k\nc = C()",
+        "2.0 + hasattr(c, 'p')",
+        "c.k = 3.0",
+    ),
+    "a default for a property": (
+        "class C:\n @property\n def p(self): return self.k\nc = C()",
+        "getattr(c, 'p', 2.0)",
+        "c.k = 3.0",
+    ),
+}
+BY_LIBRARIES = {
+    "a format": ("c = Plain(); c.kind = 2.0", "float('{0.kind}'.format(c))", "c.kind = 3.0"),
+    "asdict by another name": (
+        "from dataclasses import asdict as told\n@dataclasses.dataclass\nclass D:\n a: float = 2.0\nc = D()",
+        "sum(told(c).values())",
+        "c.a = 3.0",
+    ),
+    "inspect": (
+        "c = SimpleNamespace(a=2.0)",
+        "dict(inspect.getmembers(c))['a']",
+        "c.a = 3.0",
+    ),
+    "pickle": ("c = Plain(); c.a = 2.0", "float(len(pickle.dumps(c)))", "c.a = 'no'"),
+    "copy": ("c = Plain(); c.a = 2.0\nother = 'a'", "sum(copy.copy(c).__dict__.values())", "c.a = 3.0"),
+    "getattr by another name": (
+        "get = getattr\nc = Plain(); c.key = 2.0",
+        "get(c, 'k' + str(x.dim() == 1)[4:] + 'ey'[:2])",
+        "c.key = 3.0",
+    ),
+    "a part of getattr": (
+        "c = Plain(); c.key = 2.0\nget = functools.partial(getattr, c)",
+        "get('k' + 'EY'.lower())",
+        "c.key = 3.0",
+    ),
+    "a getter": ("c = Plain(); c.key = 2.0\nag = operator.attrgetter", "ag('k' + 'EY'.lower())(c)", "c.key = 3.0"),
+}
+OF_PYTHON = {
+    "slots of a class of Python's": ("c = statistics.NormalDist(2.0)", "c.mean", "c = statistics.NormalDist(3.0)"),
+    "a parameter": (
+        "def named(n): return inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY)\nc = named('a')",
+        "float(len(c.name))",
+        "c = named('aaa')",
+    ),
+}
+ABOUT_CODE = {
+    "the name of a function": ("def g(): pass", "float(len(g.__name__))", "g.__name__ = 'aaaa'"),
+    "the text of a function": ("def g(): 'a'", "float(len(g.__doc__))", "g.__doc__ = 'aaaa'"),
+    "annotations": ("def g(a: int): pass", "float(len(g.__annotations__))", "g.__annotations__['b'] = int"),
+    "the name of a class": ("class C: pass", "float(len(C.__name__))", "C.__name__ = 'aaaa'"),
+    "the text of a class": ("class C: 'a'", "float(len(C.__doc__))", "C.__doc__ = 'aaaa'"),
+    "annotations of a class": ("class C:\n a: int", "float(len(C.__annotations__))", "C.__annotations__['b'] = int"),
+    "the module of a class": ("class C: pass", "float(len(C.__module__))", "C.__module__ = 'aaaa'"),
+}
+_NUMBERS = "sum(v for n, v in list({}.items()) if type(v) is float and n < 'a')"
+ALL_NAMES = {
+    "globals": ("H = K = 2.0", _NUMBERS.format("globals()"), "J = 3.0"),
+    "a value of globals": ("A1 = 2.0", _NUMBERS.format("globals()"), "A1 = 3.0"),
+    "of a module": ("import sys\nme = sys.modules['MODULE']", _NUMBERS.format("vars(me)"), "J = 3.0"),
+    "of a function": ("def g(): pass\ng.A = 2.0", "sum(vars(g).values())", "g.B = 3.0"),
+    "of a class": ("class C:\n A = 2.0", _NUMBERS.format("vars(C)"), "C.B = 3.0"),
+    "dir of a class": ("class C:\n A = 2.0", "float(len(dir(C)))", "C.B = 3.0"),
+    "dir of a module": ("import sys\nme = sys.modules['MODULE']", "float(len(dir(me)))", "J = 3.0"),
+    "bases": (
+        "class A: pass\nclass B(A): pass\nclass C(A): pass\nclass D(C): pass",
+        "float(len(D.__mro__))",
+        "D.__bases__ = (B, C)",
+    ),
+}
+_FROZEN = "@dataclasses.dataclass(frozen=True)\nclass C:\n a: float = 1.0\nc = C(); d = C()"
+IDENTITY = {
+    "two apart that become one": (_FROZEN, "2.0 if c is d else 3.0", "d = c"),
+    "with slots": (
+        "class C:\n __slots__ = ('a',)\n def __init__(self): self.a = 1.0\nc = C(); d = C()",
+        "2.0 if c is d else 3.0",
+        "d = c",
+    ),
+}
+NOT_SEEN = {
+    **ALL_NAMES,
+    **IDENTITY,
+    "classes that derive from one": (
+        "class A: pass\nclass B(A): pass",
+        "float(len(A.__subclasses__()))",
+        "class C(A): pass",
+    ),
+}
+CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES, **OF_PYTHON, **ABOUT_CODE}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    made = made_module()
+    install(made, monkeypatch)
+    return made
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
+def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    assert_change_is_seen(module, setup, read, change)
+
+
+@pytest.mark.parametrize("import_it", ["", "import installed_by_a_test.config"])
+def test_a_constant_of_an_installed_package(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch, import_it: str
+) -> None:
+    package = types.ModuleType("installed_by_a_test")
+    package.config = types.ModuleType("installed_by_a_test.config")
+    package.__path__, package.config.SCALE, module.p = [], 2.0, package
+    for made in (package, package.config):
+        made.__file__ = f"/nowhere/site-packages/{made.__name__.replace('.', '/')}.py"
+        install(made, monkeypatch)
+    setup = f"def read():\n {import_it or 'pass'}\n return {'installed_by_a_test' if import_it else 'p'}.config.SCALE"
+    assert_change_is_seen(module, setup, "read()", "p.config.SCALE = 3.0")
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), NOT_SEEN.values(), ids=NOT_SEEN)
+def test_what_is_not_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    """As docs/limits.md says."""
+    function, sequence, x = function_of_case(module, setup, read)
+    for _ in range(3):
+        before = sequence(x).clone()
+    run_text(module, change)
+    assert not torch.equal(function(x), before)
+    assert torch.equal(sequence(x), before)

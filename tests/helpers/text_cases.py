@@ -1,0 +1,63 @@
+"""Cases that are text: what is there, the number that a function reads, and a change of it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sequences import counts
+
+from te_graph import graphed
+from te_graph.testing import assert_bitwise_equal
+
+_HEADER = """
+import argparse, array, collections, contextlib, copy, ctypes, dataclasses, enum, functools, inspect, math, operator
+import pickle, queue, statistics, threading, typing, weakref
+import numpy as np
+import torch
+from torch import nn
+from types import MappingProxyType, SimpleNamespace
+H = K = 2.0
+class Plain:
+    pass
+def helper():
+    return H
+"""
+
+
+def made_module() -> types.ModuleType:
+    """A module of the user's that the text of a case is to run in."""
+    made = types.ModuleType("module_of_a_test")
+    made.__file__ = "/nowhere/module_of_a_test.py"
+    return made
+
+
+def run_text(module: types.ModuleType, text: str) -> None:
+    exec(compile(text.replace("MODULE", module.__name__), "<case>", "exec"), vars(module))
+
+
+def function_of_case(module: types.ModuleType, setup: str, read: str) -> tuple[Callable, Any, torch.Tensor]:
+    """The function, itself and graphed, and its argument [3]."""
+    run_text(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
+    return module.fn, graphed(module.fn), torch.full((3,), 0.5)
+
+
+def assert_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    """Three calls, of which the third replays; the change; another call."""
+    function, sequence, x = function_of_case(module, setup, read)
+    for _ in range(3):
+        assert_bitwise_equal(sequence(x).clone(), function(x))
+    assert counts(sequence) == (1, 2, 0, 1)
+    before = function(x)
+    run_text(module, change)
+    assert not torch.equal(function(x), before)
+    assert_bitwise_equal(sequence(x).clone(), function(x))
+    assert counts(sequence)[2] == 1
+
+
+def install(module: types.ModuleType, monkeypatch: Any) -> None:
+    """Make it importable by its name, for as long as a test runs."""
+    monkeypatch.setitem(sys.modules, module.__name__, module)
