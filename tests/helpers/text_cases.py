@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sequences import counts
 
-from te_graph import graphed
+from te_graph import graphed, make_graphed_callables
 from te_graph.testing import assert_bitwise_equal
 
 _HEADER = """
@@ -56,6 +56,24 @@ def assert_change_is_seen(module: types.ModuleType, setup: str, read: str, chang
     assert not torch.equal(function(x), before)
     assert_bitwise_equal(sequence(x).clone(), function(x))
     assert counts(sequence)[2] == 1
+
+
+def outcome_of_callable(module: types.ModuleType, setup: str, read: str, change: str) -> str:
+    """What a module graphed by make_graphed_callables does after the change: "refused", "right" or "stale"."""
+    run_text(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
+    run_text(module, "class Net(nn.Module):\n def forward(self, x): return fn(x)")
+    x = torch.full((3,), 0.5)
+    net = make_graphed_callables(module.Net(), (x,))
+    before = module.fn(x)
+    assert_bitwise_equal(net(x), before)
+    run_text(module, change)
+    expected = module.fn(x)
+    assert not torch.equal(expected, before)
+    try:
+        return "right" if torch.equal(net(x), expected) else "stale"
+    except (ValueError, RuntimeError) as error:
+        assert "since capture" in str(error)
+        return "refused"
 
 
 def install(module: types.ModuleType, monkeypatch: Any) -> None:

@@ -1,7 +1,6 @@
 #include "graphs/callables/fast_call.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -100,9 +99,8 @@ bool is_plain_class(PyTypeObject* type, FastCall& fast) {
 // The result of a replay, a new reference; nullptr without an error set when the ordinary way has to be gone.
 PyObject* replay(PyObject* module, PyObject* const* args, size_t count) {
     FastCall* const fast = fast_call_of(module);
-    if (!fast || count != fast->tensors || at::GradMode::is_enabled() != fast->grad_mode ||
-        c10::InferenceMode::is_enabled() || in_session() || ModuleCalls::get().are_hooked() ||
-        !is_plain_class(Py_TYPE(module), *fast)) {
+    if (!fast || count != fast->tensors || at::GradMode::is_enabled() != fast->grad_mode || in_session() ||
+        ModuleCalls::get().are_hooked() || !is_plain_class(Py_TYPE(module), *fast)) {
         return nullptr;
     }
     for (size_t i = 0; i < count; ++i) {

@@ -153,8 +153,6 @@ class Handle:
         if torch.is_grad_enabled() is not self._grad_mode:
             modes = ("under no_grad", "with gradients") if self._grad_mode else ("with gradients", "under no_grad")
             return f"called {modes[0]}, captured {modes[1]}"
-        if torch.is_inference_mode_enabled():
-            return "called in inference mode, captured outside it"
         if is_capturing():
             return _CAPTURING
         return None

@@ -21,7 +21,7 @@ from te_graph.graphs.guards.parametrizations import cache_source, is_parametrize
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, name_of, submodules, walk
-from te_graph.graphs.guards.user_classes import bases_of, is_library_class
+from te_graph.graphs.guards.user_classes import bases_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
 
@@ -344,7 +344,7 @@ def _is_library(source: Source) -> bool:
         return False
     if isinstance(obj, types.FunctionType):
         return not is_project_file(obj.__code__.co_filename)
-    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE) or is_library_class(type(obj))
+    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE)
 
 
 def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CallableReader) -> None:
@@ -369,9 +369,11 @@ def _guard_code(
         callable_guard.expect_class(source, source.name or type(source.obj).__name__, reader.members(source.obj))
     for source in sources:
         obj = source.obj
-        if source.again is not None or source.kind == _Kind.KNOWN:
+        if source.again is not None:
             continue
-        if isinstance(obj, type) and reader.has_code(obj):
+        if isinstance(obj, type):
+            if source.kind == _Kind.KNOWN or not reader.has_code(obj):
+                continue  # what leads to a known one is guarded
             callable_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
         elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.has_code(type(obj)):
             callable_guard.expect_class(source, source.name or "self", reader.members(obj))

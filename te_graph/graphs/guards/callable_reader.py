@@ -16,7 +16,8 @@ from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.library_names import names_in_library
 from te_graph.graphs.guards.library_objects import inside
-from te_graph.graphs.guards.lookups import is_readable_module, modules_of, shows
+from te_graph.graphs.guards.lookups import descriptions, is_readable_module, modules_of, shows
+from te_graph.graphs.guards.members_by_value import members_of_users
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
@@ -92,6 +93,12 @@ class CallableReader(TensorReader):
         root = Source(self.root, "")
         yield root
         yield from (root.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
+
+    def is_end(self, source: Source) -> bool:
+        """Whether the object there leads nowhere: a value, but for tuples and frozen sets with members of the user's
+        classes."""
+        is_tuple = isinstance(source.obj, tuple | frozenset)
+        return super().is_end(source) and not (is_tuple and any(True for _ in members_of_users(source)))
 
     def contents(self, source: Source) -> Iterable[Source]:
         """What the object there leads to, as far as the code can name it."""
@@ -202,6 +209,7 @@ class CallableReader(TensorReader):
 
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
+        yield from members_of_users(source)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(source)
         elif isinstance(obj, Tensor):
@@ -223,6 +231,7 @@ class CallableReader(TensorReader):
             elif function is not None:
                 yield from (child for child in contents(source) if not self._is_ignored_variable(child))
                 yield from modules_of(source, self._names.said)
+                yield from descriptions(source, self._names.said)
                 yield from self._inside_object(source, obj.__name__)
         elif isinstance(obj, type):
             if not is_library_class(obj):
@@ -262,6 +271,8 @@ class CallableReader(TensorReader):
     def _inside_object(self, source: Source, owner: str) -> Iterator[Source]:
         """Attributes, of the object itself and in slots."""
         members = source.attributes()
+        if members is not None and bases_of(type(source.obj)) and self._names.said & LOOKS_AT_ALL:
+            yield members
         for key in list(members.obj) if members is not None else ():
             if self._reads(source, key) and not key.startswith("__"):
                 yield members.item(key, f"{owner}.{key}")
@@ -281,6 +292,9 @@ class CallableReader(TensorReader):
             is_named = name in self._names.said or is_implicit(name)
             if is_named and not self._names.is_around(function.__code__):
                 yield source.child(function, name, _Kind.KNOWN, distance=0)
+        yield from descriptions(source, self._names.said)
+        if issubclass(source.obj, enum.Enum):  # code may go through them
+            yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in source.obj)
         if (kind := type(source.obj)) in bases_of(kind):
             yield source.child(kind, kind.__name__, _Kind.KNOWN)
 

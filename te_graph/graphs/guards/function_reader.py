@@ -19,8 +19,15 @@ from te_graph.graphs.guards.builtin_objects import builtin_contents
 from te_graph.graphs.guards.class_members import ClassMembers
 from te_graph.graphs.guards.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
 from te_graph.graphs.guards.hooks_of_all import hooks_of_all
-from te_graph.graphs.guards.lookups import absent_names, is_project_module, is_readable_module, modules_of, shows
-from te_graph.graphs.guards.members_by_value import is_container, users_members
+from te_graph.graphs.guards.lookups import (
+    absent_names,
+    descriptions,
+    is_project_module,
+    is_readable_module,
+    modules_of,
+    shows,
+)
+from te_graph.graphs.guards.members_by_value import members_of_users
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
@@ -31,7 +38,6 @@ _MAX_DEPTH = 16
 _MAIN_GRAD = "main_grad"
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HISTORY = frozenset({"is_leaf", "grad_fn"})
-_DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -136,9 +142,7 @@ class FunctionReader:
         if isinstance(source.obj, set | frozenset):
             members = (member for member in source.obj if value_of(member) is None)
             yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
-        if is_container(source.obj):
-            members = users_members(source.obj)
-            yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
+        yield from members_of_users(source)
         if user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:
             yield from self._object_contents(source)
 
@@ -197,7 +201,7 @@ class FunctionReader:
             yield from (child for child in contents(source) if child.kind == _Kind.CELL)
             return
         yield from contents(source)
-        yield from self._descriptions(source)
+        yield from descriptions(source, self.names.said)
         scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
         for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until another one hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
@@ -210,13 +214,6 @@ class FunctionReader:
                 yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
         yield from modules_of(source, self.names.said)
         yield from absent_names(source)
-
-    def _descriptions(self, source: GuardedSource) -> Iterator[GuardedSource]:
-        """What functions and classes tell about themselves, as far as the code names it."""
-        for key in sorted(_DESCRIPTIONS & self.names.said):
-            if hasattr(source.obj, key):
-                name = f"{source.obj.__name__}.{key}"
-                yield source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
 
     def _attributes_of_function(self, source: GuardedSource, owner: str) -> Iterator[GuardedSource]:
         """Those that the code names; of what replays a function they are its own, not those of the function."""
@@ -270,7 +267,7 @@ class FunctionReader:
         if classes and issubclass(kind, enum.Enum):  # code may go through them
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in kind)
         if classes:
-            yield from self._descriptions(source)
+            yield from descriptions(source, self.names.said)
         bases = source.child(kind.__mro__, f"bases of {source.name}", _Kind.ATTRIBUTE, "__mro__")
         found: set[str] = set()
         for index, base in enumerate(kind.__mro__):

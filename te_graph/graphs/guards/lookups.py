@@ -15,6 +15,7 @@ from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.names import imports_of, is_users_module, strings_in
 
 _Kind = _C.StepKind
+_DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
 _ASKS_FOR_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"}))
 
 
@@ -38,6 +39,14 @@ def shows(module: types.ModuleType, key: str) -> bool:
     other modules there."""
     found = vars(module)[key]
     return is_project_module(module) or isinstance(found, types.ModuleType) or is_value(found)
+
+
+def descriptions(source: Source, said: Collection[str]) -> Iterator[Source]:
+    """What the function or class at ``source`` tells about itself, as far as it is among the names ``said``."""
+    for key in sorted(_DESCRIPTIONS.intersection(said)):
+        if hasattr(source.obj, key):
+            name = f"{source.obj.__name__}.{key}"
+            yield source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
 
 
 def modules_of(source: Source, said: Collection[str]) -> Iterator[Source]:

@@ -7,24 +7,24 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from te_graph import _C
 from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.names import user_classes
 
+_Kind = _C.StepKind
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _MAX_DEPTH = 16
 
 
-def is_container(obj: Any) -> bool:
-    """True for what may hold such objects."""
-    return isinstance(obj, _CONTAINERS)
-
-
-def users_members(container: Any) -> Iterator[Any]:
-    """Of what ``container`` holds, however deep: objects with attributes of their own (members of an enumeration, texts
-    of a derived class), and the classes of the others, each once. The kinds are looked at first: there may be a
-    million numbers."""
+def members_of_users(source: Source) -> Iterator[Source]:
+    """Of what the container at ``source`` holds, however deep: objects with attributes of their own (members of an
+    enumeration, texts of a derived class), and the classes of the others, each once. The kinds are looked at first:
+    there may be a million numbers."""
+    if not isinstance(source.obj, _CONTAINERS):
+        return
     found: dict[int, Any] = {}
-    level = _items(container)
+    level = _items(source.obj)
     for _ in range(_MAX_DEPTH):
         kinds = set(map(type, level))
         theirs = {kind for kind in kinds if user_classes(kind)}
@@ -35,7 +35,7 @@ def users_members(container: Any) -> Iterator[Any]:
         if not inner:
             break
         level = list(itertools.chain.from_iterable(_items(member) for member in level if isinstance(member, inner)))
-    yield from found.values()
+    yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in found.values())
 
 
 def _items(container: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,7 @@
-"""graphed(): what code reads without saying its name, or library code on its behalf. The reference is the function."""
+"""What code reads without saying its name, or library code on its behalf. The reference is the function.
+
+Functions of graphed(), and callables of make_graphed_callables that call them.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,14 @@ import types
 
 import pytest
 import torch
-from text_cases import assert_change_is_seen, function_of_case, install, made_module, run_text
+from text_cases import (
+    assert_change_is_seen,
+    function_of_case,
+    install,
+    made_module,
+    outcome_of_callable,
+    run_text,
+)
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -168,6 +178,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 @pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
 def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
     assert_change_is_seen(module, setup, read, change)
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), [*CASES.values(), *IDENTITY.values()], ids=[*CASES, *IDENTITY])
+def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    assert outcome_of_callable(module, setup, read, change) == "refused"
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), ALL_NAMES.values(), ids=ALL_NAMES)
+def test_what_a_callable_does_not_see(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    """As docs/limits.md says."""
+    assert outcome_of_callable(module, setup, read, change) == "stale"
 
 
 @pytest.mark.parametrize("import_it", ["", "import installed_by_a_test.config"])
