@@ -246,6 +246,8 @@ class CallableReader(TensorReader):
         else:
             yield from inside(source)
             if not is_library_class(type(obj)):
+                if self._names.said & LOOKS_AT_ALL and (members := source.attributes()) is not None:
+                    yield members  # for attributes that come later
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._inside_methods(source)
 
@@ -271,8 +273,6 @@ class CallableReader(TensorReader):
     def _inside_object(self, source: Source, owner: str) -> Iterator[Source]:
         """Attributes, of the object itself and in slots."""
         members = source.attributes()
-        if members is not None and bases_of(type(source.obj)) and self._names.said & LOOKS_AT_ALL:
-            yield members
         for key in list(members.obj) if members is not None else ():
             if self._reads(source, key) and not key.startswith("__"):
                 yield members.item(key, f"{owner}.{key}")
