@@ -309,7 +309,8 @@ def guard_source(source: Source, callable_guard: CallableGuard) -> None:
     if isinstance(obj, Tensor):
         callable_guard.expect_type(source)
     elif is_value(obj):
-        callable_guard.expect_value(source)
+        if source.kind != _Kind.KNOWN:  # a known one stays what it is
+            callable_guard.expect_value(source)
     elif source.again is not None:
         callable_guard.expect_again(source)
     elif isinstance(obj, list | tuple | dict | set):
