@@ -44,8 +44,8 @@ class CodeWatch:
         names: of attributes that the user's code asks for by ``getattr`` and the like.
         looks_at_all: the user's code called a function of Python's that reads whatever attributes there are, but for
             one that makes an object, of which ``Names`` tell what it looks at.
-        missing: names of attributes that the user's code asked for, in whatever way, and that were not there. From
-            Python 3.12 on.
+        missing: names of attributes that the user's code asked for, in whatever way, and that were not there. Before
+            Python 3.12 on this thread alone, and not under a debugger.
         codes: it, by identity: equal code may be there twice, with other globals.
         variables: of such code of the user's as has variables of the function around it: what these held when it
             started, for each of its starts. They tell which of several functions it was.
@@ -108,6 +108,12 @@ class CodeWatch:
         if len(name) < _MAX_NAME_LENGTH and name.isidentifier() and self._is_ours():
             self.names.add(name)
 
+    def _note_error(self, code: types.CodeType, error: BaseException) -> None:
+        """Of an error that ``code`` sees."""
+        name = getattr(error, "name", None) if isinstance(error, AttributeError) else None
+        if isinstance(name, str) and is_user_file(code.co_filename) and self._is_ours():
+            self.missing.add(name)
+
     def _note(self, frame: types.FrameType) -> None:
         """Of a function that starts."""
         code = frame.f_code
@@ -138,9 +144,7 @@ class CodeWatch:
                 self._note(sys._getframe(1))
 
         def note_error(code: types.CodeType, offset: int, error: BaseException) -> None:
-            name = getattr(error, "name", None) if isinstance(error, AttributeError) else None
-            if isinstance(name, str) and is_user_file(code.co_filename) and self._is_ours():
-                self.missing.add(name)
+            self._note_error(code, error)
 
         def stop() -> None:
             monitoring.set_events(tool, 0)
@@ -165,8 +169,21 @@ class CodeWatch:
             if outer is not None:
                 outer(frame, event, given)
 
+        def note_error(frame: types.FrameType, event: str, given: Any) -> Callable | None:
+            if event == "exception":
+                self._note_error(frame.f_code, given[1])
+            frame.f_trace_lines = False
+            return note_error if is_user_file(frame.f_code.co_filename) else None
+
+        def stop() -> None:
+            sys.setprofile(outer)
+            if sys.gettrace() is note_error:
+                sys.settrace(None)
+
         sys.setprofile(note)
-        return lambda: sys.setprofile(outer)
+        if sys.gettrace() is None:
+            sys.settrace(note_error)
+        return stop
 
 
 def _code_of(callback: Any) -> types.CodeType | None:
