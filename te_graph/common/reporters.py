@@ -21,6 +21,8 @@ _keepers: list[list[Reporter]] = []  # of keep_registered() in progress
 
 def register(reporter: Reporter) -> None:
     """Let ``te_graph.info()`` tell of ``reporter`` for as long as it lives; the list does not keep it alive."""
+    if any(reference() is reporter for reference in _live):
+        return
     _live.append(weakref.ref(reporter, _live.remove))
     for kept in _keepers:
         kept.append(reporter)

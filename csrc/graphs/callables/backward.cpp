@@ -53,7 +53,7 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
 // A tensor over the memory of `buffer` if nothing else refers to that, else over new memory, like `source`. Always a
 // tensor of its own: what the user has set on an earlier one (attributes, hooks, flags) went with that.
 at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
-    const bool is_ours = buffer.defined() && buffer.storage().use_count() == 1;
+    const bool is_ours = buffer.defined() && !is_shared(*buffer.storage().unsafeGetStorageImpl());
     if (!is_ours || buffer.storage().nbytes() < source.nbytes()) {
         return at::empty_strided(source.sizes(), source.strides(), source.options());
     }

@@ -1,5 +1,6 @@
 #include "graphs/callables/lent_storages.h"
 
+#include <Python.h>
 #include <c10/core/Allocator.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -53,6 +54,12 @@ void move_to_own_memory(c10::StorageImpl& storage) {
 
 bool is_lent(const c10::StorageImpl& storage) {
     return storage.nbytes() > 0 && storage.data_ptr().get_deleter() == &drop_owner;
+}
+
+bool is_shared(const c10::StorageImpl& storage) {
+    PyObject* const wrapper = storage.pyobj_slot()->load_pyobj();  // alive while there is another reference
+    const size_t kept_by_torch = wrapper && Py_REFCNT(wrapper) == 1 ? 1 : 0;
+    return c10::raw::intrusive_ptr::use_count(const_cast<c10::StorageImpl*>(&storage)) > 1 + kept_by_torch;
 }
 
 void move_if_lent(c10::StorageImpl& storage) {

@@ -21,6 +21,10 @@ bool is_lent(const c10::StorageImpl& storage);
 // know of the StorageImpl.
 void move_if_lent(c10::StorageImpl& storage);
 
+// True where more than the caller's reference is left of `storage`. A Python object that torch once made for it, and
+// keeps and counts from then on, matters only while Python code holds that.
+bool is_shared(const c10::StorageImpl& storage);
+
 // StorageImpls that have been lent over memory that will be overwritten.
 //
 // Graphs that run one after the other may share memory: each may overwrite its own results and those of later ones, not
@@ -43,7 +47,7 @@ private:
         int position;
         const void* thread;  // null for those of autograd
         c10::intrusive_ptr<c10::StorageImpl> storage;
-        bool is_held() const { return storage.use_count() > 1 && is_lent(*storage); }
+        bool is_held() const { return is_lent(*storage) && is_shared(*storage); }
     };
     std::mutex mutex_;
     std::vector<Lent> lent_;  // positions ascend

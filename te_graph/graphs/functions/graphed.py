@@ -112,12 +112,14 @@ class GraphedFunction(Inlined):
                     self._captured.insert(0, self._captured.pop(number))
                 return self._replay(entry, call, found)
             change = change or difference
+        changes = []
         for entry in self._seen:
-            if not entry.change(call):
+            changes.append(entry.change(call))
+            if not changes[-1]:
                 return self._capture_and_replay(entry, call)
         for entry in self._seen:
             entry.refuse_if_undone(call)
-        return self._replay_nothing(call, change)
+        return self._replay_nothing(call, change, next(iter(changes), ""))
 
     def _replay(self, entry: FunctionEntry, call: Call, found: list[Any]) -> Any:
         self._in_vain = 0
@@ -132,8 +134,6 @@ class GraphedFunction(Inlined):
         with alone, self._python():
             entry = capture(first, call, self._walker, self._pool, self._stream)
         self._seen.remove(first)
-        if not self._captured:
-            register(self)
         self._captured = [entry, *self._captured[: _MAX_ENTRIES - 1]]
         self._replay_orders.setdefault(entry.device, _C.ReplayOrder(entry.device))
         self._captures += 1
@@ -144,9 +144,13 @@ class GraphedFunction(Inlined):
             raise RuntimeError(f"{self._label}: {change} during the capture")
         return self._replay(entry, call, found)
 
-    def _replay_nothing(self, call: Call, change: str) -> Any:
-        """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed."""
-        reason = f"{change} since capture" if change else "not captured yet"
+    def _replay_nothing(self, call: Call, change: str, change_since_seen: str) -> Any:
+        """A call that no capture is for; ``change`` tells how it differs from the last one that was replayed, the other
+        how from the last one that was seen, which a capture needs twice."""
+        register(self)
+        reason = f"not captured: {change_since_seen} since the last call" if change_since_seen else "not captured yet"
+        if change:
+            reason = f"{change} since capture"
         if change:
             if self._on_mismatch == "raise":
                 raise RuntimeError(f"{self._label}: {reason}")
@@ -155,7 +159,7 @@ class GraphedFunction(Inlined):
                 return self._run(call, reason)
         self._in_vain += 1
         if self._in_vain == _TELLING and self._seen:
-            change = change or next((entry.change(call) for entry in self._seen), "")
+            change = change or change_since_seen
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
             self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
         if (self._in_vain > _MAX_MISSES or self._walker.has_too_many_sources) and self._in_vain % _MAX_MISSES:

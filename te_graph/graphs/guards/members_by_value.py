@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from te_graph import _C
@@ -24,22 +24,30 @@ def members_of_users(source: Source) -> Iterator[Source]:
     if not isinstance(source.obj, _CONTAINERS):
         return
     found: dict[int, Any] = {}
-    level = _items(source.obj)
+    parts: list[Collection[Any]] = list(_parts_of([source.obj], {type(source.obj)}))
     for _ in range(_MAX_DEPTH):
-        kinds = set(map(type, level))
-        theirs = {kind for kind in kinds if user_classes(kind)}
-        if theirs:
-            members = (member for member in level if type(member) in theirs)
-            found.update((id(one), one) for one in map(_what_counts, members))
-        inner = tuple(kind for kind in kinds if issubclass(kind, _CONTAINERS))
-        if not inner:
-            break
-        level = list(itertools.chain.from_iterable(_items(member) for member in level if isinstance(member, inner)))
+        inner: list[Collection[Any]] = []
+        for part in parts:
+            kinds = set(map(type, part))
+            theirs = {kind for kind in kinds if user_classes(kind)}
+            found.update((id(one), one) for one in map(_what_counts, _of_kinds(part, theirs)))
+            containers = {kind for kind in kinds if issubclass(kind, _CONTAINERS)}
+            inner += _parts_of(part if containers == kinds else list(_of_kinds(part, containers)), containers)
+        parts = inner
     yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in found.values())
 
 
-def _items(container: Iterable[Any]) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+def _of_kinds(objects: Collection[Any], kinds: set[type]) -> Iterator[Any]:
+    """Those of ``objects`` whose class is one of ``kinds``, without a statement for each of the others."""
+    return itertools.compress(objects, map(kinds.__contains__, map(type, objects))) if kinds else iter(())
+
+
+def _parts_of(containers: Collection[Any], kinds: set[type]) -> Iterator[Collection[Any]]:
+    """What ``containers``, of ``kinds``, hold: members, and values of those that are dictionaries."""
+    if kinds:
+        yield list(itertools.chain.from_iterable(containers))
+    if mappings := {kind for kind in kinds if issubclass(kind, dict)}:
+        yield list(itertools.chain.from_iterable(map(dict.values, _of_kinds(containers, mappings))))
 
 
 def _what_counts(member: Any) -> Any:

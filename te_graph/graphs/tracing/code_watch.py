@@ -166,7 +166,7 @@ class CodeWatch:
         def note(frame: types.FrameType, event: str, given: Any) -> None:
             if event == "call":
                 self._note(frame)
-            if outer is not None:
+            if callable(outer):
                 outer(frame, event, given)
 
         def note_error(frame: types.FrameType, event: str, given: Any) -> Callable | None:
@@ -176,7 +176,9 @@ class CodeWatch:
             return note_error if is_user_file(frame.f_code.co_filename) else None
 
         def stop() -> None:
-            sys.setprofile(outer)
+            sys.setprofile(outer if callable(outer) else None)
+            if hasattr(outer, "enable"):  # a cProfile.Profile, which pauses meanwhile
+                outer.enable()
             if sys.gettrace() is note_error:
                 sys.settrace(None)
 
