@@ -12,7 +12,16 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.multi_tensor.norms import raise_if_nonfinite, total_norm
-from te_graph.multi_tensor.tensor_lists import Part, as_number, as_sequence, check_operands, is_dtensor, moved, parts_of
+from te_graph.multi_tensor.tensor_lists import (
+    Part,
+    as_number,
+    as_sequence,
+    check_operands,
+    is_dtensor,
+    moved,
+    note_grad_reads,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -59,6 +68,7 @@ def clip_grad_norm_(
     check_operands("clip_grad_norm_", found_inf=found_inf)
     sequence = _parameters(parameters)
     if not process_groups and not error_if_nonfinite:
+        note_grad_reads(sequence)
         norm = _C.clip_plain_gradients(sequence, max_norm, norm_type, found_inf)
         if norm is not None:
             return norm

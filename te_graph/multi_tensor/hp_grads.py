@@ -11,7 +11,15 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.multi_tensor.clip import as_max_norm, clip_parts
 from te_graph.multi_tensor.norms import get_total_norm
-from te_graph.multi_tensor.tensor_lists import as_number, as_sequence, check_operands, is_dtensor, local_part, parts_of
+from te_graph.multi_tensor.tensor_lists import (
+    as_number,
+    as_sequence,
+    check_operands,
+    is_dtensor,
+    local_part,
+    note_grad_reads,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -144,6 +152,7 @@ def _check(
 
 def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_Pairs]:
     """The lists of each device; ``params`` and ``hps`` are [...] each."""
+    note_grad_reads(params)
     pairs = _C.collect_pairs(params, hps)
     if pairs is not None:
         return [(pair.destinations, pair.sources, pair.unused) for pair in pairs]

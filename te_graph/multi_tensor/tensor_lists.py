@@ -77,8 +77,18 @@ def local_part(tensor: Any) -> tuple[Tensor, tuple[ProcessGroup, ...]]:
     return (local.wait() if hasattr(local, "wait") else local), groups
 
 
+def note_grad_reads(tensors: Iterable[Tensor]) -> None:
+    """Called before C++ reads ``.grad`` of ``tensors``, [...] each: in a capture Python reads it, too, whose watch sees
+    which gradients matter, those included that are not there yet."""
+    if _C.in_session():
+        for tensor in tensors:
+            _ = tensor.grad
+
+
 def parts_of(tensors: Sequence[Tensor], gradients: bool, p: float = 2.0) -> list[Part]:
     """The tensors, [...] each, or their gradients where they have one, by device and process groups, for a p-norm."""
+    if gradients:
+        note_grad_reads(tensors)
     lists = _C.collect(tensors, gradients)
     if lists is not None:
         return [Part(tensors) for tensors in lists]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from te_graph.graphs.tracing.patches import Patch
-from te_graph.graphs.tracing.refusals import Refusals, refuse_host_access
+from te_graph.graphs.tracing.refusals import NUMBER_METHODS, Refusals, refuse_host_access
 
-_METHODS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "cpu", "cuda", "to")
+_METHODS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "cpu", "cuda", "to", *NUMBER_METHODS)
 _PROPERTIES = ("data", "grad")
 _of_thread = threading.local()  # watches: those under way, outermost first
 

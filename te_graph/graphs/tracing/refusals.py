@@ -32,6 +32,9 @@ COPIES = frozenset({"copy_", "_to_copy"})
 MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 _INDEX_READS = frozenset({"index", "_unsafe_index"})
 _INDEX_WRITES = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
+# They read a value by an operator, which a dispatch mode sees, but where torch makes a tensor of a list of tensors.
+NUMBER_METHODS = ("__bool__", "__int__", "__index__", "__float__", "__complex__")
+_NUMBERS = frozenset(getattr(torch.Tensor, name) for name in NUMBER_METHODS)
 _FUNCTIONS = {
     torch.Tensor.tolist: READS_VALUE,
     torch.Tensor.numpy: READS_VALUE,
@@ -114,6 +117,8 @@ def host_access(func: Any, args: tuple, kwargs: dict) -> tuple[str, str] | None:
     stays = func in (_TO_CUDA, _TO_DLPACK) and args[0].is_cuda
     if func in _FUNCTIONS and not stays:
         return _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}"), _FUNCTIONS[func]
+    if func in _NUMBERS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+        return f"Tensor.{func.__name__}", READS_VALUE
     device = _device_in(*args[1:], **kwargs) if func is _TO else None
     if device is not None and device.type != args[0].device.type:
         return f"Tensor.to({str(device)!r})", LEAVES_DEVICE
