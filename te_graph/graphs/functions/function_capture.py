@@ -147,7 +147,7 @@ class _Attempt:
         is_gpu = device.type == "cuda"
         self._is_gpu = is_gpu
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
-        self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu)
+        self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu, is_capture=True)
         self._reads = GradReads()
         self._before = walker.explore(_reader_of(call, everything=True), learns=False)
         self._state_before = FunctionGuard(self._before, used=None, is_strict=False)

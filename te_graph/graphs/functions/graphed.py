@@ -117,8 +117,9 @@ class GraphedFunction(Inlined):
             changes.append(entry.change(call))
             if not changes[-1]:
                 return self._capture_and_replay(entry, call)
-        for entry in self._seen:
-            entry.refuse_if_undone(call)
+        if not self._captured:  # else some calls replay, and those that begin otherwise, now and then, may well not
+            for entry in self._seen:
+                entry.refuse_if_undone(call)
         return self._replay_nothing(call, change, next(iter(changes), ""))
 
     def _replay(self, entry: FunctionEntry, call: Call, found: list[Any]) -> Any:

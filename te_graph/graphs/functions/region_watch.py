@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph.common.dispatch import base_name, has_subclass, is_operator, is_strided, storage_key, tensors_in
+from te_graph.common.dispatch import (
+    base_name,
+    has_subclass,
+    is_operator,
+    is_strided,
+    storage_key,
+    tensors_in,
+    written_tensors,
+)
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.host_access import GET_GRAD, MethodWatch
 from te_graph.graphs.tracing.refusals import (
     BUILDS_ON_HOST,
     COPIES,
     LEAVES_DEVICE,
+    READS_VALUE,
     CaptureError,
     HostAccessMode,
     Refusals,
@@ -28,6 +37,10 @@ _READS_HOST_TENSOR = (
     "it uses a CPU tensor from outside, and a replay would go on with its value of the capture, or not run the "
     "operation at all: make it a tensor on the device"
 )
+_ADDS_HISTORY = (
+    "it adds to what autograd knows of a tensor from outside, which each call would do and a replay does not: write a "
+    "detached value (value.detach(), torch.no_grad()), or return the result"
+)
 _DRAWS_ON_HOST = "it draws random numbers on the CPU, and a replay would go on with those of the capture"
 _BUILDERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor})
 
@@ -39,8 +52,9 @@ class RegionWatch(TensorWatch):
     the CPU, or between CPU and GPU, a replay would leave out. What CUDA refuses besides is told with the operation.
 
     Args:
-        device: of a capture on a GPU; None: nothing is refused here.
+        device: of a capture on a GPU; None: no work of the host is refused here.
         restorable: as for ``TensorWatch``.
+        is_capture: refuse what gives a tensor from outside a history.
 
     Attributes:
         devices: where the tensors are that the region has used or made.
@@ -48,12 +62,15 @@ class RegionWatch(TensorWatch):
         runs_backward: autograd has computed gradients.
     """
 
-    def __init__(self, device: torch.device | None = None, restorable: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | None = None, restorable: bool = False, is_capture: bool = False
+    ) -> None:
         super().__init__(restorable=restorable)
         self.devices: set[torch.device] = set()
         self.multiplies = False
         self.runs_backward = False
         self._device = device
+        self._is_capture = is_capture
         self.refusals = Refusals()
 
     def __exit__(
@@ -69,6 +86,8 @@ class RegionWatch(TensorWatch):
             return NotImplemented
         if self._device is not None and (reason := self._reason_to_refuse(func, args, kwargs)) is not None:
             raise self.refusals.error(str(func), reason)
+        if self._is_capture and self._adds_history(func, args, kwargs):
+            raise self.refusals.error(str(func), _ADDS_HISTORY)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
@@ -103,6 +122,19 @@ class RegionWatch(TensorWatch):
             return LEAVES_DEVICE
         return reason_for_no_graph(func, args, kwargs, self._device)
 
+    def _adds_history(self, func: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether autograd will note, after it, that a tensor from outside was changed. Running statistics and the like
+        are written by operators that are not in place, and have no history."""
+        if not (torch.is_grad_enabled() and is_operator(func) and base_name(func).endswith("_")):
+            return False
+        if not any(tensor.requires_grad for tensor in tensors_in((args, kwargs))):
+            return False
+        written = (tensor for tensor, _ in written_tensors(func, args, kwargs) if is_strided(tensor))
+        return any(
+            (tensor.is_floating_point() or tensor.is_complex()) and storage_key(tensor) not in self.produced_storages
+            for tensor in written
+        )
+
     def _is_constant(self, tensor: Tensor) -> bool:
         return is_strided(tensor) and storage_key(tensor) in self.produced_storages
 
@@ -129,15 +161,27 @@ class DeviceAccessMode(HostAccessMode):
         kwargs = kwargs or {}
         if func in _BUILDERS and _leaves_host(func, args, kwargs):
             raise self._refusals.error(f"torch.{func.__name__}", BUILDS_ON_HOST)
+        if func in _BUILDERS and _reads_device(func, args, kwargs):
+            raise self._refusals.error(f"torch.{func.__name__}", READS_VALUE)
         if all(isinstance(arg, Tensor) and arg.device.type == "cpu" for arg in args[:1]) and args:
             return func(*args, **kwargs)  # of constants: see RegionWatch
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _leaves_host(func: Any, args: tuple, kwargs: dict) -> bool:
+def _data_of(func: Any, args: tuple, kwargs: dict) -> Any:
     if func is torch.Tensor.new_tensor:
-        data, default = args[1] if len(args) > 1 else kwargs["data"], args[0].device
-    else:
-        data, default = args[0] if args else kwargs.get("data", kwargs.get("obj")), torch.get_default_device()
+        return args[1] if len(args) > 1 else kwargs["data"]
+    return args[0] if args else kwargs.get("data", kwargs.get("obj"))
+
+
+def _reads_device(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether it takes the values of tensors on a device out of a list."""
+    data = _data_of(func, args, kwargs)
+    return not isinstance(data, Tensor) and any(tensor.device.type != "cpu" for tensor in tensors_in(data))
+
+
+def _leaves_host(func: Any, args: tuple, kwargs: dict) -> bool:
+    data = _data_of(func, args, kwargs)
+    default = args[0].device if func is torch.Tensor.new_tensor else torch.get_default_device()
     device = torch.device(kwargs.get("device") or default)
     return device.type != "cpu" and not (isinstance(data, Tensor) and data.device.type == device.type)
