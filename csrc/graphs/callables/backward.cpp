@@ -269,6 +269,16 @@ void GraphedCallable::note_layout(std::vector<bool>& noted, size_t number, const
                "results");
 }
 
+// Megatron-LM has a hook that adds `.grad` to `main_grad`: then this is right, and what eager execution does.
+void GraphedCallable::note_main_grad_unused(size_t number) const {
+    unused_main_grads_.resize(parameters_.size());
+    if (unused_main_grads_[number]) return;
+    unused_main_grads_[number] = true;
+    TORCH_WARN(name_, ": ", guard_->tensor_name(parameters_[number].tensor),
+               " has a main_grad, and hooks or autograd_params= by which autograd gets its gradient, as in eager "
+               "execution: it is left in .grad, and main_grad as it is, unless a hook adds it there");
+}
+
 // True when all gradients are to be added to the very tensors that the last backward of the slot added to. `.grad` may
 // have been replaced, or its memory: nothing tells but to look.
 bool GraphedCallable::repeats_last(const PendingBackward& pending) const {

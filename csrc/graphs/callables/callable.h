@@ -202,6 +202,7 @@ private:
     void plan_parameters(PendingBackward& pending, const Bits& got);
     void note_use_outside(size_t parameter);
     void tell_of_lost_gradients();
+    void note_main_grad_unused(size_t number) const;  // of the parameter
     void note_layout(std::vector<bool>& noted, size_t number, const std::string& what, const at::Tensor& given,
                      const at::Tensor& captured) const;
     bool repeats_last(const PendingBackward& pending) const;
@@ -236,7 +237,7 @@ private:
     std::vector<std::shared_ptr<LentStorages>> lent_;  // [slots]
     std::vector<at::Tensor> buffers_;                  // [parameters] whose memory .grad gets when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
-    mutable std::vector<bool> reordered_inputs_, reordered_grads_;  // of which a warning has told
+    mutable std::vector<bool> reordered_inputs_, reordered_grads_, unused_main_grads_;  // of which a warning has told
     std::atomic<bool> has_lost_gradients_{false};
     bool has_told_of_lost_gradients_ = false;
     std::atomic<int64_t> forward_replays_{0};

@@ -333,6 +333,7 @@ void GraphedCallable::attach_node(SlotLease lease, CallableGuard::Tensors extern
         if (parameters_[i].through_autograd || is_used_outside || has_gradient_hooks(parameter)) {
             edges.push_back(impl::gradient_edge(parameter));
             pending.autograd_parameters.push_back(static_cast<int>(i));
+            if (parameters_[i].main_grad >= 0) note_main_grad_unused(i);
         }
     }
     // The input is there, so the node that made it stays; what is below that one may be out of everybody's reach.

@@ -79,9 +79,12 @@ def make_graphed_callables(
         autograd_params: parameters, or their names in ``named_parameters()``, for which that shall be so, such as those
             that eager code uses as well.
         grad_dtype: accumulate into ``p.main_grad`` of this dtype, created where it is missing and the parameter has
-            another dtype; ``.grad`` stays None. A parameter that has a ``main_grad`` is accumulated there in any case.
+            another dtype; ``.grad`` stays None. A parameter that has a ``main_grad`` is accumulated there in any case,
+            but where autograd gets its gradient (hooks, ``autograd_params``): that is left in ``.grad``, as in eager
+            execution, with a warning. A hook may add it to ``main_grad``, as Megatron-LM's does.
         hooks: what becomes of forward, pre- and backward hooks of submodules: "refuse" the capture, or "captured": what
-            they compute is frozen into the graph; their Python effects happen in each capture, and in no replay.
+            they compute is frozen into the graph, with every attribute and variable that they alone read; their Python
+            effects happen in each capture, and in no replay.
         on_mismatch: what a call does whose arguments are not as at capture, or for which something that the graph
             takes for granted has changed: "raise", run in "eager" mode, or "capture" again. Captures for other
             arguments stand beside each other; one that is stale is replaced.

@@ -25,6 +25,7 @@ from te_graph.graphs.capture.capture_checks import (
     refuse_grad,
 )
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
+from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside, main_grad_of
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.input_uses import Uses
@@ -108,7 +109,7 @@ class CallableCapture:
     def _take(self, samples: list[Tensor]) -> None:
         """Warm up with ``samples`` [...]."""
         self.samples = samples
-        self.watch, self._first_watch = WarmUpWatch(self.group.device, samples), TensorWatch(owned=samples)
+        self.watch, self._first_watch = WarmUpWatch(self.group.device, samples), FirstCallWatch(samples)
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -158,7 +159,7 @@ class CallableCapture:
         isolation = _C.LeafIsolation(
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
-        generators = HostRandom(self._sources, with_torch=True)
+        generators, at_first = HostRandom(self._sources, with_torch=True), SideEffects(self._sources)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
                 tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
@@ -172,7 +173,8 @@ class CallableCapture:
         self.inner_outputs = inner_outputs([outputs[i] for i in self.output_numbers])
         check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
         self._check_use()
-        check_escapes(self.label, self.root, self.watch)
+        check_escapes(self.label, self.root, self._sources, self.watch)
+        self._first_watch.check(self.label, self._sources, self.watch, at_first)
         check_host_work(self.label, self.walker.obstacle, *self._host_work)
         try:
             self.callable_guard = build_callable_guard(

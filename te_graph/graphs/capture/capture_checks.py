@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Set
 from typing import Any
 
@@ -86,9 +87,10 @@ def check_made(
             )
 
 
-def check_escapes(label: str, root: Any, watch: TensorWatch) -> None:
-    """Refuse a tensor that is computed and left behind: a replay would not leave it there."""
-    for source in walk(TensorReader(root)):
+def check_escapes(label: str, root: Any, sources: Iterable[Source], watch: TensorWatch) -> None:
+    """Refuse a tensor that is computed and left behind: a replay would not leave it there. It may be anywhere in what
+    ``root`` holds, or at one of ``sources``, which its code names: a global variable, an attribute of a class."""
+    for source in itertools.chain(walk(TensorReader(root)), sources):
         is_tensor = isinstance(source.obj, Tensor) and is_strided(source.obj)
         if is_tensor and storage_key(source.obj) in watch.produced_storages:
             raise RuntimeError(

@@ -199,7 +199,7 @@ class CallableReader(TensorReader):
         }
 
     def _class_objects(self, kind: type) -> dict[str, Any]:
-        """Containers and objects of the user's that the class itself holds, and that the code names."""
+        """Tensors, containers and objects of the user's that the class itself holds, and that the code names."""
         values = self._class_values(kind)
         return {
             key: value
@@ -307,7 +307,7 @@ class CallableReader(TensorReader):
 
 
 def _holds_more(obj: Any) -> bool:
-    """True for containers, and for objects of a class that the user wrote; not for code."""
-    if isinstance(obj, type | types.FunctionType | Tensor | nn.Module):
+    """True for tensors, containers, and objects of a class that the user wrote; not for code."""
+    if isinstance(obj, type | types.FunctionType | nn.Module):
         return False
-    return isinstance(obj, dict | list | tuple | functools.singledispatchmethod) or bool(bases_of(type(obj)))
+    return isinstance(obj, Tensor | dict | list | tuple | functools.singledispatchmethod) or bool(bases_of(type(obj)))

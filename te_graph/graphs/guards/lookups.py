@@ -12,7 +12,7 @@ from te_graph import _C
 from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.names import imports_of, is_users_module, strings_in
+from te_graph.graphs.tracing.names import imports_of, is_users_module, strings_in, user_classes
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
@@ -20,12 +20,12 @@ _ASKS_FOR_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"})
 
 
 def is_project_module(module: Any) -> bool:
-    """True for modules that are neither of Python nor installed; some are made by hand and have no file."""
+    """True for modules that are neither of Python nor installed. Some have no file: they are made by hand, or by torch
+    for the operators of a library."""
     if not isinstance(module, types.ModuleType):  # something else may stand in ``sys.modules``
         return False
     file = vars(module).get("__file__")  # a function __getattr__ of the module is the user's
-    is_of_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
-    return is_project_file(file) if file else not is_of_python
+    return is_project_file(file) if file else is_users_module(module.__name__)
 
 
 def is_readable_module(module: types.ModuleType) -> bool:
@@ -35,10 +35,13 @@ def is_readable_module(module: types.ModuleType) -> bool:
 
 
 def shows(module: types.ModuleType, key: str) -> bool:
-    """Whether what ``module`` has under ``key`` may change: of an installed package constants, its own or those of
-    other modules there."""
+    """Whether what ``module`` has under ``key`` may change: of an installed package all but its functions, and what it
+    has from libraries that no one configures so."""
     found = vars(module)[key]
-    return is_project_module(module) or isinstance(found, types.ModuleType) or is_value(found)
+    if is_project_module(module) or isinstance(found, types.ModuleType) or is_value(found):
+        return True
+    is_namespace = isinstance(found, dict | list | set | types.SimpleNamespace)
+    return is_namespace or bool(user_classes(found if isinstance(found, type) else type(found)))
 
 
 def descriptions(source: Source, said: Collection[str]) -> Iterator[Source]:

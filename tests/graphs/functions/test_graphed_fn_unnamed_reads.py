@@ -6,9 +6,11 @@ Functions of graphed(), and callables of make_graphed_callables that call them.
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
+from sequences import counts
 from text_cases import (
     assert_change_is_seen,
     function_of_case,
@@ -17,6 +19,8 @@ from text_cases import (
     outcome_of_callable,
     run_text,
 )
+
+from te_graph import graphed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -203,6 +207,49 @@ def test_a_constant_of_an_installed_package(
         install(made, monkeypatch)
     setup = f"def read():\n {import_it or 'pass'}\n return {'installed_by_a_test' if import_it else 'p'}.config.SCALE"
     assert_change_is_seen(module, setup, "read()", "p.config.SCALE = 3.0")
+
+
+STATE_OF_PACKAGES = {
+    "a dictionary": ("c.OPTS = {'s': 2.0}", "p.config.OPTS['s']", "p.config.OPTS['s'] = 3.0"),
+    "an object": ("c.opt = c.Opt()", "p.config.opt.lr", "p.config.opt.lr = 3.0"),
+    "a class": ("", "p.config.Opt.lr", "p.config.Opt.lr = 3.0"),
+    "a namespace": ("c.args = SimpleNamespace(lr=2.0)", "p.config.args.lr", "p.config.args.lr = 3.0"),
+    "another object": ("c.opt = c.Opt()", "p.config.opt.lr", "p.config.opt = p.config.Opt(); p.config.opt.lr = 3.0"),
+    "what a method reads": ("c.opt = c.Opt()", "p.config.opt.read()", "p.config.opt.on = True"),
+    "a registry": ("c.REG = {'a': lambda: 2.0}", "p.config.REG['a']()", "p.config.REG['a'] = lambda: 3.0"),
+}
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), STATE_OF_PACKAGES.values(), ids=STATE_OF_PACKAGES)
+@pytest.mark.parametrize("check", [assert_change_is_seen, outcome_of_callable])
+def test_state_of_an_installed_package(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch, setup: str, read: str, change: str, check: Any
+) -> None:
+    package = types.ModuleType("installed_by_a_test")
+    package.config = types.ModuleType("installed_by_a_test.config")
+    package.__path__, module.p = [], package
+    for made in (package, package.config):
+        made.__file__ = f"/nowhere/site-packages/{made.__name__.replace('.', '/')}.py"
+        install(made, monkeypatch)
+    text = "class Opt:\n lr, on = 2.0, False\n def read(self): return 3.0 if self.on else 2.0"
+    exec(compile(text, package.config.__file__, "exec"), vars(package.config))
+    assert check(module, f"c = p.config\n{setup}", read, change) in (None, "refused")
+
+
+def test_operators_that_are_looked_up_later_are_no_change(module: types.ModuleType) -> None:
+    module.ops = types.SimpleNamespace()
+    library = torch.library.Library("te_graph_test_of_names", "DEF")
+    for name in ("once", "twice"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, torch.Tensor.clone, "CompositeImplicitAutograd")
+    setup = "ops = torch.ops.te_graph_test_of_names"
+    run_text(module, f"import torch\n{setup}\ndef fn(x): return ops.once(x)")
+    function, x = graphed(module.fn), torch.ones(3)
+    for _ in range(4):
+        function(x)
+    module.ops.twice  # noqa: B018
+    function(x)
+    assert counts(function) == (1, 4, 0, 1)
 
 
 @pytest.mark.parametrize(("setup", "read", "change"), NOT_SEEN.values(), ids=NOT_SEEN)
