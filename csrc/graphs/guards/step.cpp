@@ -89,6 +89,8 @@ bool has_attribute(PyObject* object, PyObject* name) {
 PyObject* class_of(PyObject* object) {
     static PyObject* const below_ours = PyUnicode_InternFromString("_te_graph_base");
     PyTypeObject* const type = type_of(object);
+    // Ours are made at run time. Those of Python's own have no dictionary here from 3.12 on.
+    if (!PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE)) return reinterpret_cast<PyObject*>(type);
     _PyType_Lookup(type, below_ours);  // gives it a version if it has none
     PyObject* const below = PyDict_GetItemWithError(type->tp_dict, below_ours);
     return below ? below : reinterpret_cast<PyObject*>(type);

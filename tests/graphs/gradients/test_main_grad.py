@@ -107,3 +107,34 @@ def test_capture_of_a_function_that_calls_it_adds_to_main_grad(device: str) -> N
     outer = tg.make_graphed_callables(lambda x: graphed(x) * 2, (sample(device, torch.bfloat16),))
     outer(sample(device, torch.bfloat16)).float().sum().backward()
     assert all(p.grad is None and p.main_grad.count_nonzero() > 0 for p in graphed.parameters())
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_hook_leaves_the_gradient_in_grad_with_a_warning(device: str, is_early: bool) -> None:
+    module = nn.Linear(4, 4, dtype=torch.bfloat16, device=device)
+    x = torch.ones(3, 4, dtype=torch.bfloat16, device=device, requires_grad=True)
+    if is_early:
+        module.bias.register_hook(lambda grad: None)
+    tg.make_graphed_callables(module, (x,), grad_dtype=torch.float32)
+    if not is_early:
+        module.bias.register_hook(lambda grad: None)
+    with pytest.warns(UserWarning, match="bias has a main_grad, and hooks .*: it is left in .grad"):
+        module(x).sum().backward()
+    assert module.bias.grad.eq(3).all() and module.bias.main_grad.eq(0).all()
+    assert module.weight.grad is None and module.weight.main_grad.eq(3).all()
+
+
+def test_a_hook_that_adds_to_main_grad_as_megatron_does(device: str) -> None:
+    module = nn.Linear(4, 4, dtype=torch.bfloat16, device=device)
+    x = torch.ones(3, 4, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    def add(parameter: torch.Tensor) -> None:  # [...]
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    module.bias.register_post_accumulate_grad_hook(add)
+    tg.make_graphed_callables(module, (x,), grad_dtype=torch.float32)
+    with pytest.warns(UserWarning, match="unless a hook adds it there"):
+        module(x).sum().backward()
+    module(x).sum().backward()
+    assert module.bias.grad is None and module.bias.main_grad.eq(6).all()
