@@ -81,9 +81,9 @@ class Fp8Weights(StepWeights):
             self.data = [torch.zeros(w.shape, dtype=dtype, device=device) for w in listed]
             shapes = [w.shape[::-1] for w in listed] if transpose else []
             self.transposed = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-            self.scale = torch.ones(count, device=device) if scale is None else scale
-            self.scale_inv = torch.ones(count, 4, device=device)[:, 0]
-            self.amax = torch.zeros(count, device=device) if amax is None else amax
+            self.scale = torch.ones(count, dtype=torch.float32, device=device) if scale is None else scale
+            self.scale_inv = torch.ones(count, 4, dtype=torch.float32, device=device)[:, 0]
+            self.amax = torch.zeros(count, dtype=torch.float32, device=device) if amax is None else amax
             self.counts = torch.zeros(count, 3, dtype=torch.int64, device=device) if counts else None
         names = [f"weight {number}" for number in range(count)] if names is None else [str(name) for name in names]
         self._table = _C.WeightTable(

@@ -71,6 +71,18 @@ def test_defaults(device):
     assert all(t.device.type == device for t in (*prepared.data, prepared.scale, prepared.scale_inv, prepared.amax))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_scales_are_fp32_whatever_the_default_dtype_is(dtype, device):
+    sources, before = random_weights(device), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        prepared = tg.Fp8Weights(sources)
+    finally:
+        torch.set_default_dtype(before)
+    prepared.cast_()
+    assert_cast(prepared, sources, torch.zeros(len(sources)))
+
+
 def test_scales_and_amaxes_may_be_views_of_a_delayed_scaling_state(device):
     sources = random_weights(device)
     fences = Fences()
