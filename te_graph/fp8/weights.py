@@ -25,7 +25,9 @@ class Fp8Weights(StepWeights):
     a gradient; of any parameter, where a closure or a hook before the step may make gradients. Not seen, so call
     ``cast_`` after it: a write through ``p.data`` outside a step; any write outside a step where ``p.data`` was given
     as weight (``p.detach()`` shares the counter of ``p``); a collective of ``torch.distributed`` into a weight; one by
-    NumPy; a CUDA graph of yours that replays an optimizer.
+    NumPy; a CUDA graph of yours that replays an optimizer. Where a module gets another parameter
+    (``load_state_dict(assign=True)``, ``m.weight = nn.Parameter(...)``), this object goes on with the old one and takes
+    it for current, so call ``update``.
 
     ``scale_inv`` is written by the cast alone, so ``data[i] * scale_inv[i]`` is always what the weight was when it was
     cast, whatever has become of ``scale`` since.
