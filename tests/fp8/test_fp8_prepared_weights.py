@@ -413,6 +413,20 @@ BAD_UPDATES: dict[str, Callable[[str], list[Tensor]]] = {
 }
 
 
+@pytest.mark.parametrize("name", ["scale_inv", "amax", "counts"])
+def test_weights_in_what_casts_write_are_refused_by_updates_as_when_they_are_given(name, device):
+    whole = torch.zeros(96, device=device)
+    amax, weight = whole[:1], whole[:4].view(2, 2)
+    with pytest.raises(ValueError, match="weights and amax that do not overlap"):
+        tg.Fp8Weights([weight], amax=amax)
+    source = torch.randn(2, 2, device=device)
+    prepared = tg.Fp8Weights([source], amax=amax, counts=True)
+    other = torch.empty(0, device=device).set_(getattr(prepared, name).untyped_storage(), 0, (2, 2))
+    with pytest.raises(ValueError, match=f"^Fp8Weights: expected weights and {name} that do not overlap"):
+        prepared.update([other])
+    assert prepared.weights[0] is source
+
+
 @pytest.mark.parametrize("case", BAD_UPDATES)
 def test_an_update_with_other_shapes_or_dtypes_is_refused_and_changes_nothing(case, device):
     sources = some(device)
