@@ -138,7 +138,7 @@ def test_arrays_that_the_second_run_overwrites_are_compared_as_the_first_one_lef
 
     with (
         pytest.warns(UserWarning, match="no graph was replayed"),
-        pytest.raises(AssertionError, match="2 of 2 elements, the first at 0: got .*2.0.*, expected .*1.0"),
+        pytest.raises(AssertionError, match=r"2 of 2 elements, the first at 0: got .*2.0.*, expected .*1.0"),
     ):
         eager_twin(train)
 
