@@ -10,7 +10,7 @@ from te_graph.multi_tensor import fake_ops
 effects.register()
 fake_ops.register()
 
-from te_graph import pipeline, tensor_parallel
+from te_graph import pipeline, tensor_parallel, testing
 from te_graph.collectives.ops import (
     all_gather,
     all_gather_out,
@@ -93,5 +93,6 @@ __all__ = [
     "replay_graph",
     "reset_main_grads",
     "tensor_parallel",
+    "testing",
     "update_hp_grads",
 ]

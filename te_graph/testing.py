@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -67,8 +68,8 @@ def deterministic() -> Iterator[None]:
             os.environ[_WORKSPACE] = workspace
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors [...], on whatever devices, have the same dtype, shape and bits.
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two tensors [...], on whatever devices, or two arrays of NumPy have the same dtype, shape and bits.
 
     NaN equals NaN of the same bits, 0.0 differs from -0.0. Strides do not matter.
 
@@ -76,6 +77,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
+    if isinstance(a, _numpy_types()):
+        return not _wrong_elements(a, b)
     if a.device != b.device:
         a, b = a.cpu(), b.cpu()
     return torch.equal(_bytes(a), _bytes(b))
@@ -86,8 +89,9 @@ def find_differences(actual: Any, expected: Any) -> list[str]:
 
     Args:
         actual, expected: nests of lists, tuples, dictionaries and what else ``torch.utils._pytree`` knows, of tensors
-            [...] and other objects. Tensors must agree in dtype, shape, device, ``requires_grad`` and bits, floats in
-            bits, other objects in type and by ``==``.
+            [...] and other objects. Tensors must agree in dtype, shape, device, ``requires_grad`` and bits, arrays and
+            scalars of NumPy in type, dtype, shape and bits, floats and complex numbers in bits (of NaN in that), other
+            objects in type and by ``==``.
     """
     got, got_shape = pytree.tree_flatten_with_path(actual)
     want, want_shape = pytree.tree_flatten_with_path(expected)
@@ -195,8 +199,18 @@ def _disabled() -> Iterator[None]:
 
 
 def _copied(nest: Any) -> Any:
-    """``nest`` with copies of its tensors [...], which a later replay does not overwrite."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), nest)
+    """``nest`` with copies of its tensors [...] and arrays, which a later replay does not overwrite."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf.copy()
+
+    return pytree.tree_map_only((Tensor, *_numpy_types()), copy, nest)
+
+
+def _numpy_types() -> tuple[type, ...]:
+    """Arrays and scalars of NumPy; none where nothing has imported it."""
+    numpy = sys.modules.get("numpy")
+    return () if numpy is None else (numpy.ndarray, numpy.generic)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -215,9 +229,43 @@ def _difference(one: Any, other: Any) -> str:
         return "" if same_bits(one, other) else _elements(one, other)
     if type(one) is not type(other):
         return f"got {one!r} ({type(one).__name__}), expected {other!r} ({type(other).__name__})"
+    if isinstance(one, _numpy_types()):
+        return _array_difference(one, other)
     # The notation of hex() is exact and tells -0.0 from 0.0.
-    is_same = one.hex() == other.hex() if type(one) is float else bool(one == other)
+    if type(one) is float:
+        is_same = one.hex() == other.hex()
+    elif type(one) is complex:
+        is_same = (one.real.hex(), one.imag.hex()) == (other.real.hex(), other.imag.hex())
+    else:
+        is_same = bool(one == other)
     return "" if is_same else f"got {one!r}, expected {other!r}"
+
+
+def _array_difference(one: Any, other: Any) -> str:
+    """What differs between two arrays, or two scalars, of NumPy; empty where nothing does."""
+    facts = [(array.dtype, array.shape) for array in (one, other)]
+    if facts[0] != facts[1]:
+        return f"got {facts[0]}, expected {facts[1]}"
+    wrong = _wrong_elements(one, other)
+    if not wrong:
+        return ""
+    got, want = (array.reshape(-1)[wrong[0]] for array in (one, other))
+    if isinstance(one, _numpy_types()[1]):
+        return f"got {got!r}, expected {want!r}"
+    return f"{len(wrong)} of {one.size} elements, the first at {wrong[0]}: got {got!r}, expected {want!r}"
+
+
+def _wrong_elements(one: Any, other: Any) -> list[int]:
+    """Where two arrays, or two scalars, of NumPy of one dtype and shape differ, in the order of their elements."""
+    if one.dtype.hasobject or one.dtype.names is not None:
+        # What lies in memory is an address, or has gaps.
+        pairs = zip(one.reshape(-1).tolist(), other.reshape(-1).tolist(), strict=True)
+        return [i for i, (got, want) in enumerate(pairs) if find_differences(got, want)]
+    found = [array.tobytes() for array in (one, other)]
+    if found[0] == found[1]:
+        return []
+    size = one.dtype.itemsize
+    return [i for i in range(one.size) if found[0][i * size : (i + 1) * size] != found[1][i * size : (i + 1) * size]]
 
 
 def _elements(one: Tensor, other: Tensor) -> str:

@@ -110,9 +110,10 @@ struct PeerTransport::State {
 
     static uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
 
-    // To the device without waiting for its kernels.
+    // To the device without waiting for its kernels. The caller may be in a capture.
     void write(void* address, const void* value, size_t bytes) {
         const c10::cuda::CUDAGuard guard(memory.buffer.device());
+        const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
         C10_CUDA_CHECK(cudaMemcpyAsync(address, value, bytes, cudaMemcpyHostToDevice, side));
         C10_CUDA_CHECK(cudaStreamSynchronize(side));
     }

@@ -25,19 +25,13 @@ void for_each_tensor(c10::ArrayRef<c10::IValue> values, const Function& function
 
 void call_without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const c10::FunctionSchema& schema = op.schema();
-    const auto name = [&] { return schema.name().substr(schema.name().find("::") + 2); };
-    const bool is_recorded = at::GradMode::is_enabled();
+    // Without a namespace.
+    const char* const name = schema.name().c_str() + schema.name().find("::") + 2;
     std::vector<const at::Tensor*> followed;
     for_each_tensor(torch::jit::last(*stack, schema.arguments().size()), [&](size_t i, const at::Tensor& tensor) {
         const c10::Argument& argument = schema.arguments()[i];
-        TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(tensor), name(), ": has no forward-mode derivative, and ",
-                                    argument.name(), " has a tangent; give it the primal");
-        if (!is_recorded || !tensor.requires_grad()) return;
         const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-        TORCH_CHECK_NOT_IMPLEMENTED(!is_written, name(), ": has no gradient, and ", argument.name(),
-                                    ", which it writes, requires one; call it under torch.no_grad() or give it "
-                                    "tensor.detach()");
-        followed.push_back(&tensor);
+        if (check_not_followed(name, argument.name().c_str(), tensor, is_written)) followed.push_back(&tensor);
     });
     std::shared_ptr<NotImplemented> node;
     if (!followed.empty()) {
@@ -55,6 +49,16 @@ void call_without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet 
 }
 
 }  // namespace
+
+bool check_not_followed(const char* op, const char* argument, const at::Tensor& tensor, bool is_written) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(tensor), op, ": has no forward-mode derivative, and ", argument,
+                                " has a tangent; give it the primal");
+    if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return false;
+    TORCH_CHECK_NOT_IMPLEMENTED(!is_written, op, ": has no gradient, and ", argument,
+                                ", which it writes, requires one; call it under torch.no_grad() or give it "
+                                "tensor.detach()");
+    return true;
+}
 
 torch::CppFunction no_derivative() { return torch::CppFunction::makeFromBoxedFunction<&call_without_derivative>(); }
 

@@ -261,8 +261,13 @@ void WeightTable::update(Tensors weights) {
                           weights[i].storage_offset());
         addresses.push_back(address);
     }
-    TORCH_CHECK_VALUE(!buffers_.shared_with(ranges_of({weights})), kWeights,
+    const MemoryRanges read = ranges_of({weights});
+    TORCH_CHECK_VALUE(!buffers_.shared_with(read), kWeights,
                       ": expected weights apart from the FP8 buffers, got one that shares memory with them");
+    check_beside(kWeights, buffers_, read,
+                 {{"scale_inv", vectors_[1], true},
+                  {"amax", vectors_[2], true},
+                  {"counts", vectors_.size() > 3 ? vectors_[3] : at::Tensor(), true}});
     // The first word of a row is the input.
     const auto options = at::TensorOptions().dtype(at::kLong);
     table_.select(1, 0).copy_(at::from_blob(addresses.data(), {static_cast<int64_t>(addresses.size())}, options));

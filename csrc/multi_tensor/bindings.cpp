@@ -77,8 +77,12 @@ struct TensorList {
     {
         if (is_plain()) multi_tensor::check_clip(tensors, total_norm, max_norm, eps, found_inf);
     }
-    void check_zero() const {
-        if (is_plain()) multi_tensor::check_zero(tensors);
+    void check_destinations(bool is_written,
+                            const MaybeTensor& sum_squares,  // [kPartialWords]
+                            const MaybeTensor& found_inf,    // [] or [1]
+                            const MaybeTensor& noop) const   // [] or [1]
+    {
+        if (is_plain()) multi_tensor::check_destinations(tensors, is_written, sum_squares, found_inf, noop);
     }
     void check_accumulate(const TensorList& sources,  // [...] each
                           bool store, bool zero_source,
@@ -213,6 +217,14 @@ struct GradientPairs {
     at::Device device() const { return destinations.tensors.empty() ? unused.device() : destinations.device(); }
 };
 
+// Raises unless hp_grads[i] is for this gradient: elements go by their order, which is another one in a transposed or
+// reshaped tensor. grad, destination: [...].
+void check_shapes_fit(size_t i, const at::Tensor& grad, const at::Tensor& destination) {
+    const bool is_flat = grad.dim() == 1 || destination.dim() == 1;
+    TORCH_CHECK_VALUE(is_flat ? grad.numel() == destination.numel() : grad.sizes() == destination.sizes(), kUpdate,
+                      ": expected hp_grads[", i, "] of shape ", grad.sizes(), " or flat, got ", destination.sizes());
+}
+
 // The gradients of parameters with their destinations, by device. None if any is not plain.
 std::optional<std::vector<GradientPairs>> collect_pairs(const py::sequence& parameters, const py::sequence& hp_grads) {
     const TensorSequence from(parameters, kUpdate, "lp_params"), to(hp_grads, kUpdate, "hp_grads");
@@ -220,6 +232,7 @@ std::optional<std::vector<GradientPairs>> collect_pairs(const py::sequence& para
     for (size_t i = 0; i < from.size(); ++i) {
         const at::Tensor &parameter = from[i], &destination = to[i], &grad = grad_of(parameter);
         if (!is_plain(parameter) || !is_plain(destination) || (grad.defined() && !is_plain(grad))) return std::nullopt;
+        if (grad.defined()) check_shapes_fit(i, grad, destination);
         GradientPairs& list = list_for(pairs, destination.device());
         (grad.defined() ? list.destinations : list.unused).tensors.push_back(destination);
         if (grad.defined()) list.sources.tensors.push_back(grad);
@@ -237,6 +250,7 @@ void bind(py::module_& m) {
     m.def("clip_plain_gradients", &clip_plain_gradients, py::arg("parameters"), py::arg("max_norm"), py::arg("p"),
           py::arg("found_inf"));
     m.def("check_distinct", &check_distinct_lists, py::arg("op"), py::arg("written"), py::arg("read"));
+    m.def("check_shapes_fit", &check_shapes_fit, py::arg("i"), py::arg("grad"), py::arg("destination"));
     m.def("collect_pairs", &collect_pairs, py::arg("parameters"), py::arg("hp_grads"));
 
     py::class_<GradientPairs>(m, "GradientPairs")
@@ -256,7 +270,8 @@ void bind(py::module_& m) {
         .def("zero_", &TensorList::zero, py::call_guard<py::gil_scoped_release>())
         .def("accumulate_", &TensorList::accumulate, py::arg("sources"), py::arg("store"), py::arg("zero_source"),
              py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"), py::call_guard<py::gil_scoped_release>())
-        .def("check_zero", &TensorList::check_zero)
+        .def("check_destinations", &TensorList::check_destinations, py::arg("is_written"), py::arg("sum_squares"),
+             py::arg("found_inf"), py::arg("noop"))
         .def("check_accumulate", &TensorList::check_accumulate, py::arg("sources"), py::arg("store"),
              py::arg("zero_source"), py::arg("sum_squares"), py::arg("found_inf"), py::arg("noop"))
         .def("check_clip", &TensorList::check_clip, py::arg("total_norm"), py::arg("max_norm"), py::arg("eps"),

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/arguments_apart.h"
+#include "common/no_derivative.h"
 #include "multi_tensor/memory_ranges.h"
 #include "multi_tensor/table.h"
 #include "multi_tensor/tensor_entries.h"
@@ -24,11 +25,13 @@ constexpr size_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dt
 
 class Operands {
 public:
-    // Raises if one that is written shares memory with another, or is not to be written.
+    // Raises if one that is written shares memory with another, is not to be written, or is followed by autograd, which
+    // does not see what is called past it.
     Operands(const char* op, std::initializer_list<Argument> operands) : op_(op) {
         check_apart(op, operands);
         for (const Argument& operand : operands) {
             if (operand.tensor == nullptr) continue;
+            if (operand.is_written) check_not_followed(op, operand.name, *operand.tensor, true);
             operands_[count_++] = {operand.tensor, span_of(*operand.tensor), operand.name, operand.is_written};
         }
     }

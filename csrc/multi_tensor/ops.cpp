@@ -289,7 +289,13 @@ void check_accumulate(at::TensorList destination, at::TensorList source, bool st
     prepare_accumulate(destination, source, store, zero_source, std::nullopt, sum_squares, found_inf, noop);
 }
 
-void check_zero(at::TensorList tensors) { const TensorEntries entries(kZero, tensors, true); }
+void check_destinations(at::TensorList tensors, bool is_written, const std::optional<at::Tensor>& sum_squares,
+                        const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& noop) {
+    const TensorEntries entries(kAccumulate, tensors, is_written);
+    accumulation_of(kAccumulate, std::nullopt, false, sum_squares, found_inf, noop, entries.device());
+    Operands(kAccumulate, {{"sum_squares", sum_squares, true}, {"found_inf", found_inf, true}, {"noop", noop, false}})
+        .check_beside(entries, false);
+}
 
 // One implementation for all devices, which is what empty lists, having none, and unfit tensors come to as well.
 TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) { implement(m); }

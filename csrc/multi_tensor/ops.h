@@ -20,6 +20,11 @@ void check_accumulate(at::TensorList destination,             // [...] each
                       const std::optional<at::Tensor>& found_inf,    // [] or [1]
                       const std::optional<at::Tensor>& noop);        // [] or [1]
 
-void check_zero(at::TensorList tensors);  // [...] each
+// Of destinations that have no source: as an accumulate op with these operands, which may write them all the same.
+void check_destinations(at::TensorList tensors,  // [...] each
+                        bool is_written,
+                        const std::optional<at::Tensor>& sum_squares,  // [kPartialWords]
+                        const std::optional<at::Tensor>& found_inf,    // [] or [1]
+                        const std::optional<at::Tensor>& noop);        // [] or [1]
 
 }  // namespace te_graph::multi_tensor

@@ -41,6 +41,11 @@ bool are_followed(const Plan::Tensors& tensors) {
                        [](const at::Tensor& tensor) { return is_followed(*tensor.unsafeGetTensorImpl(), true); });
 }
 
+// tensors: [...] each.
+bool has_inference(const Plan::Tensors& tensors) {
+    return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return tensor.is_inference(); });
+}
+
 // Tells strides from others, sizes being the same: 0 for those of contiguous tensors.
 uint32_t strides_of(const c10::TensorImpl& tensor) {
     if (tensor.is_contiguous()) return 0;
@@ -62,7 +67,8 @@ Plan::Layout Plan::layout_of(const Tensors& tensors, const Tensors& sources) {
     TORCH_CHECK_VALUE(entries.is_direct(), kPlan,
                       ": expected tensors without gaps in memory, and sources laid out like their destinations");
     Layout layout{entries.entries(), ranges_of(tensors, entries.entries(), false),
-                  ranges_of(sources, entries.entries(), true), are_followed(tensors) || are_followed(sources)};
+                  ranges_of(sources, entries.entries(), true), are_followed(tensors) || are_followed(sources),
+                  has_inference(tensors) || has_inference(sources)};
     // Exact duplicates are refused with the lists; here, too, views that begin elsewhere in one another.
     if (const auto& pair = layout.written.overlap()) {
         TORCH_CHECK_VALUE(false, kPlan, ": tensors ", pair->first, " and ", pair->second, " overlap");
@@ -148,6 +154,13 @@ void Plan::check_not_followed(const char* list, const std::vector<TensorReferenc
     }
 }
 
+void Plan::check_not_inference(const char* list, const std::vector<TensorReference>& references) {
+    for (size_t i = 0; i < references.size(); ++i) {
+        TORCH_CHECK(!references[i].tensor._unsafe_get_target()->is_inference(), kPlan, ": expected ", list, "[", i,
+                    "] made outside of inference mode, got an inference tensor; clone() it, or write it in that mode");
+    }
+}
+
 void Plan::check_write(bool writes_sources, const Operands& operands) const {
     locate(writes_sources);
     operands.check_beside(layout_.written, layout_.read, writes_sources);
@@ -156,6 +169,13 @@ void Plan::check_write(bool writes_sources, const Operands& operands) const {
         check_not_followed("tensors", tensors_, is_recorded);
         if (writes_sources) check_not_followed("sources", sources_, is_recorded);
     }
+    if (layout_.has_inference && !c10::InferenceMode::is_enabled()) {
+        check_not_inference("tensors", tensors_);
+        if (writes_sources) check_not_inference("sources", sources_);
+    }
+}
+
+void Plan::note_write(bool writes_sources) const {
     bump_versions(tensors_);
     if (writes_sources) bump_versions(sources_);
 }

@@ -36,9 +36,12 @@ public:
     // are.
     void check(bool writes_tensors, bool writes_sources) const;
 
-    // The same before an op that writes the tensors. Raises, too, if autograd follows what is written, and if one of
-    // the operands lies in it.
+    // Before an op that writes the tensors. Raises, too, if autograd follows what is written, and if one of the operands
+    // lies in it.
     void check_write(bool writes_sources, const Operands& operands) const;
+
+    // After that op, which may have refused its operands: tells autograd what was written.
+    void note_write(bool writes_sources) const;
 
     // Those tensors, and sources, [...] each, that are asked for and still exist.
     Tensors tensors(bool with_tensors, bool with_sources) const;
@@ -66,10 +69,13 @@ private:
     struct Layout {
         std::vector<TableEntry> entries;
         MemoryRanges written, read;
-        bool is_followed;  // by autograd, a tensor or source: then each op that writes looks whether it may
+        // Of tensors or sources one is followed by autograd, or was made in inference mode: then each op that writes
+        // looks whether it may.
+        bool is_followed, has_inference;
     };
     void locate(bool writes_sources) const;
     static void check(const std::vector<TensorReference>& references, const char* list);
+    static void check_not_inference(const char* list, const std::vector<TensorReference>& references);
     static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded);
     static void bump_versions(const std::vector<TensorReference>& references);
     // tensors, sources: [...] each.

@@ -54,6 +54,7 @@ void plan_accumulate(const Plan& plan, bool store, bool zero_source,
                                     {"found_inf", found_inf, true},
                                     {"noop", noop, false}}});
     op(plan.table(), plan.chunks(), store, zero_source, scale, sum_squares, found_inf, noop);
+    plan.note_write(zero_source);
 }
 
 void plan_scale(const Plan& plan,
@@ -64,12 +65,14 @@ void plan_scale(const Plan& plan,
         "te_graph::multi_tensor_scale_table_");
     plan.check_write(false, {kPlan, {{"scale", scale, false}, {"found_inf", found_inf, true}}});
     op(plan.table(), plan.chunks(), scale, found_inf);
+    plan.note_write(false);
 }
 
 void plan_zero(const Plan& plan) {
     static const DispatchedOp<void, const at::Tensor&, const at::Tensor&> op("te_graph::multi_tensor_zero_table_");
     plan.check_write(false, {kPlan, {}});
     op(plan.table(), plan.chunks());
+    plan.note_write(false);
 }
 
 }  // namespace
@@ -108,6 +111,7 @@ void bind_plan(py::module_& m) {
                const MaybeTensor& found_inf) {
                 plan.check_write(false, {kPlan, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}}});
                 plan_clip(plan, total_norm, max_norm, eps, found_inf);
+                plan.note_write(false);
             },
             py::arg("total_norm"), py::arg("max_norm"), py::arg("eps") = kClipEps, py::arg("found_inf") = py::none())
         .def(
@@ -116,6 +120,7 @@ void bind_plan(py::module_& m) {
                 plan.check_write(false, {kPlan, {{"found_inf", found_inf, true}}});
                 at::Tensor total_norm = plan_norm(plan, p);
                 plan_clip(plan, total_norm, max_norm, kClipEps, found_inf);
+                plan.note_write(false);
                 return total_norm;
             },
             py::arg("max_norm"), py::arg("p"), py::arg("found_inf"))

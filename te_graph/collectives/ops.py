@@ -5,9 +5,10 @@ and rounded once, so all ranks find the same bits, at any size. Gradients are th
 ranks' losses; ``te_graph.tensor_parallel`` has the regions with Megatron-LM's convention. In forward mode a tangent is
 sent by a call of its own, so x has one on all ranks or on none.
 
-Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched; RuntimeError if the group
-was aborted, with the rank, the operation and its number; so it is where ranks call different operations, or along
-different dims, or of different numbers of elements.
+Raises, all of them: ValueError or TypeError for bad arguments, before anything is launched, and then the operation does
+not count on this rank: where the others go on with it, call ``group.abort()``, or this rank's next one meets it.
+RuntimeError if the group was aborted, with the rank, the operation and its number; so it is where ranks call different
+operations, or along different dims, or of different numbers of elements.
 
 Stream and capture: on the current stream; the functional forms allocate their result, all allocate copies of tensors
 that are not contiguous; no host sync. A replay overwrites the results.

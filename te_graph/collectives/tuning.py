@@ -119,7 +119,7 @@ def _parse_times(value: Any) -> list[float]:
 
 
 def _measure(group: "PeerGroup", nbytes: int, operation: Operation) -> float:
-    call = operation(group, torch.zeros(nbytes // 4, device=group.device))
+    call = operation(group, torch.zeros(nbytes // 4, dtype=torch.float32, device=group.device))
     call()
     return statistics.median(_milliseconds(call) for _ in range(ROUNDS))
 

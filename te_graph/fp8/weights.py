@@ -25,7 +25,9 @@ class Fp8Weights(StepWeights):
     a gradient; of any parameter, where a closure or a hook before the step may make gradients. Not seen, so call
     ``cast_`` after it: a write through ``p.data`` outside a step; any write outside a step where ``p.data`` was given
     as weight (``p.detach()`` shares the counter of ``p``); a collective of ``torch.distributed`` into a weight; one by
-    NumPy; a CUDA graph of yours that replays an optimizer.
+    NumPy; a CUDA graph of yours that replays an optimizer. Where a module gets another parameter
+    (``load_state_dict(assign=True)``, ``m.weight = nn.Parameter(...)``), this object goes on with the old one and takes
+    it for current, so call ``update``.
 
     ``scale_inv`` is written by the cast alone, so ``data[i] * scale_inv[i]`` is always what the weight was when it was
     cast, whatever has become of ``scale`` since.
@@ -81,9 +83,9 @@ class Fp8Weights(StepWeights):
             self.data = [torch.zeros(w.shape, dtype=dtype, device=device) for w in listed]
             shapes = [w.shape[::-1] for w in listed] if transpose else []
             self.transposed = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-            self.scale = torch.ones(count, device=device) if scale is None else scale
-            self.scale_inv = torch.ones(count, 4, device=device)[:, 0]
-            self.amax = torch.zeros(count, device=device) if amax is None else amax
+            self.scale = torch.ones(count, dtype=torch.float32, device=device) if scale is None else scale
+            self.scale_inv = torch.ones(count, 4, dtype=torch.float32, device=device)[:, 0]
+            self.amax = torch.zeros(count, dtype=torch.float32, device=device) if amax is None else amax
             self.counts = torch.zeros(count, 3, dtype=torch.int64, device=device) if counts else None
         names = [f"weight {number}" for number in range(count)] if names is None else [str(name) for name in names]
         self._table = _C.WeightTable(

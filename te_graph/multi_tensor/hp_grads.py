@@ -89,20 +89,23 @@ def update_hp_grads(
     Args:
         lp_params: [...] each, with ``.grad`` in bfloat16, float16 or the dtype of its hp gradient; ``.grad`` is zeroed.
             A parameter without a gradient changes nothing (with ``store``: its hp gradient becomes 0).
-        hp_grads: one for each, float32 or the gradient's dtype, of the same shape or flat. Mutated.
+        hp_grads: one for each, float32 or the gradient's dtype, of the gradient's shape, or flat (or the gradient is).
+            Mutated.
         store: overwrite instead of adding, for the first micro-batch: no memset, and 4 bytes per element less.
-        sum_squares: [72] int64 from ``new_sum_squares``: the squares of all that is written are added, and
-            ``norm_of_sum_squares`` is then the norm of ``hp_grads`` without reading them again. Mutated.
+        sum_squares: [72] int64 from ``new_sum_squares``: the squares of all ``hp_grads``, as they are afterwards, are
+            added, and ``norm_of_sum_squares`` is then their norm without reading what is written again. Mutated.
         found_inf: [] or [1] float32, set to 1 if anything written is not finite. Mutated.
         noop: [] or [1] float32: where it is not 0, nothing is written or zeroed. Not the same tensor as ``found_inf``.
 
-    Raises:
-        ValueError: lists of different lengths, shapes that do not fit, memory met twice.
+    Raises, before anything is written:
+        ValueError: lists of different lengths, shapes that do not fit, memory met twice, or a number or flag that lies
+            in it.
         TypeError: a gradient of a dtype that cannot be added into its hp gradient.
         NotImplementedError: a result that requires a gradient, where gradients are recorded, or a tensor with a tangent
             is to be written: that has no derivative.
 
-    Stream and capture: one launch on the current stream for up to 1328 pairs; no allocation, no host sync.
+    Stream and capture: one launch on the current stream for up to 1328 pairs, no host sync; allocates nothing but for
+        parameters without a gradient, whose hp gradients take two launches more with ``sum_squares`` or ``noop``.
 
     Source of the semantics: DeepSpeed's BF16_Optimizer.update_hp_grads.
     """
@@ -114,17 +117,22 @@ def update_hp_grads(
     for destinations, sources, unused in pairs:
         for written in (destinations, sources, unused) if store else (destinations, sources):
             written.check_not_followed("update_hp_grads")
-    if len(pairs) > 1 or (store and any(len(unused) for _, _, unused in pairs)):
+    is_unused_concerned = store or sum_squares is not None or found_inf is not None
+    if len(pairs) > 1 or (is_unused_concerned and any(len(unused) for _, _, unused in pairs)):
         _check(pairs, store, sum_squares, found_inf, noop)
     for destinations, sources, unused in pairs:
         if len(destinations):
             destinations.accumulate_(sources, store, True, sum_squares, found_inf, noop)
-        if len(unused) and store:
-            if noop is None:
-                unused.zero_()
-            else:
-                zeros = _C.TensorList([torch.zeros_like(tensor) for tensor in unused.tensors])
-                unused.accumulate_(zeros, True, False, None, None, noop)
+        if not len(unused):
+            continue
+        if store and noop is None:
+            unused.zero_()
+        elif store:
+            zeros = _C.TensorList([torch.zeros_like(tensor) for tensor in unused.tensors])
+            unused.accumulate_(zeros, True, False, None, None, noop)
+        elif sum_squares is not None:
+            partial = unused.norm_partial(2.0)
+            sum_squares.add_(partial if noop is None else partial * (noop == 0))
 
 
 # Of one device: destinations, the gradients that go there, and destinations whose parameter has no gradient.
@@ -138,7 +146,8 @@ def _check(
     found_inf: Tensor | None,
     noop: Tensor | None,
 ) -> None:
-    """Raise what the ops on one of these lists will raise, before any is written."""
+    """Raise what the ops on one of these lists will raise, before any is written; for destinations without a gradient
+    what they would raise with one."""
     written = [destinations for destinations, _, _ in pairs]
     if store:
         written += [unused for _, _, unused in pairs]
@@ -146,8 +155,8 @@ def _check(
     for destinations, sources, unused in pairs:
         if len(destinations):
             destinations.check_accumulate(sources, store, True, sum_squares, found_inf, noop)
-        if len(unused) and store:
-            unused.check_zero()
+        if len(unused) and (store or sum_squares is not None or found_inf is not None):
+            unused.check_destinations(store, sum_squares, found_inf, noop)
 
 
 def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_Pairs]:
@@ -157,12 +166,13 @@ def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_P
     if pairs is not None:
         return [(pair.destinations, pair.sources, pair.unused) for pair in pairs]
     lists: dict[torch.device, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
-    for parameter, hp in zip(params, hps, strict=True):
+    for number, (parameter, hp) in enumerate(zip(params, hps, strict=True)):
         lp, hp = _local(parameter.grad), _local(hp)
         destinations, sources, unused = lists.setdefault(hp.device, ([], [], []))
         if lp is None:
             unused.append(hp)
         else:
+            _C.check_shapes_fit(number, lp, hp)
             destinations.append(hp)
             sources.append(lp)
     return [tuple(map(_C.TensorList, lists_of_device)) for lists_of_device in lists.values()]

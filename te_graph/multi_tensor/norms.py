@@ -31,7 +31,7 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
-    process_groups: Sequence[ProcessGroup] = (),
+    process_groups: Sequence[ProcessGroup | None] = (),
 ) -> Tensor:
     """Norm of all elements of all tensors together, as if they were one vector.
 
@@ -47,7 +47,7 @@ def get_total_norm(
         error_if_nonfinite: raise if the norm is NaN or infinite. The only thing here that waits for the device.
         foreach: taken for compatibility; there is one implementation.
         process_groups: groups whose ranks hold other parts of the same vector (pipeline stages, tensor-parallel or
-            sharded parameters). One all-reduce of 576 bytes each.
+            sharded parameters); None is torch's default group. One all-reduce of 576 bytes each.
 
     Returns:
         [] on the device of the first tensor: float32, or float64 if there are float64 tensors here. New memory. 0 for
@@ -188,8 +188,10 @@ def _device_for(groups: Sequence[ProcessGroup], tensors: Sequence[Tensor]) -> to
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _uses_nccl(group: ProcessGroup) -> bool:
-    """Whether ranks of the group have their tensors on GPUs: gloo, too, names CUDA among its devices."""
+def _uses_nccl(group: ProcessGroup | None) -> bool:
+    """Whether ranks of the group, torch's default one if None, have their tensors on GPUs: gloo, too, names CUDA among
+    its devices."""
+    group = dist.distributed_c10d._get_default_group() if group is None else group
     try:
         return "nccl" in group._get_backend(torch.device("cuda")).name().lower()
     except RuntimeError:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from collective_ranks import open_group, reference_reduce
+from collective_ranks import capture, open_group, reference_reduce
 from failed_groups import (
     SEVERAL,
     SLACK,
@@ -143,6 +143,25 @@ def scenario_set_timeout(rank: Rank) -> None:
             assert "in operation 2" in error_of(rank, group, lambda: tg.all_reduce(x, group))
             assert group.timeout == TIMEOUT
         dist.barrier()
+
+
+def scenario_calls_inside_captures(rank: Rank) -> None:
+    """What a group is told while its caller captures takes effect at once, and the capture goes on."""
+    with short_lived(rank, timeout=60.0) as group:
+        all_ranks = draw(rank, 100)
+
+        def summed() -> Tensor:
+            group.set_timeout(TIMEOUT)
+            return tg.all_reduce(all_ranks[rank.rank], group)
+
+        graph, result = capture(rank, summed)
+        graph.replay()
+        finish(rank)
+        assert group.timeout == TIMEOUT and same_bits(result, reference_reduce(all_ranks))
+        dist.barrier()
+        capture(rank, lambda: (all_ranks.add_(1), group.abort()))
+        dist.barrier()
+        assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
 def scenario_two_eager_streams(rank: Rank) -> None:
@@ -348,6 +367,10 @@ def test_abort_ends_kernels_that_wait(gpu_ranks, seed):
 
 def test_a_timeout_that_was_changed_is_obeyed(ranks, seed):
     ranks.run(scenario_set_timeout, seed)
+
+
+def test_groups_are_told_of_timeouts_and_aborts_inside_captures(ranks, seed):
+    ranks.run(scenario_calls_inside_captures, seed)
 
 
 def test_operations_on_two_eager_streams_are_ordered(gpu_ranks, seed):

@@ -14,6 +14,7 @@ from collective_ranks import capture, open_group, reference_reduce
 from failed_groups import SEVERAL, TIMEOUT, assert_aborted, draw, error_of, finish, is_cpu, is_last, short_lived
 from ranks import Rank, ranks_of
 from tensor_lists import same_bits
+from torch import Tensor
 
 import te_graph as tg
 
@@ -131,6 +132,39 @@ def scenario_replays_of_alike_operations(rank: Rank) -> None:
             assert same_bits(captured[which][1], reference_reduce(met))
 
 
+def refused_on_the_last_rank(rank: Rank, group: tg.PeerGroup, numbers: Tensor) -> Tensor | None:
+    """The sum of ``numbers`` [world, n]; None on the last rank, which is refused before anything is sent."""
+    if not is_last(rank):
+        return tg.all_reduce(numbers[rank.rank], group)
+    with pytest.raises((TypeError, ValueError), match=r"^all_reduce: expected reduction"):
+        tg.all_reduce(numbers[rank.rank], group, "product")
+    return None
+
+
+def scenario_passes_over_what_is_refused(rank: Rank) -> None:
+    """Not seen: the last rank's next operation meets the present one of the others."""
+    with short_lived(rank) as group:
+        first, second = draw(rank, 100), draw(rank, 100)
+        got = refused_on_the_last_rank(rank, group, first)
+        if got is None:
+            got = tg.all_reduce(second[rank.rank], group)
+        finish(rank)
+        group.check()
+        assert same_bits(got, reference_reduce(torch.cat([first[:-1], second[-1:]])))
+
+
+def scenario_aborts_after_what_is_refused(rank: Rank) -> None:
+    with short_lived(rank) as group:
+        numbers = draw(rank, 100)
+        if is_last(rank):
+            assert refused_on_the_last_rank(rank, group, numbers) is None
+            group.abort()
+        else:
+            error_of(rank, group, lambda: refused_on_the_last_rank(rank, group, numbers))
+        dist.barrier()
+        assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
+
+
 def scenario_reopened(rank: Rank) -> None:
     """After a failure another group works, on gloo over a process group whose connections are new."""
     for turn in range(3):
@@ -165,6 +199,14 @@ def test_replays_in_another_order_are_an_error_where_their_operations_differ(ran
 
 def test_replays_in_another_order_are_added_where_their_operations_are_alike(ranks, seed):
     ranks.run(scenario_replays_of_alike_operations, seed)
+
+
+def test_documented_limit_a_rank_that_passes_over_what_is_refused_is_one_operation_ahead(ranks, seed):
+    ranks.run(scenario_passes_over_what_is_refused, seed)
+
+
+def test_a_rank_that_is_refused_ends_the_group_by_abort(ranks, seed):
+    ranks.run(scenario_aborts_after_what_is_refused, seed)
 
 
 def test_after_a_failure_another_group_works(ranks, seed):

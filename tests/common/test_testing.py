@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import random
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -67,6 +69,91 @@ def test_differences_are_named(got, expected, difference):
         assert_bitwise_equal(got, expected)
     assert str(caught.value) == found
     assert find_differences(got, got) == find_differences(expected, expected) == []
+
+
+ARRAYS = {
+    "array": lambda: np.ones(3),
+    "array of several dimensions": lambda: np.arange(6, dtype=np.int16).reshape(2, 3),
+    "array with NaN": lambda: np.array([NAN, 1, -0.0], np.float32),
+    "no dimension": lambda: np.array(2.0),
+    "no element": lambda: np.ones((0, 3)),
+    "objects": lambda: np.array([1.5, "text", None, np.ones(2)], object),
+    "fields": lambda: np.array([(1, NAN), (2, 0.0)], np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+    "text": lambda: np.array(["a", "bc"]),
+    "NaN": lambda: np.float64(NAN),
+    "float32": lambda: np.float32(0.5),
+    "bool": lambda: np.bool_(True),
+    "complex NaN": lambda: complex(NAN, 1),
+    "complex64 NaN": lambda: np.complex64(complex(1, NAN)),
+    "a list of them": lambda: [np.ones(2), np.int64(3), {"x": np.float16(NAN)}],
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_and_scalars_of_numpy_equal_their_likes(name):
+    assert find_differences(ARRAYS[name](), ARRAYS[name]()) == []
+    assert find_differences(eager_twin_of(ARRAYS[name]), ARRAYS[name]()) == []
+
+
+def eager_twin_of(make) -> object:
+    with pytest.warns(UserWarning, match="no graph was replayed"):
+        return eager_twin(make)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "difference"),
+    [
+        (np.zeros(3), np.array([0.0, 2.0, -0.0]), "2 of 3 elements, the first at 1: got "),
+        (np.zeros(3), np.zeros(3, np.float32), "got (dtype('float64'), (3,)), expected (dtype('float32'), (3,))"),
+        (np.zeros(3), np.zeros((3, 1)), "(3,)), expected (dtype('float64'), (3, 1))"),
+        (np.array([1, "a"], object), np.array([1, "b"], object), "1 of 2 elements, the first at 1: got 'a'"),
+        (np.array([1, 2], object), np.array([1, 2.0], object), "1 of 2 elements, the first at 1"),
+        (np.array([(1, 0.0)], "i4,f8"), np.array([(1, -0.0)], "i4,f8"), "1 of 1 elements, the first at 0"),
+        (np.float32(0.0), np.float32(-0.0), "got np.float32(0.0), expected np.float32(-0.0)"),
+        (np.float64(1), np.float32(1), "(float64), expected"),
+        (np.float64(1), 1.0, "(float64), expected 1.0 (float)"),
+        (np.ones(1), torch.ones(1), "(ndarray), expected tensor([1.]) (Tensor)"),
+        (complex(0.0, 1), complex(-0.0, 1), "got 1j, expected (-0+1j)"),
+    ],
+)
+def test_differences_of_arrays_and_scalars_are_named(got, expected, difference):
+    (found,) = find_differences([got], [expected])
+    assert found.startswith("[0] differs: ") and difference in found
+
+
+def test_same_bits_takes_arrays():
+    a = np.array([0.0, NAN, 1.0])
+    assert same_bits(a, a.copy()) and same_bits(a[::2], np.array([0.0, 1.0])) and same_bits(a[1], np.float64(NAN))
+    for other in (np.array([-0.0, NAN, 1.0]), a.astype(np.float32), a[:2], torch.from_numpy(a)):
+        assert not same_bits(a, other)
+
+
+def test_arrays_that_the_second_run_overwrites_are_compared_as_the_first_one_left_them():
+    shared, runs = np.zeros(2), []
+
+    def train() -> np.ndarray:
+        runs.append(1)
+        shared[:] = len(runs)
+        return shared
+
+    with (
+        pytest.warns(UserWarning, match="no graph was replayed"),
+        pytest.raises(AssertionError, match=r"2 of 2 elements, the first at 0: got .*2.0.*, expected .*1.0"),
+    ):
+        eager_twin(train)
+
+
+def test_nothing_imports_numpy_to_compare():
+    program = (
+        "import sys; sys.modules['numpy'] = None; import torch; from te_graph.testing import find_differences\n"
+        "assert find_differences([1.0, complex(1, 2), torch.ones(2)], [1.0, complex(1, 2), torch.ones(2)]) == []"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_it_is_an_attribute_of_the_package():
+    program = "import te_graph as tg; assert tg.testing.same_bits"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_first_of_several_differences_is_the_first_of_the_nest():

@@ -71,6 +71,18 @@ def test_defaults(device):
     assert all(t.device.type == device for t in (*prepared.data, prepared.scale, prepared.scale_inv, prepared.amax))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_scales_are_fp32_whatever_the_default_dtype_is(dtype, device):
+    sources, before = random_weights(device), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        prepared = tg.Fp8Weights(sources)
+    finally:
+        torch.set_default_dtype(before)
+    prepared.cast_()
+    assert_cast(prepared, sources, torch.zeros(len(sources)))
+
+
 def test_scales_and_amaxes_may_be_views_of_a_delayed_scaling_state(device):
     sources = random_weights(device)
     fences = Fences()
@@ -399,6 +411,20 @@ BAD_UPDATES: dict[str, Callable[[str], list[Tensor]]] = {
     "not contiguous": lambda d: [torch.randn(4, 6, device=d).t(), some(d)[1]],
     "another device": lambda d: [some(d)[0], some("meta")[1]],
 }
+
+
+@pytest.mark.parametrize("name", ["scale_inv", "amax", "counts"])
+def test_weights_in_what_casts_write_are_refused_by_updates_as_when_they_are_given(name, device):
+    whole = torch.zeros(96, device=device)
+    amax, weight = whole[:1], whole[:4].view(2, 2)
+    with pytest.raises(ValueError, match="weights and amax that do not overlap"):
+        tg.Fp8Weights([weight], amax=amax)
+    source = torch.randn(2, 2, device=device)
+    prepared = tg.Fp8Weights([source], amax=amax, counts=True)
+    other = torch.empty(0, device=device).set_(getattr(prepared, name).untyped_storage(), 0, (2, 2))
+    with pytest.raises(ValueError, match=f"^Fp8Weights: expected weights and {name} that do not overlap"):
+        prepared.update([other])
+    assert prepared.weights[0] is source
 
 
 @pytest.mark.parametrize("case", BAD_UPDATES)

@@ -313,3 +313,23 @@ def test_documented_limit_writes_that_no_version_counter_tells_are_not_seen(case
     assert not prepared.is_stale
     prepared.cast_()  # the cure that is documented
     assert_holds_casts_of_now(prepared)
+
+
+ASSIGNS: dict[str, Callable[[nn.Linear, Tensor], object]] = {
+    "load_state_dict": lambda layer, new: layer.load_state_dict({"weight": new}, assign=True),
+    "another parameter": lambda layer, new: setattr(layer, "weight", nn.Parameter(new)),
+}
+
+
+@pytest.mark.parametrize("case", ASSIGNS)
+def test_documented_limit_a_module_that_gets_another_parameter_is_not_seen(case, device):
+    layer = nn.Linear(16, 16, bias=False, device=device)
+    prepared = tg.Fp8Weights([layer.weight])
+    prepared.cast_()
+    old, new = layer.weight, torch.randn(16, 16, device=device)
+    ASSIGNS[case](layer, new)
+    assert layer.weight is not old and prepared.weights[0] is old and not prepared.is_stale
+    prepared.update([layer.weight])  # the cure that is documented
+    assert prepared.is_stale
+    prepared.cast_()
+    assert_holds_casts_of_now(prepared)

@@ -96,8 +96,12 @@ def scenario_a_rank_without_gradients(rank: Rank) -> None:
     for p in POWERS:
         norm = tg.clip_grad_norm_(parameters_of(mine), 1e9, p, process_groups=[dist.group.WORLD])
         assert same_bits(norm, ops.multi_tensor_norm(whole, p)), p
-    empty = tg.clip_grad_norm_([], 1.0, process_groups=[dist.group.WORLD])
-    assert (empty.item(), empty.dtype, empty.device) == (0.0, torch.float32, torch.device(rank.device))
+    for world in (dist.group.WORLD, None):  # torch takes None for the default group
+        norm = tg.clip_grad_norm_(parameters_of(mine), 1e9, process_groups=[world])
+        assert same_bits(norm, tg.get_total_norm(mine, process_groups=[world]))
+        assert same_bits(norm, ops.multi_tensor_norm(whole))
+        empty = tg.clip_grad_norm_([], 1.0, process_groups=[world])
+        assert (empty.item(), empty.dtype, empty.device) == (0.0, torch.float32, torch.device(rank.device))
 
 
 def scenario_not_finite_on_one_rank(rank: Rank) -> None:

@@ -106,10 +106,72 @@ def test_the_squares_of_what_was_written_give_its_norm(store, device):
     with no_sync(device):
         tg.update_hp_grads(parameters, high, store=store, sum_squares=sum_squares)
         norm = tg.norm_of_sum_squares(sum_squares)
-    written = [t for i, t in enumerate(high) if i not in WITHOUT]
-    assert same_bits(norm, ops.multi_tensor_norm(written))
+    assert same_bits(norm, tg.get_global_norm_of_tensors(high))
     if store:  # what had no gradient is zero
-        assert same_bits(norm, tg.get_global_norm_of_tensors(high))
+        written = [t for i, t in enumerate(high) if i not in WITHOUT]
+        assert same_bits(norm, ops.multi_tensor_norm(written))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e-30])
+def test_the_norm_has_what_lies_where_parameters_have_no_gradient(value, device):
+    for without in ({5}, set(range(len(SIZES)))):
+        parameters, high = low_parameters(device, torch.bfloat16, without), high_gradients(device)
+        high[5][7] = value
+        flags = {"found_inf": torch.zeros(1, device=device), "noop": torch.zeros((), device=device)}
+        sum_squares = tg.new_sum_squares(device)
+        with no_sync(device):
+            tg.update_hp_grads(parameters, high, sum_squares=sum_squares, **flags)
+        # The flag tells of what was written.
+        assert flags["found_inf"].item() == 0
+        assert same_bits(tg.norm_of_sum_squares(sum_squares), tg.get_global_norm_of_tensors(high))
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_a_set_noop_adds_no_squares(value, device):
+    parameters, high = low_parameters(device, torch.bfloat16), high_gradients(device)
+    sum_squares, noop = tg.new_sum_squares(device), torch.full((1,), value, device=device)
+    tg.update_hp_grads(parameters, high, sum_squares=sum_squares, noop=noop)
+    assert not sum_squares.any()
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_captured_update_adds_the_squares_of_each_replay(store, device):
+    parameters, high = low_parameters(device, torch.bfloat16), high_gradients(device)
+    sum_squares, noop = tg.new_sum_squares(device), torch.zeros(1, device=device)
+    replay, _ = capture(
+        lambda: tg.update_hp_grads(parameters, high, store=store, sum_squares=sum_squares, noop=noop), device
+    )
+    for skips in (False, True, False):
+        noop.fill_(float(skips))
+        sum_squares.zero_()
+        with no_sync(device):
+            replay()
+        norm = tg.norm_of_sum_squares(sum_squares)
+        assert not sum_squares.any() if skips else same_bits(norm, tg.get_global_norm_of_tensors(high))
+
+
+SHAPES_THAT_FIT = [((2, 3), (6,)), ((6,), (2, 3)), ((), (1,)), ((2, 3), (2, 3))]
+SHAPES_THAT_DO_NOT = [((2, 3), (3, 2)), ((2, 3), (1, 6)), ((2, 3), (5,)), ((1, 1), ())]
+
+
+@pytest.mark.parametrize(("shape", "high_shape"), SHAPES_THAT_FIT)
+def test_gradients_may_be_flat(shape, high_shape, device):
+    parameter, high = nn.Parameter(torch.zeros(shape, device=device)), torch.zeros(high_shape, device=device)
+    parameter.grad = torch.randn(shape, device=device)
+    expected = parameter.grad.reshape(high_shape).clone()
+    tg.update_hp_grads([parameter], [high])
+    assert same_bits(high, expected)
+
+
+@pytest.mark.parametrize(("shape", "high_shape"), SHAPES_THAT_DO_NOT)
+def test_gradients_of_other_shapes_are_refused_and_nothing_is_written(shape, high_shape, device):
+    parameters = [nn.Parameter(torch.zeros(n, device=device)) for n in ((4,), shape)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    high = [torch.zeros(n, device=device) for n in ((4,), high_shape)]
+    with pytest.raises(ValueError, match=r"^update_hp_grads: expected hp_grads\[1\] of shape .* or flat, got "):
+        tg.update_hp_grads(parameters, high)
+    assert not any(t.any() for t in high) and all(bool((p.grad == 1).all()) for p in parameters)
 
 
 @pytest.mark.parametrize("store", [False, True])

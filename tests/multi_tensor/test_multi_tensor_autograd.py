@@ -39,6 +39,29 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def parameter_with_gradient(device: torch.device) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(4, device=device))
+    parameter.grad = torch.ones(4, device=device)
+    return parameter
+
+
+# What functions and plans write beside their lists, [] or [1] each, and the name that their message begins with.
+FLAGS: dict[str, Callable[[Tensor], object]] = {
+    "multi_tensor_clip_norm_": lambda t: tg.clip_grad_norm_(parameter_with_gradient(t.device), 1.0, found_inf=t),
+    "multi_tensor_clip_": lambda t: tg.clip_grads_with_norm_(
+        parameter_with_gradient(t.device), 1.0, one(t.device), found_inf=t
+    ),
+    "multi_tensor_accumulate_": lambda t: tg.update_hp_grads(
+        [parameter_with_gradient(t.device)], [torch.zeros(4, device=t.device)], found_inf=t
+    ),
+    "MultiTensorPlan": lambda t: clip_by_plan(torch.ones(4, device=t.device), t),
+}
+
+
+def clip_by_plan(tensor: Tensor, found_inf: Tensor) -> None:
+    tg.MultiTensorPlan([tensor]).clip_norm_(1.0, found_inf=found_inf)
+
+
 def copy_by_plan(tensor: Tensor, source: Tensor) -> None:
     tg.MultiTensorPlan([tensor], [source]).copy_()
 
@@ -71,7 +94,39 @@ RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "result": lambda leaf: leaf * 2,
     "view of a result": lambda leaf: torch.cat([leaf * 2, leaf])[:4],
     "view of a leaf": lambda leaf: leaf.view(2, 2).view(4),
+    "view that is older than what was recorded": lambda leaf: older_view(leaf),
+    "view of a result under no_grad": lambda leaf: view_under_no_grad(torch.cat([leaf * 2, leaf])),
 }
+
+
+def older_view(leaf: Tensor) -> Tensor:
+    whole = torch.zeros(8, device=leaf.device)
+    view = whole[:4]
+    whole.add_(torch.cat([leaf, leaf]))
+    return view
+
+
+def view_under_no_grad(whole: Tensor) -> Tensor:
+    with torch.no_grad():
+        return whole[:4]
+
+
+@pytest.mark.parametrize("kind", ["leaf", "result", "tangent"])
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_that_autograd_follows_are_refused_by_the_sentence_of_the_ops(name, kind, device):
+    leaf = torch.zeros((), device=device, requires_grad=True)
+    match = rf"^{name}: has no gradient, and found_inf, which it writes, requires one; call it under torch.no_grad\(\)"
+    if kind == "tangent":
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=rf"^{name}: has no forward-mode"):
+            FLAGS[name](forward_ad.make_dual(torch.zeros((), device=device), torch.ones((), device=device)))
+        return
+    flag = leaf if kind == "leaf" else leaf * 2
+    version = flag._version
+    with pytest.raises(NotImplementedError, match=match):
+        FLAGS[name](flag)
+    assert flag._version == version
+    with torch.no_grad():
+        FLAGS[name](flag)
 
 
 @pytest.mark.parametrize("kind", RESULTS)
@@ -84,8 +139,9 @@ def test_results_that_require_a_gradient_are_refused_where_gradients_are_recorde
     with pytest.raises(NotImplementedError, match=f"^{name.partition(',')[0]}: has no (gradient|derivative)"):
         write(result)
     assert same_bits(result.detach(), before) and result._version == version
-    result.sum().backward()
-    assert leaf.grad.unique().item() in (1, 2)
+    if kind != "view of a result under no_grad":
+        result.sum().backward()
+        assert leaf.grad.unique().item() in (1, 2)
 
 
 @pytest.mark.parametrize("name", [*WRITES, *FUNCTIONS])
@@ -125,6 +181,14 @@ def test_functions_and_plans_write_leaves_as_an_optimizer_does(name, device):
     FUNCTIONS[name](leaf)
     FUNCTIONS[name](plain)
     assert same_bits(leaf.detach(), plain) and leaf._version > 0
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_views_of_leaves_under_no_grad_are_written_as_leaves_are(name, device):
+    leaf, plain = torch.ones(8, device=device, requires_grad=True), torch.ones(4, device=device)
+    FUNCTIONS[name](view_under_no_grad(leaf))
+    FUNCTIONS[name](plain)
+    assert same_bits(leaf.detach()[:4], plain) and bool((leaf[4:] == 1).all())
 
 
 def test_documented_limit_a_plan_looks_for_results_when_it_is_made_or_updated(device):

@@ -305,6 +305,20 @@ def test_hp_grads_without_a_gradient_are_checked_before_the_others_are_written(f
     assert high.sum().item() == 4 and not gradient.any()
 
 
+@pytest.mark.parametrize("name", ["found_inf", "noop", "sum_squares"])
+@pytest.mark.parametrize("store", [False, True])
+def test_operands_in_hp_grads_without_a_gradient_are_refused_before_anything_is_written(store, name, device):
+    gradient, high = torch.ones(4, device=device), torch.zeros(4, device=device)
+    unused = torch.zeros(144, device=device)
+    operand = unused.view(torch.int64) if name == "sum_squares" else unused[3:4]
+    operands = {"found_inf": torch.zeros(1, device=device), name: operand}
+    assert_refused(
+        lambda: tg.update_hp_grads(low(device, gradient, None), [high, unused], store=store, **operands),
+        [gradient, high, unused, operands["found_inf"]],
+        f"expected {name} apart from the lists, got one in the memory of tensor 0",
+    )
+
+
 @pytest.mark.gpu
 def test_parts_on_several_devices_are_all_checked_before_one_is_written():
     for devices in (("cpu", "cuda"), ("cuda", "cpu")):

@@ -338,6 +338,30 @@ def test_methods_of_a_plan_count_as_writes_for_autograd(device):
     assert source._version > version
 
 
+REFUSED: dict[str, Callable[[MultiTensorPlan, Tensor], object]] = {
+    "clip, max_norm": lambda plan, x: plan.clip_(x, -1.0),
+    "clip, total_norm of a list": lambda plan, x: plan.clip_(torch.ones(2, device=x.device), 1.0),
+    "clip norm, max_norm": lambda plan, x: plan.clip_norm_(-1.0),
+    "clip norm, p": lambda plan, x: plan.clip_norm_(1.0, -1.0),
+    "clip norm, found_inf": lambda plan, x: plan.clip_norm_(1.0, found_inf=x.double()),
+    "scale": lambda plan, x: plan.scale_(x.half()),
+    "copy": lambda plan, x: plan.copy_(scale=x.half()),
+    "accumulate": lambda plan, x: plan.accumulate_(zero_source=True, noop=x.double()),
+    "accumulate, sum_squares": lambda plan, x: plan.accumulate_(zero_source=True, sum_squares=x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_call_counts_as_no_write_and_writes_nothing(name, device):
+    tensor, source = torch.ones(10, device=device), torch.ones(10, device=device)
+    plan, number = MultiTensorPlan([tensor], [source]), torch.tensor(2.0, device=device)
+    before = tensor._version, source._version
+    with pytest.raises((TypeError, ValueError), match=r"expected .*got"):
+        REFUSED[name](plan, number)
+    assert (tensor._version, source._version) == before
+    assert bool((tensor == 1).all()) and bool((source == 1).all())
+
+
 @pytest.mark.gpu
 def test_updates_are_ordered_with_the_work_of_the_stream():
     lists = [[torch.full((1000,), float(i), device="cuda") for _ in range(50)] for i in range(1, 41)]

@@ -129,7 +129,7 @@ def _capture(
 
 def _make_workspace(device: torch.device) -> None:
     """Let cuBLAS take its workspace for the present stream now: inside a capture it would be in the graph's pool."""
-    one = torch.ones(1, 1, device=device)
+    one = torch.ones(1, 1, dtype=torch.float32, device=device)
     torch.mm(one, one)
 
 

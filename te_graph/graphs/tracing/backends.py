@@ -152,7 +152,7 @@ class CudaBackend:
         # torch leaves its allocators and generators in capture mode when ending fails.
         _C.abandon_pool(self._device.index, pool)
         probe = torch.cuda.CUDAGraph()
-        scratch = torch.zeros(1, device=self._device)
+        scratch = torch.zeros(1, dtype=torch.float32, device=self._device)
         torch.cuda.synchronize()
         probe.capture_begin(capture_error_mode=self._error_mode)
         scratch.add_(1)
