@@ -68,7 +68,8 @@ std::vector<std::shared_ptr<CapturedGraph>> GraphedCallable::graphs() const {
 
 ReplayMiss GraphedCallable::changed(const std::string& change) const {
     return {ReplayMiss::Kind::kCircumstances,
-            name_ + ": " + change + " since capture; call .te_graph.reset() on it and capture again"};
+            name_ + ": " + change +
+                " since capture; call .te_graph.reset() on the callable, or capture with on_mismatch=\"capture\""};
 }
 
 namespace {
@@ -119,7 +120,8 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
 std::string GraphedCallable::difference_of_inputs(const std::vector<at::Tensor>& inputs) const {
     const std::vector<at::Tensor>& samples = slots_.front()->inputs;
     if (inputs.size() != samples.size()) {
-        return "expected " + std::to_string(samples.size()) + " tensors, got " + std::to_string(inputs.size());
+        return "expected " + std::to_string(samples.size()) + " positional arguments as at capture, got " +
+               std::to_string(inputs.size());
     }
     for (size_t i = 0; i < inputs.size(); ++i) {
         if (!is_like(samples[i], inputs[i])) return "expected " + inputs_[i].name + difference(samples[i], inputs[i]);

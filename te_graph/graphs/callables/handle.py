@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import logging
@@ -22,7 +23,7 @@ from te_graph import _C
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
 from te_graph.common.opaque import opaque
 from te_graph.common.reasons import ReasonCounts, Told
-from te_graph.common.reporters import register, unregister
+from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.capture.entry import CallableEntry, Doubt, Doubtful
 from te_graph.graphs.capture.gradients import main_grad_of
@@ -39,6 +40,7 @@ _DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
 _ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt)  # whatever on_mismatch= says
 _CAPTURING = "inside another capture"
+_MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
 _MAX_REFUSED = 8  # captures since the last one that succeeded; as many compilations torch.compile tries by default
 
 
@@ -188,11 +190,20 @@ class Handle:
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
         if may_be_eager == "raise" and kind not in _ALWAYS_EAGER:
             if kind == _Kind.ARGUMENTS:
-                raise ValueError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run')
+                raise ValueError(self._with_advice(miss.message, args, kwargs))
             if kind == _Kind.EXHAUSTED:
                 raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
             raise RuntimeError(miss.message)
         return [], self._fall_back(miss.message)
+
+    def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:
+        """``message`` about the arguments, and what lets such calls run, which an eager call has to be able to."""
+        advice = 'on_mismatch="eager" or "capture" lets such calls run'
+        if not self._entry.form.is_possible(args, kwargs):
+            return message
+        if len(message) <= _MAX_BEFORE_ADVICE:
+            return f"{message}; {advice}"
+        return f"{self.label}: {advice}: {message.removeprefix(f'{self.label}: ')}"
 
     def _capture_again(
         self, miss: _C.ReplayMiss | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
@@ -340,6 +351,9 @@ class Handle:
     def __reduce__(self) -> Any:
         return type(None), ()
 
+    def __repr__(self) -> str:
+        return CaptureFacts(**self.info()).line()
+
     def info(self) -> dict[str, Any]:
         """What was captured and how often it has run.
 
@@ -355,22 +369,23 @@ class Handle:
         def total(fact: str) -> Any:
             return sum(entry.statistics[fact] for entry in entries)
 
-        return {
-            "name": self.label,
-            "backend": entries[0].statistics["backend"] if entries else None,
-            "signatures": len(entries),
-            "slots": entries[0].statistics["slots"] if entries else 0,
-            "graphs": total("graphs"),
-            "nodes": total("nodes"),
-            "clones": total("clones"),
-            "bytes": total("bytes"),
-            "capture_seconds": float(total("capture_seconds")),
-            "recaptures": self._captures,
-            "in_flight": sum(entry.graphed.in_flight for entry in entries),
-            "forward_replays": self._past_replays["forward"] + sum(e.graphed.forward_replays for e in entries),
-            "backward_replays": self._past_replays["backward"] + sum(e.graphed.backward_replays for e in entries),
-            "eager_calls": dict(self._eager_calls),
-        }
+        facts = CaptureFacts(
+            name=self.label,
+            backend=entries[0].statistics["backend"] if entries else None,
+            signatures=len(entries),
+            slots=entries[0].statistics["slots"] if entries else 0,
+            graphs=total("graphs"),
+            nodes=total("nodes"),
+            clones=total("clones"),
+            bytes=total("bytes"),
+            capture_seconds=float(total("capture_seconds")),
+            recaptures=self._captures,
+            in_flight=sum(entry.graphed.in_flight for entry in entries),
+            forward_replays=self._past_replays["forward"] + sum(e.graphed.forward_replays for e in entries),
+            backward_replays=self._past_replays["backward"] + sum(e.graphed.backward_replays for e in entries),
+            eager_calls=dict(self._eager_calls),
+        )
+        return dataclasses.asdict(facts)
 
 
 class FunctionProxy:

@@ -79,7 +79,7 @@ class CallableEntry:
             args, kwargs = self.form.of(args, kwargs)
             if self.has_hooked_values:
                 kwargs = {**kwargs, ARGUMENT: current_values(root)}
-            tensors = self.signature.flatten(self.label, args, kwargs)
+            tensors = self.signature.flatten(self.label, args, kwargs, self.form.by_position)
         except DiscernibleError as error:
             return Doubtful(Doubt.DISCERNIBLE, str(error))
         except ValueError as error:

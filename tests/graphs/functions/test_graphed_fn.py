@@ -332,6 +332,7 @@ def test_info_tells_of_a_graphed_function_from_its_first_call_to_its_release(dev
     norm(grads), norm(grads)
     (line,) = (line for line in info().splitlines() if line not in lines)
     assert line.startswith("graphed norm_of: 67% of 3 calls replayed, 1 signature, 1 graph, ")
+    assert repr(norm) == line
     assert f"{norm.info()['nodes']} nodes" in line and norm.info()["nodes"] > 1
     assert line.endswith("eager: 1 x not captured yet")
     norm.reset()
@@ -344,7 +345,10 @@ def test_info_tells_what_keeps_a_function_from_its_capture(device: str) -> None:
     for grads in kept:
         double(grads)
     reasons = double.info()["eager_calls"]
-    assert reasons == {"not captured yet": 1, "not captured: argument 0[0] moved to other memory since the last call": 2}
+    assert reasons == {
+        "not captured yet": 1,
+        "not captured: argument 0[0] moved to other memory since the last call": 2,
+    }
     double.reset()
     double(kept[0])
     assert sum(line.startswith("graphed <lambda>: 0% of 4 calls") for line in info().splitlines()) == 1
