@@ -72,7 +72,7 @@ private:
     static void check(const std::vector<TensorReference>& references, const char* list);
     static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded);
     static void bump_versions(const std::vector<TensorReference>& references);
-    // tensors, sources: [...] each.
+    // tensors: [...] each.
     static std::vector<TensorReference> references_to(const Tensors& tensors);
     static Layout layout_of(const Tensors& tensors,   // [...] each
                             const Tensors& sources);  // [...] each, or none
