@@ -228,11 +228,11 @@ def containers_kept(label: str, args: tuple, kwargs: dict[str, Any]) -> Iterator
 
 
 @dataclass(frozen=True)
-class ResultSpec(_Nest):
+class ResultNest(_Nest):
     """The nest of a callable's results: tensors, each once, and constants."""
 
     @classmethod
-    def of(cls, label: str, result: Any, kept: Container[int] = ()) -> tuple[ResultSpec, list[Any]]:
+    def of(cls, label: str, result: Any, kept: Container[int] = ()) -> tuple[ResultNest, list[Any]]:
         """The nest of ``result`` and its tensors in order, each once; ``label`` is what messages call its callable.
 
         Objects whose identities are ``kept`` are not looked into and count as tensors.
@@ -244,8 +244,8 @@ class ResultSpec(_Nest):
         for leaf in leaves:
             if id(leaf) not in kept:
                 _check_leaf(f"{label}: result", leaf)
-        spec = cls(shape, *cls._parts(leaves, kept))
-        return spec, spec.distinct(leaves)
+        nest = cls(shape, *cls._parts(leaves, kept))
+        return nest, nest.distinct(leaves)
 
     @property
     def is_tensor(self) -> bool:

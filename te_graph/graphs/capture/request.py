@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
 from te_graph.graphs.arguments.signature import Signature, subclass_of
+from te_graph.graphs.capture.call_form import parameters_of
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module
 from te_graph.graphs.graphed_class import plain_class
@@ -21,18 +22,32 @@ _NAME = "make_graphed_callables"
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be captured: one entry per callable in each tuple.
+class Job:
+    """One callable to be captured.
 
     Attributes:
-        samples: signature and tensors of the sample arguments; None where the predecessor's results are the arguments.
-        kwargs: sample keyword arguments, for those.
+        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
+        parameters: of the callable, from ``parameters_of``.
     """
 
-    callables: tuple[nn.Module | Callable[..., Any], ...]
-    labels: tuple[str, ...]
-    samples: tuple[tuple[Signature, list[Tensor]] | None, ...]
-    kwargs: tuple[dict[str, Any], ...]
+    label: str
+    target: nn.Module | Callable[..., Any]
+    sample: tuple[Signature, list[Tensor]] | None
+    kwargs: dict[str, Any]
+    parameters: inspect.Signature | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured.
+
+    Attributes:
+        jobs: one for each callable.
+        is_tuple: a tuple of callables was given.
+        device: of all tensors.
+    """
+
+    jobs: tuple[Job, ...]
     is_tuple: bool
     device: torch.device
     options: Options
@@ -65,7 +80,8 @@ class Request:
         samples = tuple(given + [None] * (len(each) - len(given)))
         device = _common_device(labels, each, [tensors for _, tensors in given])
         check_circumstances(device)
-        return cls(each, labels, samples, kwargs, is_tuple, device, options)
+        jobs = zip(labels, each, samples, kwargs, map(parameters_of, each), strict=True)
+        return cls(tuple(Job(*job) for job in jobs), is_tuple, device, options)
 
 
 def sample_of(

@@ -19,6 +19,7 @@ import torch
 from te_graph import _C
 from te_graph.common.capture_state import try_to_be_alone
 from te_graph.common.dispatch import function_modes
+from te_graph.common.own_objects import name_of_itself
 from te_graph.common.reasons import ReasonCounts, Told
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
@@ -202,11 +203,7 @@ class GraphedFunction(Inlined):
 
     def __reduce__(self) -> str | tuple:
         """Where a name in a module stands for this object, that name; else the function, and how it was graphed."""
-        name = getattr(self, "__qualname__", "")
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        return name if found is self else (_graphed_as, (self.__wrapped__, self._on_mismatch))
+        return name_of_itself(self) or (_graphed_as, (self.__wrapped__, self._on_mismatch))
 
     def reset(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
