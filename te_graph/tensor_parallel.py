@@ -27,50 +27,136 @@ from te_graph.collectives.peer_group import PeerGroup
 
 
 def copy_to_tp(x: Tensor, group: PeerGroup) -> Tensor:
-    """x [...] for a column-parallel layer: each rank's share of its gradient is summed.
+    """x for a column-parallel layer: each rank's share of its gradient is summed.
+
+    Args:
+        x: [...], on the group's device, of the same shape and dtype on all ranks. Not mutated.
+        group: of ranks.
 
     Returns:
         [...], a view of x.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward launches nothing, backward communicates; no host sync.
     """
     return _apply("copy_to_tp", x, group, "keep", "all_reduce")
 
 
 def reduce_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
-    """The sum of all ranks' x [...] after a row-parallel layer. Returns: [...], new."""
+    """The sum of all ranks' x, after a row-parallel layer.
+
+    Args:
+        x: [...] fp32, fp16 or bf16, on the group's device, of the same shape and dtype on all ranks. Not mutated.
+        group: of ranks.
+
+    Returns:
+        [...], new.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward communicates, backward launches nothing; no host sync.
+    """
     return _apply("reduce_from_tp", x, group, "all_reduce", "keep")
 
 
 def scatter_to_tp(x: Tensor, group: PeerGroup) -> Tensor:
-    """This rank's columns of x [..., world_size * n], the same on all ranks. Returns: [..., n], maybe a view."""
+    """This rank's columns of an x that is the same on all ranks.
+
+    Args:
+        x: [..., world_size * n], on the group's device, of the same shape and dtype on all ranks. Not mutated.
+        group: of ranks.
+
+    Returns:
+        [..., n], maybe a view of x.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or x has a size that the ranks cannot share.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward copies at most, backward communicates; no host sync.
+    """
     return _apply("scatter_to_tp", x, group, "own_part_last", "all_gather_last")
 
 
 def gather_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
-    """All ranks' columns x [..., n], for what all ranks then do alike. Returns: [..., world_size * n], new."""
+    """All ranks' columns x, for what all ranks then do alike.
+
+    Args:
+        x: [..., n], on the group's device, of the same shape and dtype on all ranks. Not mutated.
+        group: of ranks.
+
+    Returns:
+        [..., world_size * n], new.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward communicates, backward copies at most; no host sync.
+    """
     return _apply("gather_from_tp", x, group, "all_gather_last", "own_part_last")
 
 
 def all_gather_last_dim_from_tp(x: Tensor, group: PeerGroup) -> Tensor:
-    """All ranks' columns x [..., n], for what each rank then does its part of. Returns: [..., world_size * n], new."""
+    """All ranks' columns x, for what each rank then does its part of.
+
+    Args:
+        x: [..., n], on the group's device, of the same shape and dtype on all ranks. Not mutated.
+        group: of ranks.
+
+    Returns:
+        [..., world_size * n], new.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward communicates, backward communicates; no host sync.
+    """
     return _apply("all_gather_last_dim_from_tp", x, group, "all_gather_last", "reduce_scatter_last")
 
 
 def scatter_to_sp(x: Tensor, group: PeerGroup) -> Tensor:
-    """This rank's rows of x [world_size * n, ...], the same on all ranks. Returns: [n, ...], maybe a view."""
+    """This rank's rows of an x that is the same on all ranks.
+
+    Args:
+        x: [world_size * n, ...], on the group's device, of the same shape and dtype on all ranks. Not mutated.
+        group: of ranks.
+
+    Returns:
+        [n, ...], maybe a view of x.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or x has a size that the ranks cannot share.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward copies at most, backward communicates; no host sync.
+    """
     return _apply("scatter_to_sp", x, group, "own_part", "all_gather")
 
 
 def gather_from_sp(x: Tensor, group: PeerGroup, tensor_parallel_output_grad: bool = True) -> Tensor:
-    """All ranks' rows x [n, ...].
+    """All ranks' rows x.
 
     Args:
-        x: [n, ...] on the group's device.
+        x: [n, ...], on the group's device, of the same shape and dtype on all ranks. Not mutated.
         group: of ranks.
         tensor_parallel_output_grad: whether each rank then does its part of the work, so that gradients are summed;
             False where all ranks do the same.
 
     Returns:
         [world_size * n, ...], new.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward communicates, backward communicates; no host sync.
     """
     return _apply(
         "gather_from_sp", x, group, "all_gather", "reduce_scatter" if tensor_parallel_output_grad else "own_part"
@@ -78,7 +164,22 @@ def gather_from_sp(x: Tensor, group: PeerGroup, tensor_parallel_output_grad: boo
 
 
 def reduce_scatter_to_sp(x: Tensor, group: PeerGroup) -> Tensor:
-    """This rank's rows of the sum of all ranks' x [world_size * n, ...]. Returns: [n, ...], new."""
+    """This rank's rows of the sum of all ranks' x.
+
+    Args:
+        x: [world_size * n, ...] fp32, fp16 or bf16, on the group's device, of the same shape and dtype on all ranks.
+        Not mutated.
+        group: of ranks.
+
+    Returns:
+        [n, ...], new.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; forward communicates, backward communicates; no host sync.
+    """
     return _apply("reduce_scatter_to_sp", x, group, "reduce_scatter", "all_gather")
 
 

@@ -92,6 +92,11 @@ def find_differences(actual: Any, expected: Any) -> list[str]:
             [...] and other objects. Tensors must agree in dtype, shape, device, ``requires_grad`` and bits, arrays and
             scalars of NumPy in type, dtype, shape and bits, floats and complex numbers in bits (of NaN in that), other
             objects in type and by ``==``.
+
+    Returns:
+        One sentence for each difference.
+
+    Stream and capture: reads the tensors on the host, so not inside a capture.
     """
     got, got_shape = pytree.tree_flatten_with_path(actual)
     want, want_shape = pytree.tree_flatten_with_path(expected)
@@ -102,7 +107,16 @@ def find_differences(actual: Any, expected: Any) -> list[str]:
 
 
 def assert_bitwise_equal(actual: Any, expected: Any) -> None:
-    """Raise AssertionError with the first of ``find_differences(actual, expected)``, and how many more there are."""
+    """Check that two nests are equal bit for bit.
+
+    Args:
+        actual, expected: as of ``find_differences``; tensors of any shapes [...]. Not mutated.
+
+    Raises:
+        AssertionError: they are not; names the first difference, and how many more there are.
+
+    Stream and capture: reads the tensors on the host, so not inside a capture.
+    """
     differences = find_differences(actual, expected)
     if differences:
         more = f"; {len(differences) - 1} more differ" if len(differences) > 1 else ""

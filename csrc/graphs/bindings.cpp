@@ -308,7 +308,8 @@ void bind(py::module_& m) {
         .value("CIRCUMSTANCES", ReplayMiss::Kind::kCircumstances)
         .value("DISCERNIBLE", ReplayMiss::Kind::kDiscernible)
         .value("EXHAUSTED", ReplayMiss::Kind::kExhausted)
-        .value("UNLINKED", ReplayMiss::Kind::kUnlinked);
+        .value("UNLINKED", ReplayMiss::Kind::kUnlinked)
+        .value("ENTANGLED", ReplayMiss::Kind::kEntangled);
     miss.def(py::init([](ReplayMiss::Kind kind, std::string message) {
                  return ReplayMiss{kind, std::move(message)};
              }),

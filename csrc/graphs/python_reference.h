@@ -28,7 +28,7 @@ private:
     pybind11::object object_;
 };
 
-// What the weak reference `weak` refers to, borrowed from who else holds it; nullptr once it is gone.
+// What the weak reference `weak` refers to, borrowed from what else holds it; nullptr once it is gone.
 inline PyObject* live_object(PyObject* weak) {
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject* live = nullptr;

@@ -78,7 +78,7 @@ private:
     static void check_not_inference(const char* list, const std::vector<TensorReference>& references);
     static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded);
     static void bump_versions(const std::vector<TensorReference>& references);
-    // tensors, sources: [...] each.
+    // tensors: [...] each.
     static std::vector<TensorReference> references_to(const Tensors& tensors);
     static Layout layout_of(const Tensors& tensors,   // [...] each
                             const Tensors& sources);  // [...] each, or none

@@ -49,18 +49,53 @@ def all_reduce(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
 
     Returns:
         [...], new and contiguous, of x's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; before anything is launched.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; allocates the result, and a copy of an x that is not contiguous; no
+        host sync. A replay overwrites the result.
     """
     return _ALL_REDUCE(x, name_of(group, "all_reduce"), reduction)
 
 
 def all_reduce_(x: Tensor, group: PeerGroup, reduction: str = "sum") -> Tensor:
-    """``all_reduce`` into x [...] itself, which is returned. No gradients."""
+    """``all_reduce`` into x itself.
+
+    Args:
+        x: [...], as of ``all_reduce``. Mutated. No gradients.
+        group, reduction: as of ``all_reduce``.
+
+    Returns:
+        x [...] itself.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; before anything is launched.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
+        host sync.
+    """
     _ALL_REDUCE_(x, name_of(group, "all_reduce_"), reduction)
     return x
 
 
 def all_reduce_out(out: Tensor, x: Tensor, group: PeerGroup, reduction: str = "sum") -> None:
-    """``all_reduce`` into out [...], of x's shape and dtype. No gradients."""
+    """``all_reduce`` into a given tensor.
+
+    Args:
+        out: [...] of x's shape and dtype, on x's device. Mutated. No gradients.
+        x: [...], as of ``all_reduce``. Not mutated.
+        group, reduction: as of ``all_reduce``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; before anything is launched.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
+        host sync.
+    """
     _ALL_REDUCE_OUT(out, x, name_of(group, "all_reduce_out"), reduction)
 
 
@@ -75,13 +110,33 @@ def reduce_scatter(x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "
 
     Returns:
         [..., n, ...], new and contiguous, of x's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; before anything is launched.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; allocates the result, and a copy of an x that is not contiguous; no
+        host sync. A replay overwrites the result.
     """
     name = name_of(group, "reduce_scatter")
     return _REDUCE_SCATTER(x, dim, group.world_size, name, reduction)
 
 
 def reduce_scatter_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0, reduction: str = "sum") -> None:
-    """``reduce_scatter`` into out [..., n, ...], of x's dtype. No gradients."""
+    """``reduce_scatter`` into a given tensor.
+
+    Args:
+        out: [..., n, ...] of x's dtype, on x's device. Mutated. No gradients.
+        x: [..., world_size * n, ...], as of ``reduce_scatter``. Not mutated.
+        group, dim, reduction: as of ``reduce_scatter``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; before anything is launched.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
+        host sync.
+    """
     name = name_of(group, "reduce_scatter_out")
     _REDUCE_SCATTER_OUT(out, x, dim, group.world_size, name, reduction)
 
@@ -96,12 +151,32 @@ def all_gather(x: Tensor, group: PeerGroup, dim: int = 0) -> Tensor:
 
     Returns:
         [..., world_size * n, ...], new and contiguous, of x's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; before anything is launched.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; allocates the result, and a copy of an x that is not contiguous; no
+        host sync. A replay overwrites the result.
     """
     name = name_of(group, "all_gather")
     return _ALL_GATHER(x, dim, group.world_size, name)
 
 
 def all_gather_out(out: Tensor, x: Tensor, group: PeerGroup, dim: int = 0) -> None:
-    """``all_gather`` into out [..., world_size * n, ...], of x's dtype. No gradients."""
+    """``all_gather`` into a given tensor.
+
+    Args:
+        out: [..., world_size * n, ...] of x's dtype, on x's device. Mutated. No gradients.
+        x: [..., n, ...], as of ``all_gather``. Not mutated.
+        group, dim: as of ``all_gather``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; before anything is launched.
+        RuntimeError: the group was aborted, or ranks call different operations.
+
+    Stream and capture: on the current stream; allocates nothing but copies of tensors that are not contiguous; no
+        host sync.
+    """
     name = name_of(group, "all_gather_out")
     _ALL_GATHER_OUT(out, x, dim, group.world_size, name)

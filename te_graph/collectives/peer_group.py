@@ -194,14 +194,26 @@ class PeerGroup:
         self._handle.check("PeerGroup.check")
 
     def abort(self) -> None:
-        """Abort the group: ops raise from now on. Between peers, waiting operations end on all ranks; those of a
-        process group end when its own timeout has passed.
+        """Abort the group: ops raise from now on.
+
+        Between peers, waiting operations end on all ranks; those of a process group end when its own timeout has
+        passed.
+
+        Stream and capture: waits for nothing.
         """
         self._handle.abort()
 
     def set_timeout(self, seconds: float) -> None:
-        """Change the time that operations wait for a peer: between peers also of those in graphs and those under way;
-        those under way of a process group keep theirs.
+        """Change the time that operations wait for a peer.
+
+        Args:
+            seconds: positive. Between peers they hold also for operations in graphs and for those under way;
+                those under way of a process group keep theirs.
+
+        Raises:
+            ValueError, TypeError: ``seconds`` is no positive number.
+
+        Stream and capture: waits for nothing.
         """
         check_timeout(seconds)
         self._handle.set_timeout(seconds)
@@ -212,6 +224,8 @@ class PeerGroup:
 
         Ranks of a group that was aborted are waited for some seconds only, for they may be dead. Ops with the group's
         name raise from now on; graphs that hold operations must not be replayed any more.
+
+        Stream and capture: synchronizes the device. Not inside a capture.
         """
         if self not in _open_groups:
             return

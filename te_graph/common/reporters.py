@@ -5,7 +5,49 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class CaptureFacts:
+    """What ``info()`` of a graphed callable or function tells, which describes it."""
+
+    name: str
+    backend: str | None
+    signatures: int
+    slots: int
+    graphs: int
+    nodes: int
+    clones: int
+    bytes: int
+    capture_seconds: float
+    recaptures: int
+    in_flight: int
+    forward_replays: int
+    backward_replays: int
+    eager_calls: dict[str, int]
+
+    def line(self) -> str:
+        """In one line, for ``te_graph.info()``."""
+        calls = self.forward_replays + sum(self.eager_calls.values())
+        share = f"{self.forward_replays / calls:.0%} of {calls} calls replayed" if calls else "not called yet"
+        parts = [
+            f"{self.name}: {share}",
+            _count(self.signatures, "signature"),
+            _count(self.graphs, "graph"),
+            _count(self.nodes, "node"),
+            f"{self.bytes / 2**20:.1f} MiB",
+            f"captured in {self.capture_seconds:.2f} s",
+        ]
+        if self.recaptures:
+            parts.append(f"captured again {_count(self.recaptures, 'time')}")
+        reasons = [f"{count} x {reason}" for reason, count in self.eager_calls.items()]
+        return ", ".join(parts) + (f"; eager: {', '.join(reasons)}" if reasons else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 class Reporter(Protocol):

@@ -97,10 +97,14 @@ def fp8_cast_transpose_dbias(
     Sums are taken of x before scaling, in float32 in an order that depends on M alone, and rounded once: they repeat
     bit for bit, on every device.
 
+    Args:
+        x, scale, dtype, amax, counts: as for ``fp8_cast_transpose``; x is [M, N].
+
     Returns:
         Cast [M, N], transposed [N, M], ``1 / scale`` [1], and the sums [N] of x's dtype. All new.
 
-    Args, Raises: as ``fp8_cast_transpose``.
+    Raises:
+        As ``fp8_cast_transpose``.
 
     Stream and capture: as ``fp8_cast``, with a second launch over 1/128 of the elements, and scratch memory for these.
     """
@@ -191,7 +195,18 @@ def fp8_dequantize(x: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.floa
 
 
 def fp8_dequantize_out(out: Tensor, x: Tensor, scale_inv: Tensor) -> None:
-    """``fp8_dequantize`` into ``out``, [...] of x's shape, contiguous. Mutates ``out``, allocates nothing."""
+    """``fp8_dequantize`` into a given tensor.
+
+    Args:
+        out: [...] of x's shape, contiguous, float32, float16 or bfloat16. Mutated.
+        x: [...] of an FP8 dtype. Not mutated.
+        scale_inv: [] or [1] float32 on x's device.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device is another one.
+
+    Stream and capture: launches one kernel, allocates nothing for an x that is contiguous, does not synchronize.
+    """
     _ops.fp8_dequantize_out(out, x, scale_inv)
 
 

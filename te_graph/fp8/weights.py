@@ -142,8 +142,10 @@ class Fp8Weights(StepWeights):
         self._table.check_places()
 
     def update(self, weights: Iterable[Tensor]) -> None:
-        """Let casts, captured ones too, read other weights [M, N] of the same shapes and dtypes, from now on on this
-        stream.
+        """Let casts, captured ones too, read other weights, from now on on this stream.
+
+        Args:
+            weights: [M, N] each, of the same number, shapes, dtypes and device as those before.
 
         Raises:
             TypeError, ValueError: they are not like those before.

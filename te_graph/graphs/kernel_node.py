@@ -78,6 +78,12 @@ class KernelNode:
     def get(self, argument: str) -> Any:
         """What the next replay passes as ``argument``.
 
+        Args:
+            argument: its name, as of ``set_``.
+
+        Returns:
+            Its value, of the type that ``set_`` takes.
+
         Raises:
             ValueError: no such argument can be set.
             RuntimeError: the graph was reset.

@@ -98,6 +98,9 @@ def _keeps_nodes(graph: torch.cuda.CUDAGraph) -> bool:
 def replay_graph(graph: Graph) -> None:
     """Do what was captured into ``graph``, on the same memory. With ``TE_GRAPH_DISABLE=1``: nothing, said once.
 
+    Args:
+        graph: of ``create_graph()``.
+
     Raises:
         TypeError: ``graph`` is none.
         RuntimeError: nothing was captured into it.

@@ -162,5 +162,9 @@ class StepState:
         return is_new
 
     def forget_(self, caller: Any) -> None:
-        """Take back that ``caller`` has run: its micro-batch failed before it did anything."""
+        """Take back that ``caller`` has run: its micro-batch failed before it did anything.
+
+        Args:
+            caller: as for ``begin_``.
+        """
         self._callers.discard(caller)

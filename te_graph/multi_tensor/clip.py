@@ -97,6 +97,10 @@ def clip_grads_with_norm_(
         foreach: taken for compatibility.
         found_inf: as for ``clip_grad_norm_``. Mutated.
 
+    Raises:
+        ValueError, TypeError: an argument is wrong, or one gradient is met twice.
+        NotImplementedError: as ``clip_grad_norm_``.
+
     Stream and capture: one launch for up to 2000 gradients; no allocation where ``total_norm`` is float32 on the
     gradients' device; no host sync unless it is on the CPU and they are not.
     """

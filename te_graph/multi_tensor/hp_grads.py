@@ -28,9 +28,21 @@ if TYPE_CHECKING:
 def get_global_norm_of_tensors(
     input_tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0, process_groups: Sequence[ProcessGroup] = ()
 ) -> Tensor:
-    """Norm [] of all tensors over all ranks: ``get_total_norm`` under DeepSpeed's name, with its arguments and result.
+    """``get_total_norm`` under DeepSpeed's name.
 
     DeepSpeed returns -1 where the norm is not finite; this returns the norm as it is, on the device, and nothing waits.
+
+    Args:
+        input_tensors: [...] each, over all ranks; as ``tensors`` of ``get_total_norm``. Not mutated.
+        norm_type, process_groups: as for ``get_total_norm``.
+
+    Returns:
+        [] float32, or float64 if there are float64 tensors here. New memory.
+
+    Raises:
+        As ``get_total_norm``.
+
+    Stream and capture: as ``get_total_norm``.
     """
     return get_total_norm(input_tensors, norm_type, process_groups=process_groups)
 

@@ -128,13 +128,35 @@ def total_norm(
 
 
 def new_sum_squares(device: torch.device | str) -> Tensor:
-    """A partial of p = 2 of nothing, [72] int64, for ``update_hp_grads(sum_squares=)``; ``zero_()`` resets it."""
+    """The sum of the squares of nothing, for ``update_hp_grads(sum_squares=)``; ``zero_()`` resets it.
+
+    Args:
+        device: where it lies.
+
+    Returns:
+        [72] int64 zeros, new: a partial norm of p = 2.
+
+    Stream and capture: allocates 576 bytes, one memset.
+    """
     return torch.zeros(_C.NORM_PARTIAL_WORDS, dtype=torch.int64, device=device)
 
 
 def norm_of_sum_squares(sum_squares: Tensor, process_groups: Sequence[ProcessGroup] = ()) -> Tensor:
-    """The 2-norm of everything whose squares ``sum_squares`` [72] int64 has, [] fp32; bit for bit what
-    ``get_total_norm`` finds in the tensors that were written. Not mutated."""
+    """The 2-norm of everything whose squares were added; bit for bit what ``get_total_norm`` finds in that.
+
+    Args:
+        sum_squares: [72] int64 from ``new_sum_squares``. Not mutated.
+        process_groups: as for ``get_total_norm``.
+
+    Returns:
+        [] float32 on the device of ``sum_squares``. New memory.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+
+    Stream and capture: one launch on the current stream, and one all-reduce of 576 bytes for each group; allocates the
+        result, which a replay overwrites; no host sync.
+    """
     check_operands("norm_of_sum_squares", sum_squares=sum_squares)
     reduced = _reduced(sum_squares, _own_groups(process_groups), 2.0)
     return torch.ops.te_graph.multi_tensor_norm_finish(reduced, 2.0)

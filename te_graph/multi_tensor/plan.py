@@ -55,21 +55,40 @@ class MultiTensorPlan:
         self._plan.check(False, False)
 
     def update(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
-        """Take other tensors and sources, [...] each, of the same number, sizes and dtypes.
+        """Take other tensors and sources.
 
         Launches and replays that are on the current stream already work on the old ones, later ones on the new ones.
-        One small launch for each 128 tensors that changed; nothing is waited for.
+
+        Args:
+            tensors, sources: [...] each, as for the constructor, of the same number, sizes and dtypes as those before.
 
         Raises:
             ValueError: a size, dtype or number differs, or as for the constructor.
             RuntimeError: called during a capture, whose replays would set the table back.
+
+        Stream and capture: one small launch for each 128 tensors that changed; nothing is waited for. Not inside a
+            capture.
         """
         if is_captured(self._plan.table.device):
             raise RuntimeError(f"{_NAME}: expected update() outside of captures, between replays")
         self._plan.update(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
 
     def norm(self, p: float = 2.0) -> Tensor:
-        """Norm of all tensors together, [] float32 (float64 with float64 tensors), as ``te_graph.get_total_norm``."""
+        """Norm of all tensors together, as ``te_graph.get_total_norm``.
+
+        Args:
+            p: of the norm; 0, positive or ``inf``.
+
+        Returns:
+            [] float32, float64 with float64 tensors. New memory.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong, or lies in one of the lists.
+            RuntimeError: a tensor of the plan no longer exists where it was.
+
+        Stream and capture: one launch on the current stream; allocates the result, which a replay overwrites; no host
+            sync.
+        """
         self._before_replay()
         return self._plan.norm(as_number(p, "p"))
 
@@ -80,31 +99,84 @@ class MultiTensorPlan:
             total_norm: [] or [1], float32 or float64 on the plan's device.
             max_norm: 0 or positive.
             found_inf: [] or [1] float32; as for ``te_graph.clip_grad_norm_``. Mutated.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong, or lies in one of the lists.
+            RuntimeError: a tensor of the plan no longer exists where it was.
+            NotImplementedError: as for the class.
+
+        Stream and capture: one launch on the current stream, no allocation, no host sync.
         """
         check_operands(_NAME, total_norm=total_norm, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
         self._plan.clip_(total_norm, as_number(max_norm, "max_norm"), found_inf=found_inf)
 
     def clip_norm_(self, max_norm: float, p: float = 2.0, *, found_inf: Tensor | None = None) -> Tensor:
-        """``norm`` and ``clip_``: two launches, one look at the tensors. Returns the norm before clipping, []."""
+        """``norm`` and ``clip_`` with one look at the tensors, which are mutated.
+
+        Args:
+            max_norm: 0 or positive.
+            p: of the norm; 0, positive or ``inf``.
+            found_inf: [] or [1] float32; as for ``te_graph.clip_grad_norm_``. Mutated.
+
+        Returns:
+            The norm before clipping, [], as of ``norm``. New memory.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong, or lies in one of the lists.
+            RuntimeError: a tensor of the plan no longer exists where it was.
+            NotImplementedError: as for the class.
+
+        Stream and capture: two launches on the current stream; allocates the result, which a replay overwrites; no host
+            sync.
+        """
         check_operands(_NAME, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
         return self._plan.clip_norm_(as_number(max_norm, "max_norm"), as_number(p, "p"), found_inf)
 
     def scale_(self, scale: Tensor, *, found_inf: Tensor | None = None) -> None:
-        """Multiply all tensors by ``scale``, [] or [1], float32 or float64; ``found_inf`` is set if a result is not
-        finite. Mutated: the tensors, ``found_inf``."""
+        """Multiply all tensors by one factor: ``x *= scale``, rounded once. Mutated: the tensors.
+
+        Args:
+            scale: [] or [1], float32 or float64 on the plan's device.
+            found_inf: [] or [1] float32, set to 1 if a result is not finite. Mutated.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong, or lies in one of the lists.
+            RuntimeError: a tensor of the plan no longer exists where it was.
+            NotImplementedError: as for the class.
+
+        Stream and capture: one launch on the current stream, no allocation, no host sync.
+        """
         check_operands(_NAME, scale=scale, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
         self._plan.scale_(scale, found_inf)
 
     def zero_(self) -> None:
-        """Set all tensors to zero."""
+        """Set all tensors to zero.
+
+        Raises:
+            RuntimeError, NotImplementedError: as for ``scale_``.
+
+        Stream and capture: one launch on the current stream, no allocation, no host sync.
+        """
         self._before_replay(writes_tensors=True)
         self._plan.zero_()
 
     def copy_(self, *, scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
-        """Write the sources, times ``scale`` ([] or [1]), into the tensors; any dtypes."""
+        """Write the sources into the tensors, of any dtypes: ``x = source * scale``. Mutated: the tensors.
+
+        Args:
+            scale: [] or [1], float32 or float64; 1 if None.
+            found_inf: [] or [1] float32, set to 1 if a result is not finite. Mutated.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong, or lies in one of the lists.
+            RuntimeError: a tensor of the plan no longer exists where it was.
+            NotImplementedError: as for the class.
+
+        Stream and capture: one launch on the current stream, no allocation, no host sync.
+        """
         check_operands(_NAME, scale=scale, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
         self._plan.accumulate_(True, False, scale, None, found_inf, None)
@@ -119,8 +191,23 @@ class MultiTensorPlan:
         found_inf: Tensor | None = None,
         noop: Tensor | None = None,
     ) -> None:
-        """Add the sources into the tensors; arguments as for ``te_graph.update_hp_grads`` (``zero_source`` zeroes the
-        sources, ``scale``, [] or [1], multiplies them)."""
+        """Add the sources into the tensors: ``x += source * scale``. Mutated: the tensors.
+
+        Args:
+            store: overwrite the tensors instead.
+            zero_source: zero the sources. Mutates them.
+            scale: [] or [1], float32 or float64; 1 if None.
+            sum_squares: [72] int64; as for ``te_graph.update_hp_grads``. Mutated.
+            found_inf: [] or [1] float32, set to 1 if a result is not finite. Mutated.
+            noop: [] or [1] float32: where it is not 0, nothing is written.
+
+        Raises:
+            ValueError, TypeError: an argument is wrong, or lies in one of the lists.
+            RuntimeError: a tensor of the plan no longer exists where it was.
+            NotImplementedError: as for the class.
+
+        Stream and capture: one launch on the current stream, no allocation, no host sync.
+        """
         check_operands(_NAME, scale=scale, sum_squares=sum_squares, found_inf=found_inf, noop=noop)
         self._before_replay(writes_tensors=True, writes_sources=zero_source)
         self._plan.accumulate_(store, zero_source, scale, sum_squares, found_inf, noop)

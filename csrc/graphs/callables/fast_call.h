@@ -27,7 +27,7 @@ struct FastCall {
 // `fast` as a Python object.
 pybind11::object to_python(std::unique_ptr<FastCall> fast);
 
-// Notes what torch.nn.Module's calls consist of, before anybody replaces a part.
+// Notes what torch.nn.Module's calls consist of, before a part is replaced.
 void prepare_fast_calls();
 
 // A __call__ for the class `type`, a subclass of torch.nn.Module. Its method forward has to be there as well under the

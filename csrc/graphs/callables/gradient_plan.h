@@ -1,7 +1,18 @@
 // What one backward replay does with the gradient of one parameter. No Torch here.
 #pragma once
 
+#include <cstddef>
+#include <vector>
+
 namespace te_graph::graphs {
+
+// True when one place is set in both of `a` and `b`, of one length.
+inline bool any_common(const std::vector<bool>& a, const std::vector<bool>& b) {
+    for (size_t i = 0; i < a.size(); ++i) {
+        if (a[i] && b[i]) return true;
+    }
+    return false;
+}
 
 // What is known of a parameter when the backward is about to be replayed.
 struct GradientSituation {

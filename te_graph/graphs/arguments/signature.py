@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,12 @@ def _check_leaf(where: str, leaf: Any) -> None:
             f"{where}: expected tensors, nested containers of tensors, or constants, got {type(leaf).__name__}: "
             f"{reason_against(leaf)}"
         )
+
+
+def _with_parameter(name: str, parameters: Sequence[str]) -> str:
+    """``args[1]['a']``, and which of ``parameters`` that belongs to."""
+    number = name[len("args[") :].partition("]")[0] if name.startswith("args[") else ""
+    return f"{name} ({parameters[int(number)]})" if number and int(number) < len(parameters) else name
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,14 @@ class Signature(_Nest):
 
     def is_plain(self, args: tuple) -> bool:
         """True when ``args``, of a flat signature, are the tensors of the call as they stand."""
+        if len(args) != len(self.tensors):
+            return False
         if len(args) == 1:
             return type(args[0]) in _PLAIN
         return all(type(argument) in _PLAIN for argument in args) and len({*map(id, args)}) == len(args)
 
-    def flatten(self, label: str, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-        """The distinct tensors of a call, in order.
+    def flatten(self, label: str, args: tuple, kwargs: dict[str, Any], parameters: Sequence[str] = ()) -> list[Tensor]:
+        """The distinct tensors of a call, in order. ``parameters`` are the names of the first arguments.
 
         Raises:
             ValueError: the call has other arguments than the capture; names the first.
@@ -147,17 +155,19 @@ class Signature(_Nest):
         is_reordered = not shape.matches(self.shape)
         if is_reordered:
             if not shape.matches(self.shape, in_any_order=True):
-                raise ValueError(f"{label}: {self._difference(args, kwargs)}")
+                raise ValueError(f"{label}: {self._difference(args, kwargs, parameters)}")
             leaves = reordered(leaves, shape, self.shape)
         for position, (expected, got, name) in enumerate(zip(self.expected, leaves, self.names, strict=True)):
             if position in self.tensors:
                 if not isinstance(got, Tensor):
-                    raise ValueError(f"{label}: expected {name} to be a tensor as at capture, got {got!r}")
+                    shown = _with_parameter(name, parameters)
+                    raise ValueError(f"{label}: expected {shown} to be a tensor as at capture, got {got!r}")
                 if kind := subclass_of(got):
                     raise ValueError(f"{label}: expected {name} to be a torch.Tensor, got a {kind}")
             elif isinstance(got, Tensor) or not are_same(expected, got):
                 found = "tensor" if isinstance(got, Tensor) else repr(got)
-                raise ValueError(f"{label}: expected {name} to be {expected!r} as at capture, got {found}")
+                shown = _with_parameter(name, parameters)
+                raise ValueError(f"{label}: expected {shown} to be {expected!r} as at capture, got {found}")
         first = _first_of_each([leaves[position] for position in self.tensors])
         if first != self.first:
             self._refuse_identities(label, first)
@@ -181,7 +191,7 @@ class Signature(_Nest):
         got, expected = (", ".join(map(str, some)) for some in keys)
         return f"expected {name} in the order ({expected}) as at capture, got ({got}): code may go by it, keep to one"
 
-    def _difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
+    def _difference(self, args: tuple, kwargs: dict[str, Any], parameters: Sequence[str]) -> str:
         sample_args, sample_kwargs = self.shape.children
         if len(args) != len(sample_args.children):
             return f"expected {len(sample_args.children)} positional arguments as at capture, got {len(args)}"
@@ -195,7 +205,8 @@ class Signature(_Nest):
         pairs += [(f"kwargs[{key!r}]", shape, kwargs[key]) for key, shape in given]
         for name, expected, got in pairs:
             if not flatten(got)[1].matches(expected):
-                return f"expected {name} nested as at capture, got a {type(got).__name__} of another structure"
+                shown = _with_parameter(name, parameters)
+                return f"expected {shown} nested as at capture, got a {type(got).__name__} of another structure"
         return "the arguments are nested in another way than at capture"
 
 
@@ -217,11 +228,11 @@ def containers_kept(label: str, args: tuple, kwargs: dict[str, Any]) -> Iterator
 
 
 @dataclass(frozen=True)
-class ResultSpec(_Nest):
+class ResultNest(_Nest):
     """The nest of a callable's results: tensors, each once, and constants."""
 
     @classmethod
-    def of(cls, label: str, result: Any, kept: Container[int] = ()) -> tuple[ResultSpec, list[Any]]:
+    def of(cls, label: str, result: Any, kept: Container[int] = ()) -> tuple[ResultNest, list[Any]]:
         """The nest of ``result`` and its tensors in order, each once; ``label`` is what messages call its callable.
 
         Objects whose identities are ``kept`` are not looked into and count as tensors.
@@ -233,8 +244,8 @@ class ResultSpec(_Nest):
         for leaf in leaves:
             if id(leaf) not in kept:
                 _check_leaf(f"{label}: result", leaf)
-        spec = cls(shape, *cls._parts(leaves, kept))
-        return spec, spec.distinct(leaves)
+        nest = cls(shape, *cls._parts(leaves, kept))
+        return nest, nest.distinct(leaves)
 
     @property
     def is_tensor(self) -> bool:

@@ -1,18 +1,14 @@
-"""A graphed callable as its user holds it: the module or function that replays, and its handle ``.te_graph``."""
+"""What calls of a graphed callable do, and what its user sees of it: its handle, ``.te_graph``."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import dataclasses
 import functools
 import inspect
 import logging
-import operator
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,56 +16,24 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
-from te_graph.common.opaque import opaque
 from te_graph.common.reasons import ReasonCounts, Told
-from te_graph.common.reporters import register, unregister
-from te_graph.graphs.arguments.signature import Signature
-from te_graph.graphs.capture.entry import CallableEntry, Doubt, Doubtful
-from te_graph.graphs.capture.gradients import main_grad_of
+from te_graph.common.reporters import CaptureFacts, register, unregister
+from te_graph.graphs.callables.refused_captures import RefusedCaptures
+from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.group import CaptureGroup
-from te_graph.graphs.capture.request import check_circumstances, sample_of
-from te_graph.graphs.capture.session import Job, capture_all
-from te_graph.graphs.graphed_class import graphed_class, plain_class, set_class
+from te_graph.graphs.capture.main_grads import main_grad_of
+from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
+from te_graph.graphs.capture.session import capture_all
+from te_graph.graphs.graphed_class import plain_class, set_class
 from te_graph.graphs.guards.sources import plain_call_guard
 from te_graph.graphs.step_state import StepState
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.ReplayMiss.Kind
-_DISCERNIBLE = (Doubt.DISCERNIBLE, _Kind.DISCERNIBLE)
-_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, *_DISCERNIBLE)
-_ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, *Doubt)  # whatever on_mismatch= says
+_OTHER_ARGUMENTS = (_Kind.ARGUMENTS, _Kind.DISCERNIBLE)
+_ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, _Kind.ENTANGLED)  # whatever on_mismatch= says
 _CAPTURING = "inside another capture"
-_MAX_REFUSED = 8  # captures since the last one that succeeded; as many compilations torch.compile tries by default
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """A call whose capture was refused.
-
-    Attributes:
-        message: why it was not replayed.
-        signature: of its arguments.
-        facts: of the tensors among them.
-        reason: why it runs eagerly.
-    """
-
-    message: str
-    signature: Signature
-    facts: list[tuple]
-    reason: str
-
-    def is_of(self, message: str, tensors: list[Tensor], args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with ``tensors`` [...], not replayed for the reason in ``message``, is alike."""
-        if (message, _facts_of(tensors)) != (self.message, self.facts):
-            return False
-        with contextlib.suppress(ValueError):
-            self.signature.flatten("", args, kwargs)
-            return True
-        return False
-
-
-def _facts_of(tensors: list[Tensor]) -> list[tuple]:
-    return [(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in tensors]
+_MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
 
 
 class Handle:
@@ -98,7 +62,7 @@ class Handle:
         self._others: list[CallableEntry] = []
         self.fast_call: Any = None
         self._captures = 0  # that have succeeded, but for the first
-        self._refused: list[_Refused] = []  # since the last of them
+        self._refused = RefusedCaptures()  # since the last of them
         self._past_replays: Counter[str] = Counter()  # of entries that are no more
         self._eager_calls = ReasonCounts()
         self._told = Told()
@@ -130,7 +94,7 @@ class Handle:
     def _call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None) -> Any:
         reason = self._reason_for_eager(root)
         if reason is not None:
-            self._check_main_grads(f"{self.label}: {reason}")
+            self._refuse_for_main_grads(f"{self.label}: {reason}")
         else:
             entry = self._entry
             outputs = entry.replay(root, args, kwargs)
@@ -142,7 +106,7 @@ class Handle:
                     attribute.mark()
                 return entry.result_of(outputs)
         self._eager_calls.add(reason)
-        return self.run_eagerly(root, base)(*args, **kwargs)
+        return self.eager_function(root, base)(*args, **kwargs)
 
     def _reason_for_eager(self, root: Any) -> str | None:
         if self._entry is None:
@@ -158,7 +122,7 @@ class Handle:
         return None
 
     def _replay_otherwise(
-        self, miss: _C.ReplayMiss | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
+        self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """What happens when the entry that was replayed last does not fit: results, or a reason to run eagerly.
 
@@ -174,11 +138,11 @@ class Handle:
                 if type(outputs) is list:
                     return outputs, None
                 miss = outputs
-            elif outputs.kind in _DISCERNIBLE:
+            elif outputs.kind == _Kind.DISCERNIBLE:
                 miss = outputs
         kind, options = miss.kind, self._group.options
         if kind == _Kind.CAPTURING:
-            self._check_main_grads(f"{self.label}: {_CAPTURING}")
+            self._refuse_for_main_grads(f"{self.label}: {_CAPTURING}")
             return [], _CAPTURING
         if kind == _Kind.MODE:
             return [], self._fall_back(miss.message)
@@ -188,19 +152,25 @@ class Handle:
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
         if may_be_eager == "raise" and kind not in _ALWAYS_EAGER:
             if kind == _Kind.ARGUMENTS:
-                raise ValueError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run')
+                raise ValueError(self._with_advice(miss.message, args, kwargs))
             if kind == _Kind.EXHAUSTED:
                 raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
             raise RuntimeError(miss.message)
         return [], self._fall_back(miss.message)
 
-    def _capture_again(
-        self, miss: _C.ReplayMiss | Doubtful, root: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], str | None]:
-        """Capture what is called; where that fails, a reason to run eagerly.
+    def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:
+        """``message`` about the arguments, and what lets such calls run, which an eager call has to be able to."""
+        advice = 'on_mismatch="eager" or "capture" lets such calls run'
+        if not self._entry.form.is_possible(args, kwargs):
+            return message
+        if len(message) <= _MAX_BEFORE_ADVICE:
+            return f"{message}; {advice}"
+        return f"{self.label}: {advice}: {message.removeprefix(f'{self.label}: ')}"
 
-        A capture that is refused costs as much as any, so for calls that are alike it is tried once.
-        """
+    def _capture_again(
+        self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[Tensor], str | None]:
+        """Capture what is called; where that fails, a reason to run eagerly."""
         group, options = self._group, self._group.options
         if self._captures >= options.max_captures:
             return [], self._fall_back(f"{miss.message}; max_captures={options.max_captures} are made")
@@ -209,19 +179,16 @@ class Handle:
             sample = sample_of(self.label, args, kwargs, group.device)
         except Exception as error:  # of the arguments, which costs little
             return [], self._fall_back(f"{miss.message}; capturing again failed: {error}")
-        refused = next((one for one in self._refused if one.is_of(miss.message, sample[1], args, kwargs)), None)
-        if refused is not None:
-            return [], self._fall_back(refused.reason)
-        if len(self._refused) >= _MAX_REFUSED:
-            return [], self._fall_back(
-                f"{self.label}: {_MAX_REFUSED} captures in a row were refused, so that no call is captured any more"
-            )
+        if reason := self._refused.reason_for(miss.message, sample[1], args, kwargs):
+            return [], self._fall_back(reason)
+        if reason := self._refused.reason_against_all():
+            return [], self._fall_back(f"{self.label}: {reason}")
         counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
         try:
             job = Job(self.label, self._target(), sample, kwargs, self._parameters)
             entry = capture_all(group, [job], is_chain=False)[0]
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
-            return [], self._refuse(miss, sample, f"capturing again failed: {error}")
+            return [], self._fall_back(self._refused.add(miss.message, *sample, f"capturing again failed: {error}"))
         finally:
             self._eager_calls = counted
         current = self._entry
@@ -230,10 +197,10 @@ class Handle:
         self._add(entry)
         outputs = entry.replay(root, args, kwargs)
         is_result = type(outputs) is list
-        if miss.kind in _DISCERNIBLE and not is_result and outputs.kind in _ALWAYS_EAGER:
+        if miss.kind == _Kind.DISCERNIBLE and not is_result and outputs.kind in _ALWAYS_EAGER:
             self._retire(entry)  # for other calls of this kind the one that is there is as good
             self._make_current(current)
-            return [], self._refuse(miss, sample, outputs.message)
+            return [], self._fall_back(self._refused.add(miss.message, *sample, outputs.message))
         self._captures += 1
         self._refused.clear()
         _log.info("%s: captured again: %s", self.label, miss.message)
@@ -243,21 +210,14 @@ class Handle:
             return [], self._fall_back(outputs.message)
         raise RuntimeError(outputs.message)
 
-    def _refuse(self, miss: _C.ReplayMiss | Doubtful, sample: tuple[Signature, list[Tensor]], why: str) -> str:
-        """Note that calls like that of ``sample`` are not captured; returns why."""
-        signature, tensors = sample
-        refused = _Refused(miss.message, signature, _facts_of(tensors), f"{miss.message}; {why}")
-        self._refused.append(refused)
-        return self._fall_back(refused.reason)
-
     def _fall_back(self, reason: str) -> str:
         """``reason``, told once, if the eager result is right."""
-        self._check_main_grads(reason)
+        self._refuse_for_main_grads(reason)
         if self._told.is_first(reason):
             _log.warning("%s (runs eagerly)", reason)
         return reason.removeprefix(f"{self.label}: ")
 
-    def _check_main_grads(self, reason: str) -> None:
+    def _refuse_for_main_grads(self, reason: str) -> None:
         """Refuse an eager call whose backward would not add to ``main_grad``. Captures that the call belongs to do."""
         if not torch.is_grad_enabled() or is_capturing_callables():
             return
@@ -292,7 +252,7 @@ class Handle:
                     user.route_through_autograd(parameter)
             state.users.add(self)
 
-    def run_eagerly(self, root: Any, base: type[nn.Module] | None) -> Callable[..., Any]:
+    def eager_function(self, root: Any, base: type[nn.Module] | None) -> Callable[..., Any]:
         """What ``root`` ran before it was graphed."""
         if self.own_forward is not None:
             return self.own_forward
@@ -340,6 +300,9 @@ class Handle:
     def __reduce__(self) -> Any:
         return type(None), ()
 
+    def __repr__(self) -> str:
+        return CaptureFacts(**self.info()).line()
+
     def info(self) -> dict[str, Any]:
         """What was captured and how often it has run.
 
@@ -355,70 +318,20 @@ class Handle:
         def total(fact: str) -> Any:
             return sum(entry.statistics[fact] for entry in entries)
 
-        return {
-            "name": self.label,
-            "backend": entries[0].statistics["backend"] if entries else None,
-            "signatures": len(entries),
-            "slots": entries[0].statistics["slots"] if entries else 0,
-            "graphs": total("graphs"),
-            "nodes": total("nodes"),
-            "clones": total("clones"),
-            "bytes": total("bytes"),
-            "capture_seconds": float(total("capture_seconds")),
-            "recaptures": self._captures,
-            "in_flight": sum(entry.graphed.in_flight for entry in entries),
-            "forward_replays": self._past_replays["forward"] + sum(e.graphed.forward_replays for e in entries),
-            "backward_replays": self._past_replays["backward"] + sum(e.graphed.backward_replays for e in entries),
-            "eager_calls": dict(self._eager_calls),
-        }
-
-
-class FunctionProxy:
-    """A function that replays its graph; ``te_graph`` is its handle."""
-
-    def __init__(self, function: Callable[..., Any], handle: Handle) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self._function = function
-        self.te_graph = handle
-
-    @opaque
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.te_graph.call(self._function, args, kwargs)
-
-    def __copy__(self) -> Callable[..., Any]:
-        return copy.copy(self._function)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return copy.deepcopy(self._function, memo)
-
-    def __reduce__(self) -> Any:
-        """By name, where this object is what the function's name stands for; else as the function itself."""
-        name = getattr(self, "__qualname__", "")
-        with contextlib.suppress(AttributeError, KeyError, TypeError):
-            if operator.attrgetter(name)(sys.modules[self.__module__]) is self:
-                return name
-        return operator.getitem, ((self._function,), 0)
-
-
-def prepare(targets: list[Any]) -> None:
-    """Try on each module of ``targets`` what ``install`` will do, so that it cannot fail once all are captured.
-
-    Raises:
-        TypeError: a module cannot take the class of graphed modules.
-    """
-    for target in targets:
-        if isinstance(target, nn.Module):
-            kind = type(target)
-            set_class(target, graphed_class(kind))
-            set_class(target, kind)
-
-
-def install(target: nn.Module | Callable[..., Any], handle: Handle) -> nn.Module | FunctionProxy:
-    """Make ``target`` replay through ``handle``: a module in place, a function by wrapping it."""
-    if not isinstance(target, nn.Module):
-        return FunctionProxy(target, handle)
-    kind = graphed_class(type(target))
-    handle.own_forward = vars(target).pop("forward", None)
-    vars(target)["te_graph"] = handle
-    set_class(target, kind)
-    return target
+        facts = CaptureFacts(
+            name=self.label,
+            backend=entries[0].statistics["backend"] if entries else None,
+            signatures=len(entries),
+            slots=entries[0].statistics["slots"] if entries else 0,
+            graphs=total("graphs"),
+            nodes=total("nodes"),
+            clones=total("clones"),
+            bytes=total("bytes"),
+            capture_seconds=float(total("capture_seconds")),
+            recaptures=self._captures,
+            in_flight=sum(entry.graphed.in_flight for entry in entries),
+            forward_replays=self._past_replays["forward"] + sum(e.graphed.forward_replays for e in entries),
+            backward_replays=self._past_replays["backward"] + sum(e.graphed.backward_replays for e in entries),
+            eager_calls=dict(self._eager_calls),
+        )
+        return dataclasses.asdict(facts)

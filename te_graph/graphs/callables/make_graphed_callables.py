@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_graph.graphs.callables.handle import Handle, install, prepare
-from te_graph.graphs.capture.call_form import parameters_of
+from te_graph.graphs.callables.handle import Handle
+from te_graph.graphs.callables.install import install, prepare
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.options import Options, chosen_parameters, is_disabled
 from te_graph.graphs.capture.request import Request
-from te_graph.graphs.capture.session import Job, capture_all
+from te_graph.graphs.capture.session import capture_all
 from te_graph.graphs.capture.wrappers import bypass_compiler, without_compiler
 from te_graph.graphs.step_state import StepState
 
@@ -157,8 +157,7 @@ def make_graphed_callables(
     )
     originals = tuple(map(without_compiler, callables)) if isinstance(callables, tuple) else without_compiler(callables)
     request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
-    each = zip(request.labels, request.callables, request.samples, request.kwargs, strict=True)
-    jobs = [Job(label, target, *given, parameters_of(target)) for label, target, *given in each]
+    jobs = request.jobs
     group = CaptureGroup(request.device, options)
     prepare([job.target for job in jobs])
     entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
@@ -173,8 +172,8 @@ def make_graphed_callables(
         raise
     if not request.is_tuple:
         callables = (callables,)
-    for wrapper, original in zip(callables, request.callables, strict=True):
-        if wrapper is not original:
+    for wrapper, job in zip(callables, jobs, strict=True):
+        if wrapper is not job.target:
             bypass_compiler(wrapper)
-    results = tuple(g if o is c else c for c, o, g in zip(callables, request.callables, graphed, strict=True))
+    results = tuple(g if job.target is c else c for c, job, g in zip(callables, jobs, graphed, strict=True))
     return results if request.is_tuple else results[0]

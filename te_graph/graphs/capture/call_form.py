@@ -31,6 +31,9 @@ class CallForm:
     Args:
         parameters: of the callable, from ``parameters_of``.
         signature: of the captured call.
+
+    Attributes:
+        by_position: the names of what it gave by position; none where a ``*`` parameter collects.
     """
 
     def __init__(self, parameters: inspect.Signature | None, signature: Signature) -> None:
@@ -43,7 +46,7 @@ class CallForm:
         self._parameters = parameters
         # What a ``*`` parameter collects has no name: such calls have as many arguments by position as the capture.
         self._has_starred = any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in each.values())
-        self._by_position = () if self._has_starred else tuple(self._named)[: self._count]
+        self.by_position = () if self._has_starred else tuple(self._named)[: self._count]
         # A later call may leave out what was given its default.
         self._defaults = {
             name: self._named[name].default
@@ -66,22 +69,31 @@ class CallForm:
             collected = {name: value for name, value in kwargs.items() if name not in self._named}
         else:
             collected = next((given.pop(n) for n in list(given) if n not in self._named), {})
-        wanted = {*self._by_position, *self._names} & self._named.keys()
+        wanted = {*self.by_position, *self._names} & self._named.keys()
         is_superfluous = {name: _is_default(self._named[name], given[name]) for name in given.keys() - wanted}
         values = {**self._defaults, **{name: given[name] for name in given.keys() & wanted}}
         if not all(is_superfluous.values()) or values.keys() != wanted:
             return args, kwargs
         if collected.keys() != set(self._names) - wanted:
             return args, kwargs
-        by_name = {name: values[name] for name in wanted.difference(self._by_position)}
-        by_position = args if self._has_starred else tuple(values[name] for name in self._by_position)
+        by_name = {name: values[name] for name in wanted.difference(self.by_position)}
+        by_position = args if self._has_starred else tuple(values[name] for name in self.by_position)
         return by_position, self._in_order({**by_name, **collected})
+
+    def is_possible(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """False where the callable does not take such arguments, so that an eager call raises TypeError."""
+        if self._parameters is not None:
+            try:
+                self._parameters.bind(*args, **kwargs)
+            except TypeError:
+                return False
+        return True
 
     def _arguments_of(self, signature: Signature) -> dict[str, Any]:
         """The captured arguments by name, with something of its own in the place of each tensor."""
         leaves = [object() if n in signature.tensors else leaf for n, leaf in enumerate(signature.leaves)]
         args, kwargs = unflatten(leaves, signature.shape)
-        return {**dict(zip(self._by_position, args, strict=False)), **kwargs}
+        return {**dict(zip(self.by_position, args, strict=False)), **kwargs}
 
     def _in_order(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """``kwargs`` in the order of the capture; what a ``**`` parameter collects keeps the order it has."""

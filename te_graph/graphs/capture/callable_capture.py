@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key, version_of
-from te_graph.graphs.arguments.signature import ResultSpec, Signature, containers_kept
+from te_graph.graphs.arguments.signature import ResultNest, Signature, containers_kept
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
 from te_graph.graphs.capture.capture_checks import (
     check_attributes,
@@ -26,10 +26,11 @@ from te_graph.graphs.capture.capture_checks import (
 )
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.first_call import FirstCallWatch
-from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside, main_grad_of
+from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
+from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
@@ -386,7 +387,7 @@ class CallableCapture:
         check_forms(self.label, self.signature.distinct_names, before, given)
         changed = self.changed.results(inputs, given)
         self._copies = [given[number] for number in self.changed.numbers]
-        self.result, tensors = ResultSpec.of(self.label, (result, changed) if changed else result)
+        self.result, tensors = ResultNest.of(self.label, (result, changed) if changed else result)
         check_results(self.label, tensors)
         return tensors
 

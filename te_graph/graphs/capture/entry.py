@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,26 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.graphs.arguments.signature import DiscernibleError, ResultSpec, Signature
+from te_graph.graphs.arguments.signature import DiscernibleError, ResultNest, Signature
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
-from te_graph.graphs.capture.gradients import GradientState
+from te_graph.graphs.capture.main_grads import GradientState
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, Computed, current_values
 
-
-class Doubt(enum.Enum):
-    """Why the results of a replay might be wrong, where an eager call's are right."""
-
-    DISCERNIBLE = enum.auto()  # the arguments are those of the capture, but code could tell them apart
-    ENTANGLED = enum.auto()  # what the call changes in place is part of something else
-
-
-@dataclass(frozen=True)
-class Doubtful:
-    """A replay miss like ``_C.ReplayMiss``."""
-
-    kind: Doubt
-    message: str
+_Kind = _C.ReplayMiss.Kind
 
 
 @dataclass(eq=False)
@@ -55,7 +41,7 @@ class CallableEntry:
     graphed: _C.GraphedCallable
     signature: Signature
     form: CallForm
-    result: ResultSpec
+    result: ResultNest
     leaves: list[weakref.ref[Tensor]]
     states: list[GradientState]
     has_main_grads: bool
@@ -71,7 +57,7 @@ class CallableEntry:
         self.is_flat = self.signature.is_flat and self.changed is None
         self.has_hooked_values = ARGUMENT in self.signature.shape.children[1].keys
 
-    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.ReplayMiss | Doubtful:
+    def replay(self, root: Any, args: tuple, kwargs: dict[str, Any]) -> list | _C.ReplayMiss:
         """The tensors of the results of a replay, or why there was none."""
         if self.is_flat and not kwargs and self.signature.is_plain(args):
             return self.graphed.forward(root, args)
@@ -79,15 +65,15 @@ class CallableEntry:
             args, kwargs = self.form.of(args, kwargs)
             if self.has_hooked_values:
                 kwargs = {**kwargs, ARGUMENT: current_values(root)}
-            tensors = self.signature.flatten(self.label, args, kwargs)
+            tensors = self.signature.flatten(self.label, args, kwargs, self.form.by_position)
         except DiscernibleError as error:
-            return Doubtful(Doubt.DISCERNIBLE, str(error))
+            return _C.ReplayMiss(_Kind.DISCERNIBLE, str(error))
         except ValueError as error:
-            return _C.ReplayMiss(_C.ReplayMiss.Kind.ARGUMENTS, str(error))
+            return _C.ReplayMiss(_Kind.ARGUMENTS, str(error))
         if self.changed is None:
             return self.graphed.forward(root, tensors)
         if obstacle := self.changed.obstacle(tensors):
-            return Doubtful(Doubt.ENTANGLED, f"{self.label}: {obstacle}")
+            return _C.ReplayMiss(_Kind.ENTANGLED, f"{self.label}: {obstacle}")
         outputs = self.graphed.forward(root, tensors)
         if type(outputs) is list:
             self.changed.write(tensors, outputs)

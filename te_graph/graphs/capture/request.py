@@ -13,25 +13,41 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
 from te_graph.graphs.arguments.signature import Signature, subclass_of
+from te_graph.graphs.capture.call_form import parameters_of
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module
+from te_graph.graphs.graphed_class import plain_class
 
 _NAME = "make_graphed_callables"
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be captured: one entry per callable in each tuple.
+class Job:
+    """One callable to be captured.
 
     Attributes:
-        samples: signature and tensors of the sample arguments; None where the predecessor's results are the arguments.
-        kwargs: sample keyword arguments, for those.
+        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
+        parameters: of the callable, from ``parameters_of``.
     """
 
-    callables: tuple[nn.Module | Callable[..., Any], ...]
-    labels: tuple[str, ...]
-    samples: tuple[tuple[Signature, list[Tensor]] | None, ...]
-    kwargs: tuple[dict[str, Any], ...]
+    label: str
+    target: nn.Module | Callable[..., Any]
+    sample: tuple[Signature, list[Tensor]] | None
+    kwargs: dict[str, Any]
+    parameters: inspect.Signature | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be captured.
+
+    Attributes:
+        jobs: one for each callable.
+        is_tuple: a tuple of callables was given.
+        device: of all tensors.
+    """
+
+    jobs: tuple[Job, ...]
     is_tuple: bool
     device: torch.device
     options: Options
@@ -64,7 +80,8 @@ class Request:
         samples = tuple(given + [None] * (len(each) - len(given)))
         device = _common_device(labels, each, [tensors for _, tensors in given])
         check_circumstances(device)
-        return cls(each, labels, samples, kwargs, is_tuple, device, options)
+        jobs = zip(labels, each, samples, kwargs, map(parameters_of, each), strict=True)
+        return cls(tuple(Job(*job) for job in jobs), is_tuple, device, options)
 
 
 def sample_of(
@@ -99,7 +116,8 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
         hint = ": give a tuple of its modules" if isinstance(target, Iterable) else ""
         raise TypeError(f"{_NAME}: expected {name} to have a forward, got {type(target).__name__}{hint}")
     if getattr(target, "te_graph", None) is not None:
-        raise ValueError(f"{_NAME}: expected {name} not to be graphed yet, got one: call .te_graph.reset() on it first")
+        kind = _kind_of(target)
+        raise ValueError(f"{_NAME}: {name} ({kind}) is graphed already: call .te_graph.reset() on it first")
     if any(target is other for other in earlier):
         raise ValueError(f"{_NAME}: expected each callable once, got {name} again")
     if isinstance(target, nn.Module):
@@ -112,8 +130,8 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
                 raise TypeError(f"{_NAME}: {whose} cannot be captured: {reason}")
             if getattr(module, "te_graph", None) is not None:
                 raise ValueError(
-                    f"{_NAME}: expected modules that are not graphed yet, got {path} of {name}: call .te_graph.reset() "
-                    "on it first"
+                    f"{_NAME}: {path} of {name} ({_kind_of(module)}) is graphed already: call .te_graph.reset() on it "
+                    "first"
                 )
 
 
@@ -135,9 +153,15 @@ def _one_for_each(
     return tuple(each)
 
 
+def _kind_of(target: Any) -> str:
+    """The class that a module has when it is not graphed, or the name of a function."""
+    if isinstance(target, nn.Module):
+        return plain_class(type(target)).__name__
+    return getattr(target, "__name__", type(target).__name__)
+
+
 def _label(target: Any, number: int | None) -> str:
-    kind = type(target).__name__
-    name = kind if isinstance(target, nn.Module) else getattr(target, "__name__", kind)
+    name = _kind_of(target)
     return name if number is None else f"callable {number} ({name})"
 
 

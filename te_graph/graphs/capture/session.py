@@ -4,52 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import itertools
 import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from te_graph import _C
 from te_graph.common.capture_state import capturing, one_at_a_time
-from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
-from te_graph.graphs.capture.gradients import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.graphs.capture.group import CaptureGroup
-from te_graph.graphs.capture.request import sample_of
+from te_graph.graphs.capture.main_grads import check_main_grad, create_main_grad, gradient_state, main_grad_of
+from te_graph.graphs.capture.request import Job, sample_of
 from te_graph.graphs.capture.wrappers import watching_wrappers
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
 from te_graph.graphs.tracing.explanations import explained
 
 _log = logging.getLogger("te_graph")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One callable to be captured.
-
-    Attributes:
-        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
-        parameters: of the callable, from ``parameters_of``.
-    """
-
-    label: str
-    target: nn.Module | Callable[..., Any]
-    sample: tuple[Signature, list[Tensor]] | None
-    kwargs: dict[str, Any]
-    parameters: inspect.Signature | None
 
 
 def capture_all(group: CaptureGroup, jobs: list[Job], is_chain: bool) -> list[CallableEntry]:

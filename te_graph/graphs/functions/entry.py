@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_graph import _C
-from te_graph.graphs.arguments.signature import ResultSpec
+from te_graph.graphs.arguments.signature import ResultNest
 from te_graph.graphs.functions.result_tensors import ResultTensors
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.optimizer_advice import advice_on_change
@@ -53,7 +53,7 @@ class FunctionEntry:
     device: torch.device = field(init=False)
     settings: _C.Settings = field(init=False)
     graph: _C.CapturedGraph | None = None
-    results: ResultSpec | None = None
+    results: ResultNest | None = None
     tensors: ResultTensors = field(default_factory=ResultTensors)
     checks: list[Callable[[], None]] = field(default_factory=list)
     nbytes: int = 0

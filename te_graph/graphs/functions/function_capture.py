@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from te_graph import _C
 from te_graph.common.capture_state import capturing, collecting_checks, one_at_a_time
 from te_graph.common.dispatch import has_lost_history, is_leaf, storage_key
-from te_graph.graphs.arguments.signature import ResultSpec
+from te_graph.graphs.arguments.signature import ResultNest
 from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.capture.session import garbage_collection_off
@@ -219,7 +219,7 @@ class _Attempt:
         )
         kept = {id(source.obj): source for source in sources if _is_itself(source)}
         try:
-            results, found = ResultSpec.of(self._label, self._result, kept)
+            results, found = ResultNest.of(self._label, self._result, kept)
         except TypeError as error:
             raise CaptureError(str(error)) from None
         entry = FunctionEntry(self._label, function_guard.guard, devices, results=results)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 import logging
@@ -18,8 +19,9 @@ import torch
 from te_graph import _C
 from te_graph.common.capture_state import try_to_be_alone
 from te_graph.common.dispatch import function_modes
+from te_graph.common.own_objects import name_of_itself
 from te_graph.common.reasons import ReasonCounts, Told
-from te_graph.common.reporters import register, unregister
+from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
 from te_graph.graphs.functions.entry import FunctionEntry
 from te_graph.graphs.functions.function_capture import capture, run_first
@@ -202,16 +204,15 @@ class GraphedFunction(Inlined):
 
     def __reduce__(self) -> str | tuple:
         """Where a name in a module stands for this object, that name; else the function, and how it was graphed."""
-        name = getattr(self, "__qualname__", "")
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        return name if found is self else (_graphed_as, (self.__wrapped__, self._on_mismatch))
+        return name_of_itself(self) or (_graphed_as, (self.__wrapped__, self._on_mismatch))
 
     def reset(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
         self._captured, self._seen, self._replay_orders = [], [], {}
         unregister(self)
+
+    def __repr__(self) -> str:
+        return CaptureFacts(**self.info()).line()
 
     def info(self) -> dict[str, Any]:
         """What was captured and how often it has run: the keys of ``.te_graph.info()`` of a graphed callable.
@@ -222,22 +223,23 @@ class GraphedFunction(Inlined):
             has changed. A function has no slots, forwards in flight or replays of a backward: they are 0.
         """
         entries = self._captured
-        return {
-            "name": f"graphed {self._label}",
-            "backend": ("cuda" if entries[0].device.type == "cuda" else "recorder") if entries else None,
-            "signatures": len(entries),
-            "slots": 0,
-            "graphs": len(entries),
-            "nodes": sum(entry.nodes for entry in entries),
-            "clones": 0,
-            "bytes": sum(entry.nbytes for entry in entries),
-            "capture_seconds": float(sum(entry.seconds for entry in entries)),
-            "recaptures": max(0, self._captures - len(entries)),
-            "in_flight": 0,
-            "forward_replays": self._replays,
-            "backward_replays": 0,
-            "eager_calls": dict(self._eager_calls),
-        }
+        facts = CaptureFacts(
+            name=f"graphed {self._label}",
+            backend=("cuda" if entries[0].device.type == "cuda" else "recorder") if entries else None,
+            signatures=len(entries),
+            slots=0,
+            graphs=len(entries),
+            nodes=sum(entry.nodes for entry in entries),
+            clones=0,
+            bytes=sum(entry.nbytes for entry in entries),
+            capture_seconds=float(sum(entry.seconds for entry in entries)),
+            recaptures=max(0, self._captures - len(entries)),
+            in_flight=0,
+            forward_replays=self._replays,
+            backward_replays=0,
+            eager_calls=dict(self._eager_calls),
+        )
+        return dataclasses.asdict(facts)
 
     def release(self) -> None:
         """``reset()``, by its old name."""

@@ -1,6 +1,6 @@
 """Sees what a region does to tensors on the host, without a function mode.
 
-While a function mode is on, ``torch.overrides.has_torch_function`` says yes to everybody. Code that asks, such as the
+While a function mode is on, ``torch.overrides.has_torch_function`` is true for all. Code that asks, such as the
 fast path of ``torch.nn.TransformerEncoderLayer``, would take another branch in a capture than in eager execution. So
 the methods of ``torch.Tensor`` are patched for as long as a capture is under way.
 """

@@ -185,9 +185,16 @@ class Recorder:
         return list(self._ops)
 
     def calls(self, name: str) -> list[RecordedCall]:
-        """The calls that a replay makes of one operator and overload, such as ``aten.addmm.default``, in order.
+        """The calls that a replay makes of one operator, in order.
 
-        Raises RuntimeError when nothing is recorded.
+        Args:
+            name: of the operator and overload, such as ``aten.addmm.default``.
+
+        Returns:
+            One ``RecordedCall`` for each.
+
+        Raises:
+            RuntimeError: nothing is recorded.
         """
         if not self._captured:
             raise RuntimeError("Recorder.calls: expected a recording, got an empty recorder")

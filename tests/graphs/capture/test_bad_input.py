@@ -161,9 +161,11 @@ def test_what_is_graphed_already_is_refused_and_stays_graphed(device, model):
     make_graphed_callables(model, (batch(device),))
     function = make_graphed_callables(torch.sin, (batch(device),))
     before = snapshot(model)
-    for target in (model, function):
-        with pytest.raises(ValueError, match=r"expected callables not to be graphed yet.*\.te_graph\.reset\(\)"):
+    for target, name in ((model, "Sequential"), (function, "sin")):
+        with pytest.raises(ValueError, match=rf"callables \({name}\) is graphed already.*\.te_graph\.reset\(\)"):
             make_graphed_callables(target, (batch(device),))
+    with pytest.raises(ValueError, match=r"callables\[1\] \(Sequential\) is graphed already"):
+        make_graphed_callables((torch.cos, model), ((batch(device),),) * 2)
     assert_bitwise_equal(snapshot(model)["modules"], before["modules"])
     run(model, batch(device))
     run(function, batch(device))
@@ -321,14 +323,14 @@ def two(x: Tensor, y: Tensor, how: Any = None) -> Tensor:  # [3, 4], [3, 4] -> [
 @pytest.mark.parametrize(
     ("replace", "words"),
     [
-        ({0: 3.0}, r"expected args\[0\] to be a tensor as at capture, got 3\.0"),
-        ({1: object()}, r"expected args\[1\] to be a tensor as at capture, got <object"),
-        ({1: np.ones((3, 4))}, r"expected args\[1\] to be a tensor as at capture, got array"),
-        ({1: [1, 2]}, r"expected args\[1\] nested as at capture, got a list of another structure"),
-        ({2: "mean"}, r"expected args\[2\] to be 'sum' as at capture, got 'mean'"),
-        ({2: torch.ones(1)}, r"expected args\[2\] to be 'sum' as at capture, got tensor"),
+        ({0: 3.0}, r"expected args\[0\] \(x\) to be a tensor as at capture, got 3\.0"),
+        ({1: object()}, r"expected args\[1\] \(y\) to be a tensor as at capture, got <object"),
+        ({1: np.ones((3, 4))}, r"expected args\[1\] \(y\) to be a tensor as at capture, got array"),
+        ({1: [1, 2]}, r"expected args\[1\] \(y\) nested as at capture, got a list of another structure"),
+        ({2: "mean"}, r"expected args\[2\] \(how\) to be 'sum' as at capture, got 'mean'"),
+        ({2: torch.ones(1)}, r"expected args\[2\] \(how\) to be 'sum' as at capture, got tensor"),
         ({0: torch.ones(3, 4).to_sparse()}, r"expected args\[0\] of layout Strided, got Sparse"),
-        ({0: "sum", 2: torch.ones(3, 4)}, r"expected args\[0\] to be a tensor as at capture, got 'sum'"),
+        ({0: "sum", 2: torch.ones(3, 4)}, r"expected args\[0\] \(x\) to be a tensor as at capture, got 'sum'"),
     ],
     ids=["number", "object", "array", "list", "constant", "tensor for constant", "sparse", "swapped"],
 )
@@ -349,6 +351,23 @@ def test_a_call_with_another_number_of_tensors_is_refused(device, count):
     with pytest.raises(ValueError, match=rf"mul: expected 2 .*got {count}"):
         graphed(*(batch(device) for _ in range(count)))
     assert graphed.te_graph.info()["forward_replays"] == 0
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_call_of_a_module_that_eager_execution_refuses_too_gets_no_advice(device, model, count):
+    make_graphed_callables(model, (batch(device),))
+    with pytest.raises(ValueError, match=rf"Sequential: expected 1 positional arguments as at capture, got {count}$"):
+        model(*(batch(device) for _ in range(count)))
+
+
+def test_advice_comes_first_where_an_argument_shows_much_of_itself(device):
+    good = [batch(device, requires_grad=False), batch(device, requires_grad=False), "sum"]
+    graphed = make_graphed_callables(two, tuple(good))
+    advice = 'on_mismatch="eager" or "capture" lets such calls run'
+    with pytest.raises(ValueError, match=rf"^two: {advice}: expected args\[2\] \(how\) to be 'sum' as at capture, got"):
+        graphed(*good[:2], list(range(300)).__repr__())
+    with pytest.raises(ValueError, match=rf"^two: expected args\[2\] \(how\) .*; {advice}$"):
+        graphed(*good[:2], "mean")
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors")

@@ -88,7 +88,7 @@ def test_another_value_than_the_default_is_still_another_signature(device):
     make_graphed_callables(model, (batch(device), 2.0))
     with pytest.raises(ValueError, match="expected 2 positional arguments as at capture, got 1"):
         model(batch(device))
-    with pytest.raises(ValueError, match=r"expected args\[1\] to be 2.0 as at capture, got 1.0"):
+    with pytest.raises(ValueError, match=r"expected args\[1\] \(scale\) to be 2.0 as at capture, got 1.0"):
         model(batch(device), scale=1.0)
 
 
@@ -215,7 +215,7 @@ def test_another_order_does_not_hide_another_value(device):
         return x * how["a"] + how["b"]
 
     graphed = make_graphed_callables(scaled, (batch(device), {"a": 1.0, "b": 2.0}))
-    with pytest.raises(ValueError, match=r"expected args\[1\]\['a'\] to be 1.0 as at capture, got 2.0"):
+    with pytest.raises(ValueError, match=r"expected args\[1\]\['a'\] \(how\) to be 1.0 as at capture, got 2.0"):
         graphed(batch(device), {"b": 2.0, "a": 2.0})
 
 

@@ -91,6 +91,7 @@ def test_one_line_for_each_callable_in_order_of_capture_says_what_its_dictionary
     run(pair[1], batch(device))
     for line, call in zip(lines(), graphed, strict=True):
         assert_line_tells(line, call.te_graph.info())
+        assert repr(call.te_graph) == line
     told = lines()
     assert told[0].startswith("Sequential: 100% of 4 calls replayed, 2 signatures, 8 graphs, ")
     assert told[0].endswith(", captured again 1 time")

@@ -191,20 +191,22 @@ def test_containers_as_arguments_and_results(device, make):
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_another_constant_in_a_container_is_refused(device, make):
     graphed = make_graphed_callables(lambda given: parts(given)[1] * 2, (make(batch(device), {"n": 3}),))
-    with pytest.raises(ValueError, match=r"expected args\[0\].*\['n'\] to be 3 as at capture, got 4"):
+    with pytest.raises(ValueError, match=r"expected args\[0\].*\['n'\] \(given\) to be 3 as at capture, got 4"):
         graphed(make(batch(device), {"n": 4}))
 
 
 def test_messages_name_the_field(device):
     graphed = make_graphed_callables(lambda given: given.x * 2, (Plain(batch(device), more={"a": [1]}),))
-    with pytest.raises(ValueError, match=r"expected args\[0\]\.more\['a'\]\[0\] to be 1 as at capture, got 2"):
+    words = r"expected args\[0\]\.more\['a'\]\[0\] \(given\) to be 1 as at capture, got 2"
+    with pytest.raises(ValueError, match=words):
         graphed(Plain(batch(device), more={"a": [2]}))
     changed = Plain(batch(device), more={"a": [1]})
     changed.counted = 7
-    with pytest.raises(ValueError, match=r"expected args\[0\]\.counted to be 0 as at capture, got 7"):
+    with pytest.raises(ValueError, match=r"expected args\[0\]\.counted \(given\) to be 0 as at capture, got 7"):
         graphed(changed)
     changed.extra = 1
-    with pytest.raises(ValueError, match=r"expected args\[0\] nested as at capture, got a Plain of another structure"):
+    words = r"expected args\[0\] \(given\) nested as at capture, got a Plain of another structure"
+    with pytest.raises(ValueError, match=words):
         graphed(changed)
 
 

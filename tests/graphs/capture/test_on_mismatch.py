@@ -150,7 +150,7 @@ MISMATCHES = {
         other=lambda device: ((batch(device), shift(device)), {}),
     ),
     "other nesting": Mismatch(
-        r"expected args\[0\] nested as at capture, got a list",
+        r"expected args\[0\]( \(x\))? nested as at capture, got a list",
         sample=lambda device: (((batch(device), batch(device)),), {}),
         other=lambda device: (([batch(device), batch(device)],), {}),
     ),

@@ -332,6 +332,7 @@ def test_info_tells_of_a_graphed_function_from_its_first_call_to_its_release(dev
     norm(grads), norm(grads)
     (line,) = (line for line in info().splitlines() if line not in lines)
     assert line.startswith("graphed norm_of: 67% of 3 calls replayed, 1 signature, 1 graph, ")
+    assert repr(norm) == line
     assert f"{norm.info()['nodes']} nodes" in line and norm.info()["nodes"] > 1
     assert line.endswith("eager: 1 x not captured yet")
     norm.reset()

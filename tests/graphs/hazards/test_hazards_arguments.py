@@ -150,17 +150,17 @@ def test_is_first_microbatch_without_a_step_state_says_what_takes_it(device):
 def test_none_where_the_capture_had_a_tensor_is_refused_and_the_reverse(device):
     x, mask = batch(device, requires_grad=False), batch(device, requires_grad=False)
     graphed = make_graphed_callables(masked, (x, mask))
-    with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be a tensor as at capture, got None"):
+    with pytest.raises(ValueError, match=r"masked: expected args\[1\] \(mask\) to be a tensor as at capture, got None"):
         graphed(x, None)
     graphed = make_graphed_callables(masked, (x, None))
-    with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be None as at capture, got tensor"):
+    with pytest.raises(ValueError, match=r"masked: expected args\[1\] \(mask\) to be None as at capture, got tensor"):
         graphed(x, mask)
 
 
 def test_a_tensor_and_none_that_have_changed_places_are_refused(device):
     x, mask = batch(device, requires_grad=False), batch(device, requires_grad=False)
     graphed = make_graphed_callables(masked, (x, mask, None))
-    with pytest.raises(ValueError, match=r"masked: expected args\[1\] to be a tensor as at capture, got None"):
+    with pytest.raises(ValueError, match=r"masked: expected args\[1\] \(mask\) to be a tensor as at capture, got None"):
         graphed(x, None, mask)
     graphed = make_graphed_callables(masked, (x,), sample_kwargs={"mask": mask, "bias": None})
     with pytest.raises(ValueError, match=r"masked: expected kwargs\['mask'\] to be a tensor as at capture"):
@@ -204,7 +204,7 @@ def test_a_constant_argument_with_another_value_is_refused_not_ignored(device, c
 )
 def test_a_nest_of_another_structure_is_refused(device, captured, called):
     graphed = make_graphed_callables(lambda x, how: x * 2, (batch(device), captured))
-    with pytest.raises(ValueError, match=r"expected args\[1\] nested as at capture"):
+    with pytest.raises(ValueError, match=r"expected args\[1\] \(how\) nested as at capture"):
         graphed(batch(device), called)
 
 

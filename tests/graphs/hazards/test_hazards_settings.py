@@ -278,7 +278,8 @@ def test_the_cache_of_autocast_is_part_of_the_capture_where_code_asks_for_it(dev
                 assert_bitwise_equal(one(x), layer(x))
     assert [one.te_graph.info()["forward_replays"] for one in graphed] == [2, 4]
     assert [*graphed[0].te_graph.info()["eager_calls"]] == [
-        "the cache of autocast changed since capture; call .te_graph.reset() on it and capture again"
+        "the cache of autocast changed since capture; call .te_graph.reset() on the callable, "
+        'or capture with on_mismatch="capture"'
     ]
 
 

@@ -1,0 +1,57 @@
+#include "graphs/callables/callable.h"
+
+namespace te_graph::graphs {
+
+GraphedCallable::GraphedCallable(std::string name, at::Device device, std::shared_ptr<ReplayOrder> replay_order,
+                                 std::shared_ptr<CallableGuard> guard, std::vector<InputSpec> inputs,
+                                 std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
+                                 std::vector<int> differentiable, std::vector<bool> saved_outputs,
+                                 std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
+                                 const std::shared_ptr<GraphedCallable>& predecessor,
+                                 std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache)
+    : name_(std::move(name)),
+      device_(device),
+      replay_order_(std::move(replay_order)),
+      guard_(std::move(guard)),
+      backward_guard_(std::move(backward_guard)),
+      settings_(device.type(), /*with_modes=*/false, compares_autocast_cache),
+      inputs_(std::move(inputs)),
+      parameters_(std::move(parameters)),
+      differentiable_(std::move(differentiable)),
+      saved_outputs_(std::move(saved_outputs)),
+      inner_outputs_(std::move(inner_outputs)),
+      results_(std::move(results)),
+      predecessor_(predecessor ? predecessor->pool_ : nullptr),
+      pool_(std::make_shared<SlotPool>(predecessor_)),
+      position_(predecessor ? predecessor->position_ + 1 : 0),
+      lent_(predecessor ? predecessor->lent_ : std::vector<std::shared_ptr<LentStorages>>()),
+      buffers_(parameters_.size()) {
+    for (size_t i = 0; i < externals.size(); ++i) {
+        if (externals[i].saved) saved_.push_back(i);
+        if (externals[i].written) written_.push_back(i);
+    }
+}
+
+void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
+    if (lent_.size() == slots_.size()) lent_.push_back(std::make_shared<LentStorages>());
+    slot->lent_outputs = lent_[slots_.size()];
+    slots_.push_back(std::move(slot));
+    pool_->add();
+}
+
+std::vector<std::shared_ptr<CapturedGraph>> GraphedCallable::graphs() const {
+    std::vector<std::shared_ptr<CapturedGraph>> graphs;
+    for (const auto& slot : slots_) {
+        graphs.push_back(slot->forward);
+        if (slot->backward) graphs.push_back(slot->backward);
+    }
+    return graphs;
+}
+
+ReplayMiss GraphedCallable::changed(const std::string& change) const {
+    return {ReplayMiss::Kind::kCircumstances,
+            name_ + ": " + change +
+                " since capture; call .te_graph.reset() on the callable, or capture with on_mismatch=\"capture\""};
+}
+
+}  // namespace te_graph::graphs

@@ -1,0 +1,257 @@
+// What becomes of the gradient of each parameter in a backward, and what the table says of it.
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "graphs/callables/callable.h"
+#include "graphs/callables/replay_node.h"
+#include "graphs/hooks.h"
+
+namespace te_graph::graphs {
+
+using multi_tensor::Mode;
+
+namespace {
+
+// True when `grad` can be written as a flat run of elements in the order of `source`'s. Complex numbers are added by
+// torch, which multiplies by a complex 1 on the way: that turns -0 into 0, and infinities into NaN.
+bool fits(const at::Tensor& grad, const at::Tensor& source, at::ScalarType dtype) {
+    return !c10::isComplexType(dtype) && grad.layout() == at::kStrided && grad.scalar_type() == dtype &&
+           grad.device() == source.device() && grad.sizes() == source.sizes() && grad.strides() == source.strides() &&
+           !grad.is_conj() && !grad.is_neg();
+}
+
+// The bytes that a dense tensor occupies, as [begin, end).
+std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
+    const auto* const begin = static_cast<const char*>(tensor.const_data_ptr());
+    return {begin, begin + tensor.nbytes()};
+}
+
+// A tensor over the memory of `buffer` if nothing else refers to that, else over new memory, like `source`. Always a
+// tensor of its own: what the user has set on an earlier one (attributes, hooks, flags) went with that.
+at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
+    const bool is_ours = buffer.defined() && !is_shared(*buffer.storage().unsafeGetStorageImpl());
+    if (!is_ours || buffer.storage().nbytes() < source.nbytes()) {
+        return at::empty_strided(source.sizes(), source.strides(), source.options());
+    }
+    return at::Tensor(buffer.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
+                                                                            /*allow_tensor_metadata_change=*/true));
+}
+
+using ExecInfo = torch::autograd::GraphTask::ExecInfo;
+
+bool has_shared_inputs(const PendingBackward& pending) {
+    return std::any_of(pending.input_edges.begin(), pending.input_edges.end(),
+                       [](const InputEdge& edge) { return edge.is_shared; });
+}
+
+// What the engine was asked for about the leaf; null: nothing.
+const ExecInfo* request_for(const std::unordered_map<torch::autograd::Node*, ExecInfo>& exec_info,
+                            const at::Tensor& leaf) {
+    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);
+    const auto found = accumulator ? exec_info.find(accumulator.get()) : exec_info.end();
+    return found != exec_info.end() ? &found->second : nullptr;
+}
+
+// True when backward(inputs=...) names a leaf to which no edge leads. The engine then asks for a node of its own in the
+// leaf's place, so which one it is cannot be known.
+bool asks_for_leaf_without_edge(const std::unordered_map<torch::autograd::Node*, ExecInfo>& exec_info) {
+    return std::any_of(exec_info.begin(), exec_info.end(), [](const auto& entry) {
+        const auto& [node, request] = entry;
+        return request.needed_ && !request.captures_ && node->num_outputs() == 0 &&
+               dynamic_cast<const torch::autograd::Identity*>(node) != nullptr;
+    });
+}
+
+}  // namespace
+
+// Decides what happens to each parameter's gradient, and tells the table.
+void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got) {
+    const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+    if (exec_info && exec_info->empty()) exec_info = nullptr;
+    const bool asks_without_edge = exec_info && asks_for_leaf_without_edge(*exec_info);
+    const bool got_all = std::find(got.begin(), got.end(), false) == got.end();
+    Slot& slot = slot_of(pending);
+    pending.owes_gradients = false;
+    const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
+    slot.last_plan.happens = got_all && !exec_info && repeats_last(pending);
+    if (slot.last_plan.happens) return;
+    slot.updates.resize(parameters_.size());
+    auto edge = pending.autograd_parameters.begin();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const ParameterSpec& spec = parameters_[i];
+        const bool has_edge = edge != pending.autograd_parameters.end() && *edge == static_cast<int>(i);
+        edge += has_edge;
+        const at::Tensor& source = slot.parameter_grads[i];
+        const at::Tensor& parameter = (*pending.externals)[spec.tensor];
+        const at::Tensor& grad = parameter.grad();
+        const ExecInfo* const request = exec_info ? request_for(*exec_info, parameter) : nullptr;
+        TORCH_CHECK(has_edge || !request || !request->captures_, name_,
+                    ": torch.autograd.grad is asked for the gradient of ", guard_->tensor_name(spec.tensor),
+                    ", which the backward accumulates itself: capture with it in autograd_params=");
+        const bool inputs_only = exec_info && !(request && request->needed_);
+        pending.owes_gradients |= inputs_only && is_kept && !has_edge && parameter.requires_grad();
+        const bool is_reached = got_all || any_common(spec.depends_on, got);
+        TORCH_CHECK(!(asks_without_edge && inputs_only && is_reached) || has_edge || !parameter.requires_grad(), name_,
+                    ": backward(inputs=...) is asked for a leaf that autograd does not lead to, such as ",
+                    guard_->tensor_name(spec.tensor),
+                    ", which the backward accumulates itself: capture with it in autograd_params=, and leave out what "
+                    "the loss does not depend on");
+        const auto action = plan_gradient({.reached = is_reached,
+                                           .inputs_only = inputs_only,
+                                           .through_autograd = has_edge,
+                                           .hooked_since = !has_edge && has_gradient_hooks(parameter),
+                                           .frozen_since = !parameter.requires_grad(),
+                                           .has_main_grad = spec.main_grad >= 0,
+                                           .main_grad_fits = spec.main_grad_fits,
+                                           .overwrite_main_grad = spec.flag && spec.flag->overwrite,
+                                           .has_grad = grad.defined(),
+                                           .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
+        TORCH_CHECK(action != GradientAction::kCallHooks || ReplayNode::count_gradients_of(parameter) < 2, name_,
+                    ": a hook was put on ", guard_->tensor_name(spec.tensor),
+                    " since the forward, and several gradients of it meet in this backward, those of other calls or "
+                    "of a use outside the callable: eager execution runs the hook once, on their sum, which is known "
+                    "here only if the hook is there before the forward");
+        slot.updates[i].action = action;
+        const bool is_accumulated = action == GradientAction::kStoreNew || action == GradientAction::kAddInPlace ||
+                                    action == GradientAction::kAddEagerly;
+        if (is_accumulated && is_in_autograd_graph(parameter)) note_use_outside(i);
+        if (action == GradientAction::kStoreNew) slot.updates[i].fresh = fresh_grad(buffers_[i], source);
+        if (action == GradientAction::kStoreMainGrad || action == GradientAction::kStoreMainGradEagerly) {
+            spec.flag->overwrite = false;
+        }
+    }
+    if (!slot.table->says([&](size_t i) { return order_of(pending, i); })) {
+        separate_overlapping(pending);
+        for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, order_of(pending, i));
+        slot.table->upload();
+    }
+    note_for_repetition(pending);
+}
+
+// Eager code has used the parameter since the forward: there was no edge, so this gradient is added by itself.
+void GraphedCallable::note_use_outside(size_t parameter) {
+    ParameterSpec& spec = parameters_[parameter];
+    if (spec.through_autograd) return;
+    spec.through_autograd = true;
+    TORCH_WARN(
+        name_, ": ", guard_->tensor_name(spec.tensor),
+        " is used outside the callable as well, since its forward; this backward adds both gradients one after the "
+        "other, later ones add their sum as eager execution does. Pass it in autograd_params= to have that from "
+        "the start");
+}
+
+// True when all gradients are to be added to the very tensors that the last backward of the slot added to. `.grad` may
+// have been replaced, or its memory: nothing tells but to look.
+bool GraphedCallable::repeats_last(const PendingBackward& pending) const {
+    const LastPlan& last = slot_of(pending).last_plan;
+    if (!last.is_possible || !pending.autograd_parameters.empty() || has_shared_inputs(pending)) return false;
+    const FoundTensors& externals = *pending.externals;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const ParameterSpec& spec = parameters_[i];
+        if (spec.main_grad >= 0 && spec.flag->overwrite) return false;
+        const torch::autograd::AutogradMeta* const meta = meta_of(externals[spec.tensor]);
+        if (!meta || !meta->requires_grad_ || has_gradient_hooks(*meta)) return false;
+        if (spec.main_grad < 0 && !meta->grad_accumulator_.expired()) return false;
+        const at::Tensor& tensor = spec.main_grad >= 0 ? main_grad_of(pending, i) : meta->grad_;
+        const auto& [impl, facts] = last.destinations[i];
+        if (tensor.unsafeGetTensorImpl() != impl || !facts.match(tensor)) return false;
+    }
+    return true;
+}
+
+void GraphedCallable::note_for_repetition(const PendingBackward& pending) {
+    Slot& slot = slot_of(pending);
+    LastPlan& last_plan = slot.last_plan;
+    last_plan.destinations.clear();
+    const auto adds = [](const ParameterUpdate& update) {
+        return update.action == GradientAction::kAddInPlace || update.action == GradientAction::kAddMainGrad;
+    };
+    last_plan.is_possible = !has_shared_inputs(pending) && std::all_of(slot.updates.begin(), slot.updates.end(), adds);
+    for (size_t i = 0; last_plan.is_possible && i < parameters_.size(); ++i) {
+        const at::Tensor& tensor = destination(pending, i);
+        last_plan.destinations.emplace_back(tensor.unsafeGetTensorImpl(), TensorFacts(tensor));
+    }
+}
+
+// What the table shall say for a parameter.
+GradientTable::EntryWrite GraphedCallable::entry_of(const PendingBackward& pending, size_t parameter) const {
+    const at::Tensor& tensor = destination(pending, parameter);
+    if (!tensor.defined()) return {Mode::kSkip, nullptr};
+    const GradientAction action = slot_of(pending).updates[parameter].action;
+    const bool stores = action == GradientAction::kStoreNew || action == GradientAction::kStoreMainGrad;
+    return {stores ? Mode::kStore : Mode::kAdd, tensor.mutable_data_ptr()};
+}
+
+// What the table shall say in any of its entries. The uses of a shared input go to autograd one by one.
+GradientTable::EntryWrite GraphedCallable::order_of(const PendingBackward& pending, size_t entry) const {
+    if (entry < parameters_.size()) return entry_of(pending, entry);
+    const Slot& slot = slot_of(pending);
+    const int input = slot.summed_inputs[entry - parameters_.size()];
+    const bool is_shared =
+        std::any_of(pending.input_edges.begin(), pending.input_edges.end(),
+                    [input](const InputEdge& edge) { return edge.is_shared && edge.input == input; });
+    if (input < 0 || is_shared) return {Mode::kSkip, nullptr};
+    return {Mode::kAdd, slot.grad_inputs.tensors()[input].mutable_data_ptr()};
+}
+
+// What the table writes for a parameter, or an undefined tensor.
+const at::Tensor& GraphedCallable::destination(const PendingBackward& pending, size_t parameter) const {
+    static const at::Tensor none;
+    const ParameterUpdate& update = slot_of(pending).updates[parameter];
+    switch (update.action) {
+        case GradientAction::kStoreNew:
+            return update.fresh;
+        case GradientAction::kAddInPlace:
+            return (*pending.externals)[parameters_[parameter].tensor].grad();
+        case GradientAction::kStoreMainGrad:
+        case GradientAction::kAddMainGrad:
+            return main_grad_of(pending, parameter);
+        case GradientAction::kNothing:
+        case GradientAction::kReturn:
+        case GradientAction::kCallHooks:
+        case GradientAction::kAddEagerly:
+        case GradientAction::kStoreMainGradEagerly:
+        case GradientAction::kAddMainGradEagerly:
+            break;
+    }
+    return none;
+}
+
+const at::Tensor& GraphedCallable::main_grad_of(const PendingBackward& pending, size_t parameter) const {
+    return (*pending.externals)[parameters_[parameter].main_grad];
+}
+
+// One launch may not write the same memory twice. Gradients that the user has put into common memory are added one
+// after the other; gradients that we allocated cannot be.
+void GraphedCallable::separate_overlapping(const PendingBackward& pending) const {
+    std::vector<ParameterUpdate>& updates = slot_of(pending).updates;
+    bool has_foreign = false;
+    std::vector<size_t> written;
+    for (size_t i = 0; i < updates.size(); ++i) {
+        const at::Tensor& tensor = destination(pending, i);
+        if (!tensor.defined()) continue;
+        written.push_back(i);
+        has_foreign |= updates[i].action != GradientAction::kStoreNew &&
+                       !(buffers_[i].defined() && buffers_[i].is_alias_of(tensor));
+    }
+    if (!has_foreign) return;
+    const auto before = [&](size_t a, size_t b) {
+        return extent(destination(pending, a)) < extent(destination(pending, b));
+    };
+    std::sort(written.begin(), written.end(), before);
+    const char* end = nullptr;
+    for (const size_t i : written) {
+        const auto [from, to] = extent(destination(pending, i));
+        if (from < end && updates[i].action == GradientAction::kAddInPlace) {
+            updates[i].action = GradientAction::kAddEagerly;
+        } else {
+            end = std::max(end, to);
+        }
+    }
+}
+
+}  // namespace te_graph::graphs

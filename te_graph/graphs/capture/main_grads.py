@@ -1,0 +1,92 @@
+"""What accumulates the gradient of a parameter, across the graphed callables that use it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from te_graph import _C
+from te_graph.multi_tensor.tensor_lists import as_sequence, check_members
+
+
+class GradientState:
+    """What graphed callables share about one parameter.
+
+    Attributes:
+        users: the handles of the callables that compute a gradient for it.
+        flag: tells the next backward to overwrite ``main_grad``.
+    """
+
+    def __init__(self) -> None:
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.flag = _C.StoreFlag()
+
+
+# Belongs to the parameters, and would be an attribute of theirs if attributes were not saved with them by torch.save.
+_states = WeakTensorKeyDictionary()
+
+
+def gradient_state(parameter: Tensor) -> GradientState:
+    """The state of ``parameter`` [...], made at first use."""
+    if parameter not in _states:
+        _states[parameter] = GradientState()
+    return _states[parameter]
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """The ``main_grad`` of ``parameter`` [...], or None."""
+    return getattr(parameter, "main_grad", None)
+
+
+def reset_main_grads(parameters: Tensor | Iterable[Tensor]) -> None:
+    """Let the next graphed backward overwrite each parameter's ``main_grad`` instead of adding to it.
+
+    Takes the place of ``main_grad.zero_()`` between optimizer steps, without a memset: until that backward has run,
+    ``main_grad`` keeps its old values, and it keeps them if no backward reaches the parameter.
+
+    Args:
+        parameters: a parameter or several [...], each with a ``main_grad``.
+
+    Raises:
+        ValueError: a parameter has no ``main_grad``.
+        TypeError: what is no tensor.
+
+    Stream and capture: launches nothing.
+    """
+    chosen = as_sequence(parameters, "parameters")
+    check_members("reset_main_grads", "parameters", chosen)
+    for position, parameter in enumerate(chosen):
+        if main_grad_of(parameter) is None:
+            raise ValueError(
+                f"reset_main_grads: expected parameters with a main_grad, got number {position} of shape "
+                f"{list(parameter.shape)} without one"
+            )
+    for parameter in chosen:
+        gradient_state(parameter).flag.set()
+
+
+def create_main_grad(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Give ``parameter`` [...] a zero ``main_grad`` of its layout and of ``dtype``."""
+    with torch.no_grad():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=dtype)
+
+
+def check_main_grad(name: str, parameter: Tensor) -> None:
+    """Raise ValueError, calling ``parameter`` [...] ``name``, if its ``main_grad`` cannot hold its gradient."""
+    main_grad = main_grad_of(parameter)
+    if main_grad is None:
+        return
+    if not isinstance(main_grad, Tensor) or main_grad.layout != torch.strided:
+        kind = f"one of layout {main_grad.layout}" if isinstance(main_grad, Tensor) else type(main_grad).__name__
+        raise ValueError(f"expected main_grad of {name} to be a dense tensor, got {kind}")
+    for fact in ("shape", "device"):
+        expected, got = getattr(parameter, fact), getattr(main_grad, fact)
+        if expected != got:
+            raise ValueError(f"expected main_grad of {name} with {fact} {expected}, as the parameter, got {got}")
+    if any(stride == 0 and size > 1 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
+        raise ValueError(f"expected main_grad of {name} with memory for each element, got an expanded tensor")
