@@ -436,30 +436,3 @@ class Deeper:
 class Registered(abc.ABC):
     @abc.abstractmethod
     def run(self) -> None: ...
-
-
-def test_a_step_that_trains_after_an_evaluation_runs_eagerly_there(device: str) -> None:
-    def run(graph: Callable[[Callable], Callable]) -> list[Tensor]:
-        torch.manual_seed(0)
-        net = torch.nn.Linear(4, 4).to(device)
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        x = torch.randn(8, 4, device=device)
-
-        def step() -> Tensor:  # -> []
-            net.train()
-            loss = net(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            return loss.detach()
-
-        losses, step = [], graph(step)
-        for _ in range(4):
-            losses += [step().clone() for _ in range(4)]
-            net.eval()
-        steps.append(step)
-        return losses
-
-    steps: list[Any] = []
-    assert_bitwise_equal(run(graphed), run(lambda step: step))
-    assert counts(steps[0])[1] >= 9
