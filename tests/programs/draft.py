@@ -188,6 +188,8 @@ class Draft:
         what = self.rng.choice((f"{result}.detach()", result, *views))
         if self.chance(0.5):
             self.add("see a result", f"see('{result}', {result})")
+        if self.chance(0.06):  # torch keeps the Python object of a storage as long as that lives
+            self.add("storage of a result", f"{result}.untyped_storage()")
         if not may_keep:
             return
         if self.chance(0.3):
@@ -314,6 +316,9 @@ class Draft:
             piece = next(piece for piece in self.pieces if piece.number == number)
             if parameter_facts(piece.name):
                 self.add("see parameter gradients", f"grads('o{number}', o{number})")
+        if self.chance(0.15) and (parameter := self.some_parameter()):
+            code = f"if {parameter[0]}.grad is not None: {parameter[0]}.grad.untyped_storage()"
+            self.add("storage of a gradient", code)
         if self.chance(0.15) and (parameter := self.some_parameter()):
             view = self.rng.choice(("", ".detach()", ".detach().view(-1)", ".detach()[0]"))
             code = f"if {parameter[0]}.grad is not None: keep('{parameter[0]}.grad kept', {parameter[0]}.grad{view})"

@@ -99,7 +99,9 @@ def test_a_detach_in_place_is_refused(device: str) -> None:
 
 READERS: dict[str, Callable] = {
     "clip_grad_norm_": lambda parameters: clip_grad_norm_(parameters, 1.0),
-    "clip_grads_with_norm_": lambda parameters: clip_grads_with_norm_(parameters, 1.0, parameters[0].new_tensor(20.0)),
+    "clip_grads_with_norm_": lambda parameters: clip_grads_with_norm_(
+        parameters, 1.0, parameters[0].new_full((), 20.0)
+    ),
     "get_total_norm": lambda parameters: get_total_norm([p.grad for p in parameters if p.grad is not None]),
     "update_hp_grads": lambda parameters: update_hp_grads(parameters, [p.main for p in parameters]),
 }
