@@ -175,8 +175,8 @@ class CallableCapture:
         check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
         self._check_use()
         check_escapes(self.label, self.root, self._sources, self.watch)
-        self._first_watch.check(self.label, self._sources, self.watch, at_first)
         check_host_work(self.label, self.walker.obstacle, *self._host_work)
+        self._first_watch.check(self.label, self._sources, self.watch, at_first)
         try:
             self.callable_guard = build_callable_guard(
                 self._reader_of(self.walker.names),

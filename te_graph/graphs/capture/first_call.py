@@ -21,6 +21,7 @@ _LIKE = frozenset(
         *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
     )
 )
+_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _ADVICE = (
     "which later calls do not: a capture would do it with those of a sample. Call it once with real data before the "
     "capture"
@@ -46,7 +47,7 @@ class FirstCallWatch(TensorWatch):
         depends = is_operator(func) and self._depends(func, args, kwargs)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if depends:
-            self._reads_values |= torch.Tag.data_dependent_output in func.tags
+            self._reads_values |= not _READS.isdisjoint(func.tags)
             self._dependent.update(storage_key(tensor) for tensor in tensors_in(result) if is_strided(tensor))
             for tensor, _ in written_tensors(func, args, kwargs):
                 if is_strided(tensor):
@@ -59,6 +60,10 @@ class FirstCallWatch(TensorWatch):
             return True
         read = tensors_in((args, kwargs)) if base_name(func) not in _LIKE else ()
         return any(is_strided(tensor) and storage_key(tensor) in self._dependent for tensor in read)
+
+    def _writes(self, source: Source) -> bool:
+        key = storage_key(source.obj)
+        return key in self.externals and self.externals[key].written
 
     def check(self, label: str, sources: Sequence[Source], last: WarmUpWatch, before: SideEffects) -> None:
         """Refuse what the first iteration has set and the last one, seen by ``last``, has not.
@@ -78,15 +83,18 @@ class FirstCallWatch(TensorWatch):
                 raise RuntimeError(
                     f"{label}: the first call makes {source.name} of its arguments or of random numbers, {_ADVICE}"
                 )
-            is_written = key in self.externals and self.externals[key].written and key in self._dependent_externals
+            is_written = self._writes(source) and key in self._dependent_externals
             if is_written and not (key in last.externals and last.externals[key].written):
                 raise RuntimeError(
                     f"{label}: the first call writes {source.name} by its arguments or by random numbers, {_ADVICE}"
                 )
         # Where the last one reads values, too, the capture says so.
         reads_at_first = self._reads_values and not last.notes.refusals
-        if reads_at_first and (change := before.first(sources)) is not None:
-            raise RuntimeError(f"{label}: the first call reads values of its arguments and sets {change}, {_ADVICE}")
+        written = next((source for source in _tensors(sources) if self._writes(source)), None)
+        if (reads_at_first or written) and (change := before.first(sources, with_new=False)) is not None:
+            # The write is undone, and what it left in Python may be why later calls do not write so.
+            does = "reads values of its arguments" if written is None else f"writes {written.name}"
+            raise RuntimeError(f"{label}: the first call {does} and sets {change}, {_ADVICE}")
 
 
 def _tensors(sources: Iterable[Source]) -> Iterable[Source]:

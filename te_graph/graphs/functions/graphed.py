@@ -208,7 +208,7 @@ class GraphedFunction(Inlined):
 
     def reset(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
-        self._captured, self._seen, self._replay_orders = [], [], {}
+        self._captured, self._seen, self._replay_orders, self._in_vain = [], [], {}, 0
         unregister(self)
 
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from te_graph import _C
 from te_graph.graphs.guards.guarded_sources import VIEWS, WRAPPERS, GuardedSource, is_opaque
 from te_graph.graphs.guards.library_objects import inside
-from te_graph.graphs.guards.sources import contents
+from te_graph.graphs.guards.sources import contents, items_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import GETTERS
 
@@ -33,7 +33,7 @@ def builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     elif isinstance(obj, (*_LEAD_ON, *VIEWS)):
         yield from inside(source)
     elif isinstance(obj, dict):
-        for key, value in obj.items():
+        for key, value in items_of(obj):
             if value_of(key) is not None:
                 yield source.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
         if isinstance(obj, collections.defaultdict):

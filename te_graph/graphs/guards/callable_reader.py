@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.library_names import names_in_library
 from te_graph.graphs.guards.library_objects import inside
-from te_graph.graphs.guards.lookups import descriptions, is_readable_module, modules_of, shows
+from te_graph.graphs.guards.lookups import descriptions, is_project_module, is_readable_module, modules_of, shows
 from te_graph.graphs.guards.members_by_value import members_of_users
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.sources import (
@@ -37,7 +38,7 @@ from te_graph.graphs.guards.user_classes import (
     methods_of_user,
     written_by_user,
 )
-from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit, module_of
 
 _Kind = _C.StepKind
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -307,7 +308,10 @@ class CallableReader(TensorReader):
 
 
 def _holds_more(obj: Any) -> bool:
-    """True for tensors, containers, and objects of a class that the user wrote; not for code."""
-    if isinstance(obj, type | types.FunctionType | nn.Module):
+    """True for tensors, containers, modules, classes of the project (settings, as a rule), and objects of a class that
+    the user wrote; not for other code."""
+    if isinstance(obj, type):
+        return is_project_module(sys.modules.get(module_of(obj)))
+    if isinstance(obj, types.FunctionType):
         return False
     return isinstance(obj, Tensor | dict | list | tuple | functools.singledispatchmethod) or bool(bases_of(type(obj)))

@@ -28,7 +28,7 @@ from te_graph.graphs.guards.lookups import (
     shows,
 )
 from te_graph.graphs.guards.members_by_value import members_of_users
-from te_graph.graphs.guards.sources import HOOK_DICTS, contents, name_of
+from te_graph.graphs.guards.sources import HOOK_DICTS, contents, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.names import Names, globals_of, is_implicit, module_of, strings_of, user_classes
@@ -95,7 +95,7 @@ class FunctionReader:
         waiting = list(self._waiting)
         self._waiting.clear()
         for source in (one for one in waiting if _C.keys_of(one.obj) is not None):
-            for number, (key, value) in enumerate(source.obj.items()):
+            for number, (key, value) in enumerate(items_of(source.obj)):
                 if value_of(key) is not None:
                     continue
                 key_source = seen.get(id(key))

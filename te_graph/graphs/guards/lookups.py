@@ -10,9 +10,10 @@ from typing import Any
 
 from te_graph import _C
 from te_graph.common.dispatch import is_project_file
-from te_graph.graphs.guards.plain_values import is_value
+from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.names import imports_of, is_users_module, strings_in, user_classes
+from te_graph.graphs.tracing.names import HEAP_TYPE, imports_of, is_users_module, strings_in
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
@@ -35,17 +36,23 @@ def is_readable_module(module: types.ModuleType) -> bool:
 
 
 def shows(module: types.ModuleType, key: str) -> bool:
-    """Whether what ``module`` has under ``key`` may change: of an installed package all but its functions, and what it
-    has from libraries that no one configures so."""
+    """Whether what ``module`` has under ``key`` is looked at: of an installed package its other modules, and settings:
+    values, containers of values, objects that hold nothing else. What lies behind the rest may be half of the package.
+    """
     found = vars(module)[key]
-    if is_project_module(module) or isinstance(found, types.ModuleType) or is_value(found):
+    if is_project_module(module) or isinstance(found, types.ModuleType):
         return True
-    is_namespace = isinstance(found, dict | list | set | types.SimpleNamespace)
-    return is_namespace or bool(user_classes(found if isinstance(found, type) else type(found)))
+    if is_value(found) or is_bulk(found):
+        return True
+    members = None if isinstance(found, type | types.FunctionType) else instance_dict(found)
+    return bool(members) and type(members) is dict and all(is_value(one) or is_bulk(one) for one in members.values())
 
 
 def descriptions(source: Source, said: Collection[str]) -> Iterator[Source]:
-    """What the function or class at ``source`` tells about itself, as far as it is among the names ``said``."""
+    """What the function or class at ``source`` tells about itself, as far as it is among the names ``said``. What a
+    class of Python's own tells cannot change."""
+    if isinstance(source.obj, type) and not source.obj.__flags__ & HEAP_TYPE:
+        return
     for key in sorted(_DESCRIPTIONS.intersection(said)):
         if hasattr(source.obj, key):
             name = f"{source.obj.__name__}.{key}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from te_graph import _C
 from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.guards.plain_values import MAX_MEMBERS
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.names import user_classes
 
@@ -21,7 +22,7 @@ def members_of_users(source: Source) -> Iterator[Source]:
     """Of what the container at ``source`` holds, however deep: objects with attributes of their own (members of an
     enumeration, texts of a derived class), and the classes of the others, each once. The kinds are looked at first:
     there may be a million numbers."""
-    if not isinstance(source.obj, _CONTAINERS):
+    if not isinstance(source.obj, _CONTAINERS) or len(source.obj) > MAX_MEMBERS:  # of more, the length is compared
         return
     found: dict[int, Any] = {}
     parts: list[Collection[Any]] = list(_parts_of([source.obj], {type(source.obj)}))
@@ -43,11 +44,13 @@ def _of_kinds(objects: Collection[Any], kinds: set[type]) -> Iterator[Any]:
 
 
 def _parts_of(containers: Collection[Any], kinds: set[type]) -> Iterator[Collection[Any]]:
-    """What ``containers``, of ``kinds``, hold: members, and values of those that are dictionaries."""
-    if kinds:
-        yield list(itertools.chain.from_iterable(containers))
-    if mappings := {kind for kind in kinds if issubclass(kind, dict)}:
-        yield list(itertools.chain.from_iterable(map(dict.values, _of_kinds(containers, mappings))))
+    """What ``containers``, of ``kinds``, hold: members; keys and values of those that are dictionaries, without code of
+    a derived class."""
+    mappings = {kind for kind in kinds if issubclass(kind, dict)}
+    if kinds > mappings:
+        yield list(itertools.chain.from_iterable(_of_kinds(containers, kinds - mappings)))
+    for read in (dict.keys, dict.values) if mappings else ():
+        yield list(itertools.chain.from_iterable(map(read, _of_kinds(containers, mappings))))
 
 
 def _what_counts(member: Any) -> Any:

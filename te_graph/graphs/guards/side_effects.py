@@ -25,8 +25,9 @@ class SideEffects:
     def __init__(self, sources: Iterable[Source]) -> None:
         self._before = {_path(source): (source, _remembered(source.obj)) for source in sources}
 
-    def first(self, sources: Iterable[Source]) -> str | None:
+    def first(self, sources: Iterable[Source], with_new: bool = True) -> str | None:
         """What the iteration has changed, of ``sources`` after it: the first of them, with both values; else None.
+        ``with_new``: where there was no source before is a change, too.
 
         Tensors are left out: what is written into them is part of a graph, as is what hooks compute.
         """
@@ -35,6 +36,8 @@ class SideEffects:
             if isinstance(source.obj, _LEFT_OUT):
                 continue
             if path not in self._before:
+                if not with_new:
+                    continue
                 return f"{source.name} (set to {_shown(source.obj)})"
             old = self._before[path][1]
             now = _remembered(source.obj)

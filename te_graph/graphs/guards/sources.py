@@ -7,7 +7,7 @@ import itertools
 import threading
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -184,7 +184,7 @@ def contents(source: Source) -> Iterator[Source]:
     if isinstance(obj, _OPAQUE):
         return
     if isinstance(obj, dict):
-        for key, value in obj.items():
+        for key, value in items_of(obj):
             if is_constant(key):
                 yield source.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
     elif isinstance(obj, list | tuple):
@@ -208,9 +208,15 @@ def contents(source: Source) -> Iterator[Source]:
                 yield kind.child(method, name, _Kind.ATTRIBUTE, "__call__")
 
 
+def items_of(dictionary: dict) -> Iterable[tuple[Any, Any]]:
+    """Its items, in its order, without code of a derived class, which may load what is not there yet."""
+    kind = OrderedDict if isinstance(dictionary, OrderedDict) else dict
+    return kind.items(dictionary)
+
+
 def items_in(source: Source) -> Iterator[Source]:
     """What a dictionary holds, under keys that are compared by value or found by themselves."""
-    for number, (key, value) in enumerate(list(source.obj.items())):
+    for number, (key, value) in enumerate(list(items_of(source.obj))):
         if is_value(key):
             yield source.child(value, f"{source.name}[{key!r}]", _Kind.ITEM, key)
         elif isinstance(key, weakref.ref):

@@ -40,7 +40,7 @@ _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storag
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
 _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 
 
@@ -184,7 +184,7 @@ def is_of_library(kind: type) -> bool:
 
 def _is_user_written(kind: type) -> bool:
     """By where it is defined: torch and Python put functions of their own into classes of the user's."""
-    is_of_python = bool(kind.__flags__ & _HEAP_TYPE) and type(kind).__module__ != "pybind11_builtins"
+    is_of_python = bool(kind.__flags__ & HEAP_TYPE) and type(kind).__module__ != "pybind11_builtins"
     return is_of_python and is_users_module(module_of(kind))
 
 

@@ -60,12 +60,47 @@ class Averages(nn.Module):
         return x - self.state
 
 
+class Fills(nn.Module):
+    """[3, 4] -> [3, 4]: its first call fills a buffer, which a capture undoes, and sets a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+        self.is_filled = False
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        if not self.is_filled:
+            self.table.copy_(torch.arange(4.0, device=x.device).sin())
+            self.is_filled = True
+        return x + self.table
+
+
+class Codebook(nn.Module):
+    """[3, 4] -> [3, 4]: its first call initialises what each call updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.is_initialised = False
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        with torch.no_grad():
+            if not self.is_initialised:
+                self.mean.copy_(x.mean(0))
+                self.is_initialised = True
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - self.mean
+
+
 BY_VALUES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a parameter": (Initialises, "writes bias by"),
     "an average": (Averages, "makes state of"),
+    "a buffer that is filled": (Fills, r"writes table and sets is_filled \(from False to True\)"),
+    "a codebook": (Codebook, r"writes mean and sets is_initialised \(from False to True\)"),
     "a tensor": (lambda: Sets(lambda x: x.std()), "makes state of"),
     "a parameter made": (lambda: Sets(lambda x: nn.Parameter(x.mean(0))), "makes state of"),
     "random numbers": (lambda: Sets(lambda x: torch.randn(4, device=x.device)), "makes state of"),
+    "a count": (lambda: Sets(lambda x: float(x.abs().nonzero().shape[0])), "reads values of its arguments"),
     "a number": (lambda: Sets(lambda x: x.std().item()), r"reads values of its arguments and sets state \(from None"),
 }
 BY_SHAPES: dict[str, Callable[[Tensor], Tensor | float]] = {

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from twins import run
 
 import te_graph as tg
-from te_graph.graphs.callables import handle
+from te_graph.graphs.callables import install
 from te_graph.graphs.callables import make_graphed_callables as api
 from te_graph.testing import assert_bitwise_equal
 
@@ -382,7 +382,7 @@ def test_class_that_cannot_be_extended_is_found_before_anything_runs() -> None:
             return x
 
     first, second = nn.Linear(4, 4), Refusing()
-    original = handle.graphed_class
+    original = install.graphed_class
 
     def failing(kind: type) -> type:
         if kind is Refusing:
@@ -390,7 +390,7 @@ def test_class_that_cannot_be_extended_is_found_before_anything_runs() -> None:
         return original(kind)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle, "graphed_class", failing)
+        patch.setattr(install, "graphed_class", failing)
         with pytest.raises(TypeError, match="layout differs"):
             tg.make_graphed_callables((first, second), ((batch(),), (batch(),)))
     assert type(first) is nn.Linear

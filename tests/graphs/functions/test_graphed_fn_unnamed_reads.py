@@ -211,12 +211,16 @@ def test_a_constant_of_an_installed_package(
 
 STATE_OF_PACKAGES = {
     "a dictionary": ("c.OPTS = {'s': 2.0}", "p.config.OPTS['s']", "p.config.OPTS['s'] = 3.0"),
-    "an object": ("c.opt = c.Opt()", "p.config.opt.lr", "p.config.opt.lr = 3.0"),
-    "a class": ("", "p.config.Opt.lr", "p.config.Opt.lr = 3.0"),
+    "a list": ("c.OPTS = [2.0]", "p.config.OPTS[0]", "p.config.OPTS[0] = 3.0"),
+    "an object": ("c.opt = c.Opt(); c.opt.lr = 2.0", "p.config.opt.lr", "p.config.opt.lr = 3.0"),
     "a namespace": ("c.args = SimpleNamespace(lr=2.0)", "p.config.args.lr", "p.config.args.lr = 3.0"),
-    "another object": ("c.opt = c.Opt()", "p.config.opt.lr", "p.config.opt = p.config.Opt(); p.config.opt.lr = 3.0"),
-    "what a method reads": ("c.opt = c.Opt()", "p.config.opt.read()", "p.config.opt.on = True"),
-    "a registry": ("c.REG = {'a': lambda: 2.0}", "p.config.REG['a']()", "p.config.REG['a'] = lambda: 3.0"),
+    "arguments": ("c.args = argparse.Namespace(lr=2.0)", "p.config.args.lr", "p.config.args.lr = 3.0"),
+    "another object": (
+        "c.opt = c.Opt(); c.opt.lr = 2.0",
+        "p.config.opt.lr",
+        "p.config.opt = p.config.Opt(); p.config.opt.lr = 3.0",
+    ),
+    "what a method reads": ("c.opt = c.Opt(); c.opt.on = False", "p.config.opt.read()", "p.config.opt.on = True"),
 }
 
 
