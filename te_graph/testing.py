@@ -73,6 +73,12 @@ def same_bits(a: Any, b: Any) -> bool:
 
     NaN equals NaN of the same bits, 0.0 differs from -0.0. Strides do not matter.
 
+    Args:
+        a, b: both tensors, or both arrays.
+
+    Returns:
+        True if so. Devices may differ.
+
     Stream and capture: allocates copies and synchronizes. Not inside a capture.
     """
     if (a.dtype, a.shape) != (b.dtype, b.shape):

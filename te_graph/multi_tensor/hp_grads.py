@@ -109,7 +109,7 @@ def update_hp_grads(
         found_inf: [] or [1] float32, set to 1 if anything written is not finite. Mutated.
         noop: [] or [1] float32: where it is not 0, nothing is written or zeroed. Not the same tensor as ``found_inf``.
 
-    Raises, before anything is written:
+    Raises: before anything is written,
         ValueError: lists of different lengths, shapes that do not fit, memory met twice, or a number or flag that lies
             in it.
         TypeError: a gradient of a dtype that cannot be added into its hp gradient.
