@@ -151,6 +151,8 @@ class _Attempt:
         self._reads = GradReads()
         self._before = walker.explore(_reader_of(call, everything=True), learns=False)
         self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
+        tensors = (source for source in self._before if isinstance(source.obj, Tensor) and not source.obj._is_view())
+        self._histories = [(source.name, source.obj, source.obj.grad_fn) for source in tensors]
         self._containers = ContainerState(
             source
             for source in self._before
@@ -234,6 +236,12 @@ class _Attempt:
                 raise CaptureError(
                     f"{self._label}: leaves a tensor that it computed in {source.name}; a replay would not run that "
                     "assignment: return the tensor, or write in place into one that is there"
+                )
+        for name, tensor, grad_fn in self._histories:
+            if tensor.grad_fn is not grad_fn:  # by a function of autograd's or an operator's, where no watch sees it
+                raise CaptureError(
+                    f"{self._label}: adds to what autograd knows of {name}, which each call would do and a replay does "
+                    "not: write a detached value (value.detach(), torch.no_grad()), or return the result"
                 )
         change = self._state_before.guard.check(self._call)
         if change:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,32 @@ def test_what_is_written_inside_may_have_a_history(device: str) -> None:
     called(sequence, 4)
     assert_bitwise_equal(weight.grad, torch.full_like(weight, 8.0))
     assert counts(sequence)[1] == 3
+
+
+class Adds(torch.autograd.Function):
+    """total [3] += value [3]."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, value: Tensor) -> Tensor:
+        ctx.mark_dirty(total)
+        return total.add_(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
+def test_a_write_by_a_function_of_autograd_is_refused(device: str) -> None:
+    weight = torch.randn(3, requires_grad=True, device=device)
+    total = (weight * 2).clone()
+
+    def step() -> None:
+        Adds.apply(total, weight)
+
+    sequence = graphed(step)
+    sequence()
+    with pytest.raises(CaptureError, match="adds to what autograd knows of closure variable total"):
+        sequence()
 
 
 def test_running_statistics_have_none(device: str) -> None:
