@@ -101,8 +101,8 @@ def update_hp_grads(
     Args:
         lp_params: [...] each, with ``.grad`` in bfloat16, float16 or the dtype of its hp gradient; ``.grad`` is zeroed.
             A parameter without a gradient changes nothing (with ``store``: its hp gradient becomes 0).
-        hp_grads: one for each, float32 or the gradient's dtype, of the gradient's shape, or flat (or the gradient is).
-            Mutated.
+        hp_grads: one for each, float32 or the gradient's dtype, of the gradient's shape, or flat where the gradient
+            is contiguous (or the gradient is flat). Mutated.
         store: overwrite instead of adding, for the first micro-batch: no memset, and 4 bytes per element less.
         sum_squares: [72] int64 from ``new_sum_squares``: the squares of all ``hp_grads``, as they are afterwards, are
             added, and ``norm_of_sum_squares`` is then their norm without reading what is written again. Mutated.

@@ -20,7 +20,7 @@ from te_graph.graphs.guards.lookups import absent_names
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
-from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, name_of, submodules, walk
+from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, items_of, name_of, submodules, walk
 from te_graph.graphs.guards.user_classes import bases_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
@@ -395,8 +395,8 @@ def _guard_container(source: Source, callable_guard: CallableGuard) -> None:
         callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif isinstance(obj, dict) and not any(issubclass(kind, Tensor) for kind in set(map(type, obj.values()))):
+    elif isinstance(obj, dict) and not any(issubclass(kind, Tensor) for kind in set(map(type, dict.values(obj)))):
         # One that holds tensors may be a cache, which grows whenever other code runs.
-        is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, obj))
-        kind, key = (_Kind.KEYS, tuple(obj)) if is_few else (_Kind.LENGTH, None)
+        is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, dict.keys(obj)))
+        kind, key = (_Kind.KEYS, tuple(key for key, _ in items_of(obj))) if is_few else (_Kind.LENGTH, None)
         callable_guard.enter(source.child(obj, f"keys of {name}", kind, key, index=len(obj)))

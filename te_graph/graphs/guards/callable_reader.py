@@ -308,10 +308,10 @@ class CallableReader(TensorReader):
 
 
 def _holds_more(obj: Any) -> bool:
-    """True for tensors, containers, modules, classes of the project (settings, as a rule), and objects of a class that
+    """True for tensors, containers, classes of the project (settings, as a rule), and objects of a class that
     the user wrote; not for other code."""
     if isinstance(obj, type):
         return is_project_module(sys.modules.get(module_of(obj)))
-    if isinstance(obj, types.FunctionType):
+    if isinstance(obj, types.FunctionType | nn.Module):
         return False
     return isinstance(obj, Tensor | dict | list | tuple | functools.singledispatchmethod) or bool(bases_of(type(obj)))

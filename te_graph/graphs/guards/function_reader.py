@@ -82,7 +82,7 @@ class FunctionReader:
     def contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """The sources one step further."""
         obj, is_value = source.obj, source.value is not None
-        if isinstance(obj, dict) and not is_value and not all(value_of(key) is not None for key in obj):
+        if isinstance(obj, dict) and not is_value and any(value_of(key) is None for key in dict.keys(obj)):
             self._waiting.append(source)
         for child in self._contents_of_value(source) if is_value else self._contents(source):
             if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it

@@ -13,7 +13,7 @@ from torch import nn
 from te_graph import _C
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
-from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.sources import Source, items_of
 
 _CONTAINERS = (dict, list, set, deque)
 
@@ -44,7 +44,7 @@ class ContainerState:
     def _keep(self, container: dict | list | set | deque) -> None:
         # Of the plain kinds: copy() of a derived class may be the user's, or miss.
         kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
-        self._kept.append((container, kind(container)))
+        self._kept.append((container, kind(items_of(container) if kind is dict else container)))
 
     def restore(self) -> None:
         """Put back the contents, object by object."""
@@ -56,9 +56,11 @@ class ContainerState:
                 if not _are_the_same(container, contents):
                     container.clear()
                     container.update(contents) if isinstance(container, set) else container.extend(contents)
-            elif not (_are_the_same(container, contents) and _are_the_same(container.values(), contents.values())):
-                container.clear()
-                container.update(contents)
+            else:
+                now = dict(items_of(container))
+                if not (_are_the_same(now, contents) and _are_the_same(now.values(), contents.values())):
+                    container.clear()
+                    container.update(contents)
 
 
 def _are_the_same(now: Iterable[object], before: Iterable[object]) -> bool:
