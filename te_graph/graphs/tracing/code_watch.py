@@ -169,23 +169,24 @@ class CodeWatch:
             if callable(outer):
                 outer(frame, event, given)
 
-        def note_error(frame: types.FrameType, event: str, given: Any) -> Callable | None:
-            if event == "exception":
-                self._note_error(frame.f_code, given[1])
-            frame.f_trace_lines = False
-            return note_error if is_user_file(frame.f_code.co_filename) else None
-
         def stop() -> None:
             sys.setprofile(outer if callable(outer) else None)
             if hasattr(outer, "enable"):  # a cProfile.Profile, which pauses meanwhile
                 outer.enable()
-            if sys.gettrace() is note_error:
+            if sys.gettrace() == self._trace:
                 sys.settrace(None)
 
         sys.setprofile(note)
         if sys.gettrace() is None:
-            sys.settrace(note_error)
+            sys.settrace(self._trace)
         return stop
+
+    def _trace(self, frame: types.FrameType, event: str, given: Any) -> Callable | None:
+        """Where Python has no events for many: of errors on this thread, unless a debugger is told of them."""
+        if event == "exception":
+            self._note_error(frame.f_code, given[1])
+        frame.f_trace_lines = False
+        return self._trace if is_user_file(frame.f_code.co_filename) else None
 
 
 def _code_of(callback: Any) -> types.CodeType | None:
