@@ -195,16 +195,23 @@ def test_what_a_callable_does_not_see(module: types.ModuleType, setup: str, read
     assert outcome_of_callable(module, setup, read, change) == "stale"
 
 
+def installed_package(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A package that looks installed, with an empty module `config`."""
+    package = types.ModuleType("installed_by_a_test")
+    package.config = types.ModuleType("installed_by_a_test.config")
+    package.__path__ = []
+    for made in (package, package.config):
+        made.__file__ = f"/nowhere/site-packages/{made.__name__.replace('.', '/')}.py"
+        install(made, monkeypatch)
+    return package
+
+
 @pytest.mark.parametrize("import_it", ["", "import installed_by_a_test.config"])
 def test_a_constant_of_an_installed_package(
     module: types.ModuleType, monkeypatch: pytest.MonkeyPatch, import_it: str
 ) -> None:
-    package = types.ModuleType("installed_by_a_test")
-    package.config = types.ModuleType("installed_by_a_test.config")
-    package.__path__, package.config.SCALE, module.p = [], 2.0, package
-    for made in (package, package.config):
-        made.__file__ = f"/nowhere/site-packages/{made.__name__.replace('.', '/')}.py"
-        install(made, monkeypatch)
+    module.p = installed_package(monkeypatch)
+    module.p.config.SCALE = 2.0
     setup = f"def read():\n {import_it or 'pass'}\n return {'installed_by_a_test' if import_it else 'p'}.config.SCALE"
     assert_change_is_seen(module, setup, "read()", "p.config.SCALE = 3.0")
 
@@ -229,19 +236,13 @@ STATE_OF_PACKAGES = {
 def test_state_of_an_installed_package(
     module: types.ModuleType, monkeypatch: pytest.MonkeyPatch, setup: str, read: str, change: str, check: Any
 ) -> None:
-    package = types.ModuleType("installed_by_a_test")
-    package.config = types.ModuleType("installed_by_a_test.config")
-    package.__path__, module.p = [], package
-    for made in (package, package.config):
-        made.__file__ = f"/nowhere/site-packages/{made.__name__.replace('.', '/')}.py"
-        install(made, monkeypatch)
+    module.p = package = installed_package(monkeypatch)
     text = "class Opt:\n lr, on = 2.0, False\n def read(self): return 3.0 if self.on else 2.0"
     exec(compile(text, package.config.__file__, "exec"), vars(package.config))
     assert check(module, f"c = p.config\n{setup}", read, change) in (None, "refused")
 
 
 def test_operators_that_are_looked_up_later_are_no_change(module: types.ModuleType) -> None:
-    module.ops = types.SimpleNamespace()
     library = torch.library.Library("te_graph_test_of_names", "DEF")
     for name in ("once", "twice"):
         library.define(f"{name}(Tensor x) -> Tensor")
