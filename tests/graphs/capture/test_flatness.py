@@ -145,18 +145,16 @@ def _is_ours(module_name: str) -> bool:
 
 
 def memory(device: str) -> dict[str, int]:
-    """Bytes in use: of the process, of torch's allocator, of the GPU."""
+    """Bytes in use: of the process, of torch's allocator, of the GPU where no other worker of pytest uses it."""
     with open("/proc/self/statm") as statm:
         used = {"host": int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        used |= {
-            "allocated": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-            "device": total - free,
-        }
+        used |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
+        if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) == 1:
+            free, total = torch.cuda.mem_get_info()
+            used["device"] = total - free
     return used
 
 
