@@ -48,6 +48,7 @@ _METHODS = (
     *(types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_SLOTS),
     *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
 )
+_CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
     (
@@ -227,6 +228,9 @@ class CallableReader(TensorReader):
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
         yield from members_of_users(source)
+        if isinstance(obj, _CONTAINERS) and bases_of(type(obj)):
+            yield from self._inside_object(source, source.name)
+            yield from self._inside_methods(source)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(source)
         elif isinstance(obj, Tensor):

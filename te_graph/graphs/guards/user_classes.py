@@ -35,7 +35,10 @@ def bases_of(kind: type) -> list[type]:
     def is_theirs(base: type) -> bool:
         if is_library_class(base) or _package_of(base) != "torch":
             return not is_library_class(base)
-        return any(map(written_by_user, vars(base).values()))  # torch made it around what the user wrote
+        functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
+        return bool(functions) and all(
+            map(written_by_user, functions)
+        )  # said to be of torch, as text that ran in it is
 
     return [base for base in kind.__mro__ if is_theirs(base)]
 
