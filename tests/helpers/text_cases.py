@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Callable
@@ -79,3 +80,39 @@ def outcome_of_callable(module: types.ModuleType, setup: str, read: str, change:
 def install(module: types.ModuleType, monkeypatch: Any) -> None:
     """Make it importable by its name, for as long as a test runs."""
     monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def outcomes_of_changes(module: types.ModuleType, setup: str, read: str, changes: list[str]) -> str:
+    """Calls of a graphed function and of a graphed module, which captures anew at a mismatch, after each of
+    ``changes``: how one differs from eager execution; empty where none does. Changes that raise an error count for
+    nothing."""
+    run_text(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
+    run_text(module, "class Net(nn.Module):\n def forward(self, x): return fn(x)")
+    x = torch.full((3,), 0.5)
+    function = graphed(module.fn)
+    options = {"num_warmup_iters": 2, "on_mismatch": "capture", "max_captures": 100}
+    try:
+        module.fn(x)
+    except Exception:
+        return ""  # no program
+    try:
+        net = make_graphed_callables(module.Net(), (x,), **options)
+    except RuntimeError:  # refused by name
+        net = module.fn
+    for change in ["", *changes]:
+        with contextlib.suppress(AttributeError, TypeError, KeyError, IndexError):
+            run_text(module, change)
+        for _ in range(2 if change else 3):
+            expected, *seen = (_result(call, x) for call in (module.fn, function, net))
+            for what, found in zip(("graphed function", "graphed module"), seen, strict=True):
+                if found != expected:
+                    return f"after {change!r} a {what} gives {found}, eager execution {expected}"
+    return ""
+
+
+def _result(call: Callable, x: torch.Tensor) -> Any:
+    """The numbers of a result, or the class of an error."""
+    try:
+        return call(x).tolist()
+    except Exception as error:
+        return type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 import weakref
 from collections import deque
@@ -16,7 +17,7 @@ from te_graph.common.dispatch import has_subclass, is_project_file, is_strided, 
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.callable_reader import CallableReader
 from te_graph.graphs.guards.library_objects import is_array, is_iterator
-from te_graph.graphs.guards.lookups import absent_names
+from te_graph.graphs.guards.lookups import absent_globals, absent_names
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
@@ -46,7 +47,7 @@ class CallableGuard:
     sources: list[Source] = field(default_factory=list)
     _steps: dict[tuple, int] = field(default_factory=dict)
     _classes: dict[tuple, int] = field(default_factory=dict)
-    _below: set[tuple[int, str]] = field(default_factory=set)
+    _members: set[tuple[int, str]] = field(default_factory=set)
 
     def index_of(self, tensor: Tensor) -> int:
         """Number of ``tensor`` [...], by identity; -1 when it has no source."""
@@ -112,25 +113,34 @@ class CallableGuard:
         first = self._classes.setdefault((kind, source.parent is None), step)
         if first != step:
             self.guard.expect_same(step, first)
-            return
         for key, member in members:
-            self._expect_member(step, kind, key, member)
+            self._expect_member(first, kind, key, member)
 
     def expect_members_below(self, members: Iterable[tuple[type, str, Any]]) -> None:
         """Let the guard find ``members``, as (class, name, member), in classes below those of objects."""
         for kind, key, member in members:
-            base = Source(kind, kind.__name__, kind=_Kind.KNOWN)
-            self._step_to(base)
-            step = self._step_to(base.child(kind, f"class {kind.__name__}", _Kind.CLASS))
-            if (step, key) not in self._below:
-                self._below.add((step, key))
-                self._expect_member(step, kind, key, member)
+            step = self._step_to(self._known(kind).child(kind, f"class {kind.__name__}", _Kind.CLASS))
+            self._expect_member(step, kind, key, member)
+
+    def _known(self, kind: type) -> Source:
+        known = Source(kind, kind.__name__, kind=_Kind.KNOWN)
+        self._step_to(known)
+        return known
 
     def _expect_member(self, step: int, kind: type, key: str, member: Any) -> None:
+        if (step, key) in self._members:
+            return
+        self._members.add((step, key))
+        first = -1
+        if isinstance(member, dict | list | set | Tensor):  # compared where it is, which another class may come to hide
+            owner = next(base for base in kind.__mro__ if key in vars(base))
+            first = self._step_to(self._known(owner).child(member, f"{owner.__name__}.{key}", _Kind.TYPE_ITEM, key))
         at = self.guard.add_step(_Kind.MEMBER, step, key, 0, None, f"{key} of class {kind.__name__}")
-        if is_value(member):
+        if first >= 0:
+            self.guard.expect_same(at, first)
+        elif is_value(member):
             self.guard.expect_value(at, value_of(member))
-        elif not isinstance(member, dict | list | set | Tensor):
+        else:
             self.guard.expect_identity(at, member)
 
     def expect_code(self, function: types.FunctionType) -> None:
@@ -352,7 +362,7 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: Callab
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = source.attributes()
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
-        for absent in absent_names(source):
+        for absent in itertools.chain(absent_names(source), absent_globals(source)):
             callable_guard.enter(absent)
     if isinstance(source.obj, _CODE) or (is_value(source.obj) and members is None):
         return
@@ -373,10 +383,13 @@ def _guard_code(
         if source.again is not None:
             continue
         if isinstance(obj, type):
-            if source.kind == _Kind.KNOWN or not reader.has_code(obj):
+            if bases_of(type(obj)):
+                above = source.child(type(obj), type(obj).__name__, _Kind.KNOWN)
+                callable_guard.expect_class(above, above.name, reader.members(type(obj)))
+            if source.kind == _Kind.KNOWN or not reader.is_users(obj):
                 continue  # what leads to a known one is guarded
             callable_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
-        elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.has_code(type(obj)):
+        elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.is_users(type(obj)):
             callable_guard.expect_class(source, source.name or "self", reader.members(obj))
     callable_guard.expect_members_below(reader.members_below(sources))
     for function in reader.functions(sources):

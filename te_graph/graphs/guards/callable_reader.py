@@ -6,6 +6,7 @@ import enum
 import functools
 import itertools
 import sys
+import threading
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.library_names import names_in_library
@@ -42,6 +44,11 @@ from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_impl
 
 _Kind = _C.StepKind
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_METHODS = (
+    *(types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_SLOTS),
+    *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
+)
+_CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 _TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
     (
@@ -145,7 +152,7 @@ class CallableReader(TensorReader):
             is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
             if (is_method or name in names) and is_shown and not self._is_ignored(kind.__name__, name):
                 yield name, found[name]
-        asked = self._asked_of(obj) - found.keys()
+        asked = (self._asked_of(obj) | self._own_names(obj)) - found.keys()
         if isinstance(obj, type):  # what the class of the class has, until it is hidden
             asked |= {
                 name for base in bases_of(type(obj)) for name in vars(base).keys() & self._names.said
@@ -157,12 +164,12 @@ class CallableReader(TensorReader):
         kinds = dict.fromkeys(one.obj if isinstance(one.obj, type) else type(one.obj) for one in sources)
         replayed = plain_class(type(self.root)) if isinstance(self.root, nn.Module) else None
         for kind in map(plain_class, itertools.filterfalse(is_library_class, kinds)):
-            below = members_below(kind, self._names.ran)
+            below = members_below(kind, self._names.ran, self._names.said)
             yield from (each for each in below if kind is not replayed or each[1] not in _AROUND)
 
-    def has_code(self, kind: type) -> bool:
-        """True for classes that the user wrote, and whose methods the code may run, or those of their class."""
-        return bool(methods_of_user(kind) or bases_of(type(kind)))
+    def is_users(self, kind: type) -> bool:
+        """True for classes that the user wrote, or whose methods or class he wrote."""
+        return bool(bases_of(kind) or methods_of_user(kind) or bases_of(type(kind)))
 
     def functions(self, sources: Iterable[Source]) -> Iterator[types.FunctionType]:
         """Those that the user wrote, among ``sources``."""
@@ -188,8 +195,18 @@ class CallableReader(TensorReader):
         kind = type(obj)
         if any("__getattr__" in vars(base) for base in bases_of(kind)):
             return self._names.said
-        is_asked = isinstance(obj, (nn.Module, Tensor, *NAMESPACES)) or bases_of(kind) or methods_of_user(kind)
+        kinds = (nn.Module, Tensor, threading.local, *NAMESPACES)
+        is_asked = isinstance(obj, kinds) or self.is_users(obj if isinstance(obj, type) else kind)
         return self._names.asked if is_asked else set()
+
+    def _own_names(self, obj: Any) -> set[str]:
+        """Attributes that the code names and ``obj`` has of its own, in whose place its class may come to have a
+        descriptor."""
+        members = instance_dict(obj)
+        if members is None or isinstance(obj, type):
+            return set()
+        tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
+        return set().union(*(self._names.said & table.keys() for table in (members, *tables)))
 
     def _class_values(self, kind: type) -> dict[str, Any]:
         """Constants that the class itself holds, not one below it, and that the code names."""
@@ -211,6 +228,9 @@ class CallableReader(TensorReader):
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
         yield from members_of_users(source)
+        if isinstance(obj, _CONTAINERS) and bases_of(type(obj)):
+            yield from self._inside_object(source, source.name)
+            yield from self._inside_methods(source)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(source)
         elif isinstance(obj, Tensor):
@@ -296,8 +316,8 @@ class CallableReader(TensorReader):
         yield from descriptions(source, self._names.said)
         if issubclass(source.obj, enum.Enum):  # code may go through them
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in source.obj)
-        if (kind := type(source.obj)) in bases_of(kind):
-            yield source.child(kind, kind.__name__, _Kind.KNOWN)
+        yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(source.obj)[1:])
+        yield from self._inside_methods(source)
 
     def _inside_methods(self, source: Source) -> Iterator[Source]:
         """The classes of an object, which lead to what their methods refer to."""
@@ -308,10 +328,8 @@ class CallableReader(TensorReader):
 
 
 def _holds_more(obj: Any) -> bool:
-    """True for tensors, containers, classes of the project (settings, as a rule), and objects of a class that
-    the user wrote; not for other code."""
+    """True for tensors, modules, containers, other objects, and classes of the project (settings, as a rule); not for
+    methods and the like, nor for other classes."""
     if isinstance(obj, type):
         return is_project_module(sys.modules.get(module_of(obj)))
-    if isinstance(obj, types.FunctionType | nn.Module):
-        return False
-    return isinstance(obj, Tensor | dict | list | tuple | functools.singledispatchmethod) or bool(bases_of(type(obj)))
+    return not isinstance(obj, _METHODS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import enum
 import types
 import weakref
@@ -60,6 +61,7 @@ class FunctionReader:
     elsewhere: Sequence[types.FunctionType] = ()
     _members: ClassMembers = field(init=False)
     _waiting: list[GuardedSource] = field(default_factory=list)  # dictionaries whose keys are objects
+    _not_in_class: dict[type, set[str]] = field(default_factory=dict)  # names that were looked at
 
     def __post_init__(self) -> None:
         self._members = ClassMembers(self.names)
@@ -251,11 +253,18 @@ class FunctionReader:
                 yield _slot(source, f"{source.name}.{key}", key)
 
     def _class_of(self, source: GuardedSource, members: GuardedSource | None) -> Iterator[GuardedSource]:
-        """The class, and that the instance has no attribute of its own in the place of what the class has."""
+        """The class, and that neither the instance nor the class comes to hide what is read of the other."""
         kind, owner = type(source.obj), source.name or "self"
-        yield source.child(kind, kind.__name__, _Kind.TYPE)
+        above = source.child(kind, kind.__name__, _Kind.TYPE)
+        yield above
         if members is None:
             return
+        tables = [members.obj[table] for table in _TABLES] if isinstance(source.obj, nn.Module) else []
+        read = {key for table in (members.obj, *tables) for key in self.names.said & table.keys()}
+        for key in sorted(read - self._not_in_class.setdefault(kind, set())):
+            self._not_in_class[kind].add(key)
+            if user_classes(kind) and not any(key in vars(base) for base in kind.__mro__):
+                yield above.child(None, f"{key} of class {kind.__name__}", _Kind.TYPE_ABSENT, key)
         for key in sorted((self._members.hidden(kind) | self._members.expected(kind)) - members.obj.keys()):
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
 
@@ -281,6 +290,10 @@ class FunctionReader:
                         member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key
                     )
                     found.add(key)
+            if base is not kind and "super" in self.names.said:  # what is put there later is found before what is above
+                above = collections.ChainMap(*map(vars, base.__mro__[1:]))
+                for key in sorted(key for key in found - vars(base).keys() if key in above):
+                    yield below.child(above[key], f"{base.__name__}.{key}", _Kind.TYPE_ITEM, key)
         if classes:
             above = type(kind)
             expected = self._members.expected(kind)

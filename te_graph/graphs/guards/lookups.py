@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
 import sys
 import types
@@ -13,7 +14,7 @@ from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.names import HEAP_TYPE, imports_of, is_users_module, strings_in
+from te_graph.graphs.tracing.names import HEAP_TYPE, globals_of, imports_of, is_users_module, strings_in
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
@@ -92,6 +93,14 @@ def absent_names(source: Source) -> Iterator[Source]:
         table = _loaded(source)
         for name in sorted(strings_in(code) - sys.modules.keys()):
             yield table.child(table.obj, f"module {name}", _Kind.ABSENT, name)
+
+
+def absent_globals(source: Source) -> Iterator[Source]:
+    """Global variables that the function at ``source`` names and that neither its module nor Python has."""
+    function = source.obj
+    scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+    for variable in sorted(globals_of(function.__code__) - scope.obj.keys() - vars(builtins).keys()):
+        yield scope.child(scope.obj, f"global variable {variable}", _Kind.ABSENT, variable)
 
 
 def _asks_for_modules(code: types.CodeType) -> bool:

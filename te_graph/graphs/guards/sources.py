@@ -220,6 +220,7 @@ def items_in(source: Source) -> Iterator[Source]:
         if is_value(key):
             yield source.child(value, f"{source.name}[{key!r}]", _Kind.ITEM, key)
         elif isinstance(key, weakref.ref):
+            yield source.child(key, f"key of {source.name}", _Kind.KNOWN)
             yield source.child(value, f"{source.name}[{number}]", _Kind.ITEM, key)
         else:
             item = source.child(value, f"{source.name}[{getattr(key, '__name__', number)}]", _Kind.ITEM_OF)

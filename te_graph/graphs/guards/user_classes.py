@@ -33,11 +33,12 @@ def bases_of(kind: type) -> list[type]:
     """``kind`` and the classes below it that the user wrote."""
 
     def is_theirs(base: type) -> bool:
-        if is_library_class(base):
-            return False
+        if is_library_class(base) or _package_of(base) != "torch":
+            return not is_library_class(base)
         functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
-        files = [function.__code__.co_filename for function in functions]
-        return all(map(is_user_file, files)) if files else _package_of(base) != "torch"
+        return bool(functions) and all(
+            map(written_by_user, functions)
+        )  # said to be of torch, as text that ran in it is
 
     return [base for base in kind.__mro__ if is_theirs(base)]
 
@@ -52,19 +53,24 @@ def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
     return found
 
 
-def members_below(kind: type, ran: Container[int]) -> Iterator[tuple[type, str, Any]]:
-    """What code gets to by ``super()``, as (class, name, member): where a function of a class below ``kind`` ran whose
-    name a class above it has as well, what each class below has under this name; NotImplemented where it has nothing.
+def members_below(kind: type, ran: Container[int], said: Container[str]) -> Iterator[tuple[type, str, Any]]:
+    """What code gets to by ``super()``, as (class, name, member): where a class above has the name as well of what code
+    says of a class below ``kind``, or of a function there that ran, what each class below has under this name;
+    NotImplemented where it has nothing.
 
     Args:
         ran: identities of the code that was seen to run.
+        said: names in code; without ``super`` among them none counts.
     """
+    says_super = "super" in said
     below = [base for base in kind.__mro__[1:] if base not in (nn.Module, *Tensor.__mro__)]
     above = set(vars(kind))
     names: dict[str, None] = {}
     for base in below:
-        hidden = [(name, member) for name, member in vars(base).items() if name in above]
-        names.update((name, None) for name, member in hidden if any(id(code) in ran for code in codes_of(member)))
+        for name, member in vars(base).items():
+            codes = list(codes_of(member)) if name in above else []
+            if any(id(code) in ran for code in codes) or (says_super and name in above and name in said and not codes):
+                names[name] = None
         above |= vars(base).keys()
     for base in reversed(below):  # so that the one which has it is named first
         for name in names:

@@ -26,6 +26,7 @@ from te_graph.common.dispatch import is_user_file
 LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple", "dumps"})
 _UNNAMED = LOOKS_AT_ALL | {"dir"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_FILLS_IN = frozenset({"format", "format_map", "vformat"})
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 _MADE_BY = frozenset({"__init__", "__post_init__"})
 _NOT_RUN = frozenset(
@@ -117,11 +118,15 @@ class Names:
         return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
-        """These, and ``strings``, which code may pass to ``getattr``, if any code does."""
+        """These, and ``strings``, which code may pass to ``getattr`` or fill in, if any code does."""
+        strings = list(strings)
+        told = self
+        if not self.said.isdisjoint(_FILLS_IN):
+            told = replace(told, said=told.said.union(*map(_attributes_in_format, strings)))
         if not self.asks_for_names:
-            return self
+            return told
         found = {string for string in strings if string.isidentifier()}
-        return replace(self, said=self.said | found, asked=self.asked | found)
+        return replace(told, said=told.said | found, asked=told.asked | found)
 
     def with_getters(self, getters: Iterable[Any]) -> Names:
         """These, and the names in objects of ``operator`` that read attributes or call methods."""
