@@ -154,7 +154,7 @@ class CallableCapture:
     def warm_up(self) -> None:
         """Run forward and backward as they will be captured, and learn what they use.
 
-        The first of at least two iterations lets the callable make what it keeps for later calls. The last one shows
+        The first of at least two iterations lets the callable make what it keeps for later calls. The last one tells
         what is external. Both are watched: what they write outside is put back by ``undo``.
         """
         isolation = _C.LeafIsolation(
