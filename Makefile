@@ -4,7 +4,7 @@
 # make sanitize   tests under sanitizers: of host code, and on a machine with GPUs of kernels       ARGS="-k chain"
 # make bench      all benchmarks, those of collectives on several GPUs                   ARGS="--quick --out DIR"
 # make build      install te_graph, editable, and compile what changed
-# make format     format the C++ code, mend what ruff can
+# make format     format the C++ code, fix what ruff can
 # make clean      remove what was built
 #
 # CUDA code is compiled for the GPUs of this machine; where none is visible, the CPU ops only. TE_GRAPH_CUDA=1
@@ -34,7 +34,7 @@ export TE_GRAPH_CUDA := 0
 export TE_GRAPH_CUDA_REASON := no GPU is visible here
 endif
 # The last line of a build without CUDA code: why there is none.
-TELL = @$(PY) -c 'import runpy; told = runpy.run_path("te_graph/_build_config.py")["CPU_ONLY"]; told and print(told)'
+REPORT = @$(PY) -c 'import runpy; note = runpy.run_path("te_graph/_build_config.py")["CPU_ONLY"]; note and print(note)'
 
 # One stamp for each environment and setting: a build for another one is done again.
 KEY := $(shell echo '$(PY) $(TORCH) $(CUDA_HOME) $(TE_GRAPH_CUDA) $(TORCH_CUDA_ARCH_LIST)' | cksum | cut -d ' ' -f 1)
@@ -64,18 +64,18 @@ $(BUILT): $(PY) pyproject.toml setup.py $(shell find csrc)
 	@rm -f build/built-* && touch $@
 
 build: $(BUILT)
-	$(TELL)
+	$(REPORT)
 
 train: $(BUILT)
 	$(PY) examples/train_gpt.py $(ARGS)
-	$(TELL)
+	$(REPORT)
 
 test: $(BUILT) tools lint-tools
 	$(PY) -m ruff check .
 	clang-format --dry-run -Werror $(CXX_FILES)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m 'not gpu' $(ARGS)
 	$(call gtest,host,gtest)
-	$(TELL)
+	$(REPORT)
 
 test-gpu: $(BUILT) tools
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -9,7 +9,7 @@
 #include "graphs/bindings.h"
 #include "multi_tensor/bindings.h"
 
-// Mutated arguments are marked (a!); ops that mutate return (). What autograd follows is not mutated
+// Mutated arguments are marked (a!); ops that mutate return (). What autograd tracks is not mutated
 // (common/no_derivative.h).
 TORCH_LIBRARY(te_graph, m) {
     const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};

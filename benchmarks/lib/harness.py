@@ -1,4 +1,4 @@
-"""The command line of a benchmark: options, a fresh process for each measurement, what is told and kept at the end."""
+"""The command line of a benchmark: options, a fresh process for each measurement, what is printed and kept."""
 
 import argparse
 import multiprocessing

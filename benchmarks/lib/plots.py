@@ -10,11 +10,11 @@ from typing import Any
 from lib.results import WORLDS
 from lib.units import size_name
 
-MARKERS = {0: "o", 1: "s", 2: "^"}  # by the number of what is told apart
+MARKERS = {0: "o", 1: "s", 2: "^"}  # by the number of the series
 
 
 def digest(record: dict[str, Any]) -> str:
-    """What an SVG carries of the results that it shows, so that a stale one is told without drawing."""
+    """What an SVG carries of the results that it shows, so that a stale one is found without drawing."""
     return f"results sha256 {hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()}"
 
 

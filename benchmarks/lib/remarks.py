@@ -47,6 +47,6 @@ def tell_all(remarks: Sequence[str], record: dict[str, Any]) -> str:
 
 
 def table_head(columns: Iterable[str]) -> list[str]:
-    """The first two lines of a Markdown table; its first column bears no name."""
+    """The first two lines of a Markdown table; its first column has no name."""
     names = list(columns)
     return [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]

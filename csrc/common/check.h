@@ -52,11 +52,11 @@ inline void check_one(const char* op, const char* argument, const at::Tensor& te
 }
 
 // Of what an op writes, tensor [...]: not an inference tensor, outside of inference mode, as in torch. It has no
-// version that could tell of the write; and the flag of a group is one, so that only the group writes it.
+// version counter that could show the write; and the flag of a group is one, so that only the group writes it.
 inline void check_writable(const char* op, const char* argument, const at::Tensor& tensor) {
     TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled(), op, ": expected ", argument,
                 " made outside of inference mode, got an inference tensor; clone() it, or write it in that mode. "
-                "PeerGroup.found_inf is one: give the op a flag of its own, and tell that of both by "
+                "PeerGroup.found_inf is one: give the op a flag of its own, and merge both with "
                 "torch.maximum(flag, group.found_inf, out=flag)");
 }
 
@@ -78,8 +78,7 @@ inline void check_has_memory(const char* op, const std::string& argument, const 
                      " with memory of its own, got a tensor without, or one that wraps another, such as a DTensor; "
                      "give what is inside");
     TORCH_CHECK_VALUE(!tensor.key_set().has_any(kDeferred), op, ": expected ", argument,
-                      " whose memory has its values, got one that is still to be negated or conjugated; use "
-                      "resolve_neg()");
+                      " that is materialized, got one that is negated or conjugated lazily; use resolve_neg()");
 }
 
 // tensor: [rows, columns], contiguous.

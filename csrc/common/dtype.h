@@ -1,4 +1,4 @@
-// Dtypes as kernels and CPU loops are told them. No Torch here.
+// Dtypes as kernels and CPU loops get them. No Torch here.
 #pragma once
 
 #include <cstdint>

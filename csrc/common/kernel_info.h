@@ -1,4 +1,4 @@
-// What te_graph tells of a kernel of its own, so that captured launches of it can be found and changed: one table for
+// What te_graph registers of a kernel of its own, so that captured launches of it can be found and changed: one table for
 // CUDA graphs, the recorder and Python. No Torch.
 //
 //     const KernelRegistration scale_kernel({

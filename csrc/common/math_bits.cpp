@@ -41,8 +41,8 @@ void call_with_math_bits(const c10::OperatorHandle& op, c10::DispatchKeySet keys
                 if (!list[j].defined() || !has_bit(list[j])) continue;
                 // Copies would hide that two of them share memory.
                 TORCH_CHECK_VALUE(!is_written, name_of(schema), ": expected ", argument.name(), "[", j,
-                                  "] whose memory has its values, got one that is still to be negated or conjugated; "
-                                  "use resolve_neg()");
+                                  "] that is materialized, got one that is negated or conjugated lazily; use "
+                                  "resolve_neg()");
                 list[j] = without_bits(list[j]);
             }
             value = std::move(list);

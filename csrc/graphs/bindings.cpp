@@ -9,7 +9,7 @@
 #include "graphs/callables/callable.h"
 #include "graphs/callables/fast_call.h"
 #include "graphs/callables/observers.h"
-#include "graphs/capture/uses.h"
+#include "graphs/callables/uses.h"
 #include "graphs/guards/function_guard.h"
 #include "graphs/guards/settings.h"
 #include "graphs/hooks.h"

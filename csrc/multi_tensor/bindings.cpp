@@ -60,12 +60,12 @@ struct TensorList {
             "te_graph::multi_tensor_clip_");
         op(tensors, total_norm, max_norm, eps, found_inf);
     }
-    // Raises if autograd follows a tensor that `op` would write: results that require a gradient, tangents.
+    // Raises if autograd tracks a tensor that `op` would write: results that require a gradient, tangents.
     void check_not_followed(const char* op) const {
         const bool is_recorded = at::GradMode::is_enabled();
         for (const at::Tensor& tensor : tensors) {
             TORCH_CHECK_NOT_IMPLEMENTED(!is_followed(*tensor.unsafeGetTensorImpl(), is_recorded), op,
-                                        ": has no derivative, and autograd follows a tensor that it writes; call it ",
+                                        ": has no derivative, and autograd tracks a tensor that it writes; call it ",
                                         "under torch.no_grad() or give it tensor.detach()");
         }
     }

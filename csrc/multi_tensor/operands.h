@@ -25,7 +25,7 @@ constexpr size_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dt
 
 class Operands {
 public:
-    // Raises if one that is written shares memory with another, is not to be written, or is followed by autograd, which
+    // Raises if one that is written shares memory with another, is not to be written, or is tracked by autograd, which
     // does not see what is called past it.
     Operands(const char* op, std::initializer_list<Argument> operands) : op_(op) {
         check_apart(op, operands);

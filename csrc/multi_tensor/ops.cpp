@@ -16,11 +16,13 @@ namespace te_graph::multi_tensor {
 namespace {
 
 constexpr const char* kNorm = "multi_tensor_norm";
+constexpr const char* kNormPartial = "multi_tensor_norm_partial";
 constexpr const char* kFinish = "multi_tensor_norm_finish";
 constexpr const char* kNorms = "multi_tensor_norms";
 constexpr const char* kClip = "multi_tensor_clip_";
 constexpr const char* kClipNorm = "multi_tensor_clip_norm_";
 constexpr const char* kScale = "multi_tensor_scale_";
+constexpr const char* kScaleByNumber = "multi_tensor_scale_.Scalar";
 constexpr const char* kZero = "multi_tensor_zero_";
 constexpr const char* kCopy = "multi_tensor_copy_";
 constexpr const char* kAccumulate = "multi_tensor_accumulate_";
@@ -49,8 +51,8 @@ at::Tensor norm(at::TensorList tensors,  // [...] each
 
 at::Tensor norm_partial(at::TensorList tensors,  // [...] each
                         double p) {
-    check_p("multi_tensor_norm_partial", p);
-    const TensorEntries entries("multi_tensor_norm_partial", tensors, false);
+    check_p(kNormPartial, p);
+    const TensorEntries entries(kNormPartial, tensors, false);
     const at::Tensor partial = new_partial(entries.device());
     TE_GRAPH_RUN(entries.device(), norm, entries.table(), p, static_cast<uint64_t*>(partial.mutable_data_ptr()), {});
     return partial;
@@ -263,17 +265,17 @@ at::Tensor norm_finish_meta(const at::Tensor& partial, double, at::ScalarType dt
 }
 
 void implement(torch::Library& m) {
-    m.impl("multi_tensor_norm", norm);
-    m.impl("multi_tensor_norm_partial", norm_partial);
-    m.impl("multi_tensor_norm_finish", norm_finish);
-    m.impl("multi_tensor_norms", norms);
-    m.impl("multi_tensor_clip_", clip);
-    m.impl("multi_tensor_clip_norm_", clip_norm);
-    m.impl("multi_tensor_scale_", scale_by);
-    m.impl("multi_tensor_scale_.Scalar", scale_by_number);
-    m.impl("multi_tensor_zero_", zero);
-    m.impl("multi_tensor_copy_", copy);
-    m.impl("multi_tensor_accumulate_", accumulate);
+    m.impl(kNorm, norm);
+    m.impl(kNormPartial, norm_partial);
+    m.impl(kFinish, norm_finish);
+    m.impl(kNorms, norms);
+    m.impl(kClip, clip);
+    m.impl(kClipNorm, clip_norm);
+    m.impl(kScale, scale_by);
+    m.impl(kScaleByNumber, scale_by_number);
+    m.impl(kZero, zero);
+    m.impl(kCopy, copy);
+    m.impl(kAccumulate, accumulate);
 }
 
 }  // namespace
@@ -301,14 +303,14 @@ void check_destinations(at::TensorList tensors, bool is_written, const std::opti
 TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) { implement(m); }
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
-    m.impl("multi_tensor_norm_finish", norm_finish_meta);
+    m.impl(kFinish, norm_finish_meta);
     m.impl(kClip, [](at::TensorList tensors, const at::Tensor& total_norm, double, double, Optional found_inf) {
         check_one_device(kClip, {{"tensors", tensors}}, {{"total_norm", total_norm}, {"found_inf", found_inf}});
     });
     m.impl(kScale, [](at::TensorList tensors, const at::Tensor& scale, Optional found_inf) {
         check_one_device(kScale, {{"tensors", tensors}}, {{"scale", scale}, {"found_inf", found_inf}});
     });
-    m.impl("multi_tensor_scale_.Scalar", [](at::TensorList tensors, double, Optional found_inf) {
+    m.impl(kScaleByNumber, [](at::TensorList tensors, double, Optional found_inf) {
         check_one_device(kScale, {{"tensors", tensors}}, {{"found_inf", found_inf}});
     });
     m.impl(kZero, [](at::TensorList tensors) { check_one_device(kZero, {{"tensors", tensors}}, {}); });
@@ -325,9 +327,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
 
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
     for (const char* name :
-         {"multi_tensor_norm", "multi_tensor_norm_partial", "multi_tensor_norm_finish", "multi_tensor_norms",
-          "multi_tensor_clip_", "multi_tensor_clip_norm_", "multi_tensor_scale_", "multi_tensor_scale_.Scalar",
-          "multi_tensor_zero_", "multi_tensor_copy_", "multi_tensor_accumulate_"}) {
+         {kNorm, kNormPartial, kFinish, kNorms, kClip, kClipNorm, kScale, kScaleByNumber, kZero, kCopy, kAccumulate}) {
         m.impl(name, no_derivative());
     }
 }

@@ -65,7 +65,7 @@ Plan::Layout Plan::layout_of(const Tensors& tensors, const Tensors& sources) {
     const TensorEntries entries =
         sources.empty() ? TensorEntries(kPlan, tensors, true) : TensorEntries(kPlan, tensors, sources, true);
     TORCH_CHECK_VALUE(entries.is_direct(), kPlan,
-                      ": expected tensors without gaps in memory, and sources laid out like their destinations");
+                      ": expected dense tensors without gaps, and sources with the strides of their destinations");
     Layout layout{entries.entries(), ranges_of(tensors, entries.entries(), false),
                   ranges_of(sources, entries.entries(), true), are_followed(tensors) || are_followed(sources),
                   has_inference(tensors) || has_inference(sources)};

@@ -40,13 +40,12 @@ void check_element(const char* op, const char* argument, size_t i, const at::Ten
     TORCH_CHECK_VALUE(tensor.device() == device, op, ": expected ", argument, "[", i, "] on ", device, ", got ",
                       tensor.device());
     TORCH_CHECK_VALUE(!tensor.key_set().has_any(kDeferred), op, ": expected ", argument, "[", i,
-                      "] whose memory has its values, got one that is still to be negated or conjugated; use "
-                      "resolve_neg()");
+                      "] that is materialized, got one that is negated or conjugated lazily; use resolve_neg()");
     check_elements_apart(op, argument, tensor, i);
 }
 
 // Which tensors an op takes as they are: those on its device and, of what is written outside of inference mode, those
-// that were not made in it, since they have no version that could tell of the write.
+// that were not made in it, since they have no version counter that could show the write.
 class Fitness {
 public:
     Fitness(const char* op, at::Device device, bool is_written)

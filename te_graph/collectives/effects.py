@@ -27,7 +27,7 @@ def register() -> None:
     """Tell torch.compile of all collectives.
 
     Raises:
-        ImportError: this torch cannot be told.
+        ImportError: this torch has no ordered effects.
     """
     try:
         from torch._library.effects import EffectType
@@ -73,7 +73,7 @@ def _in_order(functional: OpOverload, trace: Callable[..., Tensor]) -> Callable[
 def _saved() -> Iterator[None]:
     """What is traced here is kept for the backward, which would else call it again: in a checkpoint, or to save memory.
 
-    Where it would stand among the collectives of the backward is not told by any order. torch does the same to its own.
+    No order says where it belongs among the collectives of the backward. torch does the same to its own.
     """
     before = traceback.current_meta
     traceback.current_meta = {**before, "recompute": CheckpointPolicy.MUST_SAVE}

@@ -15,3 +15,8 @@ def switch(name: str, default: bool) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"te_graph: expected the environment variable {name} to be 0 or 1, got {value!r}")
     return value == "1" if value else default
+
+
+def is_disabled() -> bool:
+    """True when the environment wants everything to run eagerly."""
+    return switch("TE_GRAPH_DISABLE", default=False)

@@ -1,18 +1,18 @@
-"""Reasons why calls do not replay: told once each, and counted."""
+"""Reasons why calls do not replay: reported once each, and counted."""
 
 from __future__ import annotations
 
 _MAX_REASONS = 32  # shapes and values in messages may go on for ever
 
 
-class Told:
-    """Reasons that one object has told of."""
+class Reported:
+    """Reasons that one object has reported."""
 
     def __init__(self) -> None:
         self._reasons: set[str] = set()
 
     def is_first(self, reason: str) -> bool:
-        """Whether ``reason`` is to be told now."""
+        """Whether ``reason`` is to be reported now."""
         if reason in self._reasons or len(self._reasons) >= _MAX_REASONS:
             return False
         self._reasons.add(reason)

@@ -1,4 +1,4 @@
-"""What ``te_graph.info()`` tells of: everything that is graphed now."""
+"""What ``te_graph.info()`` reports: everything that is graphed now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class CaptureFacts:
-    """What ``info()`` of a graphed callable or function tells, which describes it."""
+    """What ``info()`` of a graphed callable or function reports."""
 
     name: str
     backend: str | None
@@ -62,7 +62,7 @@ _keepers: list[list[Reporter]] = []  # of keep_registered() in progress
 
 
 def register(reporter: Reporter) -> None:
-    """Let ``te_graph.info()`` tell of ``reporter`` for as long as it lives; the list does not keep it alive."""
+    """Let ``te_graph.info()`` report ``reporter`` for as long as it lives; the list does not keep it alive."""
     if any(reference() is reporter for reference in _live):
         return
     _live.append(weakref.ref(reporter, _live.remove))
@@ -71,7 +71,7 @@ def register(reporter: Reporter) -> None:
 
 
 def unregister(reporter: Reporter) -> None:
-    """Let ``te_graph.info()`` be silent about ``reporter`` from now on."""
+    """Let ``te_graph.info()`` no longer report ``reporter``."""
     _live[:] = [reference for reference in _live if reference() is not reporter]
 
 

@@ -17,7 +17,7 @@ from te_graph.common.own_objects import OwnObject
 
 
 class HasWeights(Protocol):
-    """What is told of steps: by the version counters of its ``weights``, [...] each."""
+    """Gets notice of steps by the version counters of its ``weights``, [...] each."""
 
     @property
     def weights(self) -> list[Tensor]: ...

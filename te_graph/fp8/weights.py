@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.capture_state import before_replay, is_captured
+from te_graph.common.capture_state import is_captured
+from te_graph.common.replay_checks import before_replay
 from te_graph.common.step_weights import StepWeights
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.multi_tensor.tensor_lists import as_sequence, check_members, check_operands

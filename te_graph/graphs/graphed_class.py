@@ -3,7 +3,7 @@
 A subclass of its own class rather than an attribute ``forward``: an attribute would refer to its module, so that only
 the garbage collector could free both, and it would be copied and saved with it. ``module.__class__`` stays the class
 that the user knows, for reading and for writing: code that puts another class in its place (parametrizations, FSDP2)
-exchanges what is below ours. Only ``type(module)`` tells the difference.
+exchanges what is below ours. Only ``type(module)`` shows the difference.
 """
 
 from __future__ import annotations

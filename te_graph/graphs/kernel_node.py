@@ -9,8 +9,8 @@ import torch
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
+from te_graph.common.environment import is_disabled
 from te_graph.graphs.callables.handle import Handle
-from te_graph.graphs.capture.options import is_disabled
 from te_graph.graphs.functions.graphed import GraphedFunction
 from te_graph.graphs.tracing.recorder import RecordedCall, Recorder
 
@@ -141,9 +141,7 @@ def _graphs_of(graph: Any) -> list[_C.CapturedGraph]:
         )
     graphs = owner.graphs()
     if not graphs:
-        raise RuntimeError(
-            f"KernelNode.find: expected a captured graph, got a {type(graph).__name__} that has none at present"
-        )
+        raise RuntimeError(f"KernelNode.find: expected a captured graph, got a {type(graph).__name__} without a graph")
     return graphs
 
 

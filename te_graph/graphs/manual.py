@@ -11,9 +11,10 @@ import torch
 
 from te_graph._build import check_is_built_for
 from te_graph.common.capture_state import capturing
-from te_graph.common.reasons import Told
-from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
+from te_graph.common.environment import is_disabled
+from te_graph.common.reasons import Reported
 from te_graph.graphs.tracing.externals import TensorWatch
+from te_graph.graphs.tracing.pool_and_stream import check_pool, check_stream
 from te_graph.graphs.tracing.recorder import Recorder
 
 _log = logging.getLogger("te_graph")
@@ -23,12 +24,12 @@ class NoGraph:
     """What ``create_graph`` returns with ``TE_GRAPH_DISABLE=1``: captures nothing, replays nothing."""
 
     def __init__(self) -> None:
-        self._told = Told()
+        self._reported = Reported()
 
     def replay(self) -> None:
         """Do nothing; say so the first time."""
         reason = "TE_GRAPH_DISABLE=1"
-        if self._told.is_first(reason):
+        if self._reported.is_first(reason):
             _log.warning("replay_graph: does nothing, since %s: run what was captured eagerly instead", reason)
 
 
@@ -87,7 +88,7 @@ def capture_to_graph(graph: Graph, pool: Any = None, stream: torch.cuda.Stream |
 
 
 def _keeps_nodes(graph: torch.cuda.CUDAGraph) -> bool:
-    """Whether ``graph``, captured, was made with ``keep_graph=True``, which torch tells in no other way."""
+    """Whether ``graph``, captured, was made with ``keep_graph=True``, which torch shows in no other way."""
     try:
         graph.raw_cuda_graph()
     except RuntimeError:

@@ -14,6 +14,7 @@ from te_graph import _C
 from te_graph.multi_tensor.norms import raise_if_nonfinite, total_norm
 from te_graph.multi_tensor.tensor_lists import (
     Part,
+    as_norm_type,
     as_number,
     as_sequence,
     check_operands,
@@ -64,7 +65,7 @@ def clip_grad_norm_(
 
     Source of the semantics: torch/nn/utils/clip_grad.py; products are rounded once, from fp32.
     """
-    max_norm, norm_type = as_max_norm(max_norm), as_number(norm_type, "norm_type")
+    max_norm, norm_type = as_max_norm(max_norm), as_norm_type(norm_type)
     check_operands("clip_grad_norm_", found_inf=found_inf)
     sequence = _parameters(parameters)
     if not process_groups and not error_if_nonfinite:

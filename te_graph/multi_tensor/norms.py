@@ -13,7 +13,7 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.multi_tensor.tensor_lists import (
     Part,
-    as_number,
+    as_norm_type,
     as_sequence,
     check_members,
     check_operands,
@@ -65,7 +65,7 @@ def get_total_norm(
 
     Source of the semantics: torch/nn/utils/clip_grad.py, but for the dtype of the result, p = 0 and empty lists.
     """
-    sequence, norm_type = as_sequence(tensors, "tensors"), as_number(norm_type, "norm_type")
+    sequence, norm_type = as_sequence(tensors, "tensors"), as_norm_type(norm_type)
     norm = total_norm(parts_of(sequence, False, norm_type), norm_type, process_groups, sequence)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
@@ -95,7 +95,7 @@ def multi_tensor_norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Ten
 
     Source of the semantics: torch._foreach_norm, with one result.
     """
-    sequence, p = as_sequence(tensors, "tensors"), float(as_number(norm_type, "norm_type"))
+    sequence, p = as_sequence(tensors, "tensors"), as_norm_type(norm_type)
     try:
         return torch.ops.te_graph.multi_tensor_norms(list(sequence), p)
     except RuntimeError:  # the dispatcher's, which does not say which one it is
@@ -104,12 +104,10 @@ def multi_tensor_norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Ten
 
 
 def total_norm(
-    parts: Sequence[Part], norm_type: float, process_groups: Sequence[ProcessGroup], tensors: Sequence[Tensor] = ()
+    parts: Sequence[Part], p: float, process_groups: Sequence[ProcessGroup], tensors: Sequence[Tensor] = ()
 ) -> Tensor:
     """Norm of all parts and ranks, []; of nothing, 0 on the device of ``process_groups`` or else of ``tensors``."""
-    p, process_groups = float(norm_type), _own_groups(process_groups)
-    if not p >= 0:
-        raise ValueError(f"te_graph: expected norm_type to be 0, positive or inf, got {norm_type}")
+    process_groups = _own_groups(process_groups)
     if len(parts) == 1 and not parts[0].groups and not process_groups:
         return parts[0].tensors.norm(p)
     partials: dict[tuple, tuple[Tensor, Sequence[ProcessGroup]]] = {}

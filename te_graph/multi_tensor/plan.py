@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.capture_state import before_replay, is_captured
+from te_graph.common.capture_state import is_captured
+from te_graph.common.replay_checks import before_replay
 from te_graph.multi_tensor.tensor_lists import as_number, as_sequence, check_operands
 
 _NAME = "MultiTensorPlan"

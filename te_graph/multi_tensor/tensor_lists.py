@@ -129,6 +129,14 @@ def as_number(value: Any, name: str) -> float:
         raise TypeError(f"te_graph: expected {name} to be a number, got {value!r:.100}") from error
 
 
+def as_norm_type(value: Any) -> float:
+    """The argument ``norm_type`` as a float: 0, positive or ``inf``."""
+    norm_type = as_number(value, "norm_type")
+    if not norm_type >= 0:
+        raise ValueError(f"te_graph: expected norm_type to be 0, positive or inf, got {value!r:.100}")
+    return norm_type
+
+
 def check_operands(op: str, **operands: Any) -> None:
     """Raise TypeError unless each is a tensor, [...], or None."""
     for name, operand in operands.items():

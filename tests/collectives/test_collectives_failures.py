@@ -146,7 +146,7 @@ def scenario_set_timeout(rank: Rank) -> None:
 
 
 def scenario_calls_inside_captures(rank: Rank) -> None:
-    """What a group is told while its caller captures takes effect at once, and the capture goes on."""
+    """A time-out set, or an abort, while the caller captures takes effect at once, and the capture goes on."""
     with short_lived(rank, timeout=60.0) as group:
         all_ranks = draw(rank, 100)
 
@@ -369,7 +369,7 @@ def test_a_timeout_that_was_changed_is_obeyed(ranks, seed):
     ranks.run(scenario_set_timeout, seed)
 
 
-def test_groups_are_told_of_timeouts_and_aborts_inside_captures(ranks, seed):
+def test_timeouts_and_aborts_reach_groups_inside_captures(ranks, seed):
     ranks.run(scenario_calls_inside_captures, seed)
 
 

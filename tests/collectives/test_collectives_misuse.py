@@ -1,6 +1,6 @@
-"""Misuse of groups beside failures and mismatches: what happens is told in the table of docs/design/collectives.md.
+"""Misuse of groups beside failures and mismatches: what happens is in the table of docs/design/collectives.md.
 
-What a failure looks like is told in failed_groups.py. Where misuse is not seen, the numbers that come of it are those
+What a failure looks like is in failed_groups.py. Where misuse is not seen, the numbers that come of it are those
 of the operations that met.
 """
 

@@ -82,7 +82,7 @@ def test_inference_tensors_are_refused():
 def test_lists_that_are_written_are_refused():
     """Copies would hide that two of them share memory."""
     x = X.clone()
-    words = re.escape("multi_tensor_scale_: expected tensors[1] whose memory has its values")
+    words = re.escape("multi_tensor_scale_: expected tensors[1] that is materialized")
     with pytest.raises(ValueError, match=words):
         ops.multi_tensor_scale_([x, negated(X)], 2.0)
     assert torch.equal(x, X)

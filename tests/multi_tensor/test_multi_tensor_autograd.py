@@ -1,4 +1,4 @@
-"""What autograd follows and multi-tensor ops write: refused by name, where torch's own ops would record a gradient."""
+"""What autograd tracks and multi-tensor ops write: refused by name, where torch's own ops would record a gradient."""
 
 from collections.abc import Callable
 

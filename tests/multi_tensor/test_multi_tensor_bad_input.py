@@ -295,10 +295,13 @@ def test_powers_below_zero_and_nan_are_refused(p, device):
     for call in (tg.MultiTensorPlan(tensors).norm, lambda power: tg.MultiTensorPlan(tensors).clip_norm_(1.0, power)):
         with pytest.raises(ValueError, match=r"expected p .*got"):
             call(p)
-    with pytest.raises(ValueError, match=r"expected .*got"):
-        tg.get_total_norm(tensors, p)
-    with pytest.raises(ValueError, match=r"expected .*got"):
-        tg.clip_grad_norm_([parameter(tensors[0], device)], 1.0, p)
+    for call in (
+        lambda: tg.get_total_norm(tensors, p),
+        lambda: tg.multi_tensor_norms(tensors, p),
+        lambda: tg.clip_grad_norm_([parameter(tensors[0], device)], 1.0, p),
+    ):
+        with pytest.raises(ValueError, match=r"expected norm_type to be 0, positive or inf, got"):
+            call()
 
 
 # Gradients of parameters, through the functions.

@@ -75,7 +75,7 @@ def test_a_plan_reads_sources_that_overlap_and_refuses_to_zero_them(dtype, devic
 def test_a_plan_refuses_tensors_that_are_to_be_negated_or_conjugated(device):
     negative, plain = torch._neg_view(memory(device, 4)), torch.zeros(4, device=device)
     for lists in (([plain], [negative]), ([negative], [plain]), ([negative],)):
-        assert_refused(lambda lists=lists: Plan(*lists), [plain], r"to be negated or conjugated; use resolve_neg")
+        assert_refused(lambda lists=lists: Plan(*lists), [plain], r"negated or conjugated lazily; use resolve_neg")
     plan = Plan([plain], [negative.resolve_neg()])
     assert_refused(lambda: plan.update([plain], [negative]), [plain], "resolve_neg")
     ops.multi_tensor_copy_([plain], [negative])

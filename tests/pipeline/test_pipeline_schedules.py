@@ -94,7 +94,7 @@ def scenario_schedule(rank: Rank, name: str) -> None:
 
 
 def scenario_unprepared(rank: Rank, name: str) -> None:
-    """Gradients are missing, and it is told of with the callable's name."""
+    """Gradients are missing, and a warning names the callable."""
     words = r"callable \d \(Block\): an earlier backward was for inputs alone.*te_graph.pipeline.prepare_stage"
     with pytest.warns(UserWarning, match=words) if rank.rank else contextlib.nullcontext():
         got, _ = trained(rank, name, "layers", prepare=False)

@@ -16,11 +16,11 @@ FOLDERS = ("te_graph", "csrc", "tests", "benchmarks", "examples")
 NAMES = frozenset((
     "Agreement", "Course", "Explorer", "Fact", "Flight", "Handout", "Handouts", "Home", "Homes", "Line", "LineWire",
     "Mailbox", "Place", "Repetition", "Rescaling", "Scope", "SequenceEntry", "GraphedSequence", "Slab", "Steps",
-    "Surroundings", "Tiles", "Trouble", "Turn", "Way", "WordWire", "Work", "check_in_passing", "explorer",
-    "fleeting", "full_kernel", "handout", "handouts", "homeless", "homes", "is_at_a_loss", "is_fleeting",
+    "SlotPool", "Surroundings", "Tiles", "Told", "Trouble", "Turn", "Way", "WordWire", "Work", "check_in_passing",
+    "explorer", "fleeting", "full_kernel", "handout", "handouts", "homeless", "homes", "is_at_a_loss", "is_fleeting",
     "is_plumbing", "launch_lines", "launch_rescale", "launch_tiles", "launch_words", "lines_kernel",
     "lines_once_kernel", "mailbox", "plain_kernel", "rescale_kernel", "say_hello", "hear_hellos", "slab",
-    "surroundings", "table_kernel", "tiles_kernel",
+    "surroundings", "table_kernel", "tiles_kernel", "try_to_be_alone",
 ))
 # fmt: on
 COINED = re.compile(r"\b(slabs?|hellos?|fleeting|plumbing|surroundings|handouts?|given up|courses?)\b", re.IGNORECASE)

@@ -21,7 +21,7 @@ def make_problem(part: Part, case: Case, device: str, seed: int) -> Any:
 
 
 def found_of(result: Any) -> Any:
-    """What a call gives: itself, or told by a function, so that telling is not timed."""
+    """What a call returns: itself, or a function that returns it, which is not timed."""
     return result() if callable(result) else result
 
 

@@ -100,7 +100,7 @@ class Workload:
         return [leaf.grad.cpu() for leaf in self.leaves]
 
     def replays(self) -> dict[str, Any]:
-        """What te_graph tells of its graphs.
+        """What te_graph reports about its graphs.
 
         Returns:
             nodes, graph_mib, capture_seconds: sums over the layers' `info()`.

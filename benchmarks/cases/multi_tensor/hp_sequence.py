@@ -106,7 +106,7 @@ class HpVariant:
         """Why it cannot be measured; None if it can."""
         import te_graph as tg
 
-        is_there = callable(getattr(tg, "graphed", None))  # without the function, a module bears the name
+        is_there = callable(getattr(tg, "graphed", None))  # without the function, a module has the name
         return "te_graph has no graphed" if self.is_graphed and not is_there else None
 
     def steps(self, problem: Problem) -> dict[str, Step]:

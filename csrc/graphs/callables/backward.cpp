@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "graphs/callables/callable.h"
+#include "graphs/callables/copy.h"
 #include "graphs/callables/replay_node.h"
-#include "graphs/capture/copy.h"
 #include "graphs/hooks.h"
 
 namespace te_graph::graphs {
@@ -106,9 +106,9 @@ bool GraphedCallable::has_parameter(const PendingBackward& pending, const at::Te
 
 // Schedules that split the backward ask for the gradients of inputs, and later for those of weights through edges to
 // AccumulateGrad nodes, which parameters inside a graph do not have.
-void GraphedCallable::tell_of_lost_gradients() {
-    if (has_told_of_lost_gradients_) return;
-    has_told_of_lost_gradients_ = true;
+void GraphedCallable::warn_of_lost_gradients() {
+    if (has_warned_of_lost_gradients_) return;
+    has_warned_of_lost_gradients_ = true;
     TORCH_WARN(name_,
                ": an earlier backward was for inputs alone, with retain_graph=True, and none followed for its "
                "parameters, whose gradients are missing. A schedule that splits the backward (zero bubble) needs "

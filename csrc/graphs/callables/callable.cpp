@@ -21,8 +21,8 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
       saved_outputs_(std::move(saved_outputs)),
       inner_outputs_(std::move(inner_outputs)),
       results_(std::move(results)),
-      predecessor_(predecessor ? predecessor->pool_ : nullptr),
-      pool_(std::make_shared<SlotPool>(predecessor_)),
+      predecessor_(predecessor ? predecessor->leases_ : nullptr),
+      leases_(std::make_shared<SlotLeases>(predecessor_)),
       position_(predecessor ? predecessor->position_ + 1 : 0),
       lent_(predecessor ? predecessor->lent_ : std::vector<std::shared_ptr<LentStorages>>()),
       buffers_(parameters_.size()) {
@@ -36,7 +36,7 @@ void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
     if (lent_.size() == slots_.size()) lent_.push_back(std::make_shared<LentStorages>());
     slot->lent_outputs = lent_[slots_.size()];
     slots_.push_back(std::move(slot));
-    pool_->add();
+    leases_->add();
 }
 
 std::vector<std::shared_ptr<CapturedGraph>> GraphedCallable::graphs() const {

@@ -23,9 +23,9 @@
 #include "graphs/callables/replay_miss.h"
 #include "graphs/callables/replay_order.h"
 #include "graphs/callables/slot.h"
-#include "graphs/callables/slot_pool.h"
+#include "graphs/callables/slot_leases.h"
+#include "graphs/callables/view.h"
 #include "graphs/capture/graph.h"
-#include "graphs/capture/view.h"
 #include "graphs/guards/callable_guard.h"
 #include "graphs/guards/settings.h"
 
@@ -119,7 +119,7 @@ public:
     // Of all slots: each forward, followed by its backward.
     std::vector<std::shared_ptr<CapturedGraph>> graphs() const;
 
-    int in_flight() const { return pool_->in_flight(); }
+    int in_flight() const { return leases_->in_flight(); }
     int64_t forward_replays() const { return forward_replays_; }
     int64_t backward_replays() const { return backward_replays_; }
 
@@ -146,14 +146,14 @@ private:
     Bits grads_from(const PendingBackward& upper, const Bits& got_upper, const Slot& slot) const;
     void plan_parameters(PendingBackward& pending, const Bits& got);
     void note_use_outside(size_t parameter);
-    void tell_of_lost_gradients();
+    void warn_of_lost_gradients();
     void note_main_grad_unused(size_t number) const;  // of the parameter
     void note_layout(std::vector<bool>& noted, size_t number, const std::string& what, const at::Tensor& given,
                      const at::Tensor& captured) const;
     bool repeats_last(const PendingBackward& pending) const;
     void note_for_repetition(const PendingBackward& pending);
-    GradientTable::EntryWrite entry_of(const PendingBackward& pending, size_t parameter) const;
-    GradientTable::EntryWrite order_of(const PendingBackward& pending, size_t entry) const;
+    GradientTable::EntryWrite write_of_parameter(const PendingBackward& pending, size_t parameter) const;
+    GradientTable::EntryWrite write_of(const PendingBackward& pending, size_t entry) const;
     const at::Tensor& destination(const PendingBackward& pending, size_t parameter) const;
     const at::Tensor& main_grad_of(const PendingBackward& pending, size_t parameter) const;
     void separate_overlapping(const PendingBackward& pending) const;
@@ -172,19 +172,19 @@ private:
     std::vector<ParameterSpec> parameters_;
     std::vector<size_t> saved_;    // externals that autograd saved for backward: not to be modified in between
     std::vector<size_t> written_;  // externals that the forward writes: their version is bumped as in eager execution
-    const std::vector<int> differentiable_;        // numbers of the outputs that require a gradient
-    const std::vector<bool> saved_outputs_;        // [outputs]: backward reads the output itself
-    const std::vector<bool> inner_outputs_;        // [differentiable outputs]: another one is computed from it
-    const std::vector<ResultSpec> results_;        // empty: the outputs, in order
-    const std::shared_ptr<SlotPool> predecessor_;  // the slots that linked inputs lie in, or null
-    const std::shared_ptr<SlotPool> pool_;
+    const std::vector<int> differentiable_;          // numbers of the outputs that require a gradient
+    const std::vector<bool> saved_outputs_;          // [outputs]: backward reads the output itself
+    const std::vector<bool> inner_outputs_;          // [differentiable outputs]: another one is computed from it
+    const std::vector<ResultSpec> results_;          // empty: the outputs, in order
+    const std::shared_ptr<SlotLeases> predecessor_;  // the slots that linked inputs lie in, or null
+    const std::shared_ptr<SlotLeases> leases_;
     const int position_;                               // in the chain
     std::vector<std::shared_ptr<LentStorages>> lent_;  // [slots]
     std::vector<at::Tensor> buffers_;                  // [parameters] whose memory .grad gets when it was None
     std::vector<std::unique_ptr<Slot>> slots_;
-    mutable std::vector<bool> reordered_inputs_, reordered_grads_, unused_main_grads_;  // of which a warning has told
+    mutable std::vector<bool> reordered_inputs_, reordered_grads_, unused_main_grads_;  // warned about once
     std::atomic<bool> has_lost_gradients_{false};
-    bool has_told_of_lost_gradients_ = false;
+    bool has_warned_of_lost_gradients_ = false;
     std::atomic<int64_t> forward_replays_{0};
     std::atomic<int64_t> backward_replays_{0};
 };

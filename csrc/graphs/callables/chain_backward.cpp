@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "graphs/callables/callable.h"
-#include "graphs/capture/copy.h"
+#include "graphs/callables/copy.h"
 
 namespace te_graph::graphs {
 
@@ -22,7 +22,7 @@ bool is_same(const std::vector<std::weak_ptr<Graph>>& known, const std::vector<s
 
 bool GraphedCallable::continues(const PendingBackward& upper, const PendingBackward& lower) const {
     const GraphedCallable& below = *lower.callable;
-    if (predecessor_ != below.pool_ || upper.lease.slot() != lower.lease.slot()) return false;
+    if (predecessor_ != below.leases_ || upper.lease.slot() != lower.lease.slot()) return false;
     const Slot& slot = slot_of(upper);
     for (const InputEdge& edge : upper.input_edges) {
         if (!inputs_[edge.input].is_linked) continue;

@@ -9,9 +9,9 @@
 
 #include "common/abort_flag.h"
 #include "graphs/callables/callable.h"
+#include "graphs/callables/copy.h"
 #include "graphs/callables/observers.h"
 #include "graphs/callables/replay_node.h"
-#include "graphs/capture/copy.h"
 #include "graphs/hooks.h"
 #include "graphs/modes.h"
 #include "graphs/node_pointer.h"
@@ -114,7 +114,7 @@ std::optional<ReplayMiss> GraphedCallable::choose_slot(const std::vector<at::Ten
     const int count = static_cast<int>(slots_.size());
     int held = -1;
     for (slot = 0; slot < count; ++slot) {
-        if (!pool_->is_free(slot)) continue;
+        if (!leases_->is_free(slot)) continue;
         is_any_free = true;
         const LentStorages::Holder holder = lent_[slot]->holder(position_);
         // What is held would have to move while it may be read: by another stream, by a thread that it was given to.
@@ -139,7 +139,7 @@ std::optional<ReplayMiss> GraphedCallable::choose_linked_slot(const std::vector<
     for (slot = 0; slot < static_cast<int>(slots_.size()); ++slot) {
         if (!finds_linked_inputs(*slots_[slot], inputs)) continue;
         is_any_found = true;
-        if (!pool_->is_free(slot)) continue;
+        if (!leases_->is_free(slot)) continue;
         const bool is_elsewhere = lent_[slot]->holder(position_) == LentStorages::Holder::kOtherThread;
         return is_elsewhere ? std::optional(held_elsewhere()) : std::nullopt;
     }
@@ -213,9 +213,9 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
     int number = 0;
     if (auto miss = check(root, inputs, externals, number)) return *std::move(miss);
 
-    if (has_lost_gradients_.exchange(false, std::memory_order_relaxed)) tell_of_lost_gradients();
+    if (has_lost_gradients_.exchange(false, std::memory_order_relaxed)) warn_of_lost_gradients();
     Slot& slot = *slots_[number];
-    SlotLease lease = pool_->lease(number);
+    SlotLease lease = leases_->lease(number);
     replay_order_->enter();
     slot.lent_outputs->protect(position_);
     {

@@ -17,7 +17,7 @@ namespace te_graph::graphs {
 // True while the memory of `storage` is lent: until it was moved, resized or exchanged.
 bool is_lent(const c10::StorageImpl& storage);
 
-// Moves `storage` to memory of its own if it is lent. Called before its address is told to code that does not
+// Moves `storage` to memory of its own if it is lent. Called before its address is given to code that does not
 // know of the StorageImpl.
 void move_if_lent(c10::StorageImpl& storage);
 

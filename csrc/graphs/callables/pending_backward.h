@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "common/note_writes.h"
-#include "graphs/callables/slot_pool.h"
+#include "graphs/callables/slot_leases.h"
 #include "graphs/guards/callable_guard.h"
 #include "graphs/python_reference.h"
 

@@ -68,7 +68,7 @@ bool asks_for_leaf_without_edge(const std::unordered_map<torch::autograd::Node*,
 
 }  // namespace
 
-// Decides what happens to each parameter's gradient, and tells the table.
+// Decides what happens to each parameter's gradient, and writes the table.
 void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     if (exec_info && exec_info->empty()) exec_info = nullptr;
@@ -124,9 +124,9 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
             spec.flag->overwrite = false;
         }
     }
-    if (!slot.table->says([&](size_t i) { return order_of(pending, i); })) {
+    if (!slot.table->says([&](size_t i) { return write_of(pending, i); })) {
         separate_overlapping(pending);
-        for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, order_of(pending, i));
+        for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, write_of(pending, i));
         slot.table->upload();
     }
     note_for_repetition(pending);
@@ -145,7 +145,7 @@ void GraphedCallable::note_use_outside(size_t parameter) {
 }
 
 // True when all gradients are to be added to the very tensors that the last backward of the slot added to. `.grad` may
-// have been replaced, or its memory: nothing tells but to look.
+// have been replaced, or its memory: only a look shows it.
 bool GraphedCallable::repeats_last(const PendingBackward& pending) const {
     const LastPlan& last = slot_of(pending).last_plan;
     if (!last.is_possible || !pending.autograd_parameters.empty() || has_shared_inputs(pending)) return false;
@@ -178,7 +178,7 @@ void GraphedCallable::note_for_repetition(const PendingBackward& pending) {
 }
 
 // What the table shall say for a parameter.
-GradientTable::EntryWrite GraphedCallable::entry_of(const PendingBackward& pending, size_t parameter) const {
+GradientTable::EntryWrite GraphedCallable::write_of_parameter(const PendingBackward& pending, size_t parameter) const {
     const at::Tensor& tensor = destination(pending, parameter);
     if (!tensor.defined()) return {Mode::kSkip, nullptr};
     const GradientAction action = slot_of(pending).updates[parameter].action;
@@ -187,8 +187,8 @@ GradientTable::EntryWrite GraphedCallable::entry_of(const PendingBackward& pendi
 }
 
 // What the table shall say in any of its entries. The uses of a shared input go to autograd one by one.
-GradientTable::EntryWrite GraphedCallable::order_of(const PendingBackward& pending, size_t entry) const {
-    if (entry < parameters_.size()) return entry_of(pending, entry);
+GradientTable::EntryWrite GraphedCallable::write_of(const PendingBackward& pending, size_t entry) const {
+    if (entry < parameters_.size()) return write_of_parameter(pending, entry);
     const Slot& slot = slot_of(pending);
     const int input = slot.summed_inputs[entry - parameters_.size()];
     const bool is_shared =

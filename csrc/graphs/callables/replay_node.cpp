@@ -27,7 +27,7 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
     {
         const std::lock_guard lock(mutex_);
         TORCH_CHECK(!pending_.empty(), "te_graph: backward of ", label_,
-                    " a second time: its slot has been given back. Pass retain_graph=True to the first backward.");
+                    " a second time: its slot has been released. Pass retain_graph=True to the first backward.");
         TORCH_CHECK(!c10::GradMode::is_enabled(), "te_graph: ", label_,
                     " does not support double backward (create_graph=True): a captured backward has no derivative. "
                     "Run it eagerly for this.");

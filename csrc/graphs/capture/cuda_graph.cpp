@@ -22,7 +22,7 @@ void CudaGraph::replay() {
     draws_ = generator.get_offset() != before;
 }
 
-// torch tells what it has by raising otherwise.
+// torch raises where it has none.
 cudaGraph_t CudaGraph::raw() const {
     try {
         return graph_->raw_cuda_graph();

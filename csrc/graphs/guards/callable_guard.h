@@ -37,7 +37,7 @@ public:
         if (functions_.use_count() == 1) Py_VISIT(functions_->get().ptr());
         return found_.use_count() == 1 ? found_->visit(visit, arg) : 0;
     }
-    // Lets go of what the last walk found.
+    // Releases what the last walk found.
     void forget() const;
 
 private:

@@ -50,7 +50,7 @@ PyObject* held_elsewhere(PyObject* object) {
     return is_held ? object : nullptr;
 }
 
-// The first object that `parent` refers to, as the garbage collector is told.
+// The first object that `parent` refers to, as tp_traverse shows it.
 PyObject* referent_of(PyObject* parent) {
     PyObject* found = nullptr;
     const auto first = [](PyObject* object, void* result) {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
-from te_graph.common.reasons import ReasonCounts, Told
+from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
 from te_graph.graphs.capture.entry import CallableEntry
@@ -65,7 +65,7 @@ class Handle:
         self._refused = RefusedCaptures()  # since the last of them
         self._past_replays: Counter[str] = Counter()  # of entries that are no more
         self._eager_calls = ReasonCounts()
-        self._told = Told()
+        self._reported = Reported()
         register(self)
 
     def arm(self, entry: CallableEntry, group: CaptureGroup) -> None:
@@ -211,9 +211,9 @@ class Handle:
         raise RuntimeError(outputs.message)
 
     def _fall_back(self, reason: str) -> str:
-        """``reason``, told once, if the eager result is right."""
+        """Report ``reason`` once, if the eager result is right."""
         self._refuse_for_main_grads(reason)
-        if self._told.is_first(reason):
+        if self._reported.is_first(reason):
             _log.warning("%s (runs eagerly)", reason)
         return reason.removeprefix(f"{self.label}: ")
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph.common.environment import is_disabled
 from te_graph.graphs.callables.handle import Handle
 from te_graph.graphs.callables.install import install, prepare
 from te_graph.graphs.capture.group import CaptureGroup
-from te_graph.graphs.capture.options import Options, chosen_parameters, is_disabled
+from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import Request
 from te_graph.graphs.capture.session import capture_all
 from te_graph.graphs.capture.wrappers import bypass_compiler, without_compiler
@@ -63,7 +64,7 @@ def make_graphed_callables(
             constants are compared by value, functions by their code and what it refers to.
         num_warmup_iters: eager iterations before the capture; at least one is run.
         allow_unused_input: let a sample that requires a gradient contribute to no result.
-        pool: memory pool (``torch.cuda.graph_pool_handle()``) for what is born and freed inside backward graphs;
+        pool: memory pool (``torch.cuda.graph_pool_handle()``) for tensors that live inside backward graphs only;
             a new one if None. Sharing one with graphs of your own follows torch's rule: same order, no overlap.
         capture_error_mode: "thread_local", "global" or "relaxed", as for ``torch.cuda.graph``.
         enable_annotations: as in torch; needs a torch whose ``torch.cuda.graph`` has it.
@@ -72,12 +73,12 @@ def make_graphed_callables(
             and the memory of its activations.
         chain: the callables of the tuple feed each other: the first argument of each is the first result of the one
             before (where its sample is left out, its only argument is that one's result). Nothing is copied between
-            neighbours, forward or backward, as long as the tensors arrive as they left. Where the input is another
+            neighbours, forward or backward, as long as each passes on unchanged tensors. Where the input is another
             tensor the call runs eagerly; another gradient is copied.
         accumulate_grads: False hands parameter gradients to autograd, as tensors of their own, instead of accumulating
             them in the graph. Parameters with hooks and parameters that several callables use are always handled so.
-        autograd_params: parameters, or their names in ``named_parameters()``, for which that shall be so, such as those
-            that eager code uses as well.
+        autograd_params: parameters, or their names in ``named_parameters()``, to be handled so, such as those that
+            eager code uses as well.
         grad_dtype: accumulate into ``p.main_grad`` of this dtype, created where it is missing and the parameter has
             another dtype; ``.grad`` stays None. A parameter that has a ``main_grad`` is accumulated there in any case,
             but where autograd gets its gradient (hooks, ``autograd_params``): that is left in ``.grad``, as in eager
@@ -91,8 +92,8 @@ def make_graphed_callables(
         on_exhausted: what a forward does when ``max_in_flight`` earlier ones wait for their backward: "raise", or run
             in "eager" mode.
         max_captures: how many captures ``on_mismatch="capture"`` may add to each callable; further calls run eagerly.
-            Captures that are refused do not count: calls that are alike run eagerly at once until another capture
-            succeeds, and all that would need one after eight refused ones in a row, which a warning tells.
+            Captures that are refused do not count: calls like a refused one run eagerly until another capture
+            succeeds, and after eight refused ones in a row, with a warning, all calls that would need a capture.
         show_progress: show a progress bar; None: when several callables are captured on a terminal.
         step_state: flags that the callables' kernels read, and FP8 weights to be cast at a first micro-batch. Calls
             then take ``is_first_microbatch=`` True, False, or None to go by the weights' version counters, which is
@@ -110,7 +111,7 @@ def make_graphed_callables(
         Arguments may be given by position or by name, and defaults left out, whatever the samples did.
 
         A call runs eagerly in the other training mode or grad mode than at capture, inside another capture, and with
-        ``TE_GRAPH_DISABLE=1``. The logger "te_graph" tells captures (INFO) and, once each, what ran eagerly because a
+        ``TE_GRAPH_DISABLE=1``. The logger "te_graph" logs captures (INFO) and, once each, what ran eagerly because a
         graph did not fit (WARNING); ``te_graph.info()`` counts them.
 
     Raises:

@@ -33,7 +33,7 @@ def cast_at_each_use(inputs: Sequence[Tensor]) -> Iterator[None]:
     That is what it does with tensors that other operations computed. Static inputs are leaves, whose casts it keeps.
     """
     ours = [tensor for tensor in inputs if not torch._C._is_cached_tensor(tensor)]
-    # Whether that was enabled before cannot be told. It costs a look-up in each cast.
+    # Whether that was enabled before is unknown. It costs a look-up in each cast.
     torch._C._set_cached_tensors_enabled(True)
     for tensor in ours:
         torch._C._add_cached_tensor(tensor)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_graph.common.environment import switch
 from te_graph.graphs.tracing.backends import ERROR_MODES
+from te_graph.graphs.tracing.pool_and_stream import check_pool
 
 _NAME = "make_graphed_callables"
 _CHOICES = {
@@ -21,26 +21,6 @@ _CHOICES = {
     "on_exhausted": ("raise", "eager"),
 }
 _MINIMA = {"num_warmup_iters": 0, "max_in_flight": 1, "max_captures": 1}
-
-
-def is_disabled() -> bool:
-    """True when the environment wants everything to run eagerly."""
-    return switch("TE_GRAPH_DISABLE", default=False)
-
-
-def check_pool(name: str, pool: Any) -> None:
-    """Raise TypeError, in the name of the function ``name``, unless ``pool`` is None or names a memory pool."""
-    if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
-        raise TypeError(
-            f"{name}: expected pool to be what torch.cuda.graph_pool_handle() returns (or the id of a "
-            f"torch.cuda.MemPool), got {type(pool).__name__}"
-        )
-
-
-def check_stream(name: str, stream: Any) -> None:
-    """Raise TypeError, in the name of the function ``name``, unless ``stream`` is None or a CUDA stream."""
-    if stream is not None and not isinstance(stream, torch.cuda.Stream):
-        raise TypeError(f"{name}: expected stream to be a torch.cuda.Stream, got {type(stream).__name__}")
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class ResultPlan:
     def of(cls, results: list[Tensor], inputs: list[Tensor], watch: TensorWatch) -> ResultPlan:
         """The plan for the ``results`` of a call on ``inputs``, [...] each, that ``watch`` has seen.
 
-        External tensors that are returned are used: ``watch`` is told of those that no operator has read.
+        External tensors that are returned are used: ``watch`` gets those that no operator has read.
         """
         planner = _Planner(results, inputs, watch)
         planned = [planner.result_of(number) for number in range(len(results))]
@@ -261,7 +261,7 @@ class _Found:
 
 
 def _as_view(tensor: Tensor, base: Tensor) -> _Found | None:
-    """What ``tensor`` [...] is of ``base`` [...], whose memory it shares; None when that cannot be told."""
+    """What ``tensor`` [...] is of ``base`` [...], whose memory it shares; None when that is unknown."""
     if tensor is base:
         return _Found(None)
     if tensor._backward_hooks:  # of the callable's own: they belong into the graph

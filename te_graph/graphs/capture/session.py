@@ -1,9 +1,8 @@
-"""Warm-up and capture of callables, as one transaction."""
+"""Warm-up and capture of callables in one session, which puts back what it changed."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import sys
@@ -16,7 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from te_graph import _C
-from te_graph.common.capture_state import capturing, one_at_a_time
+from te_graph.common.capture_lock import capture_lock, garbage_collection_off
+from te_graph.common.capture_state import capturing
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
@@ -41,24 +41,24 @@ def capture_all(group: CaptureGroup, jobs: list[Job], is_chain: bool) -> list[Ca
     steps = len(jobs) * (1 + 2 * options.max_in_flight)
     move_exported_results()  # changes torch.Tensor, which guards may compare
     is_quiet = not (len(jobs) > 1 and sys.stderr.isatty()) if options.show_progress is None else False
-    with contextlib.ExitStack() as transaction:
-        progress = transaction.enter_context(
+    with contextlib.ExitStack() as session:
+        progress = session.enter_context(
             tqdm(total=steps, desc="capturing graphs", disable=is_quiet or options.show_progress is False)
         )
-        transaction.enter_context(one_at_a_time())
-        transaction.enter_context(garbage_collection_off())
-        transaction.enter_context(backend.session())
-        transaction.enter_context(capturing())
-        transaction.enter_context(watching_wrappers())
-        transaction.enter_context(_saved_tensor_hooks_off())
-        transaction.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values on the host
-        on_failure = transaction.enter_context(contextlib.ExitStack())
+        session.enter_context(capture_lock())
+        session.enter_context(garbage_collection_off())
+        session.enter_context(backend.session())
+        session.enter_context(capturing())
+        session.enter_context(watching_wrappers())
+        session.enter_context(_saved_tensor_hooks_off())
+        session.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values on the host
+        on_failure = session.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []
         for job in jobs:
             capture = _begin(job, group, captures[-1] if captures and is_chain else None)
             captures.append(capture)
-            transaction.callback(capture.undo)
+            session.callback(capture.undo)
             on_failure.callback(capture.undo_failure)
             with explained(capture.label, "the warm-up"), backend.watch_generator(capture.label):
                 capture.warm_up()
@@ -106,18 +106,6 @@ def _saved_tensor_hooks_off() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-@contextlib.contextmanager
-def garbage_collection_off() -> Iterator[None]:
-    """A collection in the middle of a capture could free what must not be freed there."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from te_graph import _C
-from te_graph.common.capture_state import capturing, collecting_checks, one_at_a_time
+from te_graph.common.capture_lock import capture_lock, garbage_collection_off
+from te_graph.common.capture_state import capturing
 from te_graph.common.dispatch import has_lost_history, is_leaf, storage_key
+from te_graph.common.replay_checks import collecting_checks
 from te_graph.graphs.arguments.signature import ResultNest
 from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
-from te_graph.graphs.capture.session import garbage_collection_off
 from te_graph.graphs.functions.entry import CHANGES_STATE, CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
@@ -113,7 +114,7 @@ def _capture(
     attempt: _Attempt, first: FunctionEntry, backend: Any, pool: Any
 ) -> tuple[Any, list[Callable[[], None]], FunctionEntry]:
     """The graph, the checks before its replays, and the entry that it belongs to."""
-    with one_at_a_time(), garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
+    with capture_lock(), garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
         if first.multiplies and first.device.type == "cuda":
             _make_workspace(first.device)
         with (
@@ -287,13 +288,13 @@ class _Attempt:
         return at if source is not None else Alias(tensor, found.obj, at)
 
     def _check_attributes(self, name: str, tensor: Tensor) -> None:
-        """Refuse a result [...] that bears what the next replay overwrites: nothing would tell autograd."""
+        """Refuse a result [...] with an attribute that the next replay overwrites: nothing would tell autograd."""
         borne = {"grad": tensor.grad if is_leaf(tensor) else None, **vars(tensor)}
         for attribute, value in borne.items():
             within = (one for one in tree_leaves(value) if isinstance(one, Tensor) and one.layout == torch.strided)
             if any(storage_key(one) in self.watch.produced_storages for one in within):
                 raise CaptureError(
-                    f"{self._label}: {name} bears a tensor that the function computed in its attribute {attribute}, "
+                    f"{self._label}: {name} has an attribute {attribute} with a tensor that the function computed, "
                     "which the next replay would overwrite: return that one beside it"
                 )
 

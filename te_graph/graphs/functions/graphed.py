@@ -17,17 +17,18 @@ from typing import Any
 import torch
 
 from te_graph import _C
-from te_graph.common.capture_state import try_to_be_alone
+from te_graph.common.capture_lock import try_capture_lock
 from te_graph.common.dispatch import function_modes
+from te_graph.common.environment import is_disabled
 from te_graph.common.own_objects import name_of_itself
-from te_graph.common.reasons import ReasonCounts, Told
+from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
-from te_graph.graphs.capture.options import check_pool, check_stream, is_disabled
 from te_graph.graphs.functions.entry import FunctionEntry
 from te_graph.graphs.functions.function_capture import capture, run_first
 from te_graph.graphs.guards.guarded_sources import Inlined
 from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Call, call_of, make_call
+from te_graph.graphs.tracing.pool_and_stream import check_pool, check_stream
 
 _log = logging.getLogger("te_graph")
 _ON_MISMATCH = ("capture", "eager", "raise")
@@ -51,7 +52,7 @@ class GraphedFunction(Inlined):
 
     __slots__ = (
         *("_captured", "_captures", "_eager_calls", "_in_vain", "_is_disabled", "_label", "_lock", "_on_mismatch"),
-        *("_pool", "_replay_orders", "_replays", "_runs_python", "_seen", "_stream", "_thread", "_told", "_walker"),
+        *("_pool", "_replay_orders", "_replays", "_runs_python", "_seen", "_stream", "_thread", "_reported", "_walker"),
     )
 
     def __init__(
@@ -73,7 +74,7 @@ class GraphedFunction(Inlined):
         self._thread: int | None = None  # that has it
         self._runs_python = False  # of the user's: it may go on for long, and wait for others
         self._in_vain = 0  # calls since the last replay
-        self._told = Told()
+        self._reported = Reported()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method: the instance is the first argument."""
@@ -131,7 +132,7 @@ class GraphedFunction(Inlined):
         return result
 
     def _capture_and_replay(self, first: FunctionEntry, call: Call) -> Any:
-        alone = try_to_be_alone()
+        alone = try_capture_lock()
         if alone is None:  # the next such call captures
             return self._run(call, "called inside another capture")
         with alone, self._python():
@@ -192,7 +193,7 @@ class GraphedFunction(Inlined):
 
     def _tell(self, change: str) -> None:
         reason = change.partition(" changed from ")[0]
-        if self._told.is_first(reason):
+        if self._reported.is_first(reason):
             _log.warning("%s: %s", self._label, change)
 
     def __copy__(self) -> GraphedFunction:
@@ -328,13 +329,13 @@ def graphed(
     Returns:
         What replays. Arguments are read in place. Results that the function computed lie in the same memory at every
         replay: the next one overwrites them, as it does the in-place effects, and moves their version counters on, so
-        that autograd tells if it had saved one. Results that are arguments, or views of them, are these. ``info()``
+        that autograd raises if it had saved one. Results that are arguments, or views of them, stay such. ``info()``
         counts captures, replays, bytes and eager calls by reason; ``pool()`` is the memory pool of the last graph;
         ``reset()`` frees the graphs, and the next call is a first one. The user's tensors and objects are not kept
         alive, except by a recorder, whose recording holds the memory that it reads.
 
         Calls on several threads are right, and come one after the other; while one runs the function itself, or
-        captures, those of other threads run eagerly. Copies, deep copies and what is pickled know no capture.
+        captures, those of other threads run eagerly. Copies, deep copies and pickled ones have no capture.
         Generators of ``nn.Module`` (``parameters()``) are drained before the call; with other iterators among the
         arguments every call is eager.
 
@@ -344,8 +345,8 @@ def graphed(
 
     Raises:
         TypeError, ValueError: an argument is wrong.
-        CaptureError: from the second call, which then leaves no trace: the function does what a replay would get wrong,
-            or would not do. It reads a tensor on the host, works on CPU tensors while it uses a GPU, leaves a tensor
+        CaptureError: from the second call, which then leaves no trace: the function does what a replay could not
+            repeat. It reads a tensor on the host, works on CPU tensors while it uses a GPU, leaves a tensor
             that it computed in an attribute, a list or a ``.grad``, changes a number or a container at every call, uses
             a tensor that cannot be found, returns one that requires a gradient. Names the operation and the line, or
             the attribute.

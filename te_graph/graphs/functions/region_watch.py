@@ -49,7 +49,7 @@ class RegionWatch(TensorWatch):
     """A ``TensorWatch`` that notes the devices and, for a capture on a GPU, refuses work of the host.
 
     CPU tensors that the region makes from constants are constants of the capture and may be used; what else happens on
-    the CPU, or between CPU and GPU, a replay would leave out. What CUDA refuses besides is told with the operation.
+    the CPU, or between CPU and GPU, a replay would leave out. Errors that CUDA raises besides name the operation.
 
     Args:
         device: of a capture on a GPU; None: no work of the host is refused here.
@@ -62,9 +62,7 @@ class RegionWatch(TensorWatch):
         runs_backward: autograd has computed gradients.
     """
 
-    def __init__(
-        self, device: torch.device | None = None, restorable: bool = False, is_capture: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device | None = None, restorable: bool = False, is_capture: bool = False) -> None:
         super().__init__(restorable=restorable)
         self.devices: set[torch.device] = set()
         self.multiplies = False

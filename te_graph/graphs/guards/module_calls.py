@@ -16,7 +16,7 @@ class ModuleCalls(OwnObject):
     """Context that notes the modules which are called on this thread, or in a backward.
 
     Args:
-        check: told of each beforehand; may raise.
+        check: called with each beforehand; may raise.
 
     Attributes:
         called: their identities.

@@ -20,7 +20,7 @@ _MAX_STRINGS = 1000
 class SourceWalker:
     """Finds the sources that one callable or function can be seen to use; remembers which names its code says.
 
-    What an object leads to is told by a reader: ``CallableReader``, ``FunctionReader``.
+    A reader says what an object leads to: ``CallableReader``, ``FunctionReader``.
 
     Attributes:
         names: that the code says, as far as is known.

@@ -150,7 +150,7 @@ class TensorReader:
         return () if is_bulk(source.obj) else contents(source)
 
     def deferred(self, seen: dict[int, Source]) -> Iterable[Source]:
-        """What is told only when all else has been ``seen``, by identity."""
+        """What is reported only when all else has been ``seen``, by identity."""
         return ()
 
 

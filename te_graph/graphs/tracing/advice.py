@@ -18,7 +18,7 @@ def advice() -> str:
 
 
 def _about_distributions() -> str:
-    """torch.distributions looks at parameters and values that it is given, unless told not to."""
+    """torch.distributions checks parameters and values that it is given, unless validate_args is off."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
     if not any(frame.f_code.co_filename.startswith(_DISTRIBUTIONS) for frame in frames):
         return ""

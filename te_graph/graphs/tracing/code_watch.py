@@ -27,7 +27,7 @@ _ASIDE = ("<frozen importlib", typing.__file__)
 _CALL_OF_ALIAS = typing._BaseGenericAlias.__call__.__code__  # ``C[int]()`` makes an object of C
 _MAX_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
 _MAX_NAME_LENGTH = 64
-_MAX_STARTS = 64  # of one piece of code that are told from each other
+_MAX_STARTS = 64  # of one piece of code that are distinguished
 
 
 class CodeWatch:
@@ -182,7 +182,7 @@ class CodeWatch:
         return stop
 
     def _trace(self, frame: types.FrameType, event: str, given: Any) -> Callable | None:
-        """Where Python has no events for many: of errors on this thread, unless a debugger is told of them."""
+        """Where Python has no events for many: of errors on this thread, unless a debugger listens to them."""
         if event == "exception":
             self._note_error(frame.f_code, given[1])
         frame.f_trace_lines = False

@@ -1,4 +1,4 @@
-"""Why a capture failed: what CUDA tells in one sentence for all causes is told with callable, operation and line.
+"""Why a capture failed: CUDA has one sentence for all causes; here it comes with callable, operation and line.
 
 What no graph can hold is noted in the last warm-up and not refused there. CUDA decides what a capture allows, and code
 may ask whether one is under way, and do something else then.

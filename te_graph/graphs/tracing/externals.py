@@ -121,7 +121,7 @@ class TensorWatch(TorchDispatchMode):
                 alias.copy_(value)
 
     def restore_grads(self) -> None:
-        """Give the leaves that the region has used, or that ``keep_grads`` was told of, the ``.grad`` that they had:
+        """Give the leaves that the region has used, or that ``keep_grads`` was given, the ``.grad`` that they had:
         a ``backward()`` inside the region may have given them another one."""
         with bypass_modes(), torch.no_grad():
             for leaf, grad in self._grads.values():

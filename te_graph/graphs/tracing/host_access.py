@@ -70,7 +70,7 @@ _methods = _Methods()
 
 
 class MethodWatch:
-    """Context in which ``see`` is told, on this thread, of some calls of methods of ``torch.Tensor`` beforehand."""
+    """Context in which ``see`` is called, on this thread, before some methods of ``torch.Tensor``."""
 
     def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
         raise NotImplementedError

@@ -150,7 +150,7 @@ class Names:
 
 
 def looks_at_all(obj: Any) -> bool:
-    """True for functions of Python's that read whatever attributes there are, or that they are told to."""
+    """True for functions of Python's that read whatever attributes there are, or those that they are given."""
     return any(obj is looker for looker in _LOOKERS)
 
 

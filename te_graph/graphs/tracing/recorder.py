@@ -25,7 +25,7 @@ from te_graph.common.dispatch import (
     written_tensors,
 )
 from te_graph.common.opaque import opaque
-from te_graph.common.reasons import Told
+from te_graph.common.reasons import Reported
 from te_graph.graphs.tracing.host_access import HostAccessWatch
 from te_graph.graphs.tracing.refusals import (
     CaptureError,
@@ -126,7 +126,7 @@ class Recorder:
         self._lent: dict[int, Tensor] = {}  # by other libraries, inside the region
         self._temporaries: list[Tensor] | None = None
         self._captured = False
-        self._told = Told()
+        self._reported = Reported()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Recorder]:
@@ -247,7 +247,7 @@ class Recorder:
             # A wrapper was put around a tensor (the AsyncCollectiveTensor of a functional collective): no data moves.
             return
         node = torch._C._current_autograd_node()
-        if node is not None and node.name() in _OTHERWISE and self._told.is_first(node.name()):
+        if node is not None and node.name() in _OTHERWISE and self._reported.is_first(node.name()):
             _log.warning("Recorder: %s is computed otherwise while it is recorded: its rounding differs", node.name())
         name = base_name(func)
         known = {storage_key(tensor) for tensor in inputs}

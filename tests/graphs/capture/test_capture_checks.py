@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import eager_copy, run, snapshot
 
 from te_graph import make_graphed_callables
-from te_graph.common import capture_state as capturing
+from te_graph.common import capture_lock
 from te_graph.testing import assert_bitwise_equal
 
 
@@ -154,7 +154,7 @@ def test_reentrant_checkpointing_is_refused_by_name(device):
 
 
 def test_a_capture_that_waits_in_vain_for_another_one_says_so(device, monkeypatch):
-    monkeypatch.setattr(capturing, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(capture_lock, "_TIMEOUT", 0.2)
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def waits(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
@@ -167,7 +167,7 @@ def test_a_capture_that_waits_in_vain_for_another_one_says_so(device, monkeypatc
     other.start()
     try:
         assert has_begun.wait(60)
-        with pytest.raises(RuntimeError, match=r"another thread has been capturing for .* let go of the lock"):
+        with pytest.raises(RuntimeError, match=r"another thread has been capturing for .* release the lock"):
             make_graphed_callables(nn.Linear(4, 4, device=device), (batch(device),))
     finally:
         may_go_on.set()

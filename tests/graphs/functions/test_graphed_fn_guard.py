@@ -18,7 +18,7 @@ from sequences import called, captures, counts, reference_norm, tensors
 from torch import Tensor, nn
 
 from te_graph import graphed
-from te_graph.common.capture_state import before_replay
+from te_graph.common.replay_checks import before_replay
 from te_graph.graphs.guards.function_guard import FunctionGuard
 from te_graph.graphs.guards.function_reader import FunctionReader
 from te_graph.graphs.guards.source_walker import SourceWalker

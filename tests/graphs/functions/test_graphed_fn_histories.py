@@ -41,7 +41,7 @@ def test_a_write_with_a_history_is_refused_before_it_is_done(device: str, write:
     total, expected, sequence = torch.zeros(3, device=device), torch.zeros(3, device=device), graphed(step)
     sequence(total), step(expected)
     with pytest.raises(CaptureError, match=r"adds to what autograd knows of a tensor from outside"):
-        for _ in range(2):  # the first of them is told by what the first call of all has changed
+        for _ in range(2):  # the first of them is seen by what the first call of all has changed
             sequence(total)
             step(expected)
     grads = [torch.autograd.grad(one.sum(), weight)[0] for one in (total, expected)]

@@ -11,7 +11,7 @@ from sequences import called, captures
 from torch import Tensor, nn
 
 from te_graph import graphed, make_graphed_callables
-from te_graph.common.capture_state import before_replay
+from te_graph.common.replay_checks import before_replay
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")

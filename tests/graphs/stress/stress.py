@@ -391,7 +391,7 @@ class World:
         if re.search(MOVED + SINCE_CAPTURE, refusal):
             assert self._has_moved(call), refusal
         else:
-            assert re.search(f"{MODIFIED}|a second time: its slot has been given back", refusal), refusal
+            assert re.search(f"{MODIFIED}|a second time: its slot has been released", refusal), refusal
             self._check_that_twin_refuses(pending, call)
         hook = call.node.register_prehook(stop)
         try:

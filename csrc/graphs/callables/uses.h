@@ -1,4 +1,4 @@
-// The uses of an input inside a callable, told apart.
+// The uses of an input inside a callable, each with a gradient of its own.
 //
 // Autograd adds the gradients of all uses of a tensor in the order in which they come. A replay has one sum for those
 // inside, which rounds otherwise where a gradient from outside came first. So their gradients are kept apart as well,

@@ -1,4 +1,4 @@
-#include "graphs/capture/uses.h"
+#include "graphs/callables/uses.h"
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>

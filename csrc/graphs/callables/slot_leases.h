@@ -10,13 +10,13 @@
 
 namespace te_graph::graphs {
 
-class SlotPool;
+class SlotLeases;
 
 // Keeps one slot busy for as long as it lives. A slot is free when the last lease on it has been dropped, on any
 // thread.
 class SlotLease {
 public:
-    SlotLease(std::shared_ptr<SlotPool> pool, int slot) : pool_(std::move(pool)), slot_(slot) {}
+    SlotLease(std::shared_ptr<SlotLeases> slots, int slot) : slots_(std::move(slots)), slot_(slot) {}
     SlotLease(SlotLease&& other) noexcept = default;
     SlotLease& operator=(SlotLease&&) = delete;
     SlotLease(const SlotLease&) = delete;
@@ -26,16 +26,16 @@ public:
     int slot() const { return slot_; }
 
 private:
-    std::shared_ptr<SlotPool> pool_;
+    std::shared_ptr<SlotLeases> slots_;
     int slot_;
 };
 
-class SlotPool : public std::enable_shared_from_this<SlotPool> {
+class SlotLeases : public std::enable_shared_from_this<SlotLeases> {
 public:
-    // predecessor: the pool whose slots' results are read in place, each by the slot of its number, or null. A slot in
+    // predecessor: the slots whose results are read in place, each by the slot of its number, or null. A slot in
     // use keeps that slot busy, and so on: a result without a reader is still read, and must not be written
     // again.
-    explicit SlotPool(std::shared_ptr<SlotPool> predecessor = nullptr) : predecessor_(std::move(predecessor)) {}
+    explicit SlotLeases(std::shared_ptr<SlotLeases> predecessor = nullptr) : predecessor_(std::move(predecessor)) {}
 
     bool is_free(int slot) const {
         const std::lock_guard lock(mutex_);
@@ -67,7 +67,7 @@ public:
 
 private:
     friend class SlotLease;
-    // Locks are taken from a pool towards its predecessors, never the other way.
+    // Locks are taken from a callable towards its predecessors, never the other way.
     void hold(int slot) {
         const std::lock_guard lock(mutex_);
         if (leases_[slot]++ == 0 && predecessor_) predecessor_->hold(slot);
@@ -77,13 +77,13 @@ private:
         if (--leases_[slot] == 0 && predecessor_) predecessor_->release(slot);
     }
 
-    const std::shared_ptr<SlotPool> predecessor_;
+    const std::shared_ptr<SlotLeases> predecessor_;
     mutable std::mutex mutex_;
     std::vector<int> leases_;
 };
 
 SlotLease::~SlotLease() {
-    if (pool_) pool_->release(slot_);
+    if (slots_) slots_->release(slot_);
 }
 
 }  // namespace te_graph::graphs

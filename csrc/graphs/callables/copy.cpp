@@ -1,4 +1,4 @@
-#include "graphs/capture/copy.h"
+#include "graphs/callables/copy.h"
 
 #include <cstring>
 

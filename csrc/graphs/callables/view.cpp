@@ -1,4 +1,4 @@
-#include "graphs/capture/view.h"
+#include "graphs/callables/view.h"
 
 #include <ATen/ops/as_strided.h>
 #include <c10/util/Exception.h>
