@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <mutex>
 #include <optional>
 #include <sstream>
@@ -108,7 +109,7 @@ struct PeerTransport::State {
         C10_CUDA_CHECK_WARN(cudaStreamDestroy(side));
     }
 
-    static uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
+    static uint64_t nanoseconds(double seconds) { return static_cast<uint64_t>(std::ceil(seconds * 1e9)); }
 
     // To the device without waiting for its kernels. The caller may be in a capture.
     void write(void* address, const void* value, size_t bytes) {

@@ -70,7 +70,8 @@ public:
     void abort() override { abort_reason_.set_aborted(group_, rank_); }
 
     void set_timeout(double seconds) override {
-        timeout_ = std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+        // Up: 0 ms would be no time at all.
+        timeout_ = std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
     }
 
 private:

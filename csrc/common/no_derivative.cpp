@@ -50,9 +50,13 @@ void call_without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet 
 
 }  // namespace
 
-bool check_not_followed(const char* op, const char* argument, const at::Tensor& tensor, bool is_written) {
+void check_no_tangent(const char* op, const char* argument, const at::Tensor& tensor) {
     TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(tensor), op, ": has no forward-mode derivative, and ", argument,
                                 " has a tangent; give it the primal");
+}
+
+bool check_not_followed(const char* op, const char* argument, const at::Tensor& tensor, bool is_written) {
+    check_no_tangent(op, argument, tensor);
     if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return false;
     TORCH_CHECK_NOT_IMPLEMENTED(!is_written, op, ": has no gradient, and ", argument,
                                 ", which it writes, requires one; call it under torch.no_grad() or give it "

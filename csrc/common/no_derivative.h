@@ -9,6 +9,9 @@
 
 namespace te_graph {
 
+// Whether forward-mode differentiation is under way. Where it is not, no tensor has a tangent.
+inline bool is_forward_mode() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
+
 // Whether `tensor` [...] has a tangent of forward-mode differentiation.
 inline bool has_tangent(const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
 
@@ -35,6 +38,9 @@ inline bool is_followed(c10::TensorImpl& tensor, bool is_recorded) {
     if (meta == nullptr) return false;
     return (is_recorded && has_history(*meta)) || (meta->fw_grad_ != nullptr && !meta->fw_grad_->empty());
 }
+
+// Raises if `argument` of `op`, a tensor [...], has a tangent.
+void check_no_tangent(const char* op, const char* argument, const at::Tensor& tensor);
 
 // Raises if autograd follows `argument` of `op`: a tensor [...] that has a tangent, and one that requires a gradient and
 // is written while gradients are recorded. Returns whether it requires one that is recorded.

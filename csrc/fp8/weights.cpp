@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/own_op.h"
 #include "common/to_device.h"
@@ -222,6 +223,10 @@ void WeightTable::check_places() const {
 
 void WeightTable::cast(const at::Tensor& noop, bool is_done) {
     check_places();
+    if (is_forward_mode()) {
+        for (const at::Tensor& weight : weights_) check_no_tangent(kWeights, "weights", weight);
+        check_no_tangent(kWeights, "scale", vectors_[0]);
+    }
     check_apart(kWeights, {{"scale_inv", vectors_[1], true},
                            {"amax", vectors_[2], true},
                            {"counts", vectors_.size() > 3 ? vectors_[3] : at::Tensor(), true},

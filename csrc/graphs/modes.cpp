@@ -5,8 +5,9 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/PyInterpreter.h>
-#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/jit/frontend/tracer.h>
+
+#include "common/no_derivative.h"
 
 #ifdef TE_GRAPH_CUDA
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -64,8 +65,7 @@ bool has_saved_tensor_hooks() {
 }
 
 bool is_observed() {
-    return in_session() || observing_mode() || has_saved_tensor_hooks() ||
-           torch::autograd::ForwardADLevel::try_get_by_idx(0) || is_stream_capturing();
+    return in_session() || observing_mode() || has_saved_tensor_hooks() || is_forward_mode() || is_stream_capturing();
 }
 
 }  // namespace te_graph::graphs

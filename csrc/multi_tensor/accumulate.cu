@@ -119,8 +119,8 @@ __device__ bool with_common_pair(const ChunkView& view, const Function& function
     return true;
 }
 
-// For pairs that are stored only, element by element through fp64, which holds all others exactly.
-__device__ void store_rare_pair(const ChunkView& view, const Step<double>& step, bool& is_infinite) {
+// The other pairs, element by element through fp64, which holds all others exactly.
+__device__ void accumulate_rare_pair(const ChunkView& view, const Step<double>& step, bool& is_infinite) {
     for (int64_t i = view.begin + threadIdx.x; i < view.begin + view.count; i += kThreads) {
         double value = 0;
         with_type(view.source_dtype, [&]<typename Source>() {
@@ -130,9 +130,10 @@ __device__ void store_rare_pair(const ChunkView& view, const Step<double>& step,
         });
         if (step.has_scale) value = __dmul_rn(value, step.scale);
         with_type(view.destination_dtype, [&]<typename Destination>() {
-            const auto result = narrow<Destination>(value);
-            is_infinite |= !is_finite(widen(result));
-            static_cast<Destination*>(view.destination)[i] = result;
+            Destination& place = static_cast<Destination*>(view.destination)[i];
+            if (step.add) value += widen(place);
+            place = narrow<Destination>(value);
+            is_infinite |= !is_finite(widen(place));
         });
     }
 }
@@ -149,13 +150,17 @@ __global__ void __launch_bounds__(kThreads)
             accumulate_chunk<false>(source, destination, view.count, step, [](int, Destination) {});
         };
         bool is_infinite = false;
-        if (!with_common_pair(view, plain)) store_rare_pair(view, {false, false, 1, false}, is_infinite);
+        if (!with_common_pair(view, plain)) {
+            accumulate_rare_pair(view, {mode == Mode::kAdd, false, 1, false}, is_infinite);
+        }
     });
 }
 
-template <typename T>
-__device__ void zero_chunk(T* elements, int count) {
-    for (int i = threadIdx.x; i < count; i += kThreads) elements[i] = T{};
+__device__ void zero_source_of(const ChunkView& view) {
+    with_type(view.source_dtype, [&]<typename T>() {
+        T* const elements = static_cast<T*>(const_cast<void*>(view.source)) + view.begin;
+        for (int i = threadIdx.x; i < view.count; i += kThreads) elements[i] = T{};
+    });
 }
 
 // All that an Accumulation can ask for.
@@ -171,13 +176,13 @@ __global__ void __launch_bounds__(kThreads)
     int turn = 0;
     for_each_chunk_of_block<Direction::kForward>(table, [&](const ChunkView& view) {
         const Mode mode = accumulation.has_mode ? accumulation.mode : view.mode;
+        if (mode == Mode::kSkip) {
+            if (accumulation.zero_source) zero_source_of(view);
+            return;
+        }
         const bool is_common = with_common_pair(
             view, [&]<typename Source, typename Destination>(Source* source, Destination* destination) {
                 using W = PairWide<Source, Destination>;
-                if (mode == Mode::kSkip) {
-                    if (accumulation.zero_source) zero_chunk(source, view.count);
-                    return;
-                }
                 const Step<W> step{mode == Mode::kAdd, has_scale, static_cast<W>(scale), accumulation.zero_source};
                 Wide<Destination> lanes[kVector<Destination>] = {};
                 accumulate_chunk<true>(source, destination, view.count, step, [&](int k, Destination element) {
@@ -188,12 +193,16 @@ __global__ void __launch_bounds__(kThreads)
                     put_thread_sum<Norm::kSquare>(block, turn, lanes_sum<Norm::kSquare>(lanes));
                 }
             });
-        if (!is_common) store_rare_pair(view, {false, has_scale, scale, accumulation.zero_source}, is_infinite);
-        if (accumulation.sum_squares == nullptr || mode == Mode::kSkip) return;
+        if (!is_common) {
+            accumulate_rare_pair(view, {mode == Mode::kAdd, has_scale, scale, accumulation.zero_source}, is_infinite);
+        }
+        if (accumulation.sum_squares == nullptr) return;
         __syncthreads();
         if (threadIdx.x < 32) {
             const bool is_double = view.destination_dtype == DType::kFloat64;
-            const double sum = chunk_sum<Norm::kSquare>(block, turn, is_double);
+            const double sum = is_supported(view.source_dtype, view.destination_dtype)
+                                   ? chunk_sum<Norm::kSquare>(block, turn, is_double)
+                                   : NAN;
             if (threadIdx.x == 0) add_to_block<Norm::kSquare>(block, sum);
         }
         turn ^= 1;

@@ -5,8 +5,8 @@
 //   mode add:   destination[i] = destination[i] + source[i] * scale, in fp32 (fp64 from fp64), rounded once
 //   mode skip:  destination is not touched
 //
-// Added may be equal dtypes, or fp16 / bf16 into fp32; stored any into any, and the sum of squares goes with what may
-// be added. Without a scale, a source of the destination's dtype is stored bit by bit. Fused into the pass, where
+// Ops add equal dtypes, and fp16 / bf16 into fp32; they store any into any. Other pairs with fp64 on a side, and fp16
+// with bf16, are computed in fp64. The sum of squares goes with what ops add, and is NaN with other pairs. Without a scale, a source of the destination's dtype is stored bit by bit. Fused into the pass, where
 // asked for: zeroing of the source, the sum of squares of what was written, and whether all of that was finite.
 #pragma once
 

@@ -46,6 +46,9 @@ void accumulate_cpu(const TensorTable& tensors, const Accumulation& accumulation
         }
         if (accumulation.zero_source) std::memset(from + begin, 0, static_cast<size_t>(end - begin) * sizeof(Source));
         if (mode == Mode::kSkip || accumulation.sum_squares == nullptr) return;
+        if (!is_supported(entry.source_dtype, entry.destination_dtype)) {
+            return add_exactly(NAN, [&](int word, uint64_t amount) { accumulation.sum_squares[word] += amount; });
+        }
         using W = Wide<Destination>;
         const auto square = [=](int64_t i) { return static_cast<W>(widen(to[i])) * static_cast<W>(widen(to[i])); };
         const W sum = chunk_sum<kVector<Destination>, W>(begin, end, square, [](W a, W b) { return a + b; });

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "common/no_derivative.h"
+#include "common/note_writes.h"
 #include "multi_tensor/arguments.h"
 #include "multi_tensor/operands.h"
 #include "multi_tensor/tensor_entries.h"
@@ -124,11 +125,15 @@ void clip(at::TensorList tensors,        // [...] each
           double max_norm, double eps,
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
-    if (!tensors.empty()) return prepare_clip(tensors, total_norm, max_norm, eps, found_inf).run();
-    // A rank without gradients tells of the norm of all ranks as well.
-    const Operands operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
-    const Scaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, total_norm.device());
-    if (found_inf) TE_GRAPH_RUN(total_norm.device(), scale, {}, clip);
+    if (tensors.empty()) {
+        // A rank without gradients tells of the norm of all ranks as well.
+        const Operands operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
+        const Scaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, total_norm.device());
+        if (found_inf) TE_GRAPH_RUN(total_norm.device(), scale, {}, clip);
+    } else {
+        prepare_clip(tensors, total_norm, max_norm, eps, found_inf).run();
+    }
+    note_writes({found_inf});
 }
 
 at::Tensor clip_norm(at::TensorList tensors,  // [...] each
@@ -146,6 +151,7 @@ at::Tensor clip_norm(at::TensorList tensors,  // [...] each
                  result_in(out));
     TE_GRAPH_RUN(entries.device(), scale, entries.table(), clip);
     entries.finish();
+    note_writes({found_inf});
     return out;
 }
 
@@ -159,6 +165,7 @@ void scale_by(at::TensorList tensors,                      // [...] each
                           .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
     Operands(kScale, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries, false);
     PreparedScaling{std::move(entries), scaling}.run();
+    note_writes({found_inf});
 }
 
 void scale_by_number(at::TensorList tensors,  // [...] each
@@ -171,6 +178,7 @@ void scale_by_number(at::TensorList tensors,  // [...] each
                           .found_inf = flag_of(kScale, "found_inf", found_inf, entries.device())};
     Operands(kScale, {{"found_inf", found_inf, true}}).check_beside(entries, false);
     PreparedScaling{std::move(entries), scaling}.run();
+    note_writes({found_inf});
 }
 
 void zero(at::TensorList tensors)  // [...] each
@@ -194,6 +202,7 @@ void copy(at::TensorList destination,                  // [...] each
     accumulation.mode = Mode::kStore;
     Operands(kCopy, {{"scale", scale, false}, {"found_inf", found_inf, true}}).check_beside(entries, false);
     PreparedAccumulation{std::move(entries), accumulation}.run();
+    note_writes({found_inf});
 }
 
 PreparedAccumulation prepare_accumulate(at::TensorList destination,  // [...] each
@@ -234,6 +243,7 @@ void accumulate(at::TensorList destination,  // [...] each
                       source.size());
     if (destination.empty()) return;
     prepare_accumulate(destination, source, store, zero_source, scale, sum_squares, found_inf, noop).run();
+    note_writes({sum_squares, found_inf});
 }
 
 // Shapes and dtypes alone, for torch.compile and fake tensors.

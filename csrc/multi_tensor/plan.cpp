@@ -36,12 +36,6 @@ MemoryRanges ranges_of(const Plan::Tensors& tensors, const std::vector<TableEntr
 }
 
 // tensors: [...] each.
-bool are_followed(const Plan::Tensors& tensors) {
-    return std::any_of(tensors.begin(), tensors.end(),
-                       [](const at::Tensor& tensor) { return is_followed(*tensor.unsafeGetTensorImpl(), true); });
-}
-
-// tensors: [...] each.
 bool has_inference(const Plan::Tensors& tensors) {
     return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return tensor.is_inference(); });
 }
@@ -67,8 +61,7 @@ Plan::Layout Plan::layout_of(const Tensors& tensors, const Tensors& sources) {
     TORCH_CHECK_VALUE(entries.is_direct(), kPlan,
                       ": expected dense tensors without gaps, and sources with the strides of their destinations");
     Layout layout{entries.entries(), ranges_of(tensors, entries.entries(), false),
-                  ranges_of(sources, entries.entries(), true), are_followed(tensors) || are_followed(sources),
-                  has_inference(tensors) || has_inference(sources)};
+                  ranges_of(sources, entries.entries(), true), has_inference(tensors) || has_inference(sources)};
     // Exact duplicates are refused with the lists; here, too, views that begin elsewhere in one another.
     if (const auto& pair = layout.written.overlap()) {
         TORCH_CHECK_VALUE(false, kPlan, ": tensors ", pair->first, " and ", pair->second, " overlap");
@@ -131,26 +124,31 @@ void Plan::bump_versions(const std::vector<TensorReference>& references) {
     for (const TensorReference& reference : references) reference.tensor._unsafe_get_target()->bump_version();
 }
 
-void Plan::locate(bool writes_sources) const {
+void Plan::locate(bool writes_tensors, bool writes_sources) const {
     check(tensors_, "tensors");
     check(sources_, "sources");
+    check_not_followed("tensors", tensors_, writes_tensors);
+    check_not_followed("sources", sources_, writes_sources);
     if (!writes_sources || !layout_.read.overlap()) return;
     const auto [first, second] = *layout_.read.overlap();
     TORCH_CHECK_VALUE(false, kPlan, ": sources ", first, " and ", second, " overlap, and would be zeroed twice");
 }
 
 void Plan::check(bool writes_tensors, bool writes_sources) const {
-    locate(writes_sources);
+    locate(writes_tensors, writes_sources);
     if (writes_tensors) bump_versions(tensors_);
     if (writes_sources) bump_versions(sources_);
 }
 
-void Plan::check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded) {
+void Plan::check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_written) {
+    const bool is_recorded = is_written && at::GradMode::is_enabled();
+    if (!is_recorded && !is_forward_mode()) return;
     for (size_t i = 0; i < references.size(); ++i) {
         TORCH_CHECK_NOT_IMPLEMENTED(!is_followed(*references[i].tensor._unsafe_get_target(), is_recorded), kPlan,
                                     ": has no derivative, and ", list, "[", i,
-                                    "], which it writes, is followed by autograd; call it under torch.no_grad() or "
-                                    "give it tensor.detach()");
+                                    is_written ? "], which it writes, is followed by autograd; call it under "
+                                                 "torch.no_grad() or give it tensor.detach()"
+                                               : "] has a tangent; give it the primal");
     }
 }
 
@@ -162,13 +160,8 @@ void Plan::check_not_inference(const char* list, const std::vector<TensorReferen
 }
 
 void Plan::check_write(bool writes_sources, const Operands& operands) const {
-    locate(writes_sources);
+    locate(true, writes_sources);
     operands.check_beside(layout_.written, layout_.read, writes_sources);
-    if (layout_.is_followed) {
-        const bool is_recorded = at::GradMode::is_enabled();
-        check_not_followed("tensors", tensors_, is_recorded);
-        if (writes_sources) check_not_followed("sources", sources_, is_recorded);
-    }
     if (layout_.has_inference && !c10::InferenceMode::is_enabled()) {
         check_not_inference("tensors", tensors_);
         if (writes_sources) check_not_inference("sources", sources_);

@@ -32,12 +32,11 @@ public:
     bool may_accumulate() const { return may_accumulate_; }
     size_t size() const { return tensors_.size(); }
 
-    // Raises if a tensor died, moved or changed its size, strides or dtype. Tells autograd that those which are written
-    // are.
+    // Raises if a tensor died, moved or changed its size, strides or dtype, or if autograd follows it: one that is
+    // written and has a history by now, and any with a tangent. Tells autograd that those which are written are.
     void check(bool writes_tensors, bool writes_sources) const;
 
-    // Before an op that writes the tensors. Raises, too, if autograd follows what is written, and if one of the operands
-    // lies in it.
+    // Before an op that writes the tensors. Raises, too, if one of the operands lies in what is written.
     void check_write(bool writes_sources, const Operands& operands) const;
 
     // After that op, which may have refused its operands: tells autograd what was written.
@@ -69,14 +68,13 @@ private:
     struct Layout {
         std::vector<TableEntry> entries;
         MemoryRanges written, read;
-        // Of tensors or sources one is followed by autograd, or was made in inference mode: then each op that writes
-        // looks whether it may.
-        bool is_followed, has_inference;
+        // Of tensors or sources one was made in inference mode: then each op that writes looks whether it may.
+        bool has_inference;
     };
-    void locate(bool writes_sources) const;
+    void locate(bool writes_tensors, bool writes_sources) const;
     static void check(const std::vector<TensorReference>& references, const char* list);
     static void check_not_inference(const char* list, const std::vector<TensorReference>& references);
-    static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_recorded);
+    static void check_not_followed(const char* list, const std::vector<TensorReference>& references, bool is_written);
     static void bump_versions(const std::vector<TensorReference>& references);
     // tensors: [...] each.
     static std::vector<TensorReference> references_to(const Tensors& tensors);

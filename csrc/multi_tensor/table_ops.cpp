@@ -1,6 +1,7 @@
 // Registration of the multi-tensor ops over tables in device memory.
 #include <torch/library.h>
 
+#include "common/note_writes.h"
 #include "multi_tensor/arguments.h"
 #include "multi_tensor/operands.h"
 
@@ -41,6 +42,7 @@ at::Tensor norm_table(const at::Tensor& table,    // [entries, 4] int64
     uint64_t* const words = partial_of(kOp, "partial", partial, table.device());
     const at::Tensor out = at::empty({}, partial.options().dtype(dtype));
     TE_GRAPH_RUN(table.device(), norm, tensors, p, words, result_in(out));
+    note_write(partial);
     return out;
 }
 
@@ -54,6 +56,7 @@ void clip_table(const at::Tensor& table,       // [entries, 4] int64
     const Operands operands(kOp, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
     TE_GRAPH_RUN(table.device(), scale, table_of(kOp, table, chunks),
                  clip_of(kOp, total_norm, max_norm, eps, found_inf, table.device()));
+    note_writes({found_inf});
 }
 
 void scale_table(const at::Tensor& table,                     // [entries, 4] int64
@@ -66,6 +69,7 @@ void scale_table(const at::Tensor& table,                     // [entries, 4] in
     TE_GRAPH_RUN(table.device(), scale, table_of(kOp, table, chunks),
                  {.scale = scalar_of(kOp, "scale", scale, table.device()),
                   .found_inf = flag_of(kOp, "found_inf", found_inf, table.device())});
+    note_writes({found_inf});
 }
 
 void zero_table(const at::Tensor& table,   // [entries, 4] int64
@@ -92,6 +96,7 @@ void accumulate_table(const at::Tensor& table,   // [entries, 4] int64
     accumulation.has_mode = store.has_value();
     accumulation.mode = store.value_or(false) ? Mode::kStore : Mode::kAdd;
     TE_GRAPH_RUN(table.device(), accumulate, tensors, accumulation);
+    note_writes({sum_squares, found_inf});
 }
 
 void implement_table_ops(torch::Library& m) {

@@ -51,7 +51,7 @@ class PeerGroup:
             order among its groups, and call operations in the same order among all of them where they go through it.
         buffer_bytes: size of each GPU's symmetric buffer, which peers write into: one half is the receive buffer,
             through which larger operations go in parts, one is for ``mem_pool``.
-        timeout: seconds that an operation waits for a peer.
+        timeout: seconds that an operation waits for a peer; through a process group in whole milliseconds, rounded up.
         on_timeout: "raise": outputs become NaN, ``found_inf`` 1, and the next op or ``check`` raises; "trap": the CUDA
             context ends at once.
         watchdog: seconds after which a process with an unobserved failure is terminated, with the message on stderr; 0
@@ -222,8 +222,9 @@ class PeerGroup:
     def close(self) -> None:
         """Wait for all work and all ranks, and give memory back.
 
-        Ranks of a group that was aborted are waited for some seconds only, for they may be dead. Ops with the group's
-        name raise from now on; graphs that hold operations must not be replayed any more.
+        All ranks close their groups in the same order. Those that do not come are waited for two minutes, and a warning
+        in the log names the group then; those of a group that was aborted for some seconds only, for they may be dead.
+        Ops with the group's name raise from now on; graphs that hold operations must not be replayed any more.
 
         Stream and capture: synchronizes the device. Not inside a capture.
         """
@@ -268,7 +269,13 @@ class PeerGroup:
             buffer.unmap()
         try:
             self._rendezvous.wait("closing the group")
-        except RuntimeError:
+        except RuntimeError as error:
+            logger.warning(
+                "PeerGroup %s: closed without the other ranks, which close groups in the same order as this one unless "
+                "they have ended: %s",
+                self.name,
+                error,
+            )
             if buffer is not None:
                 buffer.abandon()
 

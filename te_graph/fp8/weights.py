@@ -114,18 +114,18 @@ class Fp8Weights(StepWeights):
 
         Args:
             noop: [] or [1] int32, bool or float32: unless it is 0 when the kernel runs, nothing is touched. Such as
-                ``StepState.skip_weight_cast``.
+                ``StepState.skip_weight_cast``, for a call that is captured.
 
         Raises:
             RuntimeError: a weight or a buffer lies elsewhere, or otherwise, than before.
 
         Stream and capture: allocates nothing, one launch, does not synchronize. Casts of one table on several streams
-            must be ordered. A replay reads the table anew. Whether weights are stale is known from calls alone: a
-            captured one leaves them as stale as they are.
+            must be ordered. A replay reads the table anew. Whether weights are stale is known from calls alone: one
+            that is captured, or has a ``noop``, which the host does not read, leaves them as stale as they are.
         """
         check_operands("Fp8Weights", noop=noop)
         before_replay(self._table.check_places)
-        self._table.cast(noop, not is_captured(self.scale_inv.device))
+        self._table.cast(noop, noop is None and not is_captured(self.scale_inv.device))
 
     @property
     def is_stale(self) -> bool:

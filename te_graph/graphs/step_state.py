@@ -129,7 +129,7 @@ class StepState:
 
         Raises:
             ValueError: False, though weights have changed or were never cast. Names one.
-            TypeError: something else than these.
+            TypeError: something else than these, or a caller that cannot be referred to weakly, such as a number.
             RuntimeError: a capture is under way; FP8 buffers were moved.
 
         Stream and capture: launches nothing but the cast of the weights and the change of flags, where due.
@@ -140,7 +140,7 @@ class StepState:
             )
         if is_captured(self.block.device):
             raise RuntimeError("StepState.begin_: expected no capture under way, got one")
-        has_run, weights = caller in self._callers, self.weights
+        has_run, weights = self._has_run(caller), self.weights
         is_stale = weights is not None and weights.is_stale
         if is_stale and is_first_microbatch is False:
             try:
@@ -166,5 +166,22 @@ class StepState:
 
         Args:
             caller: as for ``begin_``.
+
+        Raises:
+            TypeError: as for ``begin_``.
         """
-        self._callers.discard(caller)
+        if self._has_run(caller):
+            self._callers.discard(caller)
+
+    def _has_run(self, caller: Any) -> bool:
+        """Whether ``caller`` has run since the weights were cast."""
+        if caller in self._callers:
+            return True
+        try:
+            hash(weakref.ref(caller))
+        except TypeError:
+            raise TypeError(
+                "StepState: expected caller to be the graphed callable that runs, or something else with a hash and "
+                f"weak references, got {caller!r:.100}"
+            ) from None
+        return False

@@ -121,13 +121,19 @@ def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float,
     if len(parts) > 1:
         _C.check_distinct("multi_tensor_clip_", [part.tensors for part in parts], [])
         for part in parts:
-            part.tensors.check_clip(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
+            part.tensors.check_clip(_norm_on(norm, part.tensors.device, dtype), max_norm, eps, found_inf)
     for part in parts:
-        part.tensors.clip_(moved(norm.detach(), part.tensors.device, dtype), max_norm, eps, found_inf)
+        part.tensors.clip_(_norm_on(norm, part.tensors.device, dtype), max_norm, eps, found_inf)
     if not parts and found_inf is not None:
         torch.ops.te_graph.multi_tensor_clip_(
-            [], moved(norm.detach(), found_inf.device, dtype), max_norm, eps=eps, found_inf=found_inf
+            [], _norm_on(norm, found_inf.device, dtype), max_norm, eps=eps, found_inf=found_inf
         )
+
+
+def _norm_on(norm: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``norm`` [] or [1] on ``device``, with its tangent if it has one, which the op refuses."""
+    with torch.no_grad():
+        return moved(norm, device, dtype)
 
 
 def as_max_norm(max_norm: float) -> float:

@@ -75,11 +75,11 @@ def clip_tensors_by_global_norm(
     max_norm, eps = as_max_norm(max_norm), as_number(eps, "eps")
     check_operands("clip_tensors_by_global_norm", global_norm=global_norm)
     tensors = as_sequence(input_tensors, "input_tensors")
-    if global_norm is None:
-        global_norm = get_global_norm_of_tensors(tensors, process_groups=process_groups)
     parts = parts_of(tensors, False)
     for part in parts:
         part.tensors.check_not_followed("clip_tensors_by_global_norm")
+    if global_norm is None:
+        global_norm = get_global_norm_of_tensors(tensors, process_groups=process_groups)
     clip_parts(parts, max_norm, global_norm, eps, None)
     return global_norm
 

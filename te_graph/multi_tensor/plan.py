@@ -34,8 +34,8 @@ class MultiTensorPlan:
             that do not fit or overlap tensors. From the methods: a number or flag that lies in one of the lists;
             ``zero_source`` with sources that overlap.
         TypeError: dtypes other than the above; tensors that wrap others, such as DTensors.
-        NotImplementedError, from methods that write: a tensor that was a result that requires a gradient when the plan
-            was made or updated, in grad mode, as nothing is recorded; or one with a tangent.
+        NotImplementedError, from methods that write: a tensor that is a result that requires a gradient, in grad mode,
+            as nothing is recorded. From all: a tensor or source with a tangent.
 
     Stream and capture: making a plan allocates on the device and waits for the copy of the table, so it comes before a
     capture. The ops neither allocate (norms: the result) nor wait. Plans and their ops belong on one stream at a time:

@@ -5,7 +5,9 @@ of the operations that met.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator
+from unittest import TestCase
 
 import pytest
 import torch
@@ -165,6 +167,31 @@ def scenario_aborts_after_what_is_refused(rank: Rank) -> None:
         assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
+def scenario_closes_in_another_order(rank: Rank) -> None:
+    with own_process_group(rank) as own:
+        groups = [open_group(rank, process_group=own) for _ in range(2)]
+        if is_last(rank):  # waits until the others, which wait in vain, close the second group
+            groups[1].close()
+            groups[0].close()
+            return
+        groups[0]._rendezvous.timeout = 0.5
+        with TestCase().assertLogs("te_graph", "WARNING") as log:
+            groups[0].close()
+        groups[1].close()
+        assert f"PeerGroup {groups[0].name}: closed without the other ranks" in log.output[0]
+        assert "did not arrive within 0.5 s while closing the group" in log.output[0]
+
+
+def scenario_timeout_below_a_millisecond(rank: Rank) -> None:
+    """The last rank comes late."""
+    with short_lived(rank, timeout=1e-9) as group:
+        if is_last(rank):
+            time.sleep(0.5)
+            return
+        error = error_of(rank, group, lambda: tg.all_reduce(torch.ones(3, device=rank.device), group))
+        assert "1ms" in error or not is_cpu(rank)
+
+
 def scenario_reopened(rank: Rank) -> None:
     """After a failure another group works, on gloo over a process group whose connections are new."""
     for turn in range(3):
@@ -207,6 +234,14 @@ def test_documented_limit_a_rank_that_passes_over_what_is_refused_is_one_operati
 
 def test_a_rank_that_is_refused_ends_the_group_by_abort(ranks, seed):
     ranks.run(scenario_aborts_after_what_is_refused, seed)
+
+
+def test_groups_that_ranks_close_in_another_order_are_named_in_the_log(ranks, seed):
+    ranks.run(scenario_closes_in_another_order, seed)
+
+
+def test_a_timeout_below_a_millisecond_is_not_none_at_all(ranks, seed):
+    ranks.run(scenario_timeout_below_a_millisecond, seed)
 
 
 def test_after_a_failure_another_group_works(ranks, seed):

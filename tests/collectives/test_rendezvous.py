@@ -208,6 +208,12 @@ def test_what_is_no_message_is_an_error_that_all_ranks_raise(world: World, kind:
     assert not Trap.sprung
 
 
+def test_a_message_of_more_than_64_kib_is_refused_though_it_is_one(world: World) -> None:
+    attempt = world.attempt(0)
+    with pytest.raises(ValueError, match=f"expected at most {MAX_BYTES} bytes, got "):
+        attempt._read(message(value="x" * MAX_BYTES))
+
+
 def test_messages_of_another_attempt_are_refused(world: World) -> None:
     world.store.set("te_graph/topic/1/2/1", message())
 

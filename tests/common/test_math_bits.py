@@ -79,6 +79,24 @@ def test_inference_tensors_are_refused():
     assert flag == 1
 
 
+def test_what_is_written_twice_is_refused_though_copies_lie_apart():
+    place, x, out = torch.ones(2), X.clone(), torch.empty(24, dtype=FP8)
+    written_twice: dict[str, Callable[[], object]] = {
+        "fp8_cast_out": lambda: ops.fp8_cast_out(
+            out, x, torch.tensor(2.0), scale_inv=torch._neg_view(place[:1]), amax=torch._neg_view(place[:1])
+        ),
+        "multi_tensor_clip_": lambda: ops.multi_tensor_clip_(
+            [x], torch.tensor(float("inf")), 1.0, found_inf=torch._neg_view(x[3:4])
+        ),
+    }
+    for name, call in written_twice.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected what it writes to be apart"):
+            call()
+    assert torch.equal(place, torch.ones(2)) and torch.equal(x, X)
+    ops.fp8_cast_out(out, x, torch.tensor(2.0), scale_inv=torch._neg_view(place[:1]), amax=torch._neg_view(place[1:]))
+    assert place.tolist() == [-0.5, -3]
+
+
 def test_lists_that_are_written_are_refused():
     """Copies would hide that two of them share memory."""
     x = X.clone()

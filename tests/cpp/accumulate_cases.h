@@ -52,6 +52,13 @@ constexpr Pair kPairs[] = {
     {DType::kBFloat16, DType::kBFloat16}, {DType::kFloat16, DType::kFloat32}, {DType::kBFloat16, DType::kFloat32},
 };
 
+// Others, which ops store only and tables may name with any mode.
+constexpr Pair kRarePairs[] = {
+    {DType::kFloat16, DType::kBFloat16}, {DType::kBFloat16, DType::kFloat16}, {DType::kFloat32, DType::kFloat64},
+    {DType::kFloat16, DType::kFloat64},  {DType::kBFloat16, DType::kFloat64}, {DType::kFloat64, DType::kFloat32},
+    {DType::kFloat64, DType::kFloat16},  {DType::kFloat64, DType::kBFloat16},
+};
+
 // Bits of a finite number: mostly of magnitudes that lose bits when added, now and then any finite pattern, subnormal
 // and close to overflow included.
 inline uint64_t random_finite(const Format& format, std::mt19937_64& generator) {
@@ -148,10 +155,15 @@ constexpr int64_t kSizes[] = {0,
 inline std::vector<Case> all_cases() {
     constexpr int64_t kOffsets[][2] = {{0, 0}, {1, 0}, {0, 1}, {1, 1}, {3, 5}};
     std::vector<Case> cases;
-    for (const Pair pair : kPairs) {
-        for (const Mode mode : {Mode::kSkip, Mode::kStore, Mode::kAdd}) {
+    for (const Mode mode : {Mode::kSkip, Mode::kStore, Mode::kAdd}) {
+        for (const Pair pair : kPairs) {
             for (const int64_t numel : kSizes) {
                 for (const auto& offset : kOffsets) cases.push_back({pair, mode, numel, offset[0], offset[1]});
+            }
+        }
+        for (const Pair pair : kRarePairs) {
+            for (const int64_t numel : {int64_t{1}, int64_t{257}, kChunkElements + 1}) {
+                cases.push_back({pair, mode, numel, 1, 3});
             }
         }
     }

@@ -147,6 +147,19 @@ def a_prepared_one(device: str, **kwargs: object) -> tuple[tg.Fp8Weights, list[T
     return prepared, sources
 
 
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_cast_with_a_flag_that_the_host_does_not_read_leaves_weights_as_stale_as_they_are(value, device):
+    prepared, sources = a_prepared_one(device)
+    noop = torch.tensor(value, dtype=torch.int32, device=device)
+    prepared.cast_(noop=noop)
+    assert not prepared.is_stale
+    sources[0].add_(1)
+    prepared.cast_(noop=noop)
+    assert prepared.is_stale
+    prepared.cast_()
+    assert not prepared.is_stale
+
+
 def test_weights_are_stale_until_they_are_cast(device):
     prepared = tg.Fp8Weights(random_weights(device))
     assert prepared.is_stale

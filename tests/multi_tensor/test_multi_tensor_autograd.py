@@ -191,19 +191,21 @@ def test_views_of_leaves_under_no_grad_are_written_as_leaves_are(name, device):
     assert same_bits(leaf.detach()[:4], plain) and bool((leaf[4:] == 1).all())
 
 
-def test_documented_limit_a_plan_looks_for_results_when_it_is_made_or_updated(device):
+def test_a_plan_looks_at_each_write_whether_autograd_follows_a_tensor_by_now(device):
     leaf, tensor = torch.ones(4, device=device, requires_grad=True), torch.ones(4, device=device)
-    plan = tg.MultiTensorPlan([tensor])
-    tensor.mul_(leaf)
-    plan.scale_(one(device))  # as under no_grad
-    assert tensor.sum().item() == 8
-    for again in (tg.MultiTensorPlan([tensor]), plan):
-        plan.update([tensor])
+    source = torch.ones(4, device=device)
+    plan = tg.MultiTensorPlan([tensor], [source])
+    step = tg.graphed(lambda: plan.scale_(one(device)))
+    for _ in range(3):
+        step()
+    tensor.fill_(1).mul_(leaf)
+    for write in (lambda: plan.scale_(one(device)), plan.zero_, plan.copy_, plan.accumulate_, step):
         with pytest.raises(NotImplementedError, match=r"tensors\[0\], which it writes, is followed by autograd"):
-            again.scale_(one(device))
-        with torch.no_grad():
-            again.scale_(one(device))
-    assert tensor.sum().item() == 32
+            write()
+    assert tensor.sum().item() == 4 and plan.norm().item() == 2
+    with torch.no_grad():
+        plan.scale_(one(device))
+    assert tensor.sum().item() == 8
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
@@ -225,8 +227,41 @@ def test_tangents_are_refused(name, device):
         for mode in (torch.enable_grad, torch.no_grad):
             with mode(), pytest.raises(NotImplementedError, match=f"^{name.partition(',')[0]}: has no .*derivative"):
                 (WRITES | FUNCTIONS)[name](dual)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="multi_tensor_norm: has no forward-mode"):
-        ops.multi_tensor_norm([forward_ad.make_dual(torch.ones(4), torch.ones(4))])
+
+
+def gradient_with_tangent(dual: Tensor) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.zeros(4, device=dual.device))
+    parameter.grad = dual
+    return parameter
+
+
+# Functions that read a tensor [4] past autograd.
+READS: dict[str, Callable[[Tensor], object]] = {
+    "multi_tensor_norm": lambda t: ops.multi_tensor_norm([t]),
+    "get_total_norm": lambda t: tg.get_total_norm([torch.ones(4, device=t.device), t]),
+    "get_total_norm of a list that is taken apart": lambda t: tg.get_total_norm([t, t.to(torch.complex64)]),
+    "get_global_norm_of_tensors": lambda t: tg.get_global_norm_of_tensors([t]),
+    "multi_tensor_norms": lambda t: tg.multi_tensor_norms([t]),
+    "clip_grad_norm_": lambda t: tg.clip_grad_norm_(gradient_with_tangent(t), 1.0),
+    "clip_grads_with_norm_": lambda t: tg.clip_grads_with_norm_(parameter_with_gradient(t.device), 1.0, t[0]),
+    "plan, tensors": lambda t: tg.MultiTensorPlan([t]).norm(),
+    "plan, sources": lambda t: copy_by_plan(torch.zeros(4, device=t.device), t),
+    "Fp8Weights, weights": lambda t: tg.Fp8Weights([t.view(2, 2)]).cast_(),
+    "Fp8Weights, scale": lambda t: tg.Fp8Weights([torch.ones(2, 2, device=t.device)], scale=t[:1]).cast_(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_tangents_of_what_is_read_are_refused_instead_of_lost(name, device):
+    plain = torch.ones(4, device=device)
+    READS[name](plain.clone())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(plain.clone(), plain.clone())
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode(), pytest.raises(NotImplementedError, match=r"has no (forward-mode )?derivative"):
+                READS[name](dual)
+        assert same_bits(forward_ad.unpack_dual(dual).primal, plain)
+        READS[name](plain.clone())
 
 
 def test_a_compiled_function_that_writes_a_result_is_refused(device):

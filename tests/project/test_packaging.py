@@ -192,7 +192,8 @@ def test_build_info_names_the_package_both_torch_versions_and_cuda():
 
 
 def test_build_info_tells_whether_the_extension_has_kernels():
-    assert bool(_build.load_extension().kernels()) == (BUILT["cuda"] is not None)
+    # Arguments of launches can be set with and without: the recorder has them, too.
+    assert hasattr(_build.load_extension(), "KernelNode") == (BUILT["cuda"] is not None)
 
 
 def ops() -> list[torch._ops.OpOverload]:

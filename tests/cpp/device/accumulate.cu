@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "device_memory.h"
+#include "multi_tensor/exact_sum.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -18,8 +19,8 @@ struct Problem {
         }
     }
 
-    // Runs the kernel on a copy of the tensors, in a table or as kernel arguments; returns the destinations.
-    std::vector<GuardedTensor> run_on_device(bool is_inline = false) const {
+    // Runs the kernel on a copy of the tensors, in a table or as kernel arguments; returns destinations, then sources.
+    std::vector<GuardedTensor> run_on_device(bool is_inline = false, const Accumulation& accumulation = {}) const {
         std::vector<DeviceTensor> from, to;
         std::vector<TableEntry> table;
         std::vector<int64_t> numels;
@@ -36,22 +37,23 @@ struct Problem {
                                    reinterpret_cast<const Chunk*>(device_chunks.at(0)),
                                    static_cast<int64_t>(chunks.size())};
         const TensorTable inlined{.entries = table.data(), .count = static_cast<int64_t>(table.size())};
-        check(launch_accumulate(is_inline ? inlined : in_table, {}, nullptr));
+        check(launch_accumulate(is_inline ? inlined : in_table, accumulation, nullptr));
         check(cudaDeviceSynchronize());
 
         std::vector<GuardedTensor> results;
-        for (size_t i = 0; i < to.size(); ++i) {
-            EXPECT_TRUE(same_bytes(from[i].download(sources[i]), sources[i]));
-            results.push_back(to[i].download(destinations[i]));
-        }
+        for (size_t i = 0; i < to.size(); ++i) results.push_back(to[i].download(destinations[i]));
+        for (size_t i = 0; i < to.size(); ++i) results.push_back(from[i].download(sources[i]));
         return results;
     }
 
-    std::vector<GuardedTensor> run_on_cpu() const {
+    std::vector<GuardedTensor> run_on_cpu(const Accumulation& accumulation = {}) const {
         std::vector<GuardedTensor> results = destinations;
+        results.insert(results.end(), sources.begin(), sources.end());
         std::vector<TableEntry> table;
-        for (size_t i = 0; i < sources.size(); ++i) table.push_back(entry_of(sources[i], results[i], modes[i]));
-        accumulate_on_cpu(table);
+        for (size_t i = 0; i < modes.size(); ++i) {
+            table.push_back(entry_of(results[modes.size() + i], results[i], modes[i]));
+        }
+        accumulate_cpu({.entries = table.data(), .count = static_cast<int64_t>(table.size())}, accumulation);
         return results;
     }
 
@@ -64,8 +66,8 @@ TEST(AccumulateDevice, EveryPairModeSizeAndOffsetGivesTheBitsOfTheCpuLoopsAndWri
     for (const Case& now : all_cases()) {
         const Problem problem({now}, generator);
         for (const bool is_inline : {false, true}) {
-            ASSERT_TRUE(same_bytes(problem.run_on_device(is_inline)[0], problem.run_on_cpu()[0]))
-                << testing::PrintToString(now);
+            const auto actual = problem.run_on_device(is_inline), expected = problem.run_on_cpu();
+            for (size_t i = 0; i < 2; ++i) ASSERT_TRUE(same_bytes(actual[i], expected[i])) << now;
         }
     }
 }
@@ -78,7 +80,39 @@ TEST(AccumulateDevice, OneLaunchServesEntriesOfAllPairsAndModes) {
     const auto expected = problem.run_on_cpu();
     for (const bool is_inline : {false, true}) {
         const auto actual = problem.run_on_device(is_inline);
-        for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(same_bytes(actual[i], expected[i])) << cases[i];
+        for (size_t i = 0; i < cases.size(); ++i) {
+            EXPECT_TRUE(same_bytes(actual[i], expected[i])) << cases[i];
+            EXPECT_TRUE(same_bytes(actual[cases.size() + i], problem.sources[i])) << cases[i];
+        }
+    }
+}
+
+TEST(AccumulateDevice, WithScaleAndZeroedSourcesEntriesOfAllPairsKeepTheirModes) {
+    auto generator = seeded_generator();
+    const std::vector<Case> cases = all_cases();
+    const Problem problem(cases, generator);
+    const Accumulation accumulation{.scale = {.value = 0.77}, .zero_source = true};
+    const auto expected = problem.run_on_cpu(accumulation);
+    for (const bool is_inline : {false, true}) {
+        const auto actual = problem.run_on_device(is_inline, accumulation);
+        for (size_t i = 0; i < actual.size(); ++i) {
+            EXPECT_TRUE(same_bytes(actual[i], expected[i])) << cases[i % cases.size()];
+        }
+    }
+}
+
+TEST(AccumulateDevice, SquaresOfPairsThatOpsDoNotAddSumUpToNan) {
+    auto generator = seeded_generator();
+    for (const Pair pair : kRarePairs) {
+        for (const Mode mode : {Mode::kSkip, Mode::kStore}) {
+            const Problem problem({{pair, mode, 257, 0, 0}}, generator);
+            uint64_t words[kPartialWords] = {};
+            const Buffer partial(words, sizeof(words));
+            problem.run_on_device(false, {.sum_squares = reinterpret_cast<uint64_t*>(partial.at(0))});
+            partial.read(0, words, sizeof(words));
+            const double sum = rounded_sum(words);
+            EXPECT_TRUE(mode == Mode::kSkip ? sum == 0 : sum != sum) << sum;
+        }
     }
 }
 

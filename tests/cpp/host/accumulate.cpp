@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "accumulate_cases.h"
+#include "multi_tensor/exact_sum.h"
 
 namespace te_graph::multi_tensor {
 namespace {
@@ -97,6 +98,31 @@ TEST(AccumulateCpu, OneCallServesEntriesOfAllPairsAndModes) {
     for (size_t i = 0; i < cases.size(); ++i) table.push_back(entry_of(sources[i], destinations[i], cases[i].mode));
     accumulate_on_cpu(table);
     for (size_t i = 0; i < cases.size(); ++i) EXPECT_TRUE(same_bytes(destinations[i], expected[i])) << cases[i];
+}
+
+TEST(AccumulateCpu, SkippedSourcesAreZeroedAndOnlyPairsThatOpsAddHaveASumOfSquares) {
+    auto generator = seeded_generator();
+    for (const DType from : kDTypes) {
+        for (const DType to : kDTypes) {
+            for (const Mode mode : {Mode::kSkip, Mode::kStore, Mode::kAdd}) {
+                auto source = GuardedTensor::random(from, 257, 1, generator);
+                const auto before = GuardedTensor::random(to, 257, 1, generator);
+                GuardedTensor destination = before, zeros = source;
+                for (int64_t i = 0; i < zeros.numel(); ++i) zeros.set(i, 0);
+                uint64_t partial[kPartialWords] = {};
+                const TableEntry entry = entry_of(source, destination, mode);
+                accumulate_cpu({&entry, 1}, {.zero_source = true, .sum_squares = partial});
+                ASSERT_TRUE(same_bytes(source, zeros));
+                if (mode == Mode::kSkip) ASSERT_TRUE(same_bytes(destination, before));
+                const double sum = rounded_sum(partial);
+                if (mode == Mode::kSkip) {
+                    EXPECT_EQ(sum, 0);
+                } else {
+                    EXPECT_TRUE(is_supported(from, to) ? sum > 0 : sum != sum) << sum;
+                }
+            }
+        }
+    }
 }
 
 TEST(AccumulateCpu, OnlyTheChunksThatAreListedAreWritten) {

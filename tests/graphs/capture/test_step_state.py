@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -320,6 +321,14 @@ def test_a_later_micro_batch_with_stale_weights_contradicts_them(cast, device):
     assert all_same_bits([*weights.data, weights.scale_inv, state.block], before)
     state.begin_(caller, True)
     assert not weights.is_stale
+
+
+@pytest.mark.parametrize("caller", [3, None, "layer", [1]], ids=str)
+def test_a_caller_that_cannot_be_remembered_is_named(caller, device):
+    state = tg.StepState(device)
+    for call in (state.begin_, state.forget_):
+        with pytest.raises(TypeError, match=f"^StepState: expected caller to be .*, got {re.escape(repr(caller))}$"):
+            call(caller)
 
 
 def test_begin_inside_a_capture_is_refused_before_anything_changes(device):
