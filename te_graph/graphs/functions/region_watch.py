@@ -62,9 +62,7 @@ class RegionWatch(TensorWatch):
         runs_backward: autograd has computed gradients.
     """
 
-    def __init__(
-        self, device: torch.device | None = None, restorable: bool = False, is_capture: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device | None = None, restorable: bool = False, is_capture: bool = False) -> None:
         super().__init__(restorable=restorable)
         self.devices: set[torch.device] = set()
         self.multiplies = False
