@@ -69,8 +69,9 @@ class HostWork:
             self.changed, self.drawn = self.changed or changed, self.drawn or drawn
         self._is_first = False
         self._learn(watches)
-        self.sources = sources if self._walker.known == known else self._explore()
-        if not is_last:
+        is_known = self._walker.known == known
+        self.sources = sources if is_known else self._explore()
+        if not is_last and not (is_known and self.is_settled):
             self._begin()
 
     def _learn(self, watches: Iterable[CodeWatch]) -> None:
