@@ -57,6 +57,7 @@ REFUSED = {
     "data": (assign_data, "Tensor.data = ...", 1),
     "tolist": (lambda x: x.tolist(), "Tensor.tolist", 0),
     "numpy": (lambda x: x.numpy(), "Tensor.numpy", 0),
+    "tensor_split": (lambda x: torch.tensor_split(x, torch.tensor([1, 3])), "torch.tensor_split", 0),
     "asarray": (lambda x: np.asarray(x), "Tensor.__array__", 0),
     "print": (lambda x: str(x), "Tensor.__repr__", 0),
     "cpu": (lambda x: x.cpu(), "Tensor.cpu", 0),

@@ -21,6 +21,7 @@ from te_graph.graphs.capture.capture_checks import (
     check_host_work,
     check_made,
     check_results,
+    check_use,
     forms_of,
     refuse_grad,
 )
@@ -28,6 +29,7 @@ from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.main_grads import main_grad_of
@@ -41,7 +43,6 @@ from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.graphs.guards.random_generators import HostRandom
 from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
-from te_graph.graphs.guards.side_effects import SideEffects
 from te_graph.graphs.guards.source_walker import SourceWalker
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch
@@ -110,7 +111,8 @@ class CallableCapture:
     def _take(self, samples: list[Tensor]) -> None:
         """Warm up with ``samples`` [...]."""
         self.samples = samples
-        self.watch, self._first_watch = WarmUpWatch(self.group.device, samples), FirstCallWatch(samples)
+        self.watch = WarmUpWatch(self.group.device, samples)
+        self._first_watches: list[FirstCallWatch] = []
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -155,15 +157,17 @@ class CallableCapture:
         """Run forward and backward as they will be captured, and learn what they use.
 
         The first of at least two iterations lets the callable make what it keeps for later calls. The last one tells
-        what is external. Both are watched: what they write outside is put back by ``undo``.
+        what is external. Both are watched, and so are others after one that changed something in Python: what they
+        write outside is put back by ``undo``.
         """
         isolation = _C.LeafIsolation(
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
-        generators, at_first = HostRandom(self._sources, with_torch=True), SideEffects(self._sources)
+        generators = HostRandom(self._sources, with_torch=True)
+        work = HostWork(self.walker, self._explore, self._sources)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
-                tensors = self._iterate(max(2, self.group.options.num_warmup_iters))
+                tensors = self._iterate(self.group.options.num_warmup_iters, work)
         finally:
             isolation.restore()
             generators.restore()
@@ -173,10 +177,13 @@ class CallableCapture:
         self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in outputs]
         self.inner_outputs = inner_outputs([outputs[i] for i in self.output_numbers])
         check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
-        self._check_use()
+        used = [i in self.gradients.inputs or self.plan.returns_input(i) for i in range(len(self.samples))]
+        used = None if self.group.options.allow_unused_input else used
+        check_use(self.label, self.signature.distinct_names, self.samples, self.watch, used)
         check_escapes(self.label, self.root, self._sources, self.watch)
-        check_host_work(self.label, self.walker.obstacle, *self._host_work)
-        self._first_watch.check(self.label, self._sources, self.watch, at_first)
+        check_host_work(self.label, self.walker.obstacle, work.changed, work.drawn)
+        first, *others = self._first_watches
+        first.check(self.label, self._sources, work, next(iter(others), None), self.watch)
         try:
             self.callable_guard = build_callable_guard(
                 self._reader_of(self.walker.names),
@@ -195,45 +202,50 @@ class CallableCapture:
             source = next((source for source in self._sources if source.obj is module), None)
             check_hooks(module, f"{self.label}: {(source and source.name) or type(module).__name__}")
 
-    def _iterate(self, iterations: int) -> list[Tensor]:
+    def _iterate(self, iterations: int, work: HostWork) -> list[Tensor]:
         """The iterations of the warm-up; returns the results of the last one, [...] each."""
-        inputs = self.samples
-        nothing = contextlib.nullcontext()
-        watches = [self._first_watch, *[nothing] * (iterations - 2), self.watch]
-        for watch in watches:
-            is_last = watch is self.watch
-            if is_last:
-                sources = self._explore()
-                effects, generators = SideEffects(sources), HostRandom(sources)
-            code = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
-            with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
-                refusing = functools.partial(refuse_grad, self.label, self._sources, watch)
-                with nothing if watch is nothing else GradWatch(refusing), code:
-                    given = self.changed.given(inputs)
-                    tensors = self._call(inputs, given)
-                    if watch is self._first_watch:
-                        self._find_casts(inputs, casts_of(given, tensors))
-                    del given
-                self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
-                self.plan.tell_of_rounding(self.label)
-                if is_last and self._copies:
-                    hidden = self.result.numbers_of_last(len(self._copies))
-                    names = self.signature.distinct_names
-                    self.changed.find_views(self.label, names, tensors, self._copies, hidden)
-                outputs = self.plan.outputs_of(tensors) if is_last else tensors
-            in_backward = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
-            with watch, in_backward:
-                self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
-            if not is_last:
-                self.walker.note(code)
-                self.walker.note(in_backward)
-        # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
-        self._host_work = effects.first(self._explore()), generators.drawn_from()
-        self.walker.note(code)
-        self.walker.note(in_backward)
-        self._sources = self._explore()
+        self._iterate_once(self._watch_first(), work)
+        left = max(iterations - 2, 0 if work.is_settled else 1)
+        for _ in range(left):
+            self._iterate_once(contextlib.nullcontext() if work.is_settled else self._watch_first(), work)
+        tensors, in_backward = self._iterate_once(self.watch, work)
+        self._sources = work.sources
         self.backward_guard = backward_guard(self._explore(), in_backward, self.watch.externals.keys())
         return tensors
+
+    def _watch_first(self) -> FirstCallWatch:
+        self._first_watches.append(FirstCallWatch(self.samples))
+        return self._first_watches[-1]
+
+    def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], CodeWatch]:
+        """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
+        inputs, nothing = self.samples, contextlib.nullcontext()
+        is_last = watch is self.watch
+        code = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
+        with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
+            refusing = functools.partial(refuse_grad, self.label, work.sources, watch)
+            with GradWatch(refusing) if isinstance(watch, TensorWatch) else nothing, code:
+                given = self.changed.given(inputs)
+                if isinstance(watch, FirstCallWatch):
+                    watch.note_arguments(given)
+                tensors = self._call(inputs, given)
+                if isinstance(watch, FirstCallWatch):
+                    watch.note_results(tensors)
+                    if watch is self._first_watches[0]:
+                        self._find_casts(inputs, casts_of(given, tensors))
+                del given
+            self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
+            self.plan.tell_of_rounding(self.label)
+            if is_last and self._copies:
+                hidden = self.result.numbers_of_last(len(self._copies))
+                names = self.signature.distinct_names
+                self.changed.find_views(self.label, names, tensors, self._copies, hidden)
+            outputs = self.plan.outputs_of(tensors) if is_last else tensors
+        in_backward = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
+        with watch, in_backward:
+            self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+        work.note(code, in_backward, is_last=is_last)
+        return tensors, in_backward
 
     def _find_casts(self, inputs: list[Tensor], casts: list[int]) -> None:
         """Find which of ``inputs`` [...], which are cast so often, autocast would cast less often as leaves."""
@@ -245,15 +257,15 @@ class CallableCapture:
 
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
-        self.watch.restore()
-        self._first_watch.restore()
+        for watch in (self.watch, *reversed(self._first_watches)):
+            watch.restore()
 
     def undo_failure(self) -> None:
         """Put back, too, what they left in attributes and containers. After a success that stays: it may be in use."""
         self._containers.restore()
         self._bindings.restore()
-        self.watch.restore_grads()
-        self._first_watch.restore_grads()
+        for watch in (self.watch, *reversed(self._first_watches)):
+            watch.restore_grads()
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""
@@ -425,23 +437,3 @@ class CallableCapture:
             [i for i in self.gradients.inputs if id(inputs[i]) in found],
             [depends_on for _, depends_on in used],
         )
-
-    def _check_use(self) -> None:
-        inputs = self.samples
-        names = self.signature.distinct_names
-        for tensor, name in zip(inputs, names, strict=True):
-            if storage_key(tensor) in self.watch.mutated_owned:
-                op, site = self.watch.mutated_owned[storage_key(tensor)]
-                raise RuntimeError(
-                    f"{self.label}: {op} modifies {name} in place, which a replay could only do to its own copy: "
-                    f"modify a clone; at {site}"
-                )
-        if not torch.is_grad_enabled() or self.group.options.allow_unused_input:
-            return
-        for number, (tensor, name) in enumerate(zip(inputs, names, strict=True)):
-            is_used = number in self.gradients.inputs or self.plan.returns_input(number)
-            if tensor.requires_grad and not is_used:
-                raise RuntimeError(
-                    f"{self.label}: {name} requires a gradient but does not contribute to the results; pass "
-                    "allow_unused_input=True if that is meant"
-                )

@@ -87,6 +87,26 @@ def check_made(
             )
 
 
+def check_use(label: str, names: list[str], samples: list[Tensor], watch: TensorWatch, used: list[bool] | None) -> None:
+    """Raise RuntimeError if one of ``samples`` [...], called ``names``, is modified, or requires a gradient and is not
+    ``used``; None: that is allowed."""
+    for sample, name in zip(samples, names, strict=True):
+        if storage_key(sample) in watch.mutated_owned:
+            op, site = watch.mutated_owned[storage_key(sample)]
+            raise RuntimeError(
+                f"{label}: {op} modifies {name} in place, which a replay could only do to its own copy: modify a "
+                f"clone; at {site}"
+            )
+    if not torch.is_grad_enabled() or used is None:
+        return
+    for sample, name, is_used in zip(samples, names, used, strict=True):
+        if sample.requires_grad and not is_used:
+            raise RuntimeError(
+                f"{label}: {name} requires a gradient but does not contribute to the results; pass "
+                "allow_unused_input=True if that is meant"
+            )
+
+
 def check_escapes(label: str, root: Any, sources: Iterable[Source], watch: TensorWatch) -> None:
     """Refuse a tensor that is computed and left behind: a replay would not leave it there. It may be anywhere in what
     ``root`` holds, or at one of ``sources``, which its code names: a global variable, an attribute of a class."""

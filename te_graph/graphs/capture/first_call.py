@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_graph.common.dispatch import base_name, is_operator, is_strided, storage_key, tensors_in, written_tensors
-from te_graph.graphs.guards.side_effects import SideEffects
+from te_graph.graphs.capture.forward_steps import ForwardSteps
+from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.externals import TensorWatch
+from te_graph.graphs.tracing.host_access import MethodWatch
+from te_graph.graphs.tracing.refusals import READS_VALUE, host_access
 
 # They take shape, dtype and device from a tensor, and no value.
 _LIKE = frozenset(
@@ -29,8 +32,8 @@ _ADVICE = (
 
 
 class FirstCallWatch(TensorWatch):
-    """A ``TensorWatch`` of the first iteration of a warm-up that follows what depends on the values of arguments, or is
-    drawn at random.
+    """A ``TensorWatch`` of one of the first iterations of a warm-up that follows what depends on the values of
+    arguments, or is drawn at random.
 
     Args:
         samples: [...] each.
@@ -38,9 +41,21 @@ class FirstCallWatch(TensorWatch):
 
     def __init__(self, samples: Sequence[Tensor]) -> None:
         super().__init__(owned=samples)
-        self._dependent = {storage_key(sample) for sample in samples}
+        self._dependent: dict[int, int] = {}  # storages; of the same in each call the numbers are alike
+        self._count = 0
+        self._depend(samples)
         self._dependent_externals: set[int] = set()
         self._reads_values = False
+        self._reads = _Reads(self._note_read)
+        self._steps = ForwardSteps()
+
+    def __enter__(self) -> FirstCallWatch:
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._reads.__exit__(*failure)
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -48,38 +63,64 @@ class FirstCallWatch(TensorWatch):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if depends:
             self._reads_values |= not _READS.isdisjoint(func.tags)
-            self._dependent.update(storage_key(tensor) for tensor in tensors_in(result) if is_strided(tensor))
-            for tensor, _ in written_tensors(func, args, kwargs):
-                if is_strided(tensor):
-                    self._dependent.add(storage_key(tensor))
-                    self._dependent_externals.add(storage_key(tensor))
+            written = [tensor for tensor, _ in written_tensors(func, args, kwargs) if is_strided(tensor)]
+            self._steps.add(func, (args, kwargs), self._dependent, self.externals)
+            self._depend([*tensors_in(result), *written])
+            self._dependent_externals.update(map(storage_key, written))
         return result
+
+    def note_arguments(self, given: Sequence[Tensor]) -> None:
+        """The forward is called with ``given`` [...], which may be copies of the samples."""
+        self._dependent, self._count, self._steps = dict.fromkeys(self._dependent, -1), 0, ForwardSteps()
+        self._depend(given)
+
+    def note_results(self, results: Sequence[Tensor]) -> None:
+        """The forward has returned ``results`` [...]."""
+        self._steps.close(results, self._dependent, self.externals)
+
+    def _depend(self, tensors: Iterable[Tensor]) -> None:
+        """Count ``tensors`` [...] as dependent."""
+        for tensor in filter(is_strided, tensors):
+            if self._dependent.get(storage_key(tensor), -1) < 0:
+                self._dependent[storage_key(tensor)] = self._count
+                self._count += 1
 
     def _depends(self, func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
         if torch.Tag.nondeterministic_seeded in func.tags:
             return True
-        read = tensors_in((args, kwargs)) if base_name(func) not in _LIKE else ()
-        return any(is_strided(tensor) and storage_key(tensor) in self._dependent for tensor in read)
+        return base_name(func) not in _LIKE and self._are_any_dependent(tensors_in((args, kwargs)))
+
+    def _are_any_dependent(self, tensors: Iterable[Tensor]) -> bool:
+        return any(is_strided(tensor) and storage_key(tensor) in self._dependent for tensor in tensors)
+
+    def _note_read(self, tensors: Iterable[Tensor]) -> None:
+        """Of ``tensors`` [...] the values are read, by no operator."""
+        self._reads_values |= self._are_any_dependent(tensors)
 
     def _writes(self, source: Source) -> bool:
         key = storage_key(source.obj)
         return key in self.externals and self.externals[key].written
 
-    def check(self, label: str, sources: Sequence[Source], last: WarmUpWatch, before: SideEffects) -> None:
-        """Refuse what the first iteration has set and the last one, seen by ``last``, has not.
+    def check(
+        self, label: str, sources: Sequence[Source], work: HostWork, second: FirstCallWatch | None, last: WarmUpWatch
+    ) -> None:
+        """Refuse what the first iteration has done and the last one, seen by ``last``, has not.
 
         Args:
             label: of the callable.
             sources: where its code can get to, after the last iteration.
-            last: the watch of that iteration.
-            before: what stood there before the first one.
+            work: what the iterations did in Python.
+            second: the watch of the second one, if the first one changed something there.
+            last: the watch of the last one.
 
         Raises:
-            RuntimeError: names what was set.
+            RuntimeError: names what was done.
         """
+        # Where the last one reads values, too, the capture says so.
+        reads_at_first = self._reads_values and not last.notes.refusals
         for source in _tensors(sources):
             key = storage_key(source.obj)
-            if key in self.produced_storages and key in self._dependent:
+            if key in self.produced_storages and (key in self._dependent or reads_at_first):
                 raise RuntimeError(
                     f"{label}: the first call makes {source.name} of its arguments or of random numbers, {_ADVICE}"
                 )
@@ -88,13 +129,30 @@ class FirstCallWatch(TensorWatch):
                 raise RuntimeError(
                     f"{label}: the first call writes {source.name} by its arguments or by random numbers, {_ADVICE}"
                 )
-        # Where the last one reads values, too, the capture says so.
-        reads_at_first = self._reads_values and not last.notes.refusals
+        if work.drawn_at_first is not None:
+            raise RuntimeError(f"{label}: the first call draws from {work.drawn_at_first}, {_ADVICE}")
         written = next((source for source in _tensors(sources) if self._writes(source)), None)
-        if (reads_at_first or written) and (change := before.first(sources, with_new=False)) is not None:
+        if (reads_at_first or written) and work.changed_at_first is not None:
             # The write is undone, and what it left in Python may be why later calls do not write so.
             does = "reads values of its arguments" if written is None else f"writes {written.name}"
-            raise RuntimeError(f"{label}: the first call {does} and sets {change}, {_ADVICE}")
+            raise RuntimeError(f"{label}: the first call {does} and sets {work.changed_at_first}, {_ADVICE}")
+        if second is not None and (operator := self._steps.difference(second._steps)) is not None:
+            raise RuntimeError(
+                f"{label}: the first call sets {work.kept_at_first} and computes {operator} otherwise than the second: "
+                "a replay would do what later calls do. Call it once before the capture"
+            )
+
+
+class _Reads(MethodWatch):
+    """Calls ``on_read`` with tensors [...] whose values are about to be read by no operator."""
+
+    def __init__(self, on_read: Callable[[Iterable[Tensor]], None]) -> None:
+        self._on_read = on_read
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        found = host_access(func, args, kwargs)
+        if found is not None and found[1] == READS_VALUE:
+            self._on_read(tensors_in((args, kwargs)))
 
 
 def _tensors(sources: Iterable[Source]) -> Iterable[Source]:

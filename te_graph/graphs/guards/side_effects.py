@@ -12,7 +12,7 @@ from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk,
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
 from te_graph.graphs.guards.sources import Source
 
-_LEFT_OUT = (Tensor, nn.Module, ComputedInGraph)
+_LEFT_OUT = (nn.Module, ComputedInGraph)
 
 
 class SideEffects:
@@ -25,27 +25,29 @@ class SideEffects:
     def __init__(self, sources: Iterable[Source]) -> None:
         self._before = {_path(source): (source, _remembered(source.obj)) for source in sources}
 
-    def first(self, sources: Iterable[Source], with_new: bool = True) -> str | None:
+    def first(self, sources: Iterable[Source], with_tensors: bool = False) -> str | None:
         """What the iteration has changed, of ``sources`` after it: the first of them, with both values; else None.
-        ``with_new``: where there was no source before is a change, too.
 
-        Tensors are left out: what is written into them is part of a graph, as is what hooks compute.
+        What hooks compute is left out, and what is written into tensors: that is part of a graph. ``with_tensors``:
+        another tensor than before is a change.
         """
+        left_out = _LEFT_OUT if with_tensors else (*_LEFT_OUT, Tensor)
         after = {_path(source): source for source in sources}
         for path, source in after.items():
-            if isinstance(source.obj, _LEFT_OUT):
+            if isinstance(source.obj, left_out):
                 continue
             if path not in self._before:
-                if not with_new:
-                    continue
                 return f"{source.name} (set to {_shown(source.obj)})"
             old = self._before[path][1]
             now = _remembered(source.obj)
-            if not isinstance(old, Tensor) and not are_equal(old, now):
+            if isinstance(now, Tensor):
+                if now is not old:
+                    return source.name
+            elif not isinstance(old, Tensor) and not are_equal(old, now):
                 is_told = is_value(source.obj) or is_bulk(source.obj)
                 return f"{source.name} (from {_shown(old)} to {_shown(now)})" if is_told else source.name
         gone = (source for path, (source, _) in self._before.items() if path not in after)
-        return next((f"{source.name} (deleted)" for source in gone if not isinstance(source.obj, _LEFT_OUT)), None)
+        return next((f"{source.name} (deleted)" for source in gone if not isinstance(source.obj, left_out)), None)
 
 
 def _path(source: Source) -> tuple:
@@ -86,5 +88,7 @@ class _Same:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "a tensor"
     text = repr(value)
     return text if len(text) <= 80 else type(value).__name__

@@ -42,6 +42,11 @@ class SourceWalker:
         """That were seen to run. One without an owner cannot run, and would be missed: the guard keeps them."""
         return list(self._seen_to_run)
 
+    @property
+    def known(self) -> tuple[Names, int]:
+        """What the next walk goes by: equal while nothing new was noted."""
+        return self.names, len(self._seen_to_run)
+
     def note(self, watch: CodeWatch) -> None:
         """Remember what was seen to run, by identity, and to be asked for by name."""
         at_sources = [function for weak in self._at_sources if (function := weak()) is not None]

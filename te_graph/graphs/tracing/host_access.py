@@ -2,12 +2,14 @@
 
 While a function mode is on, ``torch.overrides.has_torch_function`` is true for all. Code that asks, such as the
 fast path of ``torch.nn.TransformerEncoderLayer``, would take another branch in a capture than in eager execution. So
-the methods of ``torch.Tensor`` are patched for as long as a capture is under way.
+methods of ``torch.Tensor``, and functions of torch that read a tensor, are patched for as long as a capture is under
+way.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from te_graph.graphs.tracing.patches import Patch
-from te_graph.graphs.tracing.refusals import NUMBER_METHODS, Refusals, refuse_host_access
+from te_graph.graphs.tracing.refusals import NUMBER_METHODS, READERS, Refusals, refuse_host_access
 
 _METHODS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "cpu", "cuda", "to", *NUMBER_METHODS)
 _PROPERTIES = ("data", "grad")
@@ -39,31 +41,31 @@ def _seen(func: Callable) -> Callable:
 
 
 class _Methods(Patch):
-    """The methods of ``torch.Tensor``."""
+    """The methods of ``torch.Tensor``, and functions that read tensors without an operator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._own: dict[str, Any] = {}
+        self._members = [(torch.Tensor, name) for name in (*_METHODS, *_PROPERTIES)] + list(READERS)
+        self._own: dict[tuple, Any] = {}
 
     def _patch(self) -> None:
         # It makes tables of the methods when it is first imported, which torch does for the first dispatch mode.
-        import torch._dynamo
-
-        own = vars(torch.Tensor)
-        self._own = {name: own[name] for name in (*_METHODS, *_PROPERTIES) if name in own}
-        for name in _METHODS:
-            setattr(torch.Tensor, name, _seen(getattr(torch.Tensor, name)))
-        for name in _PROPERTIES:
-            member = getattr(torch.Tensor, name)
-            parts = _seen(member.__get__), _seen(member.__set__), _seen(member.__delete__)
-            setattr(torch.Tensor, name, property(*parts))
+        importlib.import_module("torch._dynamo")
+        self._own = {(owner, name): vars(owner)[name] for owner, name in self._members if name in vars(owner)}
+        for owner, name in self._members:
+            member = getattr(owner, name)
+            if name in _PROPERTIES:
+                member = property(_seen(member.__get__), _seen(member.__set__), _seen(member.__delete__))
+            else:
+                member = _seen(member)
+            setattr(owner, name, member)
 
     def _restore(self) -> None:
-        for name in (*_METHODS, *_PROPERTIES):
-            if name in self._own:
-                setattr(torch.Tensor, name, self._own[name])
+        for owner, name in self._members:
+            if (owner, name) in self._own:
+                setattr(owner, name, self._own[owner, name])
             else:
-                delattr(torch.Tensor, name)
+                delattr(owner, name)
 
 
 _methods = _Methods()

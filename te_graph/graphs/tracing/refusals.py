@@ -45,6 +45,9 @@ _FUNCTIONS = {
     torch.Tensor.cuda: LEAVES_DEVICE,
     torch.Tensor.data.__set__: _MOVES_STORAGE,
 }
+# They read a tensor among their arguments that lies on the CPU, by no operator.
+READERS = ((torch.Tensor, "tensor_split"), (torch, "tensor_split"), (torch._VF, "_pad_packed_sequence"))
+_READERS = frozenset(getattr(owner, name) for owner, name in READERS)
 _TO, _TO_CUDA, _TO_DLPACK = torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.__dlpack__
 _FUNCTION_NAMES = {torch.Tensor.data.__set__: "Tensor.data = ..."}
 
@@ -119,10 +122,17 @@ def host_access(func: Any, args: tuple, kwargs: dict) -> tuple[str, str] | None:
         return _FUNCTION_NAMES.get(func, f"Tensor.{func.__name__}"), _FUNCTIONS[func]
     if func in _NUMBERS and torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
         return f"Tensor.{func.__name__}", READS_VALUE
+    if func in _READERS and _is_given_tensor(*args[1:], **kwargs):
+        return f"torch.{func.__name__}", f"{READS_VALUE}: give it numbers"
     device = _device_in(*args[1:], **kwargs) if func is _TO else None
     if device is not None and device.type != args[0].device.type:
         return f"Tensor.to({str(device)!r})", LEAVES_DEVICE
     return None
+
+
+def _is_given_tensor(*args: Any, input: Any = None, **kwargs: Any) -> bool:
+    """Whether a tensor is among the arguments but for the first, called ``input``."""
+    return any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
 
 
 def _device_in(*args: Any, copy: bool = False, **kwargs: Any) -> torch.device | None:

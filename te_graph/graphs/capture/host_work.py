@@ -1,0 +1,79 @@
+"""What the iterations of a warm-up do in Python, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from te_graph.graphs.guards.random_generators import HostRandom
+from te_graph.graphs.guards.side_effects import SideEffects
+from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.tracing.code_watch import CodeWatch
+
+
+class HostWork:
+    """What changes at the sources of a callable, and which random generators are drawn from.
+
+    The first iteration may make what the callable keeps. If the second one changes nothing, neither does any later one,
+    for what Python does depends on what stands there: one that changes something tells a counter, or what a later
+    call does alone.
+
+    Args:
+        walker: learns what the iterations run.
+        explore: where the code can get to, by what the walker knows.
+        sources: that, before the first iteration.
+
+    Attributes:
+        sources: that, after the last iteration.
+        changed_at_first: the first thing that the first iteration changed, in words; None: nothing.
+        kept_at_first: likewise, where another tensor than before is a change.
+        drawn_at_first: the first generator that it drew from; None: none.
+        changed: likewise, of all later iterations.
+        drawn: likewise.
+        is_settled: the last iteration changed nothing.
+    """
+
+    def __init__(self, walker: SourceWalker, explore: Callable[[], list[Source]], sources: list[Source]) -> None:
+        self._walker = walker
+        self._explore = explore
+        self._is_first = True
+        self.sources = sources
+        self._begin()
+        self.changed_at_first: str | None = None
+        self.kept_at_first: str | None = None
+        self.drawn_at_first: str | None = None
+        self.changed: str | None = None
+        self.drawn: str | None = None
+        self.is_settled = False
+
+    def _begin(self) -> None:
+        self._effects, self._generators = SideEffects(self.sources), HostRandom(self.sources)
+
+    def note(self, *watches: CodeWatch, is_last: bool) -> None:
+        """An iteration has ended, in which ``watches`` have seen code run."""
+        known = self._walker.known
+        if self.is_settled and not is_last:  # what it may have changed is seen after the last one
+            self._learn(watches)
+            if self._walker.known != known:
+                self.sources = self._explore()
+                self._begin()
+            return
+        # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
+        sources = self._explore()
+        changed, drawn = self._effects.first(sources, with_tensors=self._is_first), self._generators.drawn_from()
+        self.is_settled = changed is None
+        if self._is_first:
+            self.kept_at_first, self.drawn_at_first = changed, drawn
+            self.changed_at_first = changed and self._effects.first(sources)
+        else:
+            self.changed, self.drawn = self.changed or changed, self.drawn or drawn
+        self._is_first = False
+        self._learn(watches)
+        is_known = self._walker.known == known
+        self.sources = sources if is_known else self._explore()
+        if not is_last and not (is_known and self.is_settled):
+            self._begin()
+
+    def _learn(self, watches: Iterable[CodeWatch]) -> None:
+        for watch in watches:
+            self._walker.note(watch)

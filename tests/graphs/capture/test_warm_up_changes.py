@@ -1,0 +1,156 @@
+"""What only some calls of a module do, the first, the second, until a counter stops: refused where a replay would tell
+it from eager execution, whatever the number of iterations that a warm-up has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from calls import replays
+from torch import Tensor, nn
+
+from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+class Changing(nn.Module):
+    """[3, 4] -> [3, 4]: does what `step` says, which is given the module and the argument, detached."""
+
+    def __init__(self, step: Callable[[Changing, Tensor], Any]) -> None:
+        super().__init__()
+        self.calls, self.factor, self.step = 0, 1.0, step
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        factor = self.step(self, x.detach())
+        return x * self.scale * factor
+
+
+def saturates(module: Changing, x: Tensor) -> int:  # x: [3, 4]
+    module.calls = min(module.calls + 1, 2)
+    return module.calls
+
+
+def second_sets(module: Changing, x: Tensor) -> float:  # x: [3, 4]
+    if module.calls == 1:
+        module.factor = 2.0
+    if module.calls < 2:
+        module.calls += 1
+    return module.factor
+
+
+def second_writes(module: Changing, x: Tensor) -> int:  # x: [3, 4]
+    if module.calls == 1:
+        module.scale.copy_(x.abs().amax(0))
+    module.calls = min(module.calls + 1, 2)
+    return 1
+
+
+def second_reads(module: Changing, x: Tensor) -> float:  # x: [3, 4]
+    if module.calls == 1:
+        module.factor = max(x.abs().flatten().tolist())
+    module.calls = min(module.calls + 1, 2)
+    return module.factor
+
+
+def first_is_another_number(module: Changing, x: Tensor) -> int:  # x: [3, 4]
+    factor, module.calls = 1 if module.calls else 10, 1
+    return factor
+
+
+def first_is_another_operator(module: Changing, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+    result = x.sin() if module.calls else x.cos()
+    module.calls = 1
+    return result
+
+
+def first_is_another_tensor(module: Changing, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+    one, other = x.sin(), x.cos()
+    result = one if module.calls else other
+    module.calls = 1
+    return result
+
+
+def first_keeps_a_tensor(module: Changing, x: Tensor) -> int:  # x: [3, 4]
+    if not hasattr(module, "table"):
+        module.table = torch.ones(4, device=x.device)
+        return 10
+    return 1
+
+
+def first_draws(module: Changing, x: Tensor) -> float:  # x: [3, 4]
+    if not module.calls:
+        module.factor, module.calls = random.random(), 1
+    return module.factor
+
+
+def first_reads(read: Callable[[Tensor], float]) -> Callable[[Changing, Tensor], float]:
+    def step(module: Changing, x: Tensor) -> float:  # x: [3, 4]
+        if not module.calls:
+            module.factor, module.calls = read(x), 1
+        return module.factor
+
+    return step
+
+
+CHANGES: dict[str, tuple[Callable[[Changing, Tensor], Any], str]] = {
+    "a counter that stops": (saturates, r"changes calls \(from 1 to 2\)"),
+    "the second sets": (second_sets, r"changes (calls|factor) \(from 1"),
+    "the second writes": (second_writes, r"changes calls \(from 1 to 2\)"),
+    "the second reads": (second_reads, r"changes (calls|factor) \(from 1"),
+    "another number": (first_is_another_number, r"sets calls \(from 0 to 1\) and computes .*mul.* otherwise"),
+    "another operator": (first_is_another_operator, r"sets calls \(from 0 to 1\) and computes .*cos.* otherwise"),
+    "another tensor": (first_is_another_tensor, r"sets calls \(from 0 to 1\) and computes .*mul.* otherwise"),
+    "a tensor kept": (first_keeps_a_tensor, r"sets table \(set to a tensor\) and computes .*mul.* otherwise"),
+    "a draw": (first_draws, "draws from Python's random module"),
+    "tolist": (first_reads(lambda x: max(x.flatten().tolist())), "reads values of its arguments and sets"),
+    "numpy": (first_reads(lambda x: float(x.cpu().numpy().max())), "reads values of its arguments and sets"),
+    "float": (first_reads(lambda x: float(x.max())), "reads values of its arguments and sets"),
+    "a list of tensors": (first_reads(lambda x: torch.tensor([x[0, 0], x[0, 1]]).sum()), "makes factor of its"),
+}
+NO_CHANGES: dict[str, Callable[[Changing, Tensor], Any]] = {
+    "a flag": lambda module, x: setattr(module, "calls", 1) or 2.0,
+    "a cache": lambda module, x: module.__dict__.setdefault("cache", {}).setdefault(x.shape, 1.0 / len(x)),
+    "a table": lambda module, x: module.__dict__.setdefault("table", torch.arange(4, device=x.device).type_as(x).sin()),
+    "a view": lambda module, x: x.t().t() if module.__dict__.setdefault("is_flat", x.reshape(12).dim() == 1) else x,
+}
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 5])
+@pytest.mark.parametrize(("step", "words"), CHANGES.values(), ids=CHANGES)
+def test_what_some_calls_do_is_refused_and_undone(device: str, step: Callable, words: str, iterations: int) -> None:
+    module, state = Changing(step).to(device), random.getstate()
+    with pytest.raises(RuntimeError, match=words):
+        make_graphed_callables(module, (torch.rand(3, 4, device=device, requires_grad=True),), iterations)
+    assert (module.calls, module.factor, random.getstate()) == (0, 1.0, state)
+    assert_bitwise_equal(module.scale, torch.ones(4, device=device))
+
+
+@pytest.mark.parametrize("step", [step for step, _ in CHANGES.values()], ids=CHANGES)
+def test_after_some_calls_it_is_captured(device: str, step: Callable) -> None:
+    module, twin = Changing(step).to(device), Changing(step).to(device)
+    first, second, third = (torch.rand(3, 4, device=device) for _ in range(3))
+    for x in (first, second):
+        random.seed(0)
+        module(x)
+        random.seed(0)
+        twin(x)
+    make_graphed_callables(module, (first,))
+    assert_bitwise_equal(module(third), twin(third))
+    assert replays(module) == 1
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("step", NO_CHANGES.values(), ids=NO_CHANGES)
+def test_what_changes_no_result_is_captured(device: str, step: Callable, iterations: int) -> None:
+    module, twin = Changing(step).to(device), Changing(step).to(device)
+    make_graphed_callables(module, (torch.rand(3, 4, device=device),), iterations)
+    for _ in range(2):
+        x = torch.rand(3, 4, device=device)
+        assert_bitwise_equal(module(x), twin(x))
+    assert replays(module) == 2
