@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from te_graph.graphs.guards.random_generators import HostRandom
-from te_graph.graphs.guards.side_effects import SideEffects
-from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.effects.random_generators import HostRandom
+from te_graph.graphs.guards.effects.side_effects import SideEffects
+from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_watch import CodeWatch
 
