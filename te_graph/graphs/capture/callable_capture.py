@@ -35,14 +35,14 @@ from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kep
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
 from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
-from te_graph.graphs.guards.callable_reader import CallableReader, names_around
-from te_graph.graphs.guards.module_calls import ModuleCalls
+from te_graph.graphs.guards.effects.module_calls import ModuleCalls
+from te_graph.graphs.guards.effects.random_generators import HostRandom
+from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState, global_containers, variables
+from te_graph.graphs.guards.effects.side_effects import SideEffects
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
-from te_graph.graphs.guards.random_generators import HostRandom
-from te_graph.graphs.guards.rollback import Bindings, ContainerState, global_containers, variables
-from te_graph.graphs.guards.side_effects import SideEffects
-from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.readers.callable_reader import CallableReader, names_around
+from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.explanations import WarmUpWatch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_graph.common.dispatch import base_name, is_operator, is_strided, storage_key, tensors_in, written_tensors
-from te_graph.graphs.guards.side_effects import SideEffects
+from te_graph.graphs.guards.effects.side_effects import SideEffects
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.externals import TensorWatch

@@ -26,12 +26,12 @@ from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
+from te_graph.graphs.guards.effects.random_generators import HostRandom
+from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
-from te_graph.graphs.guards.function_reader import FunctionReader
-from te_graph.graphs.guards.guarded_sources import GuardedSource, is_opaque
-from te_graph.graphs.guards.random_generators import HostRandom
-from te_graph.graphs.guards.rollback import Bindings, ContainerState
-from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.readers.function_reader import FunctionReader
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_opaque
+from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 from te_graph.graphs.tracing.calls import Call, make_call
 from te_graph.graphs.tracing.code_watch import CodeWatch

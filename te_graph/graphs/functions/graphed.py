@@ -25,8 +25,8 @@ from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.functions.entry import FunctionEntry
 from te_graph.graphs.functions.function_capture import capture, run_first
-from te_graph.graphs.guards.guarded_sources import Inlined
-from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.readers.guarded_sources import Inlined
+from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Call, call_of, make_call
 from te_graph.graphs.tracing.pool_and_stream import check_pool, check_stream
 

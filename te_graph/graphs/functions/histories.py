@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from te_graph.common.dispatch import has_lost_history
-from te_graph.graphs.guards.guarded_sources import GuardedSource
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource
 from te_graph.graphs.tracing.refusals import CaptureError
 
 _OTHER_STREAM = "would make the legacy stream depend on a capturing"

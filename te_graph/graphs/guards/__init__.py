@@ -1,1 +1,1 @@
-"""What a graph takes for granted about Python objects, compared at each call."""
+"""What a graph assumes about Python objects, compared before each replay."""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_project_file, is_strided, is_user_file, storage_key
 from te_graph.graphs.graphed_class import plain_class
-from te_graph.graphs.guards.callable_reader import CallableReader
-from te_graph.graphs.guards.library_objects import is_array, is_iterator
-from te_graph.graphs.guards.lookups import absent_names
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, is_pure_hook
+from te_graph.graphs.guards.readers.callable_reader import CallableReader
+from te_graph.graphs.guards.readers.library_objects import is_array, is_iterator
+from te_graph.graphs.guards.readers.lookups import absent_names
+from te_graph.graphs.guards.readers.user_classes import bases_of
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, items_of, name_of, submodules, walk
-from te_graph.graphs.guards.user_classes import bases_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
 

@@ -6,7 +6,7 @@ from collections import deque
 
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf, storage_key
-from te_graph.graphs.guards.guarded_sources import GuardedSource, is_transparent
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_transparent
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from te_graph import graphed
 from te_graph.common.replay_checks import before_replay
 from te_graph.graphs.guards.function_guard import FunctionGuard
-from te_graph.graphs.guards.function_reader import FunctionReader
-from te_graph.graphs.guards.source_walker import SourceWalker
+from te_graph.graphs.guards.readers.function_reader import FunctionReader
+from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Call
 from te_graph.testing import assert_bitwise_equal
 

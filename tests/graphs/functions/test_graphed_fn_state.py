@@ -29,7 +29,7 @@ from sequences import assert_follows, called, captures, counts
 from torch import Tensor, nn
 
 from te_graph import graphed
-from te_graph.graphs.guards import source_walker
+from te_graph.graphs.guards.readers import source_walker
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")

@@ -9,7 +9,7 @@ from torch import nn
 
 from te_graph import _C
 from te_graph.graphs.guards import parametrizations
-from te_graph.graphs.guards.guarded_sources import GuardedSource
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource
 
 _Kind = _C.StepKind
 _HOOKS_OF_ALL = {

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from te_graph import _C
-from te_graph.graphs.guards.guarded_sources import VIEWS
 from te_graph.graphs.guards.plain_values import holds_values
+from te_graph.graphs.guards.readers.guarded_sources import VIEWS
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import bytes_of, np
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from te_graph.graphs.guards.guarded_sources import NAMESPACES
+from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
 from te_graph.graphs.tracing.names import Names, codes_of, is_for_making, is_implicit, is_of_library, user_classes
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from te_graph import _C
-from te_graph.graphs.guards.guarded_sources import VIEWS, WRAPPERS, GuardedSource, is_opaque
-from te_graph.graphs.guards.library_objects import inside
+from te_graph.graphs.guards.readers.guarded_sources import VIEWS, WRAPPERS, GuardedSource, is_opaque
+from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.sources import contents, items_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import GETTERS

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_user_file
-from te_graph.graphs.guards.guarded_sources import NAMESPACES
+from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
 from te_graph.graphs.tracing.names import codes_of, module_of
 
 _STANDARD = frozenset({*sys.stdlib_module_names, "builtins", "te_graph"})

@@ -14,12 +14,25 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.graphs.graphed_class import plain_class
-from te_graph.graphs.guards.guarded_sources import NAMESPACES, slots_of
-from te_graph.graphs.guards.library_names import names_in_library
-from te_graph.graphs.guards.library_objects import inside
-from te_graph.graphs.guards.lookups import descriptions, is_project_module, is_readable_module, modules_of, shows
-from te_graph.graphs.guards.members_by_value import members_of_users
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
+from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, slots_of
+from te_graph.graphs.guards.readers.library_names import names_in_library
+from te_graph.graphs.guards.readers.library_objects import inside
+from te_graph.graphs.guards.readers.lookups import (
+    descriptions,
+    is_project_module,
+    is_readable_module,
+    modules_of,
+    shows,
+)
+from te_graph.graphs.guards.readers.members_by_value import members_of_users
+from te_graph.graphs.guards.readers.user_classes import (
+    bases_of,
+    is_library_class,
+    members_below,
+    methods_of_user,
+    written_by_user,
+)
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
     MAX_OBJECTS,
@@ -30,13 +43,6 @@ from te_graph.graphs.guards.sources import (
     members_in,
     name_of,
     submodules,
-)
-from te_graph.graphs.guards.user_classes import (
-    bases_of,
-    is_library_class,
-    members_below,
-    methods_of_user,
-    written_by_user,
 )
 from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit, module_of
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_graph.graphs.guards.library_objects import is_array, remembered
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
+from te_graph.graphs.guards.readers.library_objects import is_array, remembered
 from te_graph.graphs.guards.sources import Source
 
 _LEFT_OUT = (Tensor, nn.Module, ComputedInGraph)

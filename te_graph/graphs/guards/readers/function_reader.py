@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
 from te_graph.common.own_objects import OwnObject
-from te_graph.graphs.guards.builtin_objects import builtin_contents
-from te_graph.graphs.guards.class_members import ClassMembers
-from te_graph.graphs.guards.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
-from te_graph.graphs.guards.hooks_of_all import hooks_of_all
-from te_graph.graphs.guards.lookups import (
+from te_graph.graphs.guards.readers.builtin_objects import builtin_contents
+from te_graph.graphs.guards.readers.class_members import ClassMembers
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
+from te_graph.graphs.guards.readers.hooks_of_all import hooks_of_all
+from te_graph.graphs.guards.readers.lookups import (
     absent_names,
     descriptions,
     is_project_module,
@@ -27,7 +27,7 @@ from te_graph.graphs.guards.lookups import (
     modules_of,
     shows,
 )
-from te_graph.graphs.guards.members_by_value import members_of_users
+from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call

@@ -1,0 +1,1 @@
+"""What code does besides its results, which a replay would not do again."""
