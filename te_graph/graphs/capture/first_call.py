@@ -46,16 +46,18 @@ class FirstCallWatch(TensorWatch):
         self._depend(samples)
         self._dependent_externals: set[int] = set()
         self._reads_values = False
-        self._reads = _Reads(self._note_read)
+        self._reads: _Reads | None = None  # while it is entered, for it refers to this object
         self._steps = ForwardSteps()
 
     def __enter__(self) -> FirstCallWatch:
+        self._reads = _Reads(self._note_read)
         self._reads.__enter__()
         return super().__enter__()
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
-        self._reads.__exit__(*failure)
+        reads, self._reads = self._reads, None
+        reads.__exit__(*failure)
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

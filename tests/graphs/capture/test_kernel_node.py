@@ -194,7 +194,7 @@ def test_a_graph_without_a_capture_is_refused(device):
     empty = torch.cuda.CUDAGraph(keep_graph=True) if device == "cuda" else Recorder()
     with pytest.raises(RuntimeError, match=r"expected a (captured graph|recording)"):
         tg.KernelNode.find(empty, KERNEL)
-    with pytest.raises(RuntimeError, match="expected a captured graph, got a GraphedFunction that has none"):
+    with pytest.raises(RuntimeError, match="expected a captured graph, got a GraphedFunction without a graph"):
         tg.KernelNode.find(tg.graphed(lambda: None), KERNEL)
 
 
