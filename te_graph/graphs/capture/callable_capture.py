@@ -16,6 +16,7 @@ from te_graph.graphs.arguments.signature import ResultNest, Signature, container
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
 from te_graph.graphs.capture.capture_checks import (
     check_attributes,
+    check_devices,
     check_escapes,
     check_forms,
     check_host_work,
@@ -180,6 +181,7 @@ class CallableCapture:
         used = [i in self.gradients.inputs or self.plan.returns_input(i) for i in range(len(self.samples))]
         used = None if self.group.options.allow_unused_input else used
         check_use(self.label, self.signature.distinct_names, self.samples, self.watch, used)
+        check_devices(self.label, self.group.device, self._sources, self.watch)
         check_escapes(self.label, self.root, self._sources, self.watch)
         check_host_work(self.label, self.walker.obstacle, work.changed, work.drawn)
         first, *others = self._first_watches

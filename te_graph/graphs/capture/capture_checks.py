@@ -13,7 +13,9 @@ from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.graphs.arguments.signature import subclass_of
 from te_graph.graphs.capture.results import ResultPlan
 from te_graph.graphs.guards.sources import Source, TensorReader, walk
-from te_graph.graphs.tracing.externals import TensorWatch
+from te_graph.graphs.tracing.explanations import WarmUpWatch
+from te_graph.graphs.tracing.externals import External, TensorWatch
+from te_graph.graphs.tracing.refusals import COPIES, READS_HOST_TENSOR, CaptureError, Refusal
 
 
 def check_attributes(label: str, names: list[str], samples: list[Tensor], said: Set[str]) -> None:
@@ -105,6 +107,25 @@ def check_use(label: str, names: list[str], samples: list[Tensor], watch: Tensor
                 f"{label}: {name} requires a gradient but does not contribute to the results; pass "
                 "allow_unused_input=True if that is meant"
             )
+
+
+def check_devices(label: str, device: torch.device, sources: Iterable[Source], watch: WarmUpWatch) -> None:
+    """Raise CaptureError if a callable on a GPU, ``device``, uses a CPU tensor from outside: a number that an operator
+    takes from there is an argument of a kernel, and what works on it on the host is in no graph. But a copy of pinned
+    memory is: it reads that memory anew."""
+    if device.type == "cpu":
+        return
+    used = {key: (one.tensor, one.op, one.site) for key, one in watch.externals.items() if not _is_copied(one)}
+    used |= {key: read for key, read in watch.host_reads.items() if key not in watch.produced_storages}
+    for key, (tensor, op, site) in used.items():
+        if tensor.device.type == "cpu":
+            stands = (one for one in sources if isinstance(one.obj, Tensor) and is_strided(one.obj))
+            name = next((f" of {one.name}" for one in stands if storage_key(one.obj) == key), "")
+            raise CaptureError(f"{label}: {Refusal(op + name, READS_HOST_TENSOR, site)}")
+
+
+def _is_copied(external: External) -> bool:
+    return external.tensor.is_pinned() and external.op.split(".")[1] in COPIES
 
 
 def check_escapes(label: str, root: Any, sources: Iterable[Source], watch: TensorWatch) -> None:

@@ -24,6 +24,7 @@ from te_graph.graphs.tracing.refusals import (
     BUILDS_ON_HOST,
     COPIES,
     LEAVES_DEVICE,
+    READS_HOST_TENSOR,
     READS_VALUE,
     CaptureError,
     HostAccessMode,
@@ -33,10 +34,6 @@ from te_graph.graphs.tracing.refusals import (
     reason_for_no_graph,
 )
 
-_READS_HOST_TENSOR = (
-    "it uses a CPU tensor from outside, and a replay would go on with its value of the capture, or not run the "
-    "operation at all: make it a tensor on the device"
-)
 _ADDS_HISTORY = (
     "it adds to what autograd knows of a tensor from outside, which each call would do and a replay does not: write a "
     "detached value (value.detach(), torch.no_grad()), or return the result"
@@ -105,7 +102,7 @@ class RegionWatch(TensorWatch):
         tensors = list(tensors_in((args, kwargs)))
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         if not all(self._is_constant(tensor) for tensor in on_host):
-            return _READS_HOST_TENSOR
+            return READS_HOST_TENSOR
         for tensor in tensors:
             if tensor.device.type != "cpu" and tensor.device != self._device:
                 return f"it uses a tensor on {tensor.device} in a capture on {self._device}"

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_graph.common.dispatch import argument_values, base_name, bypass_modes, has_subclass, is_operator, tensors_in
+from te_graph.common.dispatch import (
+    argument_values,
+    base_name,
+    bypass_modes,
+    has_subclass,
+    is_operator,
+    is_strided,
+    storage_key,
+    tensors_in,
+)
 from te_graph.graphs.tracing.advice import advice
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.host_access import MethodWatch
@@ -80,6 +89,8 @@ class WarmUpWatch(TensorWatch):
 
     Attributes:
         notes: what explains that the capture fails.
+        host_reads: for a capture on a GPU: storage identity -> (tensor, [...], what read it, where) of the CPU tensors
+            whose values were read by no operator.
     """
 
     def __init__(self, device: torch.device, owned: Sequence[Tensor] = ()) -> None:
@@ -87,6 +98,10 @@ class WarmUpWatch(TensorWatch):
         self.notes = Notes()
         self._device = device
         self._methods = _Methods(device, self.notes)
+
+    @property
+    def host_reads(self) -> dict[int, tuple[Tensor, str, str]]:
+        return self._methods.host_reads
 
     def __enter__(self) -> WarmUpWatch:
         self._methods.__enter__()
@@ -110,6 +125,7 @@ class _Methods(MethodWatch):
     def __init__(self, device: torch.device, notes: Notes) -> None:
         self._device = device
         self._notes = notes
+        self.host_reads: dict[int, tuple[Tensor, str, str]] = {}
 
     def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
         found = host_access(func, args, kwargs)
@@ -119,6 +135,10 @@ class _Methods(MethodWatch):
         is_of_device = args[0].device == self._device and found[1] in (READS_VALUE, LEAVES_DEVICE)
         if self._device.type == "cpu" or (is_of_device and not _is_asynchronous(args, kwargs)):
             self._notes.add(*found)
+        elif found[1].startswith(READS_VALUE):
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.device.type == "cpu" and is_strided(tensor):
+                    self.host_reads.setdefault(storage_key(tensor), (tensor.detach(), found[0], user_site()))
 
 
 def _is_asynchronous(args: tuple, kwargs: dict) -> bool:

@@ -18,6 +18,10 @@ from te_graph.graphs.tracing.advice import advice
 from te_graph.graphs.tracing.source_lines import user_site
 
 READS_VALUE = "it reads a tensor's value on the host, and a replay would go on with the value of the capture"
+READS_HOST_TENSOR = (
+    "it uses a CPU tensor from outside, and a replay would go on with its value of the capture, or not run the "
+    "operation at all: make it a tensor on the device"
+)
 _SHAPE_FOLLOWS_DATA = "the shape of its result depends on data, and a graph's shapes are fixed"
 _MOVES_STORAGE = "it gives a tensor another storage, and a graph's addresses are fixed"
 LEAVES_DEVICE = "it copies between host and device, and a graph holds the work of one device"
