@@ -5,7 +5,7 @@
 #include "collectives/bindings.h"
 #include "common/cpu_only.h"
 #include "common/math_bits.h"
-#include "fp8/bindings.h"
+#include "fp8/weights.h"
 #include "graphs/bindings.h"
 #include "multi_tensor/bindings.h"
 

@@ -1,5 +1,3 @@
-#include "fp8/bindings.h"
-
 #include <torch/csrc/utils/pybind.h>
 
 #include "fp8/weights.h"
