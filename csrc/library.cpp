@@ -2,7 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "collectives/bindings.h"
+#include "collectives/group.h"
 #include "common/cpu_only.h"
 #include "common/math_bits.h"
 #include "fp8/weights.h"

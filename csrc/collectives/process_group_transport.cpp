@@ -1,5 +1,3 @@
-#include "collectives/transport.h"
-
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -10,7 +8,8 @@
 #include <vector>
 
 #include "collectives/abort.h"
-#include "collectives/reduce_rows.h"
+#include "collectives/group.h"
+#include "collectives/protocols.h"
 #include "common/run_on.h"
 
 namespace te_graph::collectives {
