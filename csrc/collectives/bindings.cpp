@@ -1,12 +1,10 @@
-#include "collectives/bindings.h"
-
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>
 
 #include "collectives/group.h"
+#include "collectives/peer_transport.h"
 #include "collectives/symmetric_buffer.h"
-#include "collectives/transport.h"
 
 namespace py = pybind11;
 
@@ -17,8 +15,8 @@ namespace {
 // use it may close it.
 class Handle {
 public:
-    Handle(std::string name, int rank, int world, at::Device device, std::shared_ptr<Transport> transport)
-        : group_(std::make_shared<Group>(std::move(name), rank, world, device, std::move(transport))) {
+    Handle(std::string name, int world, at::Device device, std::shared_ptr<Transport> transport)
+        : group_(std::make_shared<Group>(Group{std::move(name), world, device, std::move(transport)})) {
         add_group(group_);
     }
 
@@ -28,18 +26,17 @@ public:
             const std::lock_guard lock(mutex_);
             closed = std::move(group_);
         }
-        if (closed) remove_group(closed->name());
+        if (closed) remove_group(closed->name);
     }
     std::shared_ptr<const Group> group() const {
         const std::lock_guard lock(mutex_);
         TORCH_CHECK(group_, "PeerGroup: expected a group that is open, got one that was closed");
         return group_;
     }
-    void check(const char* op) const { group()->check(op); }
     template <typename Function>
     void with_transport(const Function& function) const {
         const auto group = this->group();
-        function(group->transport());
+        function(*group->transport);
     }
 
 private:
@@ -49,13 +46,13 @@ private:
 
 std::unique_ptr<Handle> make_local(std::string name, at::Device device) {
     auto transport = make_local_transport(name);
-    return std::make_unique<Handle>(std::move(name), 0, 1, device, std::move(transport));
+    return std::make_unique<Handle>(std::move(name), 1, device, std::move(transport));
 }
 
 std::unique_ptr<Handle> make_on_process_group(std::string name, const std::string& process_group, int rank, int world,
                                               at::Device device, double timeout) {
     auto transport = make_process_group_transport(name, process_group, rank, world, device, timeout);
-    return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
+    return std::make_unique<Handle>(std::move(name), world, device, std::move(transport));
 }
 
 #ifdef TE_GRAPH_CUDA
@@ -63,7 +60,7 @@ std::unique_ptr<Handle> make_on_process_group(std::string name, const std::strin
 template <typename Function>
 auto with_peers(const Handle& handle, const Function& function) {
     const auto group = handle.group();
-    auto* const transport = dynamic_cast<PeerTransport*>(&group->transport());
+    auto* const transport = dynamic_cast<PeerTransport*>(group->transport.get());
     TORCH_CHECK(transport != nullptr, "PeerGroup: expected a group of GPUs that are peers, got one without");
     return function(*transport);
 }
@@ -75,7 +72,7 @@ std::unique_ptr<Handle> make_on_peers(std::string name, const SymmetricBuffer& b
     auto transport = std::make_shared<PeerTransport>(
         name, PeerMemory{buffer.memory(), buffer.addresses(), receive_buffer_bytes, rank},
         PeerOptions{timeout, traps, watchdog, default_tuning(world)});
-    return std::make_unique<Handle>(std::move(name), rank, world, device, std::move(transport));
+    return std::make_unique<Handle>(std::move(name), world, device, std::move(transport));
 }
 #endif
 
@@ -89,8 +86,11 @@ void bind(py::module_& m) {
                     py::arg("rank"), py::arg("world"), py::arg("device"), py::arg("timeout"), without_gil)
         .def("close", &Handle::close, without_gil)
         .def(
-            "check", [](const Handle& self, const std::string& op) { self.check(op.c_str()); }, py::arg("op"),
-            without_gil)
+            "check",
+            [](const Handle& self, const std::string& op) {
+                self.with_transport([&](Transport& it) { it.check(op.c_str()); });
+            },
+            py::arg("op"), without_gil)
         .def(
             "abort", [](const Handle& self) { self.with_transport([](Transport& it) { it.abort(); }); }, without_gil)
         .def(

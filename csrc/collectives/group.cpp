@@ -4,12 +4,47 @@
 
 #include <map>
 #include <mutex>
+#include <sstream>
+#include <utility>
 #include <vector>
 
+#include "collectives/abort.h"
 #include "common/abort_flag.h"
 
 namespace te_graph::collectives {
 namespace {
+
+// of: what stands before the dtype.
+std::string describe_kind(const OperationKind& kind, const std::string& of) {
+    static constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather", "an unknown operation"};
+    std::ostringstream text;
+    text << kNames[static_cast<int>(kind.op) & 3];
+    if (kind.op != Op::kAllGather) text << (kind.reduction == Reduction::kSum ? " (sum)" : " (max)");
+    text << " of " << of;
+    if (kind.dtype < static_cast<uint8_t>(c10::ScalarType::NumOptions)) {
+        text << c10::toString(static_cast<c10::ScalarType>(kind.dtype));
+    } else {
+        text << "elements of unknown dtype";
+    }
+    return text.str();
+}
+
+class LocalTransport : public Transport {
+public:
+    explicit LocalTransport(std::string group) : group_(std::move(group)) {}
+
+    void run(const Operation& operation) override {
+        check(operation.name);
+        if (!operation.out.is_same(operation.input)) operation.out.view({-1}).copy_(operation.input.view({-1}));
+    }
+    void check(const char* op) override { abort_reason_.check(op); }
+    void abort() override { abort_reason_.set_aborted(group_, 0); }
+    void set_timeout(double) override {}  // nothing waits
+
+private:
+    std::string group_;
+    AbortReason abort_reason_;
+};
 
 struct Registry {
     std::mutex mutex;
@@ -31,7 +66,7 @@ void check_open_groups(const char* caller) {
     any_group_aborted.store(false, std::memory_order_relaxed);
     for (const auto& group : groups) {
         try {
-            group->check(caller);
+            group->transport->check(caller);
         } catch (...) {
             any_group_aborted.store(true, std::memory_order_relaxed);
             throw;
@@ -47,9 +82,26 @@ const bool registered = [] {
 
 }  // namespace
 
+std::string describe(const OperationKind& kind) { return describe_kind(kind, ""); }
+
+std::string describe(const Fingerprint& fingerprint) {
+    const Extents& extents = fingerprint.extents;
+    std::ostringstream text;
+    text << describe_kind(fingerprint.kind, std::to_string(extents.numel) + ' ');
+    if (fingerprint.kind.op != Op::kAllReduce) {
+        text << " along dim " << extents.dim << " of size " << extents.size() << " (" << extents.before << " before, "
+             << extents.behind << " behind)";
+    }
+    return text.str();
+}
+
+std::unique_ptr<Transport> make_local_transport(std::string group) {
+    return std::make_unique<LocalTransport>(std::move(group));
+}
+
 void add_group(std::shared_ptr<const Group> group) {
     const std::lock_guard lock(registry().mutex);
-    const std::string name = group->name();
+    const std::string name = group->name;
     TORCH_CHECK_VALUE(registry().groups.emplace(name, std::move(group)).second, "PeerGroup: expected a new name, got '",
                       name, "', which an open group has");
 }

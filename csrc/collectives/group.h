@@ -1,32 +1,70 @@
-// Groups of ranks, by name: ops find theirs when they run, so a trace or a graph holds a name and no object.
+// Groups of ranks, their operations, and the transports that run them. Ops find a group by its name when they run, so a
+// trace or a graph holds a name and no object.
 #pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
 #include <string>
 
-#include "collectives/transport.h"
+#include "collectives/peers.h"
 
 namespace te_graph::collectives {
 
-class Group {
+// Element type of a dtype.
+inline Element element_of(at::ScalarType dtype) {
+    return dtype == at::kFloat      ? Element::kFloat32
+           : dtype == at::kHalf     ? Element::kFloat16
+           : dtype == at::kBFloat16 ? Element::kBFloat16
+                                    : Element::kBytes;
+}
+
+// All tensors are contiguous, of one dtype and on the group's device.
+struct Operation {
+    const char* name;  // of the op, for messages
+    Op op;
+    Reduction reduction;
+    at::Tensor input;  // all_reduce: [n]; reduce_scatter: [world, n]; all_gather: [n]
+    at::Tensor out;    // all_reduce: [n], maybe `input`; reduce_scatter: [n]; all_gather: [world, n]
+    Extents extents;
+
+    Fingerprint fingerprint() const { return {{op, reduction, static_cast<uint8_t>(input.scalar_type())}, extents}; }
+};
+
+// "all_reduce (sum) of 1024 BFloat16", "all_gather of 24 Float along dim 1 of size 4 (2 before, 3 behind)"
+std::string describe(const Fingerprint& fingerprint);
+// "all_reduce (sum) of BFloat16"
+std::string describe(const OperationKind& kind);
+
+// Moves data between ranks.
+class Transport {
 public:
-    Group(std::string name, int rank, int world, at::Device device, std::shared_ptr<Transport> transport)
-        : name_(std::move(name)), rank_(rank), world_(world), device_(device), transport_(std::move(transport)) {}
+    virtual ~Transport() = default;
+    // On the current stream. Errors that are known before anything runs are thrown. Tensors may have no elements.
+    virtual void run(const Operation& operation) = 0;
+    // Throws if the group was aborted. `op`: the caller, for the message.
+    virtual void check(const char* op) = 0;
+    // Aborts the group: operations end on this rank and, where they can be notified, on all ranks.
+    virtual void abort() = 0;
+    virtual void set_timeout(double seconds) = 0;
+};
 
-    const std::string& name() const { return name_; }
-    int rank() const { return rank_; }
-    int world() const { return world_; }
-    at::Device device() const { return device_; }
-    Transport& transport() const { return *transport_; }
+// The transport of a group of one rank: no data is moved, and it can be aborted like any other.
+std::unique_ptr<Transport> make_local_transport(std::string group);
 
-    void run(const Operation& operation) const { transport_->run(operation); }
-    void check(const char* op) const { transport_->check(op); }
+// Collectives over a process group of torch.distributed: gloo on CPUs, NCCL where GPUs are not on one host or by
+// choice. The process group moves bytes; reductions are te_graph's own, so results have the bits of the kernels.
+// process_group: its name, as torch.distributed knows it.
+std::unique_ptr<Transport> make_process_group_transport(const std::string& group, const std::string& process_group,
+                                                        int rank, int world, at::Device device, double timeout);
 
-private:
-    std::string name_;
-    int rank_, world_;
-    at::Device device_;
-    std::shared_ptr<Transport> transport_;
+struct Group {
+    const std::string name;
+    const int world;
+    const at::Device device;
+    const std::shared_ptr<Transport> transport;
 };
 
 // Throws if there is a group of that name.
@@ -34,5 +72,8 @@ void add_group(std::shared_ptr<const Group> group);
 void remove_group(const std::string& name);
 // Throws if there is none.
 std::shared_ptr<const Group> find_group(const char* op, const std::string& name);
+
+// Python's handles of groups and their symmetric buffers.
+void bind(pybind11::module_& m);
 
 }  // namespace te_graph::collectives

@@ -41,7 +41,9 @@ struct LamportKernels {
 }  // namespace
 
 cudaError_t launch_lamport(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
-    return launch_reduction<LamportKernels>(peers, args, stream);
+    const SizedKernel kernel = reduction_kernel_of<LamportKernels>(args, peers.world);
+    const EarlyLaunch launch(args, kernel.threads, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel.function, args, peers);
 }
 
 }  // namespace te_graph::collectives

@@ -58,8 +58,12 @@ int blocks_for_lines(int64_t lines, int max_blocks) {
 }
 
 cudaError_t launch_ll128(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
-    if (args.algorithm != Algorithm::kAllGather) return launch_reduction<LL128Kernels>(peers, args, stream);
-    return launch<LL128Kernels, float, Reduction::kSum, Algorithm::kAllGather>(peers, args, stream);
+    const SizedKernel kernel =
+        args.algorithm == Algorithm::kAllGather
+            ? kernel_of<LL128Kernels, float, Reduction::kSum, Algorithm::kAllGather>(args, peers.world)
+            : reduction_kernel_of<LL128Kernels>(args, peers.world);
+    const EarlyLaunch launch(args, kernel.threads, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel.function, args, peers);
 }
 
 bool can_start_early() {

@@ -321,50 +321,58 @@ __device__ __forceinline__ void run(const LaunchArgs& args, const Peers& peers) 
     }
 }
 
-// Kernels: of a protocol; Kernels::get<kAlgorithm, T, kReduction, kWorld, kUnrolled>() is a __global__ function.
-template <typename Kernels, typename T, Reduction kReduction, Algorithm kAlgorithm, int kWorld>
-cudaError_t launch_for_world(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
-    using Proto = typename Kernels::Proto;
-    if constexpr (kAlgorithm != Algorithm::kTwoShot) {
-        const auto launch_unrolled = [&]<int kUnrolled>() {
-            return launch_early(Kernels::template get<kAlgorithm, T, kReduction, kWorld, kUnrolled>(),
-                                threads_for(args.count, args.blocks, kUnrolled), peers, args, stream);
-        };
-        const int64_t lines = static_cast<int64_t>(args.blocks) * kUnrolledThreads<kWorld> / 8;
-        constexpr int kMaxUnroll = kWorld == 2 && kAlgorithm != Algorithm::kReduceScatter ? Proto::kMaxUnroll : 1;
-        if (args.count <= lines) return launch_unrolled.template operator()<1>();
-        if constexpr (kMaxUnroll >= 2) {
-            if (args.count <= 2 * lines) return launch_unrolled.template operator()<2>();
-        }
-        if constexpr (kMaxUnroll >= 4) {
-            if (args.count <= 4 * lines) return launch_unrolled.template operator()<4>();
-        }
-    }
-    const int64_t lines = static_cast<int64_t>(args.blocks) * Proto::threads(kWorld) / 8;
-    const int64_t iterations = (args.count + lines - 1) / lines;
-    return launch_early(Kernels::template get<kAlgorithm, T, kReduction, kWorld, 0>(),
-                        threads_for(args.count, args.blocks, iterations), peers, args, stream);
-}
+// A kernel, and the threads of each of its blocks.
+struct SizedKernel {
+    void (*function)(LaunchArgs, Peers);
+    int threads;
+};
 
+// Kernels: of a protocol; Kernels::get<kAlgorithm, T, kReduction, kWorld, kUnrolled>() is a __global__ function.
 template <typename Kernels, typename T, Reduction kReduction, Algorithm kAlgorithm>
-cudaError_t launch(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
-    return peers.world == 2   ? launch_for_world<Kernels, T, kReduction, kAlgorithm, 2>(peers, args, stream)
-           : peers.world == 4 ? launch_for_world<Kernels, T, kReduction, kAlgorithm, 4>(peers, args, stream)
-           : peers.world == 8 ? launch_for_world<Kernels, T, kReduction, kAlgorithm, 8>(peers, args, stream)
-                              : launch_for_world<Kernels, T, kReduction, kAlgorithm, kAnyWorld>(peers, args, stream);
+SizedKernel kernel_of(const LaunchArgs& args, int world) {
+    using Proto = typename Kernels::Proto;
+    const auto for_world = [&]<int kWorld>() {
+        const auto sized = [&]<int kUnrolled>(int64_t iterations) {
+            return SizedKernel{Kernels::template get<kAlgorithm, T, kReduction, kWorld, kUnrolled>(),
+                               threads_for(args.count, args.blocks, iterations)};
+        };
+        if constexpr (kAlgorithm != Algorithm::kTwoShot) {
+            constexpr int kMaxUnroll = kWorld == 2 && kAlgorithm != Algorithm::kReduceScatter ? Proto::kMaxUnroll : 1;
+            const int64_t lines = static_cast<int64_t>(args.blocks) * kUnrolledThreads<kWorld> / 8;
+            if (args.count <= lines) return sized.template operator()<1>(1);
+            if constexpr (kMaxUnroll >= 2) {
+                if (args.count <= 2 * lines) return sized.template operator()<2>(2);
+            }
+            if constexpr (kMaxUnroll >= 4) {
+                if (args.count <= 4 * lines) return sized.template operator()<4>(4);
+            }
+        }
+        const int64_t lines = static_cast<int64_t>(args.blocks) * Proto::threads(kWorld) / 8;
+        return sized.template operator()<0>((args.count + lines - 1) / lines);
+    };
+    switch (world) {
+        case 2:
+            return for_world.template operator()<2>();
+        case 4:
+            return for_world.template operator()<4>();
+        case 8:
+            return for_world.template operator()<8>();
+        default:
+            return for_world.template operator()<kAnyWorld>();
+    }
 }
 
 // All algorithms but kAllGather.
 template <typename Kernels>
-cudaError_t launch_reduction(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
+SizedKernel reduction_kernel_of(const LaunchArgs& args, int world) {
     return with_reduction(args.element, args.reduction, [&]<typename T, Reduction kReduction>() {
         switch (args.algorithm) {
             case Algorithm::kOneShot:
-                return launch<Kernels, T, kReduction, Algorithm::kOneShot>(peers, args, stream);
+                return kernel_of<Kernels, T, kReduction, Algorithm::kOneShot>(args, world);
             case Algorithm::kTwoShot:
-                return launch<Kernels, T, kReduction, Algorithm::kTwoShot>(peers, args, stream);
+                return kernel_of<Kernels, T, kReduction, Algorithm::kTwoShot>(args, world);
             default:
-                return launch<Kernels, T, kReduction, Algorithm::kReduceScatter>(peers, args, stream);
+                return kernel_of<Kernels, T, kReduction, Algorithm::kReduceScatter>(args, world);
         }
     });
 }

@@ -50,9 +50,9 @@ std::shared_ptr<const Group> group_of(const char* op, const at::Tensor& x, const
                                       std::optional<int64_t> world_size = {}) {
     auto group = find_group(op, name);
     check_plain(op, "x", x);
-    TORCH_CHECK_VALUE(x.device() == group->device(), op, ": expected x on ", group->device(), ", where group '", name,
+    TORCH_CHECK_VALUE(x.device() == group->device, op, ": expected x on ", group->device, ", where group '", name,
                       "' is, got ", x.device());
-    TORCH_CHECK_VALUE(!world_size || *world_size == group->world(), op, ": expected world_size ", group->world(),
+    TORCH_CHECK_VALUE(!world_size || *world_size == group->world, op, ": expected world_size ", group->world,
                       " of group '", name, "', got ", world_size.value_or(0));
     return group;
 }
@@ -88,10 +88,9 @@ at::Tensor input_beside(const at::Tensor& x, const at::Tensor& out, bool may_be_
     return may_be_one && input.const_data_ptr() == out.const_data_ptr() ? input : input.clone();
 }
 
-// x, out: [...] contiguous.
-void run_all_reduce(const char* op, const Group& group, Reduction reduction, const at::Tensor& x,
-                    const at::Tensor& out) {
-    group.run({op, Op::kAllReduce, reduction, input_beside(x, out, true), out, {x.numel()}});
+// x: [...]; out: [...] contiguous.
+Operation all_reduce_of(const char* op, Reduction reduction, const at::Tensor& x, const at::Tensor& out) {
+    return {op, Op::kAllReduce, reduction, input_beside(x, out, true), out, {x.numel()}};
 }
 
 at::Tensor all_reduce(const at::Tensor& x,  // [...]
@@ -99,7 +98,7 @@ at::Tensor all_reduce(const at::Tensor& x,  // [...]
     const auto group = group_of(kAllReduceOp, x, name);
     const Reduction how = reduction_of(kAllReduceOp, x, reduction);
     const at::Tensor out = at::empty(x.sizes(), x.options());
-    run_all_reduce(kAllReduceOp, *group, how, x, out);
+    group->transport->run(all_reduce_of(kAllReduceOp, how, x, out));
     return out;
 }
 
@@ -108,7 +107,7 @@ void all_reduce_inplace(const at::Tensor& x,  // [...]
     const auto group = group_of(kAllReduceInplace, x, name);
     const Reduction how = reduction_of(kAllReduceInplace, x, reduction);
     check_written(kAllReduceInplace, "x", x);
-    write_to(x, [&](const at::Tensor& out) { run_all_reduce(kAllReduceInplace, *group, how, x, out); });
+    write_to(x, [&](const at::Tensor& out) { group->transport->run(all_reduce_of(kAllReduceInplace, how, x, out)); });
     note_write(x);
 }
 
@@ -118,7 +117,7 @@ void all_reduce_out(const at::Tensor& out,  // [...]
     const auto group = group_of(kAllReduceOut, x, name);
     const Reduction how = reduction_of(kAllReduceOut, x, reduction);
     check_out(kAllReduceOut, out, x, x.sizes());
-    write_to(out, [&](const at::Tensor& place) { run_all_reduce(kAllReduceOut, *group, how, x, place); });
+    write_to(out, [&](const at::Tensor& place) { group->transport->run(all_reduce_of(kAllReduceOut, how, x, place)); });
     note_write(out);
 }
 
@@ -144,16 +143,19 @@ std::vector<int64_t> gathered_shape(const at::Tensor& x, int64_t dim, int64_t wo
     return shape;
 }
 
-void run_reduce_scatter(const char* op, const Group& group, Reduction reduction,
-                        const at::Tensor& x,  // [..., world * n, ...]
-                        int64_t dim,
-                        const at::Tensor& out)  // [..., n, ...]
+// tensor [..., world * n, ...] -> [world, ..., n, ...], a view of it: contiguous where dim is the first one of more than
+// one element.
+at::Tensor parts_of_ranks(const at::Tensor& tensor, int64_t dim, int64_t world) {
+    return tensor.unflatten(dim, {world, tensor.size(dim) / world}).movedim(dim, 0);
+}
+
+Operation reduce_scatter_of(const char* op, Reduction reduction,
+                            const at::Tensor& x,  // [..., world * n, ...]
+                            int64_t dim, int64_t world,
+                            const at::Tensor& out)  // [..., n, ...] contiguous
 {
-    // Ranks' parts one behind the other.
-    const at::Tensor rows = x.unflatten(dim, {group.world(), x.size(dim) / group.world()}).movedim(dim, 0);
-    write_to(out, [&](const at::Tensor& place) {
-        group.run({op, Op::kReduceScatter, reduction, input_beside(rows, place, false), place, extents_of(x, dim)});
-    });
+    const at::Tensor input = input_beside(parts_of_ranks(x, dim, world), out, false);
+    return {op, Op::kReduceScatter, reduction, input, out, extents_of(x, dim)};
 }
 
 at::Tensor reduce_scatter(const at::Tensor& x,  // [..., world * n, ...] -> [..., n, ...]
@@ -162,7 +164,7 @@ at::Tensor reduce_scatter(const at::Tensor& x,  // [..., world * n, ...] -> [...
     const Reduction how = reduction_of(kReduceScatterOp, x, reduction);
     dim = dim_of(kReduceScatterOp, x, dim);
     const at::Tensor out = at::empty(scattered_shape(kReduceScatterOp, x, dim, world_size), x.options());
-    run_reduce_scatter(kReduceScatterOp, *group, how, x, dim, out);
+    group->transport->run(reduce_scatter_of(kReduceScatterOp, how, x, dim, world_size, out));
     return out;
 }
 
@@ -173,20 +175,18 @@ void reduce_scatter_out(const at::Tensor& out,  // [..., n, ...]
     const Reduction how = reduction_of(kReduceScatterOut, x, reduction);
     dim = dim_of(kReduceScatterOut, x, dim);
     check_out(kReduceScatterOut, out, x, scattered_shape(kReduceScatterOut, x, dim, world_size));
-    run_reduce_scatter(kReduceScatterOut, *group, how, x, dim, out);
+    write_to(out, [&](const at::Tensor& place) {
+        group->transport->run(reduce_scatter_of(kReduceScatterOut, how, x, dim, world_size, place));
+    });
     note_write(out);
 }
 
-void run_all_gather(const char* op, const Group& group,
-                    const at::Tensor& x,  // [..., n, ...]
-                    int64_t dim,
-                    const at::Tensor& out)  // [..., world * n, ...]
+Operation all_gather_of(const char* op,
+                        const at::Tensor& x,  // [..., n, ...]
+                        int64_t dim,
+                        const at::Tensor& parts)  // [world, ..., n, ...] contiguous
 {
-    // out as [world, ...]: the rows are contiguous where dim is the first one of more than one element.
-    const at::Tensor rows = out.unflatten(dim, {group.world(), x.size(dim)}).movedim(dim, 0);
-    write_to(rows, [&](const at::Tensor& place) {
-        group.run({op, Op::kAllGather, Reduction::kSum, input_beside(x, place, false), place, extents_of(x, dim)});
-    });
+    return {op, Op::kAllGather, Reduction::kSum, input_beside(x, parts, false), parts, extents_of(x, dim)};
 }
 
 at::Tensor all_gather(const at::Tensor& x,  // [..., n, ...] -> [..., world * n, ...]
@@ -194,7 +194,8 @@ at::Tensor all_gather(const at::Tensor& x,  // [..., n, ...] -> [..., world * n,
     const auto group = group_of(kAllGatherOp, x, name, world_size);
     dim = dim_of(kAllGatherOp, x, dim);
     const at::Tensor out = at::empty(gathered_shape(x, dim, world_size), x.options());
-    run_all_gather(kAllGatherOp, *group, x, dim, out);
+    write_to(parts_of_ranks(out, dim, world_size),
+             [&](const at::Tensor& parts) { group->transport->run(all_gather_of(kAllGatherOp, x, dim, parts)); });
     return out;
 }
 
@@ -204,7 +205,8 @@ void all_gather_out(const at::Tensor& out,  // [..., world * n, ...]
     const auto group = group_of(kAllGatherOut, x, name, world_size);
     dim = dim_of(kAllGatherOut, x, dim);
     check_out(kAllGatherOut, out, x, gathered_shape(x, dim, world_size));
-    run_all_gather(kAllGatherOut, *group, x, dim, out);
+    write_to(parts_of_ranks(out, dim, world_size),
+             [&](const at::Tensor& parts) { group->transport->run(all_gather_of(kAllGatherOut, x, dim, parts)); });
     note_write(out);
 }
 

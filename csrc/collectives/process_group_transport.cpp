@@ -1,5 +1,3 @@
-#include "collectives/transport.h"
-
 #include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
@@ -10,7 +8,8 @@
 #include <vector>
 
 #include "collectives/abort.h"
-#include "collectives/reduce_rows.h"
+#include "collectives/group.h"
+#include "collectives/protocols.h"
 #include "common/run_on.h"
 
 namespace te_graph::collectives {
@@ -58,7 +57,14 @@ public:
         ++sequence_;
         try {
             if (device_.is_cpu()) compare_fingerprints(operation.fingerprint());
-            if (operation.input.numel() != 0) dispatch(operation);
+            if (operation.input.numel() == 0) return;
+            if (operation.op == Op::kAllGather) return gather(bytes_of(operation.input), bytes_of(operation.out));
+            const at::Tensor rows = rows_of(operation);
+            const at::Tensor sums = is_two_shot(operation) ? at::empty({rows.size(1)}, rows.options()) : operation.out;
+            const Rows sum{rows.const_data_ptr(),          sums.data_ptr(),    sums.numel(), world_,
+                           element_of(sums.scalar_type()), operation.reduction};
+            TE_GRAPH_RUN(sums.device(), reduce_rows, sum);
+            if (is_two_shot(operation)) gather_pieces(sums, operation.out);
         } catch (const c10::Error& error) {
             abort_with(operation, error.what_without_backtrace());
         } catch (const std::exception& error) {
@@ -104,21 +110,16 @@ private:
         }
     }
 
-    void dispatch(const Operation& operation) {
-        const at::Tensor &input = operation.input, &out = operation.out;
-        switch (operation.op) {
-            case Op::kAllGather:
-                return gather(bytes_of(input), bytes_of(out));
-            case Op::kReduceScatter:
-                return reduce(operation, exchanged(input), out);
-            case Op::kAllReduce:
-                break;
-        }
+    // The rows of all ranks that this one sums up -> [world, n]: of an all-reduce whole tensors, or this rank's piece of
+    // each, the last one filled up with zeros.
+    at::Tensor rows_of(const Operation& operation) {
+        const at::Tensor& input = operation.input;
+        if (operation.op == Op::kReduceScatter) return exchanged(input);
         const int64_t numel = input.numel(), piece = (numel + world_ - 1) / world_;
-        if (static_cast<int64_t>(input.nbytes()) <= kOneShotBytes) {
+        if (!is_two_shot(operation)) {
             const at::Tensor all = at::empty({world_, numel}, input.options());
             gather(bytes_of(input), bytes_of(all));
-            return reduce(operation, all, out);
+            return all;
         }
         at::Tensor pieces = input;
         if (numel != piece * world_) {
@@ -126,12 +127,20 @@ private:
             pieces.narrow(0, 0, numel).copy_(input.view({-1}));
             pieces.narrow(0, numel, piece * world_ - numel).zero_();
         }
-        const at::Tensor sums = at::empty({piece}, input.options());
-        reduce(operation, exchanged(pieces.view({world_, piece})), sums);
-        if (numel == piece * world_) return gather(bytes_of(sums), bytes_of(out));
-        const at::Tensor all = at::empty({piece * world_}, input.options());
+        return exchanged(pieces.view({world_, piece}));
+    }
+
+    // The sums of all ranks' pieces. sums: [n]; out: [...].
+    void gather_pieces(const at::Tensor& sums, const at::Tensor& out) {
+        const int64_t numel = out.numel();
+        if (numel == sums.numel() * world_) return gather(bytes_of(sums), bytes_of(out));
+        const at::Tensor all = at::empty({sums.numel() * world_}, sums.options());
         gather(bytes_of(sums), bytes_of(all));
         out.view({-1}).copy_(all.narrow(0, 0, numel));
+    }
+
+    static bool is_two_shot(const Operation& operation) {
+        return operation.op == Op::kAllReduce && static_cast<int64_t>(operation.input.nbytes()) > kOneShotBytes;
     }
 
     // tensor [...] -> [bytes]. Process groups know few dtypes, all of them bytes. A contiguous tensor of one element
@@ -156,13 +165,6 @@ private:
         options.timeout = timeout_;
         process_group_->alltoall_base(to, from, even, even, options)->wait();
         return result;
-    }
-
-    // rows: [world, n]; out: [n].
-    void reduce(const Operation& operation, const at::Tensor& rows, const at::Tensor& out) {
-        const Rows reduction{rows.const_data_ptr(),         out.data_ptr(),     out.numel(), world_,
-                             element_of(out.scalar_type()), operation.reduction};
-        TE_GRAPH_RUN(out.device(), reduce_rows, reduction);
     }
 
     std::string group_;

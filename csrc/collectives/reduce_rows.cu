@@ -1,9 +1,9 @@
-// Formula: reduce_rows.h. Grid: blocks of 256 threads, an element per thread and iteration.
+// Formula: protocols.h. Grid: blocks of 256 threads, an element per thread and iteration.
 // Bytes per element: read once per row, written once. Determinism: the order is that of the rows.
 #include <algorithm>
 
+#include "collectives/protocols.h"
 #include "collectives/reduce.cuh"
-#include "collectives/reduce_rows.h"
 
 namespace te_graph::collectives {
 namespace {

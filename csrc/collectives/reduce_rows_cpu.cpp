@@ -1,5 +1,5 @@
 // Sums of rows on the CPU, with the bits of the kernels but for the payloads of NaNs.
-#include "collectives/reduce_rows.h"
+#include "collectives/protocols.h"
 #include "common/element_cpu.h"
 
 namespace te_graph::collectives {

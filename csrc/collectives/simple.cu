@@ -269,7 +269,8 @@ __global__ void __launch_bounds__(2 * kRoleThreads, 1)
 }  // namespace
 
 cudaError_t launch_simple(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
-    return launch_early(all_gather_simple_kernel, 2 * kRoleThreads, peers, args, stream);
+    const EarlyLaunch launch(args, 2 * kRoleThreads, stream);
+    return cudaLaunchKernelEx(&launch.config, all_gather_simple_kernel, args, peers);
 }
 
 }  // namespace te_graph::collectives

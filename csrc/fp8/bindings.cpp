@@ -1,5 +1,3 @@
-#include "fp8/bindings.h"
-
 #include <torch/csrc/utils/pybind.h>
 
 #include "fp8/weights.h"
@@ -19,12 +17,7 @@ void bind(py::module_& m) {
              }),
              py::arg("weights"), py::arg("out"), py::arg("out_t"), py::arg("scale"), py::arg("scale_inv"),
              py::arg("amax"), py::arg("counts"), py::arg("names"))
-        .def(
-            "cast",
-            [](WeightTable& table, const std::optional<at::Tensor>& noop, bool is_done) {
-                table.cast(noop.value_or(at::Tensor()), is_done);
-            },
-            py::arg("noop"), py::arg("is_done"))
+        .def("cast", &WeightTable::cast, py::arg("noop"), py::arg("is_done"))
         .def("stale", &WeightTable::stale)
         .def("check_places", &WeightTable::check_places)
         .def("update", &WeightTable::update, py::arg("weights"))

@@ -7,6 +7,8 @@
 // All bits of the CPU loops and of the kernels are the same, those of column sums too, but for those of NaNs in fp32.
 #pragma once
 
+#include <span>
+
 #include "fp8/format.h"
 
 #ifdef TE_GRAPH_CUDA
@@ -68,14 +70,14 @@ inline int kind_of(const Cast& cast) {
     return is_even ? kind_of(cast.dtype, cast.format) : kMixed;
 }
 
-// Many matrices. Either `casts` in host memory, or all in device memory.
-struct Casts {
+// Many matrices, all of it in the device's memory.
+struct CastTable {
     const Cast* casts;  // [count]
     int64_t count;
-    const Tile* tiles = nullptr;  // [num_tiles] in device memory
-    int64_t num_tiles = 0;
-    uint32_t* state = nullptr;  // [2], zeros before and after: the next tile, and how many blocks are through
-    int kind = kMixed;          // of all that are in device memory
+    const Tile* tiles;  // [num_tiles]
+    int64_t num_tiles;
+    uint32_t* state;  // [2], zeros before and after: the next tile, and how many blocks are through
+    int kind;         // of all casts
 };
 
 struct Dequantization {
@@ -87,7 +89,11 @@ struct Dequantization {
     DType dtype;
 };
 
-void cast_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop);
+// casts: [n], in host memory.
+void cast_cpu(const Cast& cast, const Flag& noop);
+void cast_transpose_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop);
+void cast_weights_cpu(std::span<const Cast> casts, const Flag& noop);
+void cast_weights_table_cpu(const CastTable& table, const Flag& noop);
 void dequantize_cpu(const Dequantization& work);
 
 #ifdef TE_GRAPH_CUDA
@@ -95,8 +101,9 @@ void dequantize_cpu(const Dequantization& work);
 // Elements in their order, without out_t.
 cudaError_t launch_cast(const Cast& cast, const Flag& noop, cudaStream_t stream);
 cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream);
-// One launch for a table in device memory or up to 384 host entries, else several.
-cudaError_t launch_casts(const Casts& casts, const Flag& noop, cudaStream_t stream);
+// A launch for each 384 of them.
+cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, cudaStream_t stream);
+cudaError_t launch_cast_weights_table(const CastTable& table, const Flag& noop, cudaStream_t stream);
 cudaError_t launch_dequantize(const Dequantization& work, cudaStream_t stream);
 #endif
 

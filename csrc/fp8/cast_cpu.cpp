@@ -51,12 +51,19 @@ float column_sum(const T* input, const Cast& cast) {
 
 }  // namespace
 
-void cast_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop) {
+void cast_cpu(const Cast& cast, const Flag& noop) {
     if (is_set(noop)) return;
     Findings findings;
+    with_input(cast.dtype, [&]<typename T>() { cast_elements<T>(cast, findings); });
+    if (cast.amax && findings.amax > *cast.amax) *cast.amax = findings.amax;
+    if (cast.scale_inv) *cast.scale_inv = 1 / *cast.scale;
+    for (int i = 0; cast.counts && i < kCounts; ++i) cast.counts[i] += findings.counts[i];
+}
+
+void cast_transpose_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop) {
+    cast_cpu(cast, noop);
+    if (is_set(noop) || !sums.out) return;
     with_input(cast.dtype, [&]<typename T>() {
-        cast_elements<T>(cast, findings);
-        if (!sums.out) return;
         for (int64_t column = 0; column < cast.columns; ++column) {
             const float sum = column_sum(static_cast<const T*>(cast.input) + column, cast);
             if (sums.dtype == DType::kFloat32) {
@@ -66,9 +73,14 @@ void cast_cpu(const Cast& cast, const ColumnSums& sums, const Flag& noop) {
             }
         }
     });
-    if (cast.amax && findings.amax > *cast.amax) *cast.amax = findings.amax;
-    if (cast.scale_inv) *cast.scale_inv = 1 / *cast.scale;
-    for (int i = 0; cast.counts && i < kCounts; ++i) cast.counts[i] += findings.counts[i];
+}
+
+void cast_weights_cpu(std::span<const Cast> casts, const Flag& noop) {
+    for (const Cast& cast : casts) cast_cpu(cast, noop);
+}
+
+void cast_weights_table_cpu(const CastTable& table, const Flag& noop) {
+    for (int64_t i = 0; i < table.count; ++i) cast_cpu(table.casts[i], noop);
 }
 
 void dequantize_cpu(const Dequantization& work) {

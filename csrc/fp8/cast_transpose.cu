@@ -137,13 +137,13 @@ cudaError_t launch_cast_transpose(const Cast& cast, const ColumnSums& sums, cons
     return sums.out ? finish_sums(cast, sums, noop, stream) : cudaSuccess;
 }
 
-static cudaError_t launch_many(const Casts& work, const Flag& noop, cudaStream_t stream) {
+cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, cudaStream_t stream) {
     InlineCasts<kManyCasts> table;
-    for (int64_t next = 0; next < work.count;) {
+    for (size_t next = 0; next < casts.size();) {
         int64_t tiles = 0;
         bool is_counting = false;
-        for (table.count = 0; table.count < kManyCasts && next < work.count; ++table.count, ++next) {
-            const Cast& cast = work.casts[next];
+        for (table.count = 0; table.count < kManyCasts && next < casts.size(); ++table.count, ++next) {
+            const Cast& cast = casts[next];
             const int64_t more = std::max<int64_t>(1, tiles_of(cast));
             if (table.count > 0 && tiles + more > INT32_MAX) break;
             table.casts[table.count] = cast;
@@ -159,18 +159,17 @@ static cudaError_t launch_many(const Casts& work, const Flag& noop, cudaStream_t
     return cudaSuccess;
 }
 
-cudaError_t launch_casts(const Casts& casts, const Flag& noop, cudaStream_t stream) {
-    if (!casts.tiles) return launch_many(casts, noop, stream);
-    if (casts.num_tiles == 0) return cudaSuccess;
-    with_kind<false>(casts.kind, [&]<typename Kind, Extra kExtra>() {
+cudaError_t launch_cast_weights_table(const CastTable& table, const Flag& noop, cudaStream_t stream) {
+    if (table.num_tiles == 0) return cudaSuccess;
+    with_kind<false>(table.kind, [&]<typename Kind, Extra kExtra>() {
         const auto kernel = fp8_cast_weights_kernel<Kind, kExtra>;
         int device = 0, multiprocessors = 0, resident = 0;
         cudaGetDevice(&device);
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
         cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
         const auto blocks =
-            static_cast<unsigned>(std::min<int64_t>(casts.num_tiles, int64_t{multiprocessors} * resident));
-        kernel<<<blocks, kThreads, 0, stream>>>(casts.casts, casts.tiles, casts.num_tiles, casts.state, noop);
+            static_cast<unsigned>(std::min<int64_t>(table.num_tiles, int64_t{multiprocessors} * resident));
+        kernel<<<blocks, kThreads, 0, stream>>>(table.casts, table.tiles, table.num_tiles, table.state, noop);
     });
     return cudaGetLastError();
 }

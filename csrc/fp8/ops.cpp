@@ -62,16 +62,6 @@ void set_out(const char* op, const char* argument, const at::Tensor& out, at::In
     place = static_cast<uint8_t*>(out.data_ptr());
 }
 
-void run_cast(at::Device device, const Cast& cast, const Flag& noop) {
-    run_on(
-        device, [&] { cast_cpu(cast, {}, noop); }, TE_GRAPH_LAUNCH(launch_cast(cast, noop, stream)));
-}
-
-void run_cast_transpose(at::Device device, const Cast& cast, const ColumnSums& sums, const Flag& noop) {
-    run_on(
-        device, [&] { cast_cpu(cast, sums, noop); }, TE_GRAPH_LAUNCH(launch_cast_transpose(cast, sums, noop, stream)));
-}
-
 // x [...] -> [1].
 at::Tensor new_scale_inv(const at::Tensor& x) { return at::empty({1}, x.options().dtype(at::kFloat)); }
 
@@ -88,7 +78,7 @@ std::tuple<at::Tensor, at::Tensor> cast(const at::Tensor& x,      // [...]
     work.format = format_of(kCast, "out", dtype);
     const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
     work.out = static_cast<uint8_t*>(out.data_ptr());
-    run_cast(x.device(), work, {});
+    TE_GRAPH_RUN(x.device(), cast, work, {});
     note_writes({amax, counts});
     return {out, scale_inv};
 }
@@ -114,7 +104,7 @@ void cast_out(const at::Tensor& out,         // [...]
                            {"amax", amax, true},
                            {"counts", counts, true},
                            {"noop", noop, false}});
-    run_cast(x.device(), work, flag);
+    TE_GRAPH_RUN(x.device(), cast, work, flag);
     note_writes({out, scale_inv, amax, counts});
 }
 
@@ -137,15 +127,20 @@ Sums sums_into(const at::Tensor& dbias,  // [N] or undefined
     return result;
 }
 
-// Casts with a transposed copy into new tensors; column sums into `dbias`, if there is one.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose_into(const char* op,
-                                                                   const at::Tensor& x,      // [M, N]
-                                                                   const at::Tensor& scale,  // [] or [1]
-                                                                   at::ScalarType dtype,
-                                                                   const MaybeTensor& amax,    // [] or [1]
-                                                                   const MaybeTensor& counts,  // [kCounts]
-                                                                   const at::Tensor& dbias)    // [N] or undefined
+// A cast with a transposed copy into new tensors. Everything is checked and nothing written.
+struct PreparedTranspose {
+    at::Tensor input, out, out_t, scale_inv;
+    Cast cast;
+};
+PreparedTranspose prepare_transpose(const char* op,
+                                    const at::Tensor& x,      // [M, N]
+                                    const at::Tensor& scale,  // [] or [1]
+                                    at::ScalarType dtype,
+                                    const MaybeTensor& amax,    // [] or [1]
+                                    const MaybeTensor& counts)  // [kCounts]
 {
+    check_matrix(op, "x", x);
+    check_input(op, x);
     const at::Tensor input = x.contiguous(), scale_inv = new_scale_inv(x);
     Cast work = cast_of(op, input, scale, scale_inv, amax, counts);
     check_apart(op, {{"x", input, false}, {"scale", scale, false}, {"amax", amax, true}, {"counts", counts, true}});
@@ -154,9 +149,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose_into(const char* o
     const at::Tensor out_t = at::empty({x.size(1), x.size(0)}, out.options());
     work.out = static_cast<uint8_t*>(out.data_ptr());
     work.out_t = static_cast<uint8_t*>(out_t.data_ptr());
-    run_cast_transpose(x.device(), work, sums_into(dbias, x).sums, {});
-    note_writes({amax, counts});
-    return {out, out_t, scale_inv};
+    return {input, out, out_t, scale_inv, work};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose(const at::Tensor& x,      // [M, N]
@@ -165,9 +158,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cast_transpose(const at::Tensor& 
                                                               const MaybeTensor& amax,    // [] or [1]
                                                               const MaybeTensor& counts)  // [kCounts]
 {
-    check_matrix(kTranspose, "x", x);
-    check_input(kTranspose, x);
-    return cast_transpose_into(kTranspose, x, scale, dtype, amax, counts, {});
+    const PreparedTranspose made = prepare_transpose(kTranspose, x, scale, dtype, amax, counts);
+    TE_GRAPH_RUN(x.device(), cast_transpose, made.cast, {}, {});
+    note_writes({amax, counts});
+    return {made.out, made.out_t, made.scale_inv};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias(const at::Tensor& x,      // [M, N]
@@ -176,11 +170,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias(
                                                                                 const MaybeTensor& amax,    // [] or [1]
                                                                                 const MaybeTensor& counts)  // [kCounts]
 {
-    check_matrix(kDbias, "x", x);
-    check_input(kDbias, x);
+    const PreparedTranspose made = prepare_transpose(kDbias, x, scale, dtype, amax, counts);
     const at::Tensor dbias = at::empty({x.size(1)}, x.options());
-    const auto [out, out_t, scale_inv] = cast_transpose_into(kDbias, x, scale, dtype, amax, counts, dbias);
-    return {out, out_t, scale_inv, dbias};
+    const Sums column = sums_into(dbias, x);
+    TE_GRAPH_RUN(x.device(), cast_transpose, made.cast, column.sums, {});
+    note_writes({amax, counts});
+    return {made.out, made.out_t, made.scale_inv, dbias};
 }
 
 void cast_transpose_out(const at::Tensor& out,         // [M, N]
@@ -219,7 +214,8 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
                       {"dbias", dbias, true},
                       {"counts", counts, true},
                       {"noop", noop, false}});
-    run_cast_transpose(x.device(), work, sums_into(dbias.value_or(at::Tensor()), x).sums, flag);
+    const Sums column = sums_into(dbias.value_or(at::Tensor()), x);
+    TE_GRAPH_RUN(x.device(), cast_transpose, work, column.sums, flag);
     note_writes({out, out_t, scale_inv, amax, dbias, counts});
 }
 
@@ -235,8 +231,6 @@ Dequantization dequantization_of(const char* op, const at::Tensor& x,  // [...]
             .dtype = wide_dtype_of(op, "out", out.scalar_type())};
 }
 
-void run_dequantize(at::Device device, const Dequantization& work) { TE_GRAPH_RUN(device, dequantize, work); }
-
 at::Tensor dequantize(const at::Tensor& x,          // [...]
                       const at::Tensor& scale_inv,  // [] or [1]
                       at::ScalarType dtype) {
@@ -245,7 +239,8 @@ at::Tensor dequantize(const at::Tensor& x,          // [...]
     wide_dtype_of(kDequantize, "out", dtype);
     const at::Tensor input = x.contiguous();
     const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
-    run_dequantize(x.device(), dequantization_of(kDequantize, input, scale_inv, out));
+    const Dequantization work = dequantization_of(kDequantize, input, scale_inv, out);
+    TE_GRAPH_RUN(x.device(), dequantize, work);
     return out;
 }
 
@@ -261,7 +256,7 @@ void dequantize_out(const at::Tensor& out,        // [...]
     const at::Tensor input = x.contiguous();
     const Dequantization work = dequantization_of(kDequantizeOut, input, scale_inv, out);
     check_apart(kDequantizeOut, {{"out", out, true}, {"x", input, false}, {"scale_inv", scale_inv, false}});
-    run_dequantize(x.device(), work);
+    TE_GRAPH_RUN(x.device(), dequantize, work);
     note_writes({out});
 }
 

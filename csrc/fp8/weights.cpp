@@ -221,7 +221,7 @@ void WeightTable::check_places() const {
     TORCH_CHECK(change.empty(), kWeights, ": ", change);
 }
 
-void WeightTable::cast(const at::Tensor& noop, bool is_done) {
+void WeightTable::cast(const std::optional<at::Tensor>& noop, bool is_done) {
     check_places();
     if (is_forward_mode()) {
         for (const at::Tensor& weight : weights_) check_no_tangent(kWeights, "weights", weight);
@@ -234,7 +234,7 @@ void WeightTable::cast(const at::Tensor& noop, bool is_done) {
     check_beside(kWeights, buffers_, {}, {{"noop", noop, false}});
     static const auto op = own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, int64_t,
                                        const std::optional<at::Tensor>&)>("te_graph::fp8_cast_weights_table_");
-    op.call(table_, tiles_, state_, written_, kind_, noop.defined() ? std::optional<at::Tensor>(noop) : std::nullopt);
+    op.call(table_, tiles_, state_, written_, kind_, noop);
     if (!is_done) return;
     for (size_t i = 0; i < weights_.size(); ++i) versions_[i] = version_of(weights_[i]);
 }

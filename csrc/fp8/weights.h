@@ -3,8 +3,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <array>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,9 +37,9 @@ public:
     WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor scale, at::Tensor scale_inv, at::Tensor amax,
                 at::Tensor counts, std::vector<std::string> names);
 
-    // Raises if something moved; casts, through the dispatcher. noop: [] or [1], or undefined. is_done: now, not by a
-    // replay of what is captured.
-    void cast(const at::Tensor& noop, bool is_done);
+    // Raises if something moved; casts, through the dispatcher. noop: [] or [1]. is_done: now, not by a replay of what
+    // is captured.
+    void cast(const std::optional<at::Tensor>& noop, bool is_done);
 
     // Which weight changed since the last cast(), or moved, in words; empty if none did.
     std::string stale() const;
@@ -85,5 +87,8 @@ private:
     int kind_;                       // of all casts
     at::Tensor table_, tiles_, state_;
 };
+
+// Python's name for it.
+void bind(pybind11::module_& m);
 
 }  // namespace te_graph::fp8

@@ -13,13 +13,6 @@ namespace {
 constexpr const char* kList = "fp8_cast_weights_";
 constexpr const char* kTable = "fp8_cast_weights_table_";
 
-void run_casts(at::Device device, const Casts& casts, const Flag& noop) {
-    const auto on_cpu = [&] {
-        for (int64_t i = 0; i < casts.count; ++i) cast_cpu(casts.casts[i], {}, noop);
-    };
-    run_on(device, on_cpu, TE_GRAPH_LAUNCH(launch_casts(casts, noop, stream)));
-}
-
 void cast_weights(at::TensorList out,                       // [M_i, N_i] each
                   at::TensorList out_t,                     // [N_i, M_i] each, or none
                   at::TensorList weights,                   // [M_i, N_i] each
@@ -32,8 +25,8 @@ void cast_weights(at::TensorList out,                       // [M_i, N_i] each
     const std::vector<Cast> casts = casts_of(kList, out, out_t, weights, scale, scale_inv, amax,
                                              counts.value_or(at::Tensor()), noop.value_or(at::Tensor()));
     const at::Device device = weights[0].device();
-    run_casts(device, {.casts = casts.data(), .count = static_cast<int64_t>(casts.size())},
-              flag_of(kList, "noop", noop, device));
+    const Flag flag = flag_of(kList, "noop", noop, device);
+    TE_GRAPH_RUN(device, cast_weights, casts, flag);
     for (const at::TensorList list : {out, out_t}) {
         for (const at::Tensor& tensor : list) note_write(tensor);
     }
@@ -60,14 +53,14 @@ void cast_weights_table(const at::Tensor& table,  // [n, 10] int64
                       ": expected table aligned to ", alignof(Cast), " bytes, got storage offset ",
                       table.storage_offset());
     if (tiles.size(0) == 0) return;
-    run_casts(table.device(),
-              {.casts = static_cast<const Cast*>(table.const_data_ptr()),
-               .count = table.size(0),
-               .tiles = static_cast<const Tile*>(tiles.const_data_ptr()),
-               .num_tiles = tiles.size(0),
-               .state = static_cast<uint32_t*>(state.data_ptr()),
-               .kind = static_cast<int>(kind)},
-              flag_of(kTable, "noop", noop, table.device()));
+    const CastTable casts{.casts = static_cast<const Cast*>(table.const_data_ptr()),
+                          .count = table.size(0),
+                          .tiles = static_cast<const Tile*>(tiles.const_data_ptr()),
+                          .num_tiles = tiles.size(0),
+                          .state = static_cast<uint32_t*>(state.data_ptr()),
+                          .kind = static_cast<int>(kind)};
+    const Flag flag = flag_of(kTable, "noop", noop, table.device());
+    TE_GRAPH_RUN(table.device(), cast_weights_table, casts, flag);
     note_write(state);
     for (const at::Tensor& tensor : written) note_write(tensor);
 }

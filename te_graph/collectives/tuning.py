@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from te_graph.collectives.peer_group import PeerGroup
 
-# csrc/collectives/tuning.h has the thresholds of these, found by benchmarks/bench_collectives.py.
+# csrc/collectives/protocols.h has the thresholds of these, found by benchmarks/bench_collectives.py.
 KNOWN_GPUS = ("H100", "H200")
 ALL = 1 << 62
 SIZES = tuple(1 << power for power in range(16, 25))  # bytes

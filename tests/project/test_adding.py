@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from launch_paths import body_of, is_called, is_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "adding.md").read_text()
@@ -31,22 +32,9 @@ def test_little_has_to_be_touched(title: str) -> None:
     assert 0 < len(first.splitlines()) <= MOST_FILES[title]
 
 
-def body_of(file: str, function: str) -> str:
-    """The text of the function, from its name to the first line that is not indented."""
-    text = (ROOT / file).read_text()
-    found = re.search(rf"^(?:def |[\w:<>*& ]+ )(?:\w+::)*{function}\(", text, re.MULTILINE)
-    assert found, f"{function} is not in {file}"
-    following = re.compile(r"^(?:\}|def |class |@)", re.MULTILINE).search(text, found.end())
-    return text[found.end() : following.start() if following else None]
-
-
 def test_a_launch_is_four_functions_away() -> None:
     steps = re.findall(r"^\| (\S+) \| `(\w+)` \|$", PATH, re.MULTILINE)
     assert 1 < len(steps) <= 4
-    for (file, function), (_, following) in itertools.pairwise(steps):
-        # An op is called by its name in the dispatcher, which its implementation has without the prefix of its area; a
-        # launcher by the name that it shares with the CPU loop.
-        launched = following.removeprefix("launch_")
-        call = rf"(?:\b|multi_tensor_){following}_?\b|TE_GRAPH_RUN\([^;]*, {launched}, "
-        assert re.search(call, body_of(file, function)), f"{function}: {following}"
-    assert "<<<" in body_of(*steps[-1])
+    for one, following in itertools.pairwise(steps):
+        assert is_called(body_of(*one), *following), f"{one[1]}: {following[1]}"
+    assert is_launch(body_of(*steps[-1]))

@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "collectives/tuning.h"
+#include "collectives/protocols.h"
 #include "device_memory.h"
 
 namespace te_graph::collectives {

@@ -47,7 +47,7 @@ private:
 };
 
 void cast_all_on_cpu(Problem& problem) {
-    for (const Cast& cast : problem.casts()) cast_cpu(cast, {}, {});
+    for (const Cast& cast : problem.casts()) cast_cpu(cast, {});
 }
 
 template <typename Function>
@@ -103,7 +103,7 @@ TEST(Fp8CastDevice, ACastWithATransposedCopyAndColumnSumsHasTheBytesOfTheCpuLoop
         partial.fill(0xA5);
         const ColumnSums column_sums{device_sums.data(), sums_dtype, reinterpret_cast<float*>(partial.at(0))};
         check(launch_cast_transpose(device_with_sums.casts()[0], column_sums, {}, nullptr));
-        cast_cpu(with_sums.casts()[0], {sums.data(), sums_dtype}, {});
+        cast_transpose_cpu(with_sums.casts()[0], {sums.data(), sums_dtype}, {});
         ASSERT_TRUE(device_with_sums.has_equal_memory()) << matrix;
         ASSERT_TRUE(same_numbers(device_sums.download(sums), sums)) << matrix;
     });
@@ -120,7 +120,7 @@ public:
           kind_(kind) {
         state_.fill(0);
     }
-    Casts casts() const {
+    CastTable casts() const {
         return {.casts = reinterpret_cast<const Cast*>(table_.at(0)),
                 .count = 0,
                 .tiles = reinterpret_cast<const Tile*>(tiles_.at(0)),
@@ -153,7 +153,7 @@ private:
 void expect_list_is_cast(Problem problem) {
     const OnDevice device(problem);
     const std::vector<Cast> casts = device.casts();
-    check(launch_casts({casts.data(), static_cast<int64_t>(casts.size())}, {}, nullptr));
+    check(launch_cast_weights(casts, {}, nullptr));
     cast_all_on_cpu(problem);
     ASSERT_TRUE(device.has_equal_memory()) << casts.size() << " matrices";
 }
@@ -163,7 +163,7 @@ void expect_table_is_cast(Problem problem, int kind) {
     const OnDevice device(problem);
     const DeviceTable table(device.casts(), kind);
     for (int run = 0; run < 2; ++run) {
-        check(launch_casts(table.casts(), {}, nullptr));
+        check(launch_cast_weights_table(table.casts(), {}, nullptr));
         cast_all_on_cpu(problem);
         ASSERT_TRUE(device.has_equal_memory()) << "kind " << kind << ", run " << run;
         ASSERT_TRUE(table.is_state_clear());
@@ -240,12 +240,11 @@ TEST(Fp8CastsDevice, ASetFlagOfAnyDtypeLeavesEveryByteAsItWas) {
                 cast.counts = nullptr;
                 check(launch_cast_transpose(cast, {}, flag, nullptr));
             });
-            expect_skipped(400, [&](const std::vector<Cast>& casts) {
-                check(launch_casts({casts.data(), static_cast<int64_t>(casts.size())}, flag, nullptr));
-            });
+            expect_skipped(400,
+                           [&](const std::vector<Cast>& casts) { check(launch_cast_weights(casts, flag, nullptr)); });
             expect_skipped(400, [&](const std::vector<Cast>& casts) {
                 const DeviceTable table(casts, kCounted);
-                check(launch_casts(table.casts(), flag, nullptr));
+                check(launch_cast_weights_table(table.casts(), flag, nullptr));
                 EXPECT_TRUE(table.is_state_clear());
             });
             GuardedTensor sums(DType::kFloat32, 129, 0);

@@ -58,7 +58,10 @@ struct RaceKernels {
 
 template <typename Proto>
 cudaError_t launch_sum(const Peers& peers, const LaunchArgs& args, cudaStream_t stream) {
-    return launch<RaceKernels<Proto>, float, Reduction::kSum, Algorithm::kOneShot>(peers, args, stream);
+    const SizedKernel kernel =
+        kernel_of<RaceKernels<Proto>, float, Reduction::kSum, Algorithm::kOneShot>(args, peers.world);
+    const EarlyLaunch launch(args, kernel.threads, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel.function, args, peers);
 }
 
 }  // namespace
@@ -79,7 +82,8 @@ cudaError_t copy_late(char* to, const char* from, int64_t bytes, uint64_t ns, cu
 }
 
 cudaError_t launch_copy_without_wait(const LaunchArgs& args, cudaStream_t stream) {
-    return launch_early(copy_without_wait_kernel, 256, Peers{}, args, stream);
+    const EarlyLaunch launch(args, 256, stream);
+    return cudaLaunchKernelEx(&launch.config, copy_without_wait_kernel, args, Peers{});
 }
 
 }  // namespace te_graph::collectives

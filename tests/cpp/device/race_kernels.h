@@ -1,7 +1,7 @@
 // Kernels of collectives with delayed blocks, some of which do not wait.
 #pragma once
 
-#include "collectives/tuning.h"
+#include "collectives/protocols.h"
 
 namespace te_graph::collectives {
 

@@ -1,5 +1,5 @@
 // The state of a rank and sequence numbers (rank_state.h), with kernels as random interleavings of their blocks'
-// arrivals and departures; the selection of protocols and the division of receive buffers (tuning.h).
+// arrivals and departures; the selection of protocols and the division of receive buffers (protocols.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/protocols.h"
 #include "collectives/rank_state.h"
-#include "collectives/tuning.h"
 #include "seed.h"
 
 namespace te_graph::collectives {

@@ -8,7 +8,7 @@
 #include <map>
 #include <ostream>
 
-#include "collectives/tuning.h"
+#include "collectives/protocols.h"
 #include "seed.h"
 
 namespace te_graph::collectives {
