@@ -1,4 +1,5 @@
 // What one callable does in a backward: gradients in, and .grad as eager execution would leave it.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -113,6 +114,15 @@ void GraphedCallable::warn_of_lost_gradients() {
                ": an earlier backward was for inputs alone, with retain_graph=True, and none followed for its "
                "parameters, whose gradients are missing. A schedule that splits the backward (zero bubble) needs "
                "te_graph.pipeline.prepare_stage(stage), which gives the PipelineStage a dw_builder");
+}
+
+// Eager execution would cast in such a backward what autocast lists, in whatever dtype the forward ran.
+void GraphedCallable::warn_of_autocast() {
+    if (has_warned_of_autocast_ || !at::autocast::is_autocast_enabled(device_.type())) return;
+    has_warned_of_autocast_ = true;
+    TORCH_WARN(name_,
+               ": backward is called inside an autocast region; its replay computes as captured, without autocast, "
+               "where eager execution would autocast: call backward() outside the region");
 }
 
 // Tells, once for each tensor, that the graph reads what is `given` in another layout than eager execution would.

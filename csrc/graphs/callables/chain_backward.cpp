@@ -91,7 +91,10 @@ std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<PendingBackward
 BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, variable_list grads) {
     GraphedCallable& first = *chain.front().callable;
     const c10::DeviceGuard on_device(first.device_);
-    for (const PendingBackward& pending : chain) pending.callable->check_backward(pending);
+    for (const PendingBackward& pending : chain) {
+        pending.callable->check_backward(pending);
+        pending.callable->warn_of_autocast();
+    }
 
     ReplayOrder& replay_order = *first.replay_order_;
     const auto alone = replay_order.enter_backward();
