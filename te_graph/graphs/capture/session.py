@@ -206,7 +206,9 @@ def _assemble_all(
                 capture.result.numbers_of_last(len(capture.changed.numbers)),
                 capture.signature.distinct_names,
                 capture.callable_guard.tensors,
-                capture.plan.results_that_are(list(itertools.compress(capture.output_numbers, capture.inner_outputs))),
+                capture.layout.results_that_are(
+                    list(itertools.compress(capture.output_numbers, capture.inner_outputs))
+                ),
             ),
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
@@ -216,7 +218,7 @@ def _assemble_all(
                 "backend": backend.name,
                 "slots": len(capture.slots),
                 "graphs": len(graphs),
-                "clones": capture.plan.clones * len(capture.slots) + sum(slot.clones for slot in capture.slots),
+                "clones": capture.layout.clones * len(capture.slots) + sum(slot.clones for slot in capture.slots),
                 "nodes": sum(backend.nodes(graph) for graph in graphs),
                 "bytes": own_bytes + inputs + shared_bytes // len(captures),
                 "capture_seconds": seconds,
@@ -228,7 +230,7 @@ def _assemble_all(
 
 def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
-    callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
+    callable_guard, gradients, layout = capture.callable_guard, capture.gradients, capture.layout
     callable_guard.guard.keep(capture.walker.functions)
     parameters = []
     each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
@@ -275,7 +277,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
         differentiable=capture.output_numbers,
         saved_outputs=capture.saved_outputs,
         inner_outputs=capture.inner_outputs,
-        results=[] if plan.is_plain else [result.spec(capture.label, callable_guard) for result in plan.results],
+        results=[] if layout.is_plain else [result.spec(capture.label, callable_guard) for result in layout.results],
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
         compares_autocast_cache=capture.walker.names.asks_for_autocast_cache,
