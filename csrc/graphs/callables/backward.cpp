@@ -156,18 +156,19 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, Ba
         const auto lent = slot.grad_inputs.lend(replay_order_->input_gradients());
         for (const InputEdge& edge : pending.input_edges) {
             const size_t end = results.gradients.size() + edge.uses;
-            if (!any_common(inputs_[edge.input].depends_on, got)) {
-            } else if (edge.is_shared) {
-                for (const at::Tensor& grad : slot.use_grads[edge.input]) results.gradients.push_back(grad.clone());
-            } else {
-                // A leaf keeps what it gets as .grad, which must not move under its holder.
-                results.gradients.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
+            if (any_common(inputs_[edge.input].depends_on, got)) {
+                if (edge.is_shared) {
+                    for (const at::Tensor& grad : slot.use_grads[edge.input]) results.gradients.push_back(grad.clone());
+                } else {
+                    // A leaf keeps what it gets as .grad, which must not move under its holder.
+                    results.gradients.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
+                }
             }
             results.gradients.resize(end);
         }
     }
-    if (slot.last_plan.happens) {
-        for (const auto& [impl, facts] : slot.last_plan.destinations) impl->bump_version();
+    if (slot.last_update.is_repeated) {
+        for (const auto& [impl, facts] : slot.last_update.destinations) impl->bump_version();
         return;
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {

@@ -63,7 +63,7 @@ bool GraphedCallable::leaves_nothing_behind(const PendingBackward& pending) cons
     const Slot& slot = slot_of(pending);
     const auto& updates = slot.updates;
     return pending.input_edges.empty() &&
-           (slot.last_plan.happens || std::none_of(updates.begin(), updates.end(), stays));
+           (slot.last_update.is_repeated || std::none_of(updates.begin(), updates.end(), stays));
 }
 
 // The graph of all `chain`, or null when they have to be launched one by one: gradients that are missing between them
