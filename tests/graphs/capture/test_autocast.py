@@ -213,12 +213,12 @@ def test_a_sequence_under_autocast(device):
         with torch.no_grad():
             return net(net(x).float())
 
-    sequence: Callable[[Tensor], Tensor] = te_graph.graphed(predict)
+    replayed: Callable[[Tensor], Tensor] = te_graph.graphed(predict)
     x = batch(device, requires_grad=False)
     with torch.autocast(device, torch.bfloat16):
         for _ in range(4):
-            assert_bitwise_equal(sequence(x).clone(), predict(x))
-    assert sequence.info()["forward_replays"] == 3
+            assert_bitwise_equal(replayed(x).clone(), predict(x))
+    assert replayed.info()["forward_replays"] == 3
 
 
 class Gated(nn.Module):

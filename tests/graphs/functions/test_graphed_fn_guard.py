@@ -141,17 +141,17 @@ def test_registered_checks_run_before_each_replay(device: str) -> None:
     def apply() -> None:
         plan.apply(x)
 
-    sequence = graphed(apply)
-    sequence()
+    replayed = graphed(apply)
+    replayed()
     assert told.qsize() == 0
-    called(sequence, 3)
+    called(replayed, 3)
     assert told.qsize() == 3
     with invalid, pytest.raises(RuntimeError, match="the plan's tensors moved"):
-        sequence()
+        replayed()
     assert_bitwise_equal(x, torch.full_like(x, 4))
-    sequence()
+    replayed()
     assert_bitwise_equal(x, torch.full_like(x, 5))
-    assert counts(sequence) == (1, 4, 0, 1)
+    assert counts(replayed) == (1, 4, 0, 1)
     before_replay(plan.check)
     assert told.qsize() == 5
 
