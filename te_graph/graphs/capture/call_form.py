@@ -55,7 +55,7 @@ class CallForm:
             if name in self._named and _is_default(self._named[name], value)
         }
 
-    def of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def normalize(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The same call in the form of the captured one; as it is where there is none."""
         if len(args) == self.count and kwargs.keys() == set(self._names):
             return args, self._in_order(kwargs)

@@ -37,7 +37,7 @@ class Output:
     is_base: bool = False
     is_cloned: bool = False
 
-    def of(self, results: list[Tensor]) -> Tensor:
+    def get(self, results: list[Tensor]) -> Tensor:
         """The output [...] among the ``results`` of a call, [...] each."""
         tensor = results[self.result]
         if self.is_base:
@@ -140,7 +140,7 @@ class ResultLayout:
 
     def outputs_of(self, results: list[Tensor]) -> list[Tensor]:
         """The outputs among the ``results`` of a call, [...] each."""
-        return [output.of(results) for output in self.outputs]
+        return [output.get(results) for output in self.outputs]
 
     def output_that_is(self, number: int) -> int | None:
         """The number of the output that is result ``number`` itself; None where there is none."""
