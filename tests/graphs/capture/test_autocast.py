@@ -282,3 +282,16 @@ def test_a_backward_under_autocast_replays_without_it_and_says_so_once(device):
         expected.backward(torch.ones_like(expected))
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert_bitwise_equal(one.grad, other.grad)
+
+
+def test_a_backward_of_a_chain_inside_autocast_warns_of_each_callable(device):
+    layers = tuple(nn.Linear(4, 4).to(device) for _ in range(2))
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    make_graphed_callables(layers, ((x,),), chain=True)
+    with pytest.warns(UserWarning, match="backward is called inside an autocast region") as warned:
+        for _ in range(2):
+            result = layers[1](layers[0](x))
+            with torch.autocast(device, torch.bfloat16):
+                result.backward(torch.ones_like(result))
+    names = {str(one.message).partition(": ")[0] for one in warned}
+    assert len(warned) == 2 and names == {"callable 0 (Linear)", "callable 1 (Linear)"}
