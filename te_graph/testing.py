@@ -7,7 +7,7 @@ def train():
     model, optimizer = make_model()
     tg.make_graphed_callables(tuple(model.layers), samples)
     losses = [step(model, optimizer, batch) for batch in batches]
-    return {"losses": losses, "parameters": dict(model.named_parameters())}
+    return {"losses": losses, "parameters": model.state_dict()}
 
 eager_twin(train)  # AssertionError: ['parameters']['layers.0.weight'] differs: 3 of 4096 elements, ...
 """
@@ -149,7 +149,7 @@ def eager_twin(train: Callable[[], _Result], *, seed: int = 0) -> _Result:
     Raises:
         AssertionError: the runs differ; names the first tensor and how much of it differs.
         ValueError: ``train`` returned nothing that could differ.
-        TypeError: ``train`` is no function.
+        TypeError: ``train`` is no function; it returned objects that are equal only to themselves, such as a model.
     """
     if not callable(train):
         raise TypeError(f"eager_twin: expected train to be a function that takes nothing, got {type(train).__name__}")
@@ -163,9 +163,29 @@ def eager_twin(train: Callable[[], _Result], *, seed: int = 0) -> _Result:
             )
         with keep_registered() as graphed:
             actual = _seeded(train, seed)
+    _refuse_identities(actual, expected)
     _warn_unless_replayed([one.info() for one in graphed])
     assert_bitwise_equal(_copied(actual), expected)
     return actual
+
+
+def _refuse_identities(actual: Any, expected: Any) -> None:
+    """Raise TypeError for a leaf that is another object after each run and that ``==`` knows by its identity alone."""
+    leaves, _ = pytree.tree_flatten_with_path(actual)
+    for (path, got), want in zip(leaves, pytree.tree_leaves(expected), strict=False):
+        if got is want or type(got).__eq__ is not object.__eq__:
+            continue
+        if isinstance(got, torch.nn.Module):
+            advice = "return its state_dict()"
+        elif isinstance(got, Iterator):
+            advice = "return a list of what it yields"
+        else:
+            advice = "return the tensors and numbers that it holds"
+        place = f" at {pytree.keystr(path)}" if path else ""
+        raise TypeError(
+            "eager_twin: expected train to return tensors, and objects that are compared by value, got a "
+            f"{type(got).__name__}{place}: {advice}"
+        )
 
 
 def _warn_unless_replayed(facts: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ def show_times(row: dict[str, Any]) -> str:
     return f"{show_number(row['device_us'])} / {show_number(row['host_us'])}"
 
 
-def tell_missed(record: dict[str, Any]) -> str:
+def missed_targets_remark(record: dict[str, Any]) -> str:
     """The targets that were missed, with what was reached."""
     missed = [
         f"{target['what']} {target['got']:g} ({target['bound']} {target['limit']:g})"
@@ -26,12 +26,12 @@ def tell_missed(record: dict[str, Any]) -> str:
     return f"Targets missed: {'; '.join(missed)}." if missed else ""
 
 
-def tell_not_measured(record: dict[str, Any]) -> str:
+def not_measured_remark(record: dict[str, Any]) -> str:
     missing = record.get("not_measured", {})
     return f"Not measured: {', '.join(f'{label} ({reason})' for label, reason in missing.items())}." if missing else ""
 
 
-def tell_origin(record: dict[str, Any]) -> str:
+def origin_remark(record: dict[str, Any]) -> str:
     where = record["gpu"] or f"CPU ({record['cpu']}), recorder"
     versions = [f"torch {record['torch']}"]
     versions += [f"{name} {record[key]}" for name, key in (("CUDA", "cuda"), ("driver", "driver")) if record[key]]
@@ -41,9 +41,9 @@ def tell_origin(record: dict[str, Any]) -> str:
     return f"{where}, {', '.join(versions)}, {commit}{changes}, {record['date'][:10]}: `{record['command']}`."
 
 
-def tell_all(remarks: Sequence[str], record: dict[str, Any]) -> str:
-    """The remarks that say something, and what tells where the results come from."""
-    return " ".join(filter(None, [*remarks, tell_origin(record)]))
+def join_remarks(remarks: Sequence[str], record: dict[str, Any]) -> str:
+    """The remarks that are not empty, and where the results come from."""
+    return " ".join(filter(None, [*remarks, origin_remark(record)]))
 
 
 def table_head(columns: Iterable[str]) -> list[str]:

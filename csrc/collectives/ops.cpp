@@ -31,9 +31,10 @@ void check_plain(const char* op, const char* argument, const at::Tensor& tensor)
 Reduction reduction_of(const char* op, const at::Tensor& x, c10::string_view name) {
     TORCH_CHECK_VALUE(name == "sum" || name == "max", op, ": expected reduction 'sum' or 'max', got '", name, "'");
     TORCH_CHECK_TYPE(element_of(x.scalar_type()) != Element::kBytes, op,
-                     ": expected x of dtype Float, Half or BFloat16, got ", x.scalar_type());
-    TORCH_CHECK_TYPE(name == "sum" || x.scalar_type() == at::kFloat, op, ": expected x of dtype Float for 'max', got ",
-                     x.scalar_type());
+                     ": expected x of dtype torch.float32, torch.float16 or torch.bfloat16, got ",
+                     dtype_name(x.scalar_type()));
+    TORCH_CHECK_TYPE(name == "sum" || x.scalar_type() == at::kFloat, op,
+                     ": expected x of dtype torch.float32 for 'max', got ", dtype_name(x.scalar_type()));
     return name == "sum" ? Reduction::kSum : Reduction::kMax;
 }
 

@@ -11,6 +11,8 @@
 #include <string>
 #include <utility>
 
+#include "common/dtype_name.h"
+
 #ifdef TE_GRAPH_CUDA
 #include <c10/cuda/CUDAException.h>
 #endif
@@ -19,8 +21,8 @@ namespace te_graph {
 
 // tensor: [...].
 inline void check_dtype(const char* op, const char* argument, const at::Tensor& tensor, at::ScalarType expected) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": expected ", argument, " of dtype ", expected, ", got ",
-                     tensor.scalar_type());
+    TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": expected ", argument, " of dtype ", dtype_name(expected),
+                     ", got ", dtype_name(tensor.scalar_type()));
 }
 
 // tensor: [...].

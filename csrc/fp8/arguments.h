@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 #include <type_traits>
 
 #include "common/arguments_apart.h"
@@ -25,9 +26,14 @@ inline void check_shape(const char* op, const char* argument, const at::Tensor& 
                       tensor.sizes());
 }
 
+// What a message about a dtype calls it: that of a tensor, or the argument `dtype` itself.
+inline std::string dtype_of(const std::string& argument) {
+    return argument == "dtype" ? argument : argument + " of dtype";
+}
+
 inline Format format_of(const char* op, const char* argument, at::ScalarType dtype) {
-    TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, op, ": expected ", argument,
-                     " of dtype Float8_e4m3fn or Float8_e5m2, got ", dtype);
+    TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn || dtype == at::kFloat8_e5m2, op, ": expected ", dtype_of(argument),
+                     " torch.float8_e4m3fn or torch.float8_e5m2, got ", dtype_name(dtype));
     return dtype == at::kFloat8_e4m3fn ? Format::kE4M3 : Format::kE5M2;
 }
 
@@ -40,7 +46,8 @@ inline DType wide_dtype_of(const char* op, const char* argument, at::ScalarType 
         case at::kBFloat16:
             return DType::kBFloat16;
         default:
-            TORCH_CHECK_TYPE(false, op, ": expected ", argument, " of dtype Float, Half or BFloat16, got ", dtype);
+            TORCH_CHECK_TYPE(false, op, ": expected ", dtype_of(argument),
+                             " torch.float32, torch.float16 or torch.bfloat16, got ", dtype_name(dtype));
     }
 }
 
@@ -71,7 +78,7 @@ inline Flag flag_of(const char* op, const char* argument, const std::optional<at
     check_one(op, argument, *flag, device);
     const at::ScalarType dtype = flag->scalar_type();
     TORCH_CHECK_TYPE(dtype == at::kInt || dtype == at::kBool || dtype == at::kFloat, op, ": expected ", argument,
-                     " of dtype Int, Bool or Float, got ", dtype);
+                     " of dtype torch.int32, torch.bool or torch.float32, got ", dtype_name(dtype));
     const auto kind = dtype == at::kInt    ? Flag::Kind::kInt32
                       : dtype == at::kBool ? Flag::Kind::kBool
                                            : Flag::Kind::kFloat32;

@@ -75,7 +75,7 @@ std::tuple<at::Tensor, at::Tensor> cast(const at::Tensor& x,      // [...]
     const at::Tensor input = x.contiguous(), scale_inv = new_scale_inv(x);
     Cast work = cast_of(kCast, input, scale, scale_inv, amax, counts);
     check_apart(kCast, {{"x", input, false}, {"scale", scale, false}, {"amax", amax, true}, {"counts", counts, true}});
-    work.format = format_of(kCast, "out", dtype);
+    work.format = format_of(kCast, "dtype", dtype);
     const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
     work.out = static_cast<uint8_t*>(out.data_ptr());
     TE_GRAPH_RUN(x.device(), cast, work, {});
@@ -144,7 +144,7 @@ PreparedTranspose prepare_transpose(const char* op,
     const at::Tensor input = x.contiguous(), scale_inv = new_scale_inv(x);
     Cast work = cast_of(op, input, scale, scale_inv, amax, counts);
     check_apart(op, {{"x", input, false}, {"scale", scale, false}, {"amax", amax, true}, {"counts", counts, true}});
-    work.format = format_of(op, "out", dtype);
+    work.format = format_of(op, "dtype", dtype);
     const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
     const at::Tensor out_t = at::empty({x.size(1), x.size(0)}, out.options());
     work.out = static_cast<uint8_t*>(out.data_ptr());
@@ -199,7 +199,8 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
     set_out(kOp, "out_t", out_t, {x.size(1), x.size(0)}, x, work.out_t);
     if (dbias) {
         TORCH_CHECK_TYPE(dbias->scalar_type() == at::kFloat || dbias->scalar_type() == x.scalar_type(), kOp,
-                         ": expected dbias of dtype Float or ", x.scalar_type(), ", got ", dbias->scalar_type());
+                         ": expected dbias of dtype torch.float32 or ", dtype_name(x.scalar_type()), ", got ",
+                         dtype_name(dbias->scalar_type()));
         check_shape(kOp, "dbias", *dbias, {x.size(1)});
         check_contiguous(kOp, "dbias", *dbias);
         check_device(kOp, "dbias", *dbias, x.device());
@@ -236,7 +237,7 @@ at::Tensor dequantize(const at::Tensor& x,          // [...]
                       at::ScalarType dtype) {
     check_strided(kDequantize, "x", x);
     format_of(kDequantize, "x", x.scalar_type());
-    wide_dtype_of(kDequantize, "out", dtype);
+    wide_dtype_of(kDequantize, "dtype", dtype);
     const at::Tensor input = x.contiguous();
     const at::Tensor out = at::empty(x.sizes(), x.options().dtype(dtype));
     const Dequantization work = dequantization_of(kDequantize, input, scale_inv, out);

@@ -115,7 +115,7 @@ void update_by_number(const at::Tensor& amax_history,     // [H, n]
 
 ScaleRule rule_of(const char* op, at::ScalarType dtype, double margin, double eps, bool power_of_2) {
     TORCH_CHECK_VALUE(eps >= 0, op, ": expected eps to be 0 or positive, got ", eps);
-    return {.scaled_max = scaled_max_of(op, max_of(format_of(op, "the cast", dtype)), margin),
+    return {.scaled_max = scaled_max_of(op, max_of(format_of(op, "dtype", dtype)), margin),
             .eps = static_cast<float>(eps),
             .power_of_2 = power_of_2};
 }

@@ -56,11 +56,11 @@ public:
     Tensors tables() const { return {table_, tiles_, state_}; }
 
 private:
-    // What the table goes by: a tensor may be laid out otherwise later, over the same memory.
+    // The layout that the table was built for: a tensor may be laid out otherwise later, over the same memory.
     struct TensorState {
         // tensor: [M, N] or [n].
         explicit TensorState(const at::Tensor& tensor);
-        // What is another about tensor [...] now, in words; nullptr: nothing.
+        // What changed about tensor [...] since, in words; nullptr: nothing.
         const char* change_of(const at::Tensor& tensor) const;
 
         // Small, since all are read at the start of each micro-batch.

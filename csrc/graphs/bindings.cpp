@@ -123,6 +123,7 @@ void bind(py::module_& m) {
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
     m.def("split_uses", &split_uses, py::arg("outputs"), py::arg("leaf"));
+    m.def("difference_of_counts", &difference_of_counts, py::arg("expected"), py::arg("got"));
     m.def("is_dense", &is_dense, py::arg("tensor"));
     m.def("refuse_observers", &refuse_observers_of_argument, py::arg("tensor"), py::arg("name"));
     m.def(

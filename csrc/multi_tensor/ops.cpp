@@ -126,7 +126,7 @@ void clip(at::TensorList tensors,        // [...] each
           const std::optional<at::Tensor>& found_inf)  // [] or [1]
 {
     if (tensors.empty()) {
-        // A rank without gradients tells of the norm of all ranks as well.
+        // A rank without gradients also reports the norm over all ranks in found_inf.
         const Operands operands(kClip, {{"total_norm", total_norm, false}, {"found_inf", found_inf, true}});
         const Scaling clip = clip_of(kClip, total_norm, max_norm, eps, found_inf, total_norm.device());
         if (found_inf) TE_GRAPH_RUN(total_norm.device(), scale, {}, clip);
@@ -216,8 +216,9 @@ PreparedAccumulation prepare_accumulate(at::TensorList destination,  // [...] ea
     TensorEntries entries(kAccumulate, destination, source, zero_source);
     for (size_t i = 0; i < entries.entries().size(); ++i) {
         TORCH_CHECK_TYPE(is_supported(entries.entries()[i].source_dtype, entries.entries()[i].destination_dtype),
-                         kAccumulate, ": expected source[", i, "] of the destination's dtype, or float16 or bfloat16 ",
-                         "for float32, got ", source[i].scalar_type(), " for ", destination[i].scalar_type());
+                         kAccumulate, ": expected source[", i, "] of the destination's dtype, or torch.float16 or ",
+                         "torch.bfloat16 for torch.float32, got ", dtype_name(source[i].scalar_type()), " for ",
+                         dtype_name(destination[i].scalar_type()));
     }
     Accumulation accumulation =
         accumulation_of(kAccumulate, scale, zero_source, sum_squares, found_inf, noop, entries.device());

@@ -41,10 +41,11 @@ void plan_accumulate(const Plan& plan, bool store, bool zero_source,
                      const MaybeTensor& found_inf,    // [] or [1]
                      const MaybeTensor& noop)         // [] or [1]
 {
-    TORCH_CHECK_VALUE(plan.has_sources(), "MultiTensorPlan: expected a plan with sources");
+    TORCH_CHECK_VALUE(plan.has_sources(),
+                      "MultiTensorPlan: expected a plan with sources, got none: MultiTensorPlan(tensors, sources)");
     TORCH_CHECK_TYPE((store && !sum_squares) || plan.may_accumulate(),
-                     "MultiTensorPlan: expected sources of their destinations' dtypes, or float16 or bfloat16 for "
-                     "float32, got others");
+                     "MultiTensorPlan: expected sources of their destinations' dtypes, or torch.float16 or "
+                     "torch.bfloat16 for torch.float32, got others");
     static const DispatchedOp<void, const at::Tensor&, const at::Tensor&, std::optional<bool>, bool, const MaybeTensor&,
                               const MaybeTensor&, const MaybeTensor&, const MaybeTensor&>
         op("te_graph::multi_tensor_accumulate_table_");

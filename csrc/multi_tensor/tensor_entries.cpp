@@ -27,7 +27,8 @@ DType dtype_of(const char* op, const char* argument, at::ScalarType dtype) {
             return DType::kBFloat16;
         default:
             TORCH_CHECK_TYPE(false, op, ": expected ", argument,
-                             " of dtype float32, float64, float16 or bfloat16, got ", dtype);
+                             " of dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, got ",
+                             dtype_name(dtype));
     }
 }
 

@@ -161,6 +161,6 @@ class Fp8Weights(StepWeights):
 
 def _listed(weights: Iterable[Tensor]) -> list[Tensor]:
     """``weights``, of any shapes yet, each a tensor."""
-    listed = list(as_sequence(weights, "weights"))
+    listed = list(as_sequence("Fp8Weights", "weights", weights))
     check_members("Fp8Weights", "weights", listed)
     return listed

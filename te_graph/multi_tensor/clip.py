@@ -65,16 +65,17 @@ def clip_grad_norm_(
 
     Source of the semantics: torch/nn/utils/clip_grad.py; products are rounded once, from fp32.
     """
-    max_norm, norm_type = as_max_norm(max_norm), as_norm_type(norm_type)
-    check_operands("clip_grad_norm_", found_inf=found_inf)
-    sequence = _parameters(parameters)
+    op = "clip_grad_norm_"
+    max_norm, norm_type = as_max_norm(op, max_norm), as_norm_type(op, norm_type)
+    check_operands(op, found_inf=found_inf)
+    sequence = _parameters(op, parameters)
     if not process_groups and not error_if_nonfinite:
         note_grad_reads(sequence)
         norm = _C.clip_plain_gradients(sequence, max_norm, norm_type, found_inf)
         if norm is not None:
             return norm
-    parts = parts_of(sequence, True, norm_type)
-    norm = total_norm(parts, norm_type, process_groups, sequence)
+    parts = parts_of(op, sequence, True, norm_type)
+    norm = total_norm(op, parts, norm_type, process_groups, sequence)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     clip_parts(parts, max_norm, norm, _C.CLIP_EPS, found_inf)
@@ -105,11 +106,12 @@ def clip_grads_with_norm_(
     Stream and capture: one launch for up to 2000 gradients; no allocation where ``total_norm`` is float32 on the
     gradients' device; no host sync unless it is on the CPU and they are not.
     """
-    max_norm = as_max_norm(max_norm)
+    op = "clip_grads_with_norm_"
+    max_norm = as_max_norm(op, max_norm)
     if not isinstance(total_norm, Tensor):
-        raise TypeError(f"te_graph: expected total_norm to be a tensor, got {type(total_norm).__name__}")
-    check_operands("clip_grads_with_norm_", found_inf=found_inf)
-    parts = parts_of(_parameters(parameters), True)
+        raise TypeError(f"{op}: expected total_norm to be a tensor, got {type(total_norm).__name__}")
+    check_operands(op, found_inf=found_inf)
+    parts = parts_of(op, _parameters(op, parameters), True)
     clip_parts(parts, max_norm, total_norm, _C.CLIP_EPS, found_inf)
 
 
@@ -136,18 +138,18 @@ def _norm_on(norm: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         return moved(norm, device, dtype)
 
 
-def as_max_norm(max_norm: float) -> float:
-    """``max_norm`` as a float that is no less than 0."""
+def as_max_norm(op: str, max_norm: float) -> float:
+    """The argument ``max_norm`` of ``op`` as a float that is no less than 0."""
     if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
-        raise TypeError("te_graph: expected max_norm to be a number, got a tensor on " + str(max_norm.device))
-    max_norm = as_number(max_norm, "max_norm")
+        raise TypeError(f"{op}: expected max_norm to be a number, got a tensor on {max_norm.device}")
+    max_norm = as_number(op, "max_norm", max_norm)
     if not max_norm >= 0:
-        raise ValueError(f"te_graph: expected max_norm to be 0 or positive, got {max_norm}")
+        raise ValueError(f"{op}: expected max_norm to be 0 or positive, got {max_norm}")
     return max_norm
 
 
-def _parameters(parameters: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
-    sequence = as_sequence(parameters, "parameters")
+def _parameters(op: str, parameters: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
+    sequence = as_sequence(op, "parameters", parameters)
     if isinstance(parameters, types.GeneratorType) and not sequence:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     return sequence

@@ -72,12 +72,13 @@ def clip_tensors_by_global_norm(
 
     Stream and capture: as ``clip_grad_norm_``.
     """
-    max_norm, eps = as_max_norm(max_norm), as_number(eps, "eps")
-    check_operands("clip_tensors_by_global_norm", global_norm=global_norm)
-    tensors = as_sequence(input_tensors, "input_tensors")
-    parts = parts_of(tensors, False)
+    op = "clip_tensors_by_global_norm"
+    max_norm, eps = as_max_norm(op, max_norm), as_number(op, "eps", eps)
+    check_operands(op, global_norm=global_norm)
+    tensors = as_sequence(op, "input_tensors", input_tensors)
+    parts = parts_of(op, tensors, False)
     for part in parts:
-        part.tensors.check_not_followed("clip_tensors_by_global_norm")
+        part.tensors.check_not_followed(op)
     if global_norm is None:
         global_norm = get_global_norm_of_tensors(tensors, process_groups=process_groups)
     clip_parts(parts, max_norm, global_norm, eps, None)
@@ -121,14 +122,15 @@ def update_hp_grads(
 
     Source of the semantics: DeepSpeed's BF16_Optimizer.update_hp_grads.
     """
-    check_operands("update_hp_grads", sum_squares=sum_squares, found_inf=found_inf, noop=noop)
-    params, hps = as_sequence(lp_params, "lp_params"), as_sequence(hp_grads, "hp_grads")
+    op = "update_hp_grads"
+    check_operands(op, sum_squares=sum_squares, found_inf=found_inf, noop=noop)
+    params, hps = as_sequence(op, "lp_params", lp_params), as_sequence(op, "hp_grads", hp_grads)
     if len(params) != len(hps):
-        raise ValueError(f"update_hp_grads: expected as many hp_grads as lp_params, {len(params)}, got {len(hps)}")
+        raise ValueError(f"{op}: expected as many hp_grads as lp_params, {len(params)}, got {len(hps)}")
     pairs = _pairs_by_device(params, hps)
     for destinations, sources, unused in pairs:
         for written in (destinations, sources, unused) if store else (destinations, sources):
-            written.check_not_followed("update_hp_grads")
+            written.check_not_followed(op)
     is_unused_concerned = store or sum_squares is not None or found_inf is not None
     if len(pairs) > 1 or (is_unused_concerned and any(len(unused) for _, _, unused in pairs)):
         _check(pairs, store, sum_squares, found_inf, noop)

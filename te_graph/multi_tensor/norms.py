@@ -65,8 +65,9 @@ def get_total_norm(
 
     Source of the semantics: torch/nn/utils/clip_grad.py, but for the dtype of the result, p = 0 and empty lists.
     """
-    sequence, norm_type = as_sequence(tensors, "tensors"), as_norm_type(norm_type)
-    norm = total_norm(parts_of(sequence, False, norm_type), norm_type, process_groups, sequence)
+    op = "get_total_norm"
+    sequence, norm_type = as_sequence(op, "tensors", tensors), as_norm_type(op, norm_type)
+    norm = total_norm(op, parts_of(op, sequence, False, norm_type), norm_type, process_groups, sequence)
     if error_if_nonfinite:
         raise_if_nonfinite(norm, norm_type)
     return norm
@@ -95,19 +96,20 @@ def multi_tensor_norms(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Ten
 
     Source of the semantics: torch._foreach_norm, with one result.
     """
-    sequence, p = as_sequence(tensors, "tensors"), as_norm_type(norm_type)
+    op = "multi_tensor_norms"
+    sequence, p = as_sequence(op, "tensors", tensors), as_norm_type(op, norm_type)
     try:
         return torch.ops.te_graph.multi_tensor_norms(list(sequence), p)
     except RuntimeError:  # the dispatcher's, which does not say which one it is
-        check_members("multi_tensor_norms", "tensors", sequence)
+        check_members(op, "tensors", sequence)
         raise
 
 
 def total_norm(
-    parts: Sequence[Part], p: float, process_groups: Sequence[ProcessGroup], tensors: Sequence[Tensor] = ()
+    op: str, parts: Sequence[Part], p: float, process_groups: Sequence[ProcessGroup], tensors: Sequence[Tensor] = ()
 ) -> Tensor:
     """Norm of all parts and ranks, []; of nothing, 0 on the device of ``process_groups`` or else of ``tensors``."""
-    process_groups = _own_groups(process_groups)
+    process_groups = _own_groups(op, process_groups)
     if len(parts) == 1 and not parts[0].groups and not process_groups:
         return parts[0].tensors.norm(p)
     partials: dict[tuple, tuple[Tensor, Sequence[ProcessGroup]]] = {}
@@ -155,8 +157,9 @@ def norm_of_sum_squares(sum_squares: Tensor, process_groups: Sequence[ProcessGro
     Stream and capture: one launch on the current stream, and one all-reduce of 576 bytes for each group; allocates the
         result, which a replay overwrites; no host sync.
     """
-    check_operands("norm_of_sum_squares", sum_squares=sum_squares)
-    reduced = _reduced(sum_squares, _own_groups(process_groups), 2.0)
+    op = "norm_of_sum_squares"
+    check_operands(op, sum_squares=sum_squares)
+    reduced = _reduced(sum_squares, _own_groups(op, process_groups), 2.0)
     return torch.ops.te_graph.multi_tensor_norm_finish(reduced, 2.0)
 
 
@@ -176,17 +179,17 @@ def _joined(a: Tensor, b: Tensor, p: float) -> Tensor:
     return torch.maximum(a, b) if math.isinf(p) else a + b
 
 
-def _own_groups(process_groups: Sequence[ProcessGroup]) -> Sequence[ProcessGroup]:
+def _own_groups(op: str, process_groups: Sequence[ProcessGroup]) -> Sequence[ProcessGroup]:
     """As given; torch passes over the operations of groups that this rank is not in, and its norm would be another."""
     if not process_groups:
         return ()
     if not isinstance(process_groups, Iterable):
-        raise TypeError(f"te_graph: expected process_groups to be a sequence of them, got {process_groups!r:.100}")
+        raise TypeError(f"{op}: expected process_groups to be a sequence of them, got {process_groups!r:.100}")
     groups = tuple(process_groups)
     for number, group in enumerate(groups):
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"te_graph: expected process_groups[{number}] to be a process group that this rank is in, got "
+                f"{op}: expected process_groups[{number}] to be a process group that this rank is in, got "
                 f"{group!r:.100}"
             )
     return groups

@@ -43,7 +43,7 @@ class MultiTensorPlan:
     """
 
     def __init__(self, tensors: Iterable[Tensor], sources: Iterable[Tensor] = ()) -> None:
-        self._plan = _C.Plan(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
+        self._plan = _C.Plan(as_sequence(_NAME, "tensors", tensors), as_sequence(_NAME, "sources", sources))
         # Where a capture that uses the plan finds what it reads.
         self._device_memory = (self._plan.table, self._plan.chunks, self._plan.partial)
 
@@ -72,7 +72,7 @@ class MultiTensorPlan:
         """
         if is_captured(self._plan.table.device):
             raise RuntimeError(f"{_NAME}: expected update() outside of captures, between replays")
-        self._plan.update(as_sequence(tensors, "tensors"), as_sequence(sources, "sources"))
+        self._plan.update(as_sequence(_NAME, "tensors", tensors), as_sequence(_NAME, "sources", sources))
 
     def norm(self, p: float = 2.0) -> Tensor:
         """Norm of all tensors together, as ``te_graph.get_total_norm``.
@@ -91,7 +91,7 @@ class MultiTensorPlan:
             sync.
         """
         self._before_replay()
-        return self._plan.norm(as_number(p, "p"))
+        return self._plan.norm(as_number(_NAME, "p", p))
 
     def clip_(self, total_norm: Tensor, max_norm: float, *, found_inf: Tensor | None = None) -> None:
         """Scale all tensors by ``min(1, max_norm / (total_norm + 1e-6))``; see ``te_graph.clip_grads_with_norm_``.
@@ -110,7 +110,7 @@ class MultiTensorPlan:
         """
         check_operands(_NAME, total_norm=total_norm, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
-        self._plan.clip_(total_norm, as_number(max_norm, "max_norm"), found_inf=found_inf)
+        self._plan.clip_(total_norm, as_number(_NAME, "max_norm", max_norm), found_inf=found_inf)
 
     def clip_norm_(self, max_norm: float, p: float = 2.0, *, found_inf: Tensor | None = None) -> Tensor:
         """``norm`` and ``clip_`` with one look at the tensors, which are mutated.
@@ -133,7 +133,7 @@ class MultiTensorPlan:
         """
         check_operands(_NAME, found_inf=found_inf)
         self._before_replay(writes_tensors=True)
-        return self._plan.clip_norm_(as_number(max_norm, "max_norm"), as_number(p, "p"), found_inf)
+        return self._plan.clip_norm_(as_number(_NAME, "max_norm", max_norm), as_number(_NAME, "p", p), found_inf)
 
     def scale_(self, scale: Tensor, *, found_inf: Tensor | None = None) -> None:
         """Multiply all tensors by one factor: ``x *= scale``, rounded once. Mutated: the tensors.

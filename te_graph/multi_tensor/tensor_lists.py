@@ -31,8 +31,9 @@ class Part:
 
 @dataclass
 class _Builder:
-    """Collects the parts of a list that holds more than plain tensors, for a p-norm."""
+    """Collects the parts of a list that holds more than plain tensors, for a p-norm in ``op``."""
 
+    op: str
     p: float
     tensors: dict[tuple, list[Tensor]] = field(default_factory=dict)
     groups: dict[tuple, tuple[ProcessGroup, ...]] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class _Builder:
             tensor, groups = local_part(tensor)
         if tensor.is_complex():
             if self.p != 2:
-                raise TypeError(f"te_graph: expected complex tensors with norm_type 2 only, got norm_type {self.p}")
+                raise TypeError(f"{self.op}: expected complex tensors with norm_type 2 only, got norm_type {self.p}")
             # What is to be conjugated has the norm of what lies in its memory, and is scaled by as much.
             tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
         key = (tensor.device, *(group.group_name for group in groups))
@@ -85,14 +86,15 @@ def note_grad_reads(tensors: Iterable[Tensor]) -> None:
             _ = tensor.grad
 
 
-def parts_of(tensors: Sequence[Tensor], gradients: bool, p: float = 2.0) -> list[Part]:
-    """The tensors, [...] each, or their gradients where they have one, by device and process groups, for a p-norm."""
+def parts_of(op: str, tensors: Sequence[Tensor], gradients: bool, p: float = 2.0) -> list[Part]:
+    """The tensors, [...] each, or their gradients where they have one, by device and process groups, for a p-norm in
+    ``op``."""
     if gradients:
         note_grad_reads(tensors)
     lists = _C.collect(tensors, gradients)
     if lists is not None:
         return [Part(tensors) for tensors in lists]
-    builder = _Builder(p)
+    builder = _Builder(op, p)
     for tensor in tensors:
         tensor = tensor.grad if gradients else tensor
         if tensor is not None:
@@ -105,8 +107,8 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     return tensor.to(device, dtype, non_blocking=device.type != "cpu")
 
 
-def as_sequence(tensors: Tensor | Iterable[Tensor], name: str) -> Sequence[Tensor]:
-    """One tensor [...], or any iterable of them, as a list or tuple. ``name`` is what messages call it."""
+def as_sequence(op: str, name: str, tensors: Tensor | Iterable[Tensor]) -> Sequence[Tensor]:
+    """One tensor [...], or any iterable of them, as a list or tuple: the argument ``name`` of ``op``."""
     if isinstance(tensors, Tensor):
         return [tensors]
     if isinstance(tensors, list | tuple):
@@ -116,24 +118,24 @@ def as_sequence(tensors: Tensor | Iterable[Tensor], name: str) -> Sequence[Tenso
     except TypeError:
         advice = ": pass its parameters()" if isinstance(tensors, nn.Module) else ""
         raise TypeError(
-            f"te_graph: expected {name} to be a tensor or an iterable of them, got {type(tensors).__name__}{advice}"
+            f"{op}: expected {name} to be a tensor or an iterable of them, got {type(tensors).__name__}{advice}"
         ) from None
     return list(items)
 
 
-def as_number(value: Any, name: str) -> float:
-    """``value`` as a float. ``name`` is what messages call it."""
+def as_number(op: str, name: str, value: Any) -> float:
+    """``value``, the argument ``name`` of ``op``, as a float."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise TypeError(f"te_graph: expected {name} to be a number, got {value!r:.100}") from error
+        raise TypeError(f"{op}: expected {name} to be a number, got {value!r:.100}") from error
 
 
-def as_norm_type(value: Any) -> float:
-    """The argument ``norm_type`` as a float: 0, positive or ``inf``."""
-    norm_type = as_number(value, "norm_type")
+def as_norm_type(op: str, value: Any) -> float:
+    """``value``, the argument ``norm_type`` of ``op``, as a float: 0, positive or ``inf``."""
+    norm_type = as_number(op, "norm_type", value)
     if not norm_type >= 0:
-        raise ValueError(f"te_graph: expected norm_type to be 0, positive or inf, got {value!r:.100}")
+        raise ValueError(f"{op}: expected norm_type to be 0, positive or inf, got {value!r:.100}")
     return norm_type
 
 

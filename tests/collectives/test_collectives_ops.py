@@ -198,14 +198,14 @@ def bad_calls(rank: Rank, group: tg.PeerGroup) -> list[tuple[Callable[[], Any], 
     elsewhere = torch.empty(n, 3, device="cpu" if rank.device != "cpu" else "meta")
     out, leaf = torch.zeros_like(x), x.clone().requires_grad_()
     name, world = group.name, rank.world
-    number = "expected x of dtype Float, Half or BFloat16, got"
+    number = "expected x of dtype torch.float32, torch.float16 or torch.bfloat16, got"
     bad: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: ops.all_reduce(x, "unknown"), ValueError, "all_reduce: .* te_graph.PeerGroup, got 'unknown'"),
         (lambda: ops.all_gather_out(out, x, 0, world, ""), ValueError, "all_gather_out: .* te_graph.PeerGroup, got ''"),
-        (lambda: tg.all_reduce(double, group), TypeError, f"all_reduce: {number} Double"),
-        (lambda: tg.reduce_scatter(x.long(), group), TypeError, f"reduce_scatter: {number} Long"),
-        (lambda: tg.all_reduce_(x > 0, group), TypeError, f"all_reduce_: {number} Bool"),
-        (lambda: tg.all_reduce(low, group, "max"), TypeError, "dtype Float for 'max', got BFloat16"),
+        (lambda: tg.all_reduce(double, group), TypeError, f"all_reduce: {number} torch.float64"),
+        (lambda: tg.reduce_scatter(x.long(), group), TypeError, f"reduce_scatter: {number} torch.int64"),
+        (lambda: tg.all_reduce_(x > 0, group), TypeError, f"all_reduce_: {number} torch.bool"),
+        (lambda: tg.all_reduce(low, group, "max"), TypeError, "dtype torch.float32 for 'max', got torch.bfloat16"),
         (lambda: tg.all_reduce(x, group, "mean"), ValueError, "expected reduction 'sum' or 'max', got 'mean'"),
         (lambda: tg.all_gather(x, group, 2), IndexError, "all_gather: expected dim from -2 to 1, got 2"),
         (lambda: tg.reduce_scatter(x, group, -3), IndexError, "reduce_scatter: expected dim from -2 to 1, got -3"),
@@ -217,7 +217,11 @@ def bad_calls(rank: Rank, group: tg.PeerGroup) -> list[tuple[Callable[[], Any], 
         (lambda: ops.all_gather(x, 0, world + 1, name), ValueError, rf"world_size {world} of .*, got {world + 1}"),
         (lambda: ops.reduce_scatter(x, 0, 0, name), ValueError, rf"expected world_size {world} of .*, got 0"),
         (lambda: tg.all_reduce_out(out[1:], x, group), ValueError, rf"expected out of shape \[{n}, 3\], got"),
-        (lambda: tg.all_reduce_out(out.half(), x, group), TypeError, "expected out of dtype Float, got Half"),
+        (
+            lambda: tg.all_reduce_out(out.half(), x, group),
+            TypeError,
+            "expected out of dtype torch.float32, got torch.float16",
+        ),
         (lambda: tg.all_reduce_out(out.to_sparse(), x, group), ValueError, "out of layout Strided, got Sparse"),
         (lambda: tg.reduce_scatter_out(x[:1], x, group), ValueError, r"expected out of shape \[2, 3\], got \[1, 3\]"),
         (lambda: tg.all_gather_out(scalar, x, group), ValueError, r"expected out of shape .*, got \[\]"),

@@ -37,7 +37,7 @@ class Sample:
 ELEMENTS: dict[str, Callable[[Sample, Any], object]] = {
     "clip_grad_norm_: found_inf": lambda s, x: tg.clip_grad_norm_(s.parameters, 1.0, found_inf=x),
     "clip_grads_with_norm_: found_inf": lambda s, x: tg.clip_grads_with_norm_(s.parameters, 1.0, s.one, found_inf=x),
-    "te_graph: total_norm": lambda s, x: tg.clip_grads_with_norm_(s.parameters, 1.0, x),
+    "clip_grads_with_norm_: total_norm": lambda s, x: tg.clip_grads_with_norm_(s.parameters, 1.0, x),
     "clip_tensors_by_global_norm: global_norm": lambda s, x: tg.clip_tensors_by_global_norm(s.gradients, 1.0, x),
     "norm_of_sum_squares: sum_squares": lambda s, x: tg.norm_of_sum_squares(x),
     "Fp8Weights: scale": lambda s, x: tg.Fp8Weights(s.sources, scale=x),
@@ -79,13 +79,19 @@ NUMBERS: dict[str, Callable[[Sample, Any], object]] = {
 }
 
 
+def _op_and_argument(which: str) -> tuple[str, str]:
+    """How messages call them."""
+    op, name = which.split(": ")
+    return "MultiTensorPlan" if op.startswith("plan") else op, name
+
+
 @pytest.mark.parametrize("which", NUMBERS)
 def test_what_is_no_number_is_named(which, device):
-    name = which.split(": ")[1]
+    op, name = _op_and_argument(which)
     sample = Sample(device)
     before = copies(sample.all)
     for wrong in (None, "x", [1.0], 1j, torch.ones(2), 10**400):
-        with pytest.raises(TypeError, match=f"expected {name} to be a number, got "):
+        with pytest.raises(TypeError, match=f"^{op}: expected {name} to be a number, got "):
             NUMBERS[which](sample, wrong)
     assert all_same_bits(sample.all, before)
 

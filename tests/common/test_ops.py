@@ -155,12 +155,12 @@ BAD_INPUT: dict[str, tuple[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], ty
     "dtype of table": (
         lambda table, chunks: (table.to(torch.int32), chunks),
         TypeError,
-        "expected table of dtype Long, got Int",
+        "expected table of dtype torch.int64, got torch.int32",
     ),
     "dtype of chunks": (
         lambda table, chunks: (table, chunks.to(torch.int64)),
         TypeError,
-        "expected chunks of dtype Int, got Long",
+        "expected chunks of dtype torch.int32, got torch.int64",
     ),
     "columns of table": (
         lambda table, chunks: (table[:, :3].contiguous(), chunks),

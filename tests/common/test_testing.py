@@ -263,6 +263,19 @@ def test_a_training_that_returns_nothing_to_compare_is_refused(empty):
         eager_twin(lambda: empty)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Linear(2, 2), r"got a Linear: return its state_dict\(\)$"),
+        (lambda: {"steps": iter([1.0])}, r"got a list_iterator at \['steps'\]: return a list of what it yields$"),
+        (lambda: [1.0, object()], r"got a object at \[1\]: return the tensors and numbers that it holds$"),
+    ],
+)
+def test_a_training_that_returns_what_has_no_value_is_refused(make, words):
+    with pytest.raises(TypeError, match=f"^eager_twin: expected train to return .* are compared by value, {words}"):
+        eager_twin(make)
+
+
 def test_what_is_no_training_is_refused():
     with pytest.raises(TypeError, match=r"^eager_twin: expected train to be a function that takes nothing, got dict$"):
         eager_twin({})  # type: ignore[arg-type]

@@ -245,11 +245,20 @@ def test_the_message_says_what_was_expected_and_what_came(device_of_all):
     place = "cuda:0" if device_of_all == "cuda" else "cpu"
     for call, error, words in (
         (lambda: tg.fp8_cast(x, torch.ones(4, device=device_of_all)), ValueError, "fp8_cast: expected scale .*got .*4"),
-        (lambda: tg.fp8_cast(x, torch.ones(1, device=device_of_all).half()), TypeError, "scale .*Float.*got .*Half"),
+        (
+            lambda: tg.fp8_cast(x, torch.ones(1, device=device_of_all).half()),
+            TypeError,
+            "scale .*torch.float32, got torch.float16",
+        ),
         (
             lambda: tg.fp8_cast(x, torch.ones(1, device=other_device(device_of_all))),
             ValueError,
             f"scale on {place}, got {other_device(device_of_all)}",
+        ),
+        (
+            lambda: tg.fp8_cast(x, torch.ones(1, device=device_of_all), torch.float16),
+            TypeError,
+            "^fp8_cast: expected dtype torch.float8_e4m3fn or torch.float8_e5m2, got torch.float16$",
         ),
         (lambda: tg.fp8_cast_transpose(x[0], torch.ones(1, device=device_of_all)), ValueError, r"x .*two.*got .*\[4\]"),
     ):

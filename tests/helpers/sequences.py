@@ -12,17 +12,17 @@ from te_graph import graphed
 from te_graph.testing import assert_bitwise_equal
 
 
-def counts(sequence: Any) -> tuple[int, int, int, int]:
+def counts(replayed: Any) -> tuple[int, int, int, int]:
     """(captures, replays, misses, eager calls) of a graphed function."""
-    info = sequence.info()
+    info = replayed.info()
     eager = info["eager_calls"]
     misses = sum(count for reason, count in eager.items() if reason.endswith(" since capture"))
     return info["signatures"] + info["recaptures"], info["forward_replays"], misses, sum(eager.values())
 
 
-def captures(sequence: Any) -> int:
+def captures(replayed: Any) -> int:
     """Captures of a graphed function so far."""
-    return counts(sequence)[0]
+    return counts(replayed)[0]
 
 
 def tensors(device: str, count: int = 3, size: int = 5) -> list[Tensor]:  # [size] each
@@ -43,13 +43,13 @@ def called(function: Callable[..., Any], times: int, *args: Any) -> Any:
 
 def assert_follows(function: Callable[[Tensor], Tensor], change: Callable[[], Any], device: str = "cpu") -> None:
     """Three calls, the change, three calls; the second captures and the third replays."""
-    sequence, x = graphed(function), torch.ones(3, device=device)
+    replayed, x = graphed(function), torch.ones(3, device=device)
     for _ in range(3):
-        assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence) == (1, 2, 0, 1)
+        assert_bitwise_equal(replayed(x).clone(), function(x))
+    assert counts(replayed) == (1, 2, 0, 1)
     before = function(x)
     change()
     assert not torch.equal(function(x), before) or torch.equal(before, torch.zeros_like(before))
     for _ in range(3):
-        assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence) == (2, 4, 1, 2)
+        assert_bitwise_equal(replayed(x).clone(), function(x))
+    assert counts(replayed) == (2, 4, 1, 2)

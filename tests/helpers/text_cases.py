@@ -48,15 +48,15 @@ def function_of_case(module: types.ModuleType, setup: str, read: str) -> tuple[C
 
 def assert_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
     """Three calls, of which the third replays; the change; another call."""
-    function, sequence, x = function_of_case(module, setup, read)
+    function, replayed, x = function_of_case(module, setup, read)
     for _ in range(3):
-        assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence) == (1, 2, 0, 1)
+        assert_bitwise_equal(replayed(x).clone(), function(x))
+    assert counts(replayed) == (1, 2, 0, 1)
     before = function(x)
     run_text(module, change)
     assert not torch.equal(function(x), before)
-    assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence)[2] == 1
+    assert_bitwise_equal(replayed(x).clone(), function(x))
+    assert counts(replayed)[2] == 1
 
 
 def outcome_of_callable(module: types.ModuleType, setup: str, read: str, change: str) -> str:

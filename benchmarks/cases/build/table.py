@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lib.remarks import show_number, table_head, tell_all, tell_missed
+from lib.remarks import join_remarks, missed_targets_remark, show_number, table_head
 
 
 def build_table(record: dict[str, Any]) -> list[str]:
@@ -18,4 +18,4 @@ def build_table(record: dict[str, Any]) -> list[str]:
     for kind, label in record["kinds"].items():
         lines.append(f"| {label} | {' | '.join(seconds.get((kind, name), 'failed') for name in changed)} |")
     origin = {**record, "gpu": f"Without ccache. {record['cpu']}, {record['compiler']}"}
-    return [*lines, "", tell_all([tell_missed(record)], origin)]
+    return [*lines, "", join_remarks([missed_targets_remark(record)], origin)]

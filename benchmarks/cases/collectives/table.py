@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lib.remarks import show_number, table_head, tell_all, tell_missed, tell_not_measured
+from lib.remarks import join_remarks, missed_targets_remark, not_measured_remark, show_number, table_head
 from lib.units import KIB, MIB, size_name
 
 SHOWN = {  # sizes in the table, of ops that do not show all; the others are in the plot
@@ -23,8 +23,8 @@ def collectives_table(record: dict[str, Any]) -> list[str]:
     ]
     for op in record["ops"]:
         lines += [_row(record, op, nbytes) for nbytes in record["sizes"] if nbytes in SHOWN.get(op, record["sizes"])]
-    remarks = [_transport(record), _multicast(record), tell_missed(record), tell_not_measured(record)]
-    return [*lines, "", tell_all(remarks, record)]
+    remarks = [_transport(record), _multicast(record), missed_targets_remark(record), not_measured_remark(record)]
+    return [*lines, "", join_remarks(remarks, record)]
 
 
 def _row(record: dict[str, Any], op: str, nbytes: int) -> str:

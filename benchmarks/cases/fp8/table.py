@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lib.remarks import show_range, show_times, table_head, tell_all, tell_missed, tell_not_measured
+from lib.remarks import join_remarks, missed_targets_remark, not_measured_remark, show_range, show_times, table_head
 
 SHOWN_ACTIVATION = "2048x8192"  # the others are in the plot
 
@@ -22,8 +22,8 @@ def fp8_table(record: dict[str, Any]) -> list[str]:
         for case, label in cases.items():
             if part != "activation" or case == SHOWN_ACTIVATION:
                 lines += [_row(record, part, case, label, op) for op in record["ops"][part]]
-    remarks = [_bandwidth(record), _launches(record), tell_missed(record), tell_not_measured(record)]
-    return [*lines, "", tell_all(remarks, record)]
+    remarks = [_bandwidth(record), _launches(record), missed_targets_remark(record), not_measured_remark(record)]
+    return [*lines, "", join_remarks(remarks, record)]
 
 
 def _row(record: dict[str, Any], part: str, case: str, label: str, op: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lib.remarks import show_number, show_range, table_head, tell_all, tell_not_measured
+from lib.remarks import join_remarks, not_measured_remark, show_number, show_range, table_head
 
 
 def graphed_table(record: dict[str, Any]) -> list[str]:
@@ -16,8 +16,8 @@ def graphed_table(record: dict[str, Any]) -> list[str]:
     ]
     for shape, label in record["shapes"].items():
         lines.append(f"| {label} | {' | '.join(_cell(rows.get((shape, variant))) for variant in variants)} |")
-    remarks = [_gradients(record), _launches(record, variants), _split(record), tell_not_measured(record)]
-    return [*lines, "", tell_all(remarks, record)]
+    remarks = [_gradients(record), _launches(record, variants), _split(record), not_measured_remark(record)]
+    return [*lines, "", join_remarks(remarks, record)]
 
 
 def sweep_plot(record: dict[str, Any]) -> list[str]:
@@ -39,7 +39,7 @@ def sweep_plot(record: dict[str, Any]) -> list[str]:
         "![Host time of a call against its number of parameters](benchmarks/results/graphed_sweep.svg)",
         "",
         "Host µs per call of a callable with few kernels, against its number of parameters, gradients present.",
-        tell_all([growth, _gradients(record), tell_not_measured(record)], record),
+        join_remarks([growth, _gradients(record), not_measured_remark(record)], record),
     ]
 
 
@@ -58,7 +58,7 @@ def flags_table(record: dict[str, Any]) -> list[str]:
     ]
     for variant, label in record["variants"].items():
         lines.append(f"| {label} | {' | '.join(cell(variant, nodes) for nodes in record['nodes'])} |")
-    return [*lines, "", tell_all([tell_not_measured(record)], record)]
+    return [*lines, "", join_remarks([not_measured_remark(record)], record)]
 
 
 def _updates(nodes: int) -> str:

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from lib.remarks import show_number, show_range, show_times, table_head, tell_all, tell_missed, tell_not_measured
+from lib.remarks import (
+    join_remarks,
+    missed_targets_remark,
+    not_measured_remark,
+    show_number,
+    show_range,
+    show_times,
+    table_head,
+)
 
 SHOWN = (  # rows of the table of multi-tensor ops: list and operation
     ("gpt3-1.3b-bf16", "norm"),
@@ -28,10 +36,10 @@ def multi_tensor_table(record: dict[str, Any]) -> list[str]:
         _bandwidth(record),
         _launches(record),
         _hp_functions(record),
-        tell_missed(record),
-        tell_not_measured(record),
+        missed_targets_remark(record),
+        not_measured_remark(record),
     ]
-    return [*lines, "", tell_all(remarks, record)]
+    return [*lines, "", join_remarks(remarks, record)]
 
 
 def _row(record: dict[str, Any], name: str, op: str) -> str:

@@ -1,4 +1,5 @@
 // What one callable does in a backward: gradients in, and .grad as eager execution would leave it.
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -115,6 +116,15 @@ void GraphedCallable::warn_of_lost_gradients() {
                "te_graph.pipeline.prepare_stage(stage), which gives the PipelineStage a dw_builder");
 }
 
+// Eager execution would cast in such a backward what autocast lists, in whatever dtype the forward ran.
+void GraphedCallable::warn_of_autocast() {
+    if (has_warned_of_autocast_ || !at::autocast::is_autocast_enabled(device_.type())) return;
+    has_warned_of_autocast_ = true;
+    TORCH_WARN(name_,
+               ": backward is called inside an autocast region; its replay computes as captured, without autocast, "
+               "where eager execution would autocast: call backward() outside the region");
+}
+
 // Tells, once for each tensor, that the graph reads what is `given` in another layout than eager execution would.
 void GraphedCallable::note_layout(std::vector<bool>& noted, size_t number, const std::string& what,
                                   const at::Tensor& given, const at::Tensor& captured) const {
@@ -146,18 +156,19 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, Ba
         const auto lent = slot.grad_inputs.lend(replay_order_->input_gradients());
         for (const InputEdge& edge : pending.input_edges) {
             const size_t end = results.gradients.size() + edge.uses;
-            if (!any_common(inputs_[edge.input].depends_on, got)) {
-            } else if (edge.is_shared) {
-                for (const at::Tensor& grad : slot.use_grads[edge.input]) results.gradients.push_back(grad.clone());
-            } else {
-                // A leaf keeps what it gets as .grad, which must not move under its holder.
-                results.gradients.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
+            if (any_common(inputs_[edge.input].depends_on, got)) {
+                if (edge.is_shared) {
+                    for (const at::Tensor& grad : slot.use_grads[edge.input]) results.gradients.push_back(grad.clone());
+                } else {
+                    // A leaf keeps what it gets as .grad, which must not move under its holder.
+                    results.gradients.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
+                }
             }
             results.gradients.resize(end);
         }
     }
-    if (slot.last_plan.happens) {
-        for (const auto& [impl, facts] : slot.last_plan.destinations) impl->bump_version();
+    if (slot.last_update.is_repeated) {
+        for (const auto& [impl, facts] : slot.last_update.destinations) impl->bump_version();
         return;
     }
     for (size_t i = 0; i < parameters_.size(); ++i) {

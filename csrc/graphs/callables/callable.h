@@ -147,6 +147,7 @@ private:
     void plan_parameters(PendingBackward& pending, const Bits& got);
     void note_use_outside(size_t parameter);
     void warn_of_lost_gradients();
+    void warn_of_autocast();
     void note_main_grad_unused(size_t number) const;  // of the parameter
     void note_layout(std::vector<bool>& noted, size_t number, const std::string& what, const at::Tensor& given,
                      const at::Tensor& captured) const;
@@ -185,6 +186,7 @@ private:
     mutable std::vector<bool> reordered_inputs_, reordered_grads_, unused_main_grads_;  // warned about once
     std::atomic<bool> has_lost_gradients_{false};
     bool has_warned_of_lost_gradients_ = false;
+    bool has_warned_of_autocast_ = false;
     std::atomic<int64_t> forward_replays_{0};
     std::atomic<int64_t> backward_replays_{0};
 };

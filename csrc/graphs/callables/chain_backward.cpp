@@ -63,7 +63,7 @@ bool GraphedCallable::leaves_nothing_behind(const PendingBackward& pending) cons
     const Slot& slot = slot_of(pending);
     const auto& updates = slot.updates;
     return pending.input_edges.empty() &&
-           (slot.last_plan.happens || std::none_of(updates.begin(), updates.end(), stays));
+           (slot.last_update.is_repeated || std::none_of(updates.begin(), updates.end(), stays));
 }
 
 // The graph of all `chain`, or null when they have to be launched one by one: gradients that are missing between them
@@ -91,7 +91,10 @@ std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<PendingBackward
 BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, variable_list grads) {
     GraphedCallable& first = *chain.front().callable;
     const c10::DeviceGuard on_device(first.device_);
-    for (const PendingBackward& pending : chain) pending.callable->check_backward(pending);
+    for (const PendingBackward& pending : chain) {
+        pending.callable->check_backward(pending);
+        pending.callable->warn_of_autocast();
+    }
 
     ReplayOrder& replay_order = *first.replay_order_;
     const auto alone = replay_order.enter_backward();

@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "common/abort_flag.h"
+#include "common/dtype_name.h"
 #include "graphs/callables/callable.h"
 #include "graphs/callables/copy.h"
 #include "graphs/callables/observers.h"
@@ -45,7 +46,7 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
     } else if (got.sizes() != expected.sizes()) {
         words << " of shape " << expected.sizes() << ", got " << got.sizes();
     } else if (got.scalar_type() != expected.scalar_type()) {
-        words << " of dtype " << expected.scalar_type() << ", got " << got.scalar_type();
+        words << " of dtype " << dtype_name(expected.scalar_type()) << ", got " << dtype_name(got.scalar_type());
     } else if (got.device() != expected.device()) {
         words << " on " << expected.device() << ", got " << got.device();
     } else if (!has_memory(got)) {
@@ -57,7 +58,7 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
     } else {
         const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
         words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got)
-              << "; capture with a sample that has what calls have";
+              << "; capture with a sample whose requires_grad matches that of the calls";
     }
     return words.str();
 }
@@ -67,10 +68,7 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
 // Empty when the inputs are like those at capture, else what differs.
 std::string GraphedCallable::difference_of_inputs(const std::vector<at::Tensor>& inputs) const {
     const std::vector<at::Tensor>& samples = slots_.front()->inputs;
-    if (inputs.size() != samples.size()) {
-        return "expected " + std::to_string(samples.size()) + " positional arguments as at capture, got " +
-               std::to_string(inputs.size());
-    }
+    if (inputs.size() != samples.size()) return difference_of_counts(samples.size(), inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
         if (!is_like(samples[i], inputs[i])) return "expected " + inputs_[i].name + difference(samples[i], inputs[i]);
     }

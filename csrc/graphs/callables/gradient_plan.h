@@ -41,7 +41,7 @@ enum class GradientAction {
     kAddMainGradEagerly,
 };
 
-constexpr GradientAction plan_gradient(const GradientSituation& now) {
+constexpr GradientAction decide_gradient(const GradientSituation& now) {
     if (!now.reached) return GradientAction::kNothing;
     if (now.through_autograd) return GradientAction::kReturn;
     if (now.inputs_only) return GradientAction::kNothing;

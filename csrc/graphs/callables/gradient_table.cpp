@@ -9,6 +9,8 @@
 
 #include <cstring>
 
+#include "common/dtype_name.h"
+
 #ifdef TE_GRAPH_CUDA
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -45,7 +47,7 @@ std::optional<ElementType> find_element_type(at::ScalarType dtype) {
 
 ElementType element_type(at::ScalarType dtype) {
     const auto found = find_element_type(dtype);
-    TORCH_CHECK_TYPE(found, "te_graph: gradients of dtype ", dtype,
+    TORCH_CHECK_TYPE(found, "te_graph: gradients of dtype ", dtype_name(dtype),
                      " cannot be accumulated in a graph; pass accumulate_grads=False");
     return *found;
 }
@@ -78,7 +80,8 @@ GradientTable::GradientTable(const std::vector<int64_t>& sizes, const std::vecto
         const auto [source, elements] = element_type(source_dtypes[i]);
         const DType destination = element_type(destination_dtypes[i]).dtype;
         TORCH_CHECK_TYPE(multi_tensor::is_supported(source, destination), "te_graph: gradients of dtype ",
-                         source_dtypes[i], " cannot be accumulated into ", destination_dtypes[i]);
+                         dtype_name(source_dtypes[i]), " cannot be accumulated into ",
+                         dtype_name(destination_dtypes[i]));
         numels.push_back(sizes[i] * elements);
         current_.push_back({nullptr, nullptr, numels.back(), source, destination, Mode::kSkip, {}});
     }
@@ -112,11 +115,11 @@ void GradientTable::bind(const std::vector<at::Tensor>& sources) {
     entries_.copy_(host);
 }
 
-void GradientTable::set(size_t index, EntryWrite order) {
-    if (!differs(index, order)) return;
+void GradientTable::set(size_t index, EntryWrite write) {
+    if (!differs(index, write)) return;
     TableEntry& entry = current_[index];
-    entry.mode = order.mode;
-    if (order.mode != Mode::kSkip) entry.destination = order.destination;
+    entry.mode = write.mode;
+    if (write.mode != Mode::kSkip) entry.destination = write.destination;
     if (is_changed_[index]) return;
     is_changed_[index] = true;
     changed_.push_back(index);

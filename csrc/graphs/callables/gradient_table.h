@@ -34,18 +34,18 @@ public:
         void* destination;
     };
 
-    // True when the device's table does all that `order(index)` asks for: then nothing has to be set or sent.
-    template <typename OrderOf>
-    bool says(const OrderOf& order) const {
+    // True when the device's table does all that `write_of(index)` asks for: then nothing has to be set or sent.
+    template <typename WriteOf>
+    bool matches(const WriteOf& write_of) const {
         if (!changed_.empty()) return false;
         for (size_t i = 0; i < current_.size(); ++i) {
-            if (differs(i, order(i))) return false;
+            if (differs(i, write_of(i))) return false;
         }
         return true;
     }
 
-    // Says what the next replay shall do with entry `index`. Nothing is sent until upload().
-    void set(size_t index, EntryWrite order);
+    // What the next replay shall do with entry `index`. Nothing is sent until upload().
+    void set(size_t index, EntryWrite write);
     // Sends entries that differ from what the device has, on the current stream.
     void upload();
 
@@ -54,10 +54,10 @@ public:
 
 private:
     // A skipped entry's destination is never read, so it may stay as it is.
-    bool differs(size_t index, EntryWrite order) const {
+    bool differs(size_t index, EntryWrite write) const {
         const multi_tensor::TableEntry& entry = current_[index];
-        return entry.mode != order.mode ||
-               (order.mode != multi_tensor::Mode::kSkip && entry.destination != order.destination);
+        return entry.mode != write.mode ||
+               (write.mode != multi_tensor::Mode::kSkip && entry.destination != write.destination);
     }
 
     at::Tensor entries_;

@@ -77,8 +77,8 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
     Slot& slot = slot_of(pending);
     pending.owes_gradients = false;
     const bool is_kept = torch::autograd::get_current_graph_task_keep_graph();
-    slot.last_plan.happens = got_all && !exec_info && repeats_last(pending);
-    if (slot.last_plan.happens) return;
+    slot.last_update.is_repeated = got_all && !exec_info && repeats_last(pending);
+    if (slot.last_update.is_repeated) return;
     slot.updates.resize(parameters_.size());
     auto edge = pending.autograd_parameters.begin();
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -100,16 +100,16 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
                     guard_->tensor_name(spec.tensor),
                     ", which the backward accumulates itself: capture with it in autograd_params=, and leave out what "
                     "the loss does not depend on");
-        const auto action = plan_gradient({.reached = is_reached,
-                                           .inputs_only = inputs_only,
-                                           .through_autograd = has_edge,
-                                           .hooked_since = !has_edge && has_gradient_hooks(parameter),
-                                           .frozen_since = !parameter.requires_grad(),
-                                           .has_main_grad = spec.main_grad >= 0,
-                                           .main_grad_fits = spec.main_grad_fits,
-                                           .overwrite_main_grad = spec.flag && spec.flag->overwrite,
-                                           .has_grad = grad.defined(),
-                                           .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
+        const auto action = decide_gradient({.reached = is_reached,
+                                             .inputs_only = inputs_only,
+                                             .through_autograd = has_edge,
+                                             .hooked_since = !has_edge && has_gradient_hooks(parameter),
+                                             .frozen_since = !parameter.requires_grad(),
+                                             .has_main_grad = spec.main_grad >= 0,
+                                             .main_grad_fits = spec.main_grad_fits,
+                                             .overwrite_main_grad = spec.flag && spec.flag->overwrite,
+                                             .has_grad = grad.defined(),
+                                             .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
         TORCH_CHECK(action != GradientAction::kCallHooks || ReplayNode::count_gradients_of(parameter) < 2, name_,
                     ": a hook was put on ", guard_->tensor_name(spec.tensor),
                     " since the forward, and several gradients of it meet in this backward, those of other calls or "
@@ -124,7 +124,7 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
             spec.flag->overwrite = false;
         }
     }
-    if (!slot.table->says([&](size_t i) { return write_of(pending, i); })) {
+    if (!slot.table->matches([&](size_t i) { return write_of(pending, i); })) {
         separate_overlapping(pending);
         for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, write_of(pending, i));
         slot.table->upload();
@@ -147,7 +147,7 @@ void GraphedCallable::note_use_outside(size_t parameter) {
 // True when all gradients are to be added to the very tensors that the last backward of the slot added to. `.grad` may
 // have been replaced, or its memory: only a look shows it.
 bool GraphedCallable::repeats_last(const PendingBackward& pending) const {
-    const LastPlan& last = slot_of(pending).last_plan;
+    const LastUpdate& last = slot_of(pending).last_update;
     if (!last.is_possible || !pending.autograd_parameters.empty() || has_shared_inputs(pending)) return false;
     const FoundTensors& externals = *pending.externals;
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -165,19 +165,20 @@ bool GraphedCallable::repeats_last(const PendingBackward& pending) const {
 
 void GraphedCallable::note_for_repetition(const PendingBackward& pending) {
     Slot& slot = slot_of(pending);
-    LastPlan& last_plan = slot.last_plan;
-    last_plan.destinations.clear();
+    LastUpdate& last_update = slot.last_update;
+    last_update.destinations.clear();
     const auto adds = [](const ParameterUpdate& update) {
         return update.action == GradientAction::kAddInPlace || update.action == GradientAction::kAddMainGrad;
     };
-    last_plan.is_possible = !has_shared_inputs(pending) && std::all_of(slot.updates.begin(), slot.updates.end(), adds);
-    for (size_t i = 0; last_plan.is_possible && i < parameters_.size(); ++i) {
+    last_update.is_possible =
+        !has_shared_inputs(pending) && std::all_of(slot.updates.begin(), slot.updates.end(), adds);
+    for (size_t i = 0; last_update.is_possible && i < parameters_.size(); ++i) {
         const at::Tensor& tensor = destination(pending, i);
-        last_plan.destinations.emplace_back(tensor.unsafeGetTensorImpl(), TensorFacts(tensor));
+        last_update.destinations.emplace_back(tensor.unsafeGetTensorImpl(), TensorFacts(tensor));
     }
 }
 
-// What the table shall say for a parameter.
+// What the table shall do for a parameter.
 GradientTable::EntryWrite GraphedCallable::write_of_parameter(const PendingBackward& pending, size_t parameter) const {
     const at::Tensor& tensor = destination(pending, parameter);
     if (!tensor.defined()) return {Mode::kSkip, nullptr};
@@ -186,7 +187,7 @@ GradientTable::EntryWrite GraphedCallable::write_of_parameter(const PendingBackw
     return {stores ? Mode::kStore : Mode::kAdd, tensor.mutable_data_ptr()};
 }
 
-// What the table shall say in any of its entries. The uses of a shared input go to autograd one by one.
+// What the table shall do in any of its entries. The uses of a shared input go to autograd one by one.
 GradientTable::EntryWrite GraphedCallable::write_of(const PendingBackward& pending, size_t entry) const {
     if (entry < parameters_.size()) return write_of_parameter(pending, entry);
     const Slot& slot = slot_of(pending);

@@ -1,6 +1,7 @@
 // The reasons for which a forward is not replayed.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace te_graph::graphs {
@@ -20,5 +21,11 @@ struct ReplayMiss {
     Kind kind;
     std::string message;
 };
+
+// What a message says of a call with another number of arguments by position than the captured one.
+inline std::string difference_of_counts(size_t expected, size_t got) {
+    return "expected " + std::to_string(expected) + " positional argument" + (expected == 1 ? "" : "s") +
+           " as at capture, got " + std::to_string(got);
+}
 
 }  // namespace te_graph::graphs

@@ -26,13 +26,14 @@ torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&
     BackwardResults results;
     {
         const std::lock_guard lock(mutex_);
-        TORCH_CHECK(!pending_.empty(), "te_graph: backward of ", label_,
-                    " a second time: its slot has been released. Pass retain_graph=True to the first backward.");
-        TORCH_CHECK(!c10::GradMode::is_enabled(), "te_graph: ", label_,
-                    " does not support double backward (create_graph=True): a captured backward has no derivative. "
+        TORCH_CHECK(
+            !pending_.empty(), label_,
+            ": backward a second time: its slot has been released. Pass retain_graph=True to the first backward.");
+        TORCH_CHECK(!c10::GradMode::is_enabled(), label_,
+                    ": does not support double backward (create_graph=True): a captured backward has no derivative. "
                     "Run it eagerly for this.");
-        TORCH_CHECK(std::none_of(grads.begin(), grads.end(), is_batched), "te_graph: ", label_,
-                    " does not support a batch of gradients at once (is_grads_batched=True, vectorize=True): a "
+        TORCH_CHECK(std::none_of(grads.begin(), grads.end(), is_batched), label_,
+                    ": does not support a batch of gradients at once (is_grads_batched=True, vectorize=True): a "
                     "captured backward has one shape. Pass them one by one.");
         find_shared_inputs();
         results = GraphedCallable::backward(pending_, std::move(grads));

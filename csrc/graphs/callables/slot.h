@@ -23,9 +23,9 @@ struct ParameterUpdate {
 };
 
 // What the last backward added to, if it did nothing else: with the same again there is nothing to decide.
-struct LastPlan {
-    bool is_possible = false, happens = false;
-    std::vector<std::pair<c10::TensorImpl*, TensorFacts>> destinations;  // [parameters], borrowed while it happens
+struct LastUpdate {
+    bool is_possible = false, is_repeated = false;
+    std::vector<std::pair<c10::TensorImpl*, TensorFacts>> destinations;  // [parameters], borrowed while it is repeated
 };
 
 // Backward graphs that were launched one after the other, as one.
@@ -52,7 +52,7 @@ struct Slot {
     std::shared_ptr<GradientTable> table;
     std::shared_ptr<LentStorages> lent_outputs{};  // by a chain's slots of this number
     std::vector<ParameterUpdate> updates{};        // [parameters], of the last backward
-    LastPlan last_plan{};
+    LastUpdate last_update{};
     MergedBackward merged{};  // with those of the predecessors
 };
 

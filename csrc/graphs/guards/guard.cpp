@@ -7,6 +7,7 @@
 #include <cmath>
 #include <sstream>
 
+#include "common/dtype_name.h"
 #include "graphs/guards/dict_watch.h"
 #include "graphs/python_reference.h"
 
@@ -151,7 +152,7 @@ std::string Guard::compare(const ExpectedTensor& expected, const at::Tensor& ten
     const TensorFacts& facts = expected.facts;
     std::ostringstream change;
     if (tensor.scalar_type() != facts.dtype()) {
-        change << " changed dtype from " << facts.dtype() << " to " << tensor.scalar_type();
+        change << " changed dtype from " << dtype_name(facts.dtype()) << " to " << dtype_name(tensor.scalar_type());
     } else if (tensor.sizes() != facts.sizes()) {
         change << " changed shape from " << facts.sizes() << " to " << tensor.sizes();
     } else if (tensor.device() != facts.device()) {

@@ -104,8 +104,8 @@ def reason_against(value: Any) -> str:
     if callable(value):
         return "let the callable hold it: a function given as argument may refer to constants only"
     return (
-        "a type of one's own is seen into if it is a dataclass, a subclass of dict, list or tuple, or given to "
-        "torch.utils._pytree.register_pytree_node; a cache that calls fill is to be left out (use_cache=False)"
+        "custom types are supported if they are dataclasses, subclasses of dict, list or tuple, or registered with "
+        "torch.utils._pytree.register_pytree_node; for a KV cache pass use_cache=False"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from te_graph import _C
 from te_graph.common.dispatch import acts_like_tensor
 from te_graph.graphs.arguments.constants import are_same, frozen, is_comparable, reason_against
 from te_graph.graphs.arguments.nest import Shape, flatten, reordered, unflatten
@@ -194,7 +195,7 @@ class Signature(_Nest):
     def _difference(self, args: tuple, kwargs: dict[str, Any], parameters: Sequence[str]) -> str:
         sample_args, sample_kwargs = self.shape.children
         if len(args) != len(sample_args.children):
-            return f"expected {len(sample_args.children)} positional arguments as at capture, got {len(args)}"
+            return _C.difference_of_counts(len(sample_args.children), len(args))
         if missing := sorted(set(sample_kwargs.keys) - set(kwargs)):
             return f"expected keyword argument {missing[0]}, which was given at capture"
         if extra := sorted(set(kwargs) - set(sample_kwargs.keys)):

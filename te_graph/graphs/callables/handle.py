@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
+from te_graph.common.environment import is_disabled
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
@@ -66,6 +67,7 @@ class Handle:
         self._past_replays: Counter[str] = Counter()  # of entries that are no more
         self._eager_calls = ReasonCounts()
         self._reported = Reported()
+        self._is_disabled = is_disabled()
         register(self)
 
     def arm(self, entry: CallableEntry, group: CaptureGroup) -> None:
@@ -110,7 +112,7 @@ class Handle:
 
     def _reason_for_eager(self, root: Any) -> str | None:
         if self._entry is None:
-            return "not graphed"
+            return "TE_GRAPH_DISABLE=1" if self._is_disabled else "not graphed"
         if self._is_module and root.training is not self._training:
             modes = ("eval", "training") if self._training else ("training", "eval")
             return f"called in {modes[0]} mode, captured in {modes[1]} mode"
@@ -163,9 +165,11 @@ class Handle:
         advice = 'on_mismatch="eager" or "capture" lets such calls run'
         if not self._entry.form.is_possible(args, kwargs):
             return message
+        if len(args) != self._entry.form.count:
+            advice = f"give sample_args as the model calls it; {advice}"
         if len(message) <= _MAX_BEFORE_ADVICE:
             return f"{message}; {advice}"
-        return f"{self.label}: {advice}: {message.removeprefix(f'{self.label}: ')}"
+        return f"{self.label}: {advice}: {self._without_label(message)}"
 
     def _capture_again(
         self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
@@ -178,7 +182,7 @@ class Handle:
             check_circumstances(group.device)
             sample = sample_of(self.label, args, kwargs, group.device)
         except Exception as error:  # of the arguments, which costs little
-            return [], self._fall_back(f"{miss.message}; capturing again failed: {error}")
+            return [], self._fall_back(f"{miss.message}; {self._failure(error)}")
         if reason := self._refused.reason_for(miss.message, sample[1], args, kwargs):
             return [], self._fall_back(reason)
         if reason := self._refused.reason_against_all():
@@ -188,7 +192,7 @@ class Handle:
             job = Job(self.label, self._target(), sample, kwargs, self._parameters)
             entry = capture_all(group, [job], is_chain=False)[0]
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
-            return [], self._fall_back(self._refused.add(miss.message, *sample, f"capturing again failed: {error}"))
+            return [], self._fall_back(self._refused.add(miss.message, *sample, self._failure(error)))
         finally:
             self._eager_calls = counted
         current = self._entry
@@ -215,7 +219,13 @@ class Handle:
         self._refuse_for_main_grads(reason)
         if self._reported.is_first(reason):
             _log.warning("%s (runs eagerly)", reason)
-        return reason.removeprefix(f"{self.label}: ")
+        return self._without_label(reason)
+
+    def _failure(self, error: Exception) -> str:
+        return f"capturing again failed: {self._without_label(str(error))}"
+
+    def _without_label(self, message: str) -> str:
+        return message.removeprefix(f"{self.label}: ")
 
     def _refuse_for_main_grads(self, reason: str) -> None:
         """Refuse an eager call whose backward would not add to ``main_grad``. Captures that the call belongs to do."""

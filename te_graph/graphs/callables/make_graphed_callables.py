@@ -62,7 +62,8 @@ def make_graphed_callables(
             and they are not written to. With ``chain`` later ones may be left out. Nests are lists, tuples,
             dictionaries, subclasses of these, dataclasses, and types registered with ``torch.utils._pytree``;
             constants are compared by value, functions by their code and what it refers to.
-        num_warmup_iters: eager iterations before the capture; at least one is run.
+        num_warmup_iters: eager iterations before the capture; at least two are run, three where the first changes
+            Python state.
         allow_unused_input: let a sample that requires a gradient contribute to no result.
         pool: memory pool (``torch.cuda.graph_pool_handle()``) for tensors that live inside backward graphs only;
             a new one if None. Sharing one with graphs of your own follows torch's rule: same order, no overlap.

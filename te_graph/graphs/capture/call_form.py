@@ -33,6 +33,7 @@ class CallForm:
         signature: of the captured call.
 
     Attributes:
+        count: of the arguments that it gave by position.
         by_position: the names of what it gave by position; none where a ``*`` parameter collects.
     """
 
@@ -40,13 +41,13 @@ class CallForm:
         args, kwargs = signature.shape.children
         each = {} if parameters is None else parameters.parameters
         starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        self._count, self._names = len(args.children), tuple(name for name in kwargs.keys if name != ARGUMENT)
+        self.count, self._names = len(args.children), tuple(name for name in kwargs.keys if name != ARGUMENT)
         self._named = {name: parameter for name, parameter in each.items() if parameter.kind not in starred}
         self._has_named_alone = all(parameter.kind != inspect.Parameter.VAR_KEYWORD for parameter in each.values())
         self._parameters = parameters
         # What a ``*`` parameter collects has no name: such calls have as many arguments by position as the capture.
         self._has_starred = any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in each.values())
-        self.by_position = () if self._has_starred else tuple(self._named)[: self._count]
+        self.by_position = () if self._has_starred else tuple(self._named)[: self.count]
         # A later call may leave out what was given its default.
         self._defaults = {
             name: self._named[name].default
@@ -54,11 +55,11 @@ class CallForm:
             if name in self._named and _is_default(self._named[name], value)
         }
 
-    def of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def normalize(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The same call in the form of the captured one; as it is where there is none."""
-        if len(args) == self._count and kwargs.keys() == set(self._names):
+        if len(args) == self.count and kwargs.keys() == set(self._names):
             return args, self._in_order(kwargs)
-        if self._parameters is None or (self._has_starred and len(args) != self._count):
+        if self._parameters is None or (self._has_starred and len(args) != self.count):
             return args, kwargs
         try:
             given = self._parameters.bind(*args, **kwargs).arguments

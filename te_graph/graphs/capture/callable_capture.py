@@ -34,7 +34,7 @@ from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.main_grads import main_grad_of
-from te_graph.graphs.capture.results import ResultPlan, inner_outputs, views_kept
+from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
 from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
@@ -69,7 +69,7 @@ class CallableCapture:
         gradients: what the backward computes, once warmed up.
         callable_guard: the guard and the tensors outside that the capture uses, once warmed up.
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
-        plan: where the results lie, once warmed up.
+        layout: where the results lie, once warmed up.
         output_numbers: which outputs require a gradient.
         saved_outputs: for each output, whether the backward reads it.
         inner_outputs: for each of ``output_numbers``, whether another one is computed from it.
@@ -134,7 +134,7 @@ class CallableCapture:
                         f"{self.label}: expected sample {names[number]} with {fact} {expected}, as result {number} of "
                         f"{predecessor.label} in the chain, got {got}; later samples may be left out"
                     )
-            if predecessor.plan.lies_in_chain(number, predecessor.links):
+            if predecessor.layout.lies_in_chain(number, predecessor.links):
                 self.links[number] = number
         if self.links:
             self.predecessor = predecessor
@@ -173,12 +173,12 @@ class CallableCapture:
             isolation.restore()
             generators.restore()
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        outputs = self.plan.outputs_of(tensors)
+        outputs = self.layout.outputs_of(tensors)
         self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
         self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in outputs]
         self.inner_outputs = inner_outputs([outputs[i] for i in self.output_numbers])
-        check_made(self.label, tensors, self.plan, self._copies, self.group.options.ignore_attributes)
-        used = [i in self.gradients.inputs or self.plan.returns_input(i) for i in range(len(self.samples))]
+        check_made(self.label, tensors, self.layout, self._copies, self.group.options.ignore_attributes)
+        used = [i in self.gradients.inputs or self.layout.returns_input(i) for i in range(len(self.samples))]
         used = None if self.group.options.allow_unused_input else used
         check_use(self.label, self.signature.distinct_names, self.samples, self.watch, used)
         check_devices(self.label, self.group.device, self._sources, self.watch)
@@ -236,13 +236,13 @@ class CallableCapture:
                     if watch is self._first_watches[0]:
                         self._find_casts(inputs, casts_of(given, tensors))
                 del given
-            self.plan = ResultPlan.of(tensors, inputs, watch) if is_last else ResultPlan()
-            self.plan.tell_of_rounding(self.label)
+            self.layout = ResultLayout.of(tensors, inputs, watch) if is_last else ResultLayout()
+            self.layout.warn_about_rounding(self.label)
             if is_last and self._copies:
                 hidden = self.result.numbers_of_last(len(self._copies))
                 names = self.signature.distinct_names
                 self.changed.find_views(self.label, names, tensors, self._copies, hidden)
-            outputs = self.plan.outputs_of(tensors) if is_last else tensors
+            outputs = self.layout.outputs_of(tensors) if is_last else tensors
         in_backward = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
         with watch, in_backward:
             self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
@@ -284,7 +284,7 @@ class CallableCapture:
         self.slots.append(slot)
         before = [version_of(tensor) for tensor in self.callable_guard.tensors]
         with self.backend.capture(pool) as slot.forward:
-            slot.live_outputs = self.plan.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
+            slot.live_outputs = self.layout.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
         self.versions_bumped = [
             version_of(t) != old for t, old in zip(self.callable_guard.tensors, before, strict=True)
         ]
@@ -297,7 +297,7 @@ class CallableCapture:
         sample = self.samples[number]
         if number in self.links:
             slot = self.predecessor.slots[len(self.slots)]
-            result = self.predecessor.plan.results[self.links[number]].tensor_in(slot.outputs, slot.inputs)
+            result = self.predecessor.layout.results[self.links[number]].tensor_in(slot.outputs, slot.inputs)
             return result.detach().requires_grad_(sample.requires_grad)
         return static_copy(sample) if self.slots else sample
 
@@ -313,7 +313,7 @@ class CallableCapture:
             held, following.passed_on = [*following.grad_inputs, *following.passed_on], []
             successor.settle(number)
             gradients = following.grad_inputs
-            outputs = {i: self.plan.output_that_is(result) for i, result in successor.links.items()}
+            outputs = {i: self.layout.output_that_is(result) for i, result in successor.links.items()}
             lent = {output: gradients[i] for i, output in outputs.items() if gradients[i] is not None}
         outputs = [slot.live_outputs[i] for i in self.output_numbers]
         own = self.group.stagings([slot.live_outputs[i] for i in self.output_numbers if i not in lent])
@@ -363,7 +363,7 @@ class CallableCapture:
         slot.summed_inputs = uses.summed
         for number, grad in zip(self.gradients.inputs, input_grads, strict=True):
             slot.grad_inputs[number] = grad
-        for number, each in uses.apart.items():
+        for number, each in uses.grads_per_use.items():
             slot.use_grads[number] = self.backend.results(each, slot.backward)
         for staging in slot.grad_outputs:
             external = births.externals.get(storage_key(staging.tensor))
@@ -377,7 +377,7 @@ class CallableCapture:
 
     def _is_for_autograd(self, parameter: Tensor) -> bool:
         """True where autograd sums the gradient of ``parameter`` [...], as that of one that is a result as well."""
-        is_result = self.plan.returns_parameter(parameter) and main_grad_of(parameter) is None
+        is_result = self.layout.returns_parameter(parameter) and main_grad_of(parameter) is None
         return is_result or self.group.options.is_for_autograd(parameter)
 
     def _owned(self, slot: Slot, grad: Tensor, births: TensorWatch) -> Tensor:

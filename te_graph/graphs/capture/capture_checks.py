@@ -11,7 +11,7 @@ from torch import Tensor
 
 from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.graphs.arguments.signature import subclass_of
-from te_graph.graphs.capture.results import ResultPlan
+from te_graph.graphs.capture.results import ResultLayout
 from te_graph.graphs.guards.sources import Source, TensorReader, walk
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.externals import External, TensorWatch
@@ -69,13 +69,14 @@ def check_results(label: str, results: list[Tensor]) -> None:
 
 
 def check_made(
-    label: str, results: list[Tensor], plan: ResultPlan, changed: list[Tensor], ignored: tuple[str, ...]
+    label: str, results: list[Tensor], layout: ResultLayout, changed: list[Tensor], ignored: tuple[str, ...]
 ) -> None:
-    """Raise RuntimeError if one of ``results`` [...] that are made at each call, as ``plan`` says, has what those of a
-    replay would not have. Attributes called ``ignored`` need not be there. ``changed``: the arguments [...] among them.
+    """Raise RuntimeError if one of ``results`` [...] that are made at each call, as ``layout`` says, has what those of
+    a replay would not have. Attributes called ``ignored`` need not be there. ``changed``: the arguments [...] among
+    them.
     """
     for number, tensor in enumerate(results):
-        if not plan.is_made(number) or any(tensor is argument for argument in changed):
+        if not layout.is_made(number) or any(tensor is argument for argument in changed):
             continue
         if name := next((name for name in vars(tensor) if name not in ignored), None):
             raise RuntimeError(

@@ -62,7 +62,7 @@ class CallableEntry:
         if self.is_flat and not kwargs and self.signature.is_plain(args):
             return self.graphed.forward(root, args)
         try:
-            args, kwargs = self.form.of(args, kwargs)
+            args, kwargs = self.form.normalize(args, kwargs)
             if self.has_hooked_values:
                 kwargs = {**kwargs, ARGUMENT: current_values(root)}
             tensors = self.signature.flatten(self.label, args, kwargs, self.form.by_position)

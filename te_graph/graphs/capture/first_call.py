@@ -140,7 +140,7 @@ class FirstCallWatch(TensorWatch):
             raise RuntimeError(f"{label}: the first call {does} and sets {work.changed_at_first}, {_ADVICE}")
         if second is not None and (operator := self._steps.difference(second._steps)) is not None:
             raise RuntimeError(
-                f"{label}: the first call sets {work.kept_at_first} and computes {operator} otherwise than the second: "
+                f"{label}: the first call sets {work.kept_at_first} and runs {operator} differently from the second: "
                 "a replay would do what later calls do. Call it once before the capture"
             )
 

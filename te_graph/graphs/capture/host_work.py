@@ -14,9 +14,8 @@ from te_graph.graphs.tracing.code_watch import CodeWatch
 class HostWork:
     """What changes at the sources of a callable, and which random generators are drawn from.
 
-    The first iteration may make what the callable keeps. If the second one changes nothing, neither does any later one,
-    for what Python does depends on what stands there: one that changes something tells a counter, or what a later
-    call does alone.
+    The first iteration may make what the callable keeps. A second iteration that changes nothing leaves the state as it
+    found it, so all later ones repeat it; a change means a counter or work of a later call.
 
     Args:
         walker: learns what the iterations run.

@@ -1,6 +1,6 @@
 """How the gradients of an input become one that a callable uses several times.
 
-A slot keeps the gradients of all uses apart (csrc/graphs/capture/uses.h), for where others use the input as well.
+A slot keeps the gradients of all uses apart (csrc/graphs/callables/uses.h), for where others use the input as well.
 Those of two uses the gradient table adds up, in the memory of one of them and in the launch that it has anyway, or
 leaves apart. Autograd, too, adds in place where the memory has no other owner.
 """
@@ -32,7 +32,7 @@ class Uses:
         in_table: numbers of the inputs that have entries in the table.
         summed: of each of ``in_table``: its number where the table adds up its gradients; -1 where ``sums`` has.
         sources: of each of ``in_table``: what its entry adds, [...].
-        apart: for each input with several uses the gradients of these, [...] each.
+        grads_per_use: for each input with several uses the gradients of these, [...] each.
     """
 
     def __init__(self, outputs: list[Tensor], inputs: list[Tensor], numbers: list[int]) -> None:
@@ -46,7 +46,7 @@ class Uses:
         ]
         self.summed: list[int] = []
         self.sources: list[Tensor] = []
-        self.apart: dict[int, list[Tensor]] = {}
+        self.grads_per_use: dict[int, list[Tensor]] = {}
 
     def sums(self, parameter_grads: list[Tensor], grads: list[Tensor | None], births: TensorWatch) -> list[Tensor]:
         """The gradients [...] of the inputs, in their order, where ``grads`` are those of ``leaves``, and
@@ -57,7 +57,7 @@ class Uses:
         for number, leaves in zip(self._numbers, self._leaves, strict=True):
             each = [grad for _, grad in zip(leaves, following, strict=False) if grad is not None]
             if len(each) > 1:
-                self.apart[number] = each
+                self.grads_per_use[number] = each
             sums.append(self._sum_in_table(number, each, own) if number in self.in_table else _sum(each))
         return sums
 

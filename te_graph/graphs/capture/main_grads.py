@@ -58,7 +58,7 @@ def reset_main_grads(parameters: Tensor | Iterable[Tensor]) -> None:
 
     Stream and capture: launches nothing.
     """
-    chosen = as_sequence(parameters, "parameters")
+    chosen = as_sequence("reset_main_grads", "parameters", parameters)
     check_members("reset_main_grads", "parameters", chosen)
     for position, parameter in enumerate(chosen):
         if main_grad_of(parameter) is None:

@@ -37,7 +37,7 @@ class Output:
     is_base: bool = False
     is_cloned: bool = False
 
-    def of(self, results: list[Tensor]) -> Tensor:
+    def get(self, results: list[Tensor]) -> Tensor:
         """The output [...] among the ``results`` of a call, [...] each."""
         tensor = results[self.result]
         if self.is_base:
@@ -55,8 +55,8 @@ class Result:
         view: what it is of that; None: the very tensor.
         tensor: [...] the result itself, where it lies in memory from outside.
         is_early: it is made before the nodes of autograd that use what it is a view of.
-        is_added_apart: autograd adds its gradient to those of other uses inside before, between or after these, and a
-            replay elsewhere, since what is outside of the graph comes before or after them all.
+        is_added_separately: autograd adds its gradient to those of other uses inside before, between or after
+            these, and a replay elsewhere, since what is outside of the graph comes before or after them all.
     """
 
     origin: Any
@@ -64,7 +64,7 @@ class Result:
     view: Any = None
     tensor: Tensor | None = None
     is_early: bool = False
-    is_added_apart: bool = False
+    is_added_separately: bool = False
 
     def tensor_in(self, outputs: list[Tensor], inputs: list[Tensor]) -> Tensor:
         """The result among the static ``outputs`` and ``inputs`` of a slot, [...] each."""
@@ -95,7 +95,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class ResultPlan:
+class ResultLayout:
     """What the graph has to make, and how the results follow from that, from the arguments and from what is outside.
 
     A result that shares memory with an argument, a parameter or a buffer is, at each call, that tensor or a view of it,
@@ -107,15 +107,15 @@ class ResultPlan:
     results: tuple[Result, ...] = ()
 
     @classmethod
-    def of(cls, results: list[Tensor], inputs: list[Tensor], watch: TensorWatch) -> ResultPlan:
-        """The plan for the ``results`` of a call on ``inputs``, [...] each, that ``watch`` has seen.
+    def of(cls, results: list[Tensor], inputs: list[Tensor], watch: TensorWatch) -> ResultLayout:
+        """The layout for the ``results`` of a call on ``inputs``, [...] each, that ``watch`` has seen.
 
         External tensors that are returned are used: ``watch`` gets those that no operator has read.
         """
         planner = _Planner(results, inputs, watch)
         planned = [planner.result_of(number) for number in range(len(results))]
-        plan = cls(tuple(planner.outputs))
-        outputs = plan.outputs_of(results)
+        layout = cls(tuple(planner.outputs))
+        outputs = layout.outputs_of(results)
         views = {
             number: (results[number], outputs[one.number] if one.origin == _Origin.OUTPUT else None)
             for number, one in enumerate(planned)
@@ -124,13 +124,13 @@ class ResultPlan:
         for number, position in positions(views, outputs).items():
             is_early = position.is_first and not position.is_last and planned[number].origin != _Origin.OUTPUT
             is_apart = position.is_tangled or not (position.is_last or is_early)
-            planned[number] = dataclasses.replace(planned[number], is_early=is_early, is_added_apart=is_apart)
-        return dataclasses.replace(plan, results=tuple(planned))
+            planned[number] = dataclasses.replace(planned[number], is_early=is_early, is_added_separately=is_apart)
+        return dataclasses.replace(layout, results=tuple(planned))
 
-    def tell_of_rounding(self, label: str) -> None:
+    def warn_about_rounding(self, label: str) -> None:
         """Log which results have their gradients added in another order than by eager execution."""
         for number, result in enumerate(self.results):
-            if result.is_added_apart:
+            if result.is_added_separately:
                 _log.warning(
                     "%s: result %d is a view, and the callable uses it, or what it is a view of, as well: their "
                     "gradients may be added in another order than in eager execution, and round otherwise; return a "
@@ -140,7 +140,7 @@ class ResultPlan:
 
     def outputs_of(self, results: list[Tensor]) -> list[Tensor]:
         """The outputs among the ``results`` of a call, [...] each."""
-        return [output.of(results) for output in self.outputs]
+        return [output.get(results) for output in self.outputs]
 
     def output_that_is(self, number: int) -> int | None:
         """The number of the output that is result ``number`` itself; None where there is none."""

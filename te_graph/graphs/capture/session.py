@@ -206,7 +206,9 @@ def _assemble_all(
                 capture.result.numbers_of_last(len(capture.changed.numbers)),
                 capture.signature.distinct_names,
                 capture.callable_guard.tensors,
-                capture.plan.results_that_are(list(itertools.compress(capture.output_numbers, capture.inner_outputs))),
+                capture.layout.results_that_are(
+                    list(itertools.compress(capture.output_numbers, capture.inner_outputs))
+                ),
             ),
             result=capture.result,
             leaves=[weakref.ref(parameter) for parameter in parameters],
@@ -216,7 +218,7 @@ def _assemble_all(
                 "backend": backend.name,
                 "slots": len(capture.slots),
                 "graphs": len(graphs),
-                "clones": capture.plan.clones * len(capture.slots) + sum(slot.clones for slot in capture.slots),
+                "clones": capture.layout.clones * len(capture.slots) + sum(slot.clones for slot in capture.slots),
                 "nodes": sum(backend.nodes(graph) for graph in graphs),
                 "bytes": own_bytes + inputs + shared_bytes // len(captures),
                 "capture_seconds": seconds,
@@ -228,54 +230,21 @@ def _assemble_all(
 
 def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
-    callable_guard, gradients, plan = capture.callable_guard, capture.gradients, capture.plan
+    callable_guard, layout = capture.callable_guard, capture.layout
     callable_guard.guard.keep(capture.walker.functions)
-    parameters = []
-    each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
-    for parameter, destination, depends_on in each:
-        number = callable_guard.index_of(parameter)
-        if number < 0:
-            raise RuntimeError(
-                f"{capture.label}: a leaf of shape {list(parameter.shape)} gets a gradient but is not found among the "
-                "parameters, attributes and variables of the callable: pass it as an argument"
-            )
-        has_main_grad = not destination.is_for_autograd and main_grad_of(parameter) is not None
-        parameters.append(
-            _C.ParameterSpec(
-                tensor=number,
-                main_grad=callable_guard.add_main_grad(number) if has_main_grad else -1,
-                depends_on=depends_on,
-                through_autograd=destination.is_for_autograd,
-                main_grad_fits=destination.is_in_table,
-                flag=gradient_state(parameter).flag,
-            )
-        )
-    input_dependence = dict(zip(gradients.inputs, gradients.depends_on[len(parameters) :], strict=True))
-    inputs = [
-        _C.InputSpec(
-            name, input_dependence.get(i, []), i in capture.links, capture.is_saved_input(i), capture.is_cast_anew[i]
-        )
-        for i, name in enumerate(capture.signature.distinct_names)
-    ]
-    # main_grads come after the tensors that the capture itself uses.
-    main_grads = len(callable_guard.tensors) - len(capture.versions_bumped)
-    versions_bumped = [*capture.versions_bumped, *[False] * main_grads]
-    externals = [
-        _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
-        for tensor, bumped in zip(callable_guard.tensors, versions_bumped, strict=True)
-    ]
+    parameters = _parameter_specs(capture)  # first: it adds main_grads to the guard
     graphed = _C.GraphedCallable(
         name=capture.label,
         device=group.device,
         replay_order=group.replay_order,
         guard=callable_guard.guard,
-        inputs=inputs,
+        inputs=_input_specs(capture),
         parameters=parameters,
-        externals=externals,
+        externals=_external_specs(capture),
         differentiable=capture.output_numbers,
         saved_outputs=capture.saved_outputs,
         inner_outputs=capture.inner_outputs,
-        results=[] if plan.is_plain else [result.spec(capture.label, callable_guard) for result in plan.results],
+        results=[] if layout.is_plain else [result.spec(capture.label, callable_guard) for result in layout.results],
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
         compares_autocast_cache=capture.walker.names.asks_for_autocast_cache,
@@ -294,3 +263,54 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
             table=slot.table,
         )
     return graphed
+
+
+def _parameter_specs(capture: CallableCapture) -> list[_C.ParameterSpec]:
+    """Of each parameter that gets a gradient; its ``main_grad`` is added to the guard.
+
+    Raises:
+        RuntimeError: one is not found among the external tensors.
+    """
+    callable_guard, gradients = capture.callable_guard, capture.gradients
+    specs = []
+    each = zip(gradients.parameters, capture.destinations(), gradients.depends_on, strict=False)
+    for parameter, destination, depends_on in each:
+        number = callable_guard.index_of(parameter)
+        if number < 0:
+            raise RuntimeError(
+                f"{capture.label}: a leaf of shape {list(parameter.shape)} gets a gradient but is not found among the "
+                "parameters, attributes and variables of the callable: pass it as an argument"
+            )
+        has_main_grad = not destination.is_for_autograd and main_grad_of(parameter) is not None
+        specs.append(
+            _C.ParameterSpec(
+                tensor=number,
+                main_grad=callable_guard.add_main_grad(number) if has_main_grad else -1,
+                depends_on=depends_on,
+                through_autograd=destination.is_for_autograd,
+                main_grad_fits=destination.is_in_table,
+                flag=gradient_state(parameter).flag,
+            )
+        )
+    return specs
+
+
+def _input_specs(capture: CallableCapture) -> list[_C.InputSpec]:
+    gradients = capture.gradients
+    dependence = dict(zip(gradients.inputs, gradients.depends_on[len(gradients.parameters) :], strict=True))
+    return [
+        _C.InputSpec(
+            name, dependence.get(i, []), i in capture.links, capture.is_saved_input(i), capture.is_cast_anew[i]
+        )
+        for i, name in enumerate(capture.signature.distinct_names)
+    ]
+
+
+def _external_specs(capture: CallableCapture) -> list[_C.ExternalSpec]:
+    """Of each tensor of the guard; ``main_grad`` come after those that the capture itself uses."""
+    tensors = capture.callable_guard.tensors
+    versions_bumped = [*capture.versions_bumped, *[False] * (len(tensors) - len(capture.versions_bumped))]
+    return [
+        _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
+        for tensor, bumped in zip(tensors, versions_bumped, strict=True)
+    ]

@@ -94,4 +94,4 @@ class FunctionEntry:
         if tensors.is_lent_alone:
             return self.results.unflatten(replay_order.replay(self.graph, tensors.lent))
         others = tensors.found(found)
-        return self.results.unflatten(tensors.of(replay_order.replay(self.graph, tensors.lent), others))
+        return self.results.unflatten(tensors.build(replay_order.replay(self.graph, tensors.lent), others))

@@ -34,10 +34,10 @@ _log = logging.getLogger("te_graph")
 _ON_MISMATCH = ("capture", "eager", "raise")
 _MAX_ENTRIES = 8
 _MAX_MISSES = 16  # calls in a row that are like none before; after that few are looked at any more, which costs time
-_TELLING = 4  # calls in a row, after which the log says why
+_CALLS_BEFORE_WARNING = 4  # calls in a row, after which the log says why
 _MAX_WAIT_SECONDS = 5.0  # that a call waits for a replay on another thread
 _ADVICE = {
-    " changed from ": "a number that changes at every call is to be a tensor (of an optimizer with fused=True or "
+    " changed from ": "a number that changes at every call must be a tensor (of an optimizer with fused=True or "
     "capturable=True: lr=torch.tensor(...))",
     " moved to other memory": "tensors are read in place: copy what is new at every call into one that stays "
     "(gradients: zero_grad(set_to_none=False))",
@@ -51,15 +51,16 @@ class GraphedFunction(Inlined):
     """
 
     __slots__ = (
-        *("_captured", "_captures", "_eager_calls", "_in_vain", "_is_disabled", "_label", "_lock", "_on_mismatch"),
-        *("_pool", "_replay_orders", "_replays", "_runs_python", "_seen", "_stream", "_thread", "_reported", "_walker"),
+        *("_calls_since_replay", "_captured", "_captures", "_eager_calls", "_is_disabled", "_label", "_lock"),
+        *("_on_mismatch", "_pool", "_replay_orders", "_replays", "_reported", "_runs_python", "_seen", "_stream"),
+        *("_thread", "_walker"),
     )
 
     def __init__(
         self, function: Callable[..., Any], on_mismatch: str, pool: Any, stream: torch.cuda.Stream | None
     ) -> None:
         functools.update_wrapper(self, function, updated=("__dict__",) if inspect.isfunction(function) else ())
-        self._label = getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+        self._label = _label_of(function)
         self._on_mismatch = on_mismatch
         self._pool = pool
         self._stream = stream
@@ -73,7 +74,7 @@ class GraphedFunction(Inlined):
         self._lock = threading.Lock()  # of everything here, and of the guards of the entries
         self._thread: int | None = None  # that has it
         self._runs_python = False  # of the user's: it may go on for long, and wait for others
-        self._in_vain = 0  # calls since the last replay
+        self._calls_since_replay = 0  # calls since the last replay
         self._reported = Reported()
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -126,7 +127,7 @@ class GraphedFunction(Inlined):
         return self._replay_nothing(call, change, next(iter(changes), ""))
 
     def _replay(self, entry: FunctionEntry, call: Call, found: list[Any]) -> Any:
-        self._in_vain = 0
+        self._calls_since_replay = 0
         result = entry.replay(call, self._replay_orders[entry.device], found)
         self._replays += 1
         return result
@@ -158,21 +159,23 @@ class GraphedFunction(Inlined):
         if change:
             if self._on_mismatch == "raise":
                 raise RuntimeError(f"{self._label}: {reason}")
-            self._tell(f"{reason} (runs eagerly)")
+            self._warn_once(f"{reason} (runs eagerly)")
             if self._on_mismatch == "eager":
                 return self._run(call, reason)
-        self._in_vain += 1
-        if self._in_vain == _TELLING and self._seen:
+        self._calls_since_replay += 1
+        if self._calls_since_replay == _CALLS_BEFORE_WARNING and self._seen:
             change = change or change_since_seen
             advice = [f"; {what}" for words, what in _ADVICE.items() if words in change]
-            self._tell(f"has run eagerly {_TELLING} times in a row, the last time since {change}{''.join(advice)}")
-        if (self._in_vain > _MAX_MISSES or self._walker.has_too_many_sources) and self._in_vain % _MAX_MISSES:
+            times = f"{_CALLS_BEFORE_WARNING} times in a row"
+            self._warn_once(f"has run eagerly {times}, the last time since {change}{''.join(advice)}")
+        is_looked_at_seldom = self._calls_since_replay > _MAX_MISSES or self._walker.has_too_many_sources
+        if is_looked_at_seldom and self._calls_since_replay % _MAX_MISSES:
             return self._run(call, reason)
         with self._python():
             result, entry = run_first(self._label, call, self._walker)
         self._eager_calls.add(reason)
         if isinstance(entry, str):
-            self._tell(f"{entry} (runs eagerly)")
+            self._warn_once(f"{entry} (runs eagerly)")
             return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result
@@ -191,7 +194,7 @@ class GraphedFunction(Inlined):
         finally:
             self._runs_python = False
 
-    def _tell(self, change: str) -> None:
+    def _warn_once(self, change: str) -> None:
         reason = change.partition(" changed from ")[0]
         if self._reported.is_first(reason):
             _log.warning("%s: %s", self._label, change)
@@ -209,7 +212,7 @@ class GraphedFunction(Inlined):
 
     def reset(self) -> None:
         """Free the graphs and their memory. Results of replays stay what they are. The next call is a first call."""
-        self._captured, self._seen, self._replay_orders, self._in_vain = [], [], {}, 0
+        self._captured, self._seen, self._replay_orders, self._calls_since_replay = [], [], {}, 0
         unregister(self)
 
     def __repr__(self) -> str:
@@ -270,6 +273,13 @@ class GraphedFunction(Inlined):
 
 def _graphed_as(function: Callable[..., Any], on_mismatch: str) -> GraphedFunction:
     return GraphedFunction(function, on_mismatch, None, None)
+
+
+def _label_of(function: Callable[..., Any]) -> str:
+    """What messages call ``function``; a method by the class of its object, not by the one that defines it."""
+    if inspect.ismethod(function) and not isinstance(function.__self__, type):
+        return f"{type(function.__self__).__name__}.{function.__name__}"
+    return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
 def _warn_of_old_name(old: str, new: str) -> None:

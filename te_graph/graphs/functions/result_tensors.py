@@ -26,7 +26,7 @@ class FoundResult:
     step: int
     is_grad: bool
 
-    def of(self, found: Any) -> Any:
+    def get(self, found: Any) -> Any:
         """The tensor [...] or other object, where the guard's step has ``found`` one."""
         return found.grad if self.is_grad else found
 
@@ -71,13 +71,13 @@ class ResultTensors:
 
     def found(self, objects: list[Any]) -> list[Any]:
         """Those of ``found_results``, where the guard's steps have found ``objects``."""
-        return [source.of(one) for source, one in zip(self.found_results, objects, strict=True)]
+        return [source.get(one) for source, one in zip(self.found_results, objects, strict=True)]
 
-    def of(self, lent: list[Tensor], found: list[Any]) -> list[Any]:
+    def build(self, lent: list[Tensor], found: list[Any]) -> list[Any]:
         """The results, from what a replay has left in ``lent`` [...] each, and what was ``found`` before it."""
         pool = [*lent, *found]
         for number, view in self.made:
-            pool.append(view.of(pool[number]))
+            pool.append(view.make(pool[number]))
         return [pool[number] for number in self.order]
 
 

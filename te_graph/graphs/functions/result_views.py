@@ -50,7 +50,7 @@ class ResultView:
             return cls(*place, creation, _C.View(result, source), *dress)
         return None
 
-    def of(self, source: Tensor) -> Tensor:
+    def make(self, source: Tensor) -> Tensor:
         """The result for a call in which ``source`` [...] has been found."""
         if self.kind is None:
             return self._plain(source)

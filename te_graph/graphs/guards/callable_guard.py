@@ -104,7 +104,7 @@ class CallableGuard:
             self.guard.expect_same(self._step_to(source), source.again.step)
 
     def expect_class(self, source: Source, name: str, members: Iterable[tuple[str, Any]]) -> None:
-        """Let the guard find ``members`` in the class of what stands at ``source``, or in the class that stands there.
+        """Let the guard find ``members`` in the class of the object at ``source``, or in the class that is there.
 
         Another class may take its place if it has them, too, and takes it everywhere.
         """

@@ -64,21 +64,21 @@ class _AttributeFunctions(Patch):
     def __init__(self) -> None:
         super().__init__()
         self._own = {name: vars(builtins)[name] for name in ("getattr", "hasattr", "setattr", "delattr")}
-        self._telling = {name: self._that_tells(function) for name, function in self._own.items()}
+        self._patched = {name: self._reporting(function) for name, function in self._own.items()}
 
-    def _that_tells(self, function: Callable) -> Callable:
-        def telling(*args: Any) -> Any:
+    def _reporting(self, function: Callable) -> Callable:
+        def reporting(*args: Any) -> Any:
             if len(args) > 1 and type(args[1]) is str and is_user_file(sys._getframe(1).f_code.co_filename):
                 for watch in self.users:
                     watch.on_name(args[1])
             return function(*args)
 
-        telling.__name__ = telling.__qualname__ = function.__name__
-        telling.__module__ = function.__module__
-        return telling
+        reporting.__name__ = reporting.__qualname__ = function.__name__
+        reporting.__module__ = function.__module__
+        return reporting
 
     def _patch(self) -> None:
-        vars(builtins).update(self._telling)
+        vars(builtins).update(self._patched)
 
     def _restore(self) -> None:
         vars(builtins).update(self._own)

@@ -1,4 +1,4 @@
-// plan_gradient against a table that says for each action, without regard to order, when it is the right one.
+// decide_gradient against a table that says for each action, without regard to order, when it is the right one.
 #include "graphs/callables/gradient_plan.h"
 
 #include <gtest/gtest.h>
@@ -83,15 +83,15 @@ TEST(PlanGradient, FollowsTheTableInEverySituation) {
         int rules = 0;
         for (const Rule& rule : kRules) {
             rules += rule.applies(now);
-            EXPECT_EQ(plan_gradient(now) == rule.action, rule.applies(now)) << now;
+            EXPECT_EQ(decide_gradient(now) == rule.action, rule.applies(now)) << now;
         }
         EXPECT_EQ(rules, 1) << now;  // the table is complete and says one thing
     }
 }
 
 TEST(PlanGradient, OfAPlainParameterStoresFirstAndAddsAfterwards) {
-    EXPECT_EQ(plan_gradient({}), GradientAction::kStoreNew);
-    EXPECT_EQ(plan_gradient({.has_grad = true, .grad_fits = true}), GradientAction::kAddInPlace);
+    EXPECT_EQ(decide_gradient({}), GradientAction::kStoreNew);
+    EXPECT_EQ(decide_gradient({.has_grad = true, .grad_fits = true}), GradientAction::kAddInPlace);
 }
 
 }  // namespace

@@ -224,40 +224,42 @@ TEST_F(BoundTable, TheLastOfSeveralSetsBeforeAnUploadHolds) {
     EXPECT_EQ(sent(table, 0).destination, memory[0]);
 }
 
-// The same order for every entry.
+// The same write for every entry.
 auto all(Mode mode, void* destination = nullptr) {
     return [=](size_t) { return GradientTable::EntryWrite{mode, destination}; };
 }
 
-TEST(GradientTable, WithoutEntriesSaysWhateverItIsAskedFor) { EXPECT_TRUE(float_table({}).says(all(Mode::kAdd))); }
-
-TEST_F(BoundTable, SaysAtFirstThatEveryEntryIsSkippedWhateverItsDestination) {
-    EXPECT_TRUE(table.says(all(Mode::kSkip)));
-    EXPECT_TRUE(table.says(all(Mode::kSkip, memory[0])));
-    EXPECT_FALSE(table.says(all(Mode::kStore, memory[0])));
-    EXPECT_FALSE(table.says(all(Mode::kAdd)));
+TEST(GradientTable, WithoutEntriesMatchesWhateverItIsAskedFor) {
+    EXPECT_TRUE(float_table({}).matches(all(Mode::kAdd)));
 }
 
-TEST_F(BoundTable, SaysAnOrderOnlyOnceItHasBeenSent) {
-    const auto orders = [&](size_t i) {
+TEST_F(BoundTable, AtFirstSkipsEveryEntryWhateverItsDestination) {
+    EXPECT_TRUE(table.matches(all(Mode::kSkip)));
+    EXPECT_TRUE(table.matches(all(Mode::kSkip, memory[0])));
+    EXPECT_FALSE(table.matches(all(Mode::kStore, memory[0])));
+    EXPECT_FALSE(table.matches(all(Mode::kAdd)));
+}
+
+TEST_F(BoundTable, MatchesWritesOnlyOnceTheyHaveBeenSent) {
+    const auto writes = [&](size_t i) {
         return GradientTable::EntryWrite{i == 0 ? Mode::kStore : Mode::kAdd, memory[i]};
     };
-    EXPECT_FALSE(table.says(orders));
-    for (size_t i = 0; i < 2; ++i) table.set(i, orders(i));
-    EXPECT_FALSE(table.says(orders));
-    EXPECT_FALSE(table.says(all(Mode::kSkip)));
+    EXPECT_FALSE(table.matches(writes));
+    for (size_t i = 0; i < 2; ++i) table.set(i, writes(i));
+    EXPECT_FALSE(table.matches(writes));
+    EXPECT_FALSE(table.matches(all(Mode::kSkip)));
     table.upload();
-    EXPECT_TRUE(table.says(orders));
-    EXPECT_FALSE(table.says(all(Mode::kSkip)));
+    EXPECT_TRUE(table.matches(writes));
+    EXPECT_FALSE(table.matches(all(Mode::kSkip)));
 }
 
-TEST_F(BoundTable, SaysOfEachEntryModeAndDestination) {
+TEST_F(BoundTable, ComparesModeAndDestinationOfEachEntry) {
     const auto wanted = [&](size_t i) { return GradientTable::EntryWrite{Mode::kAdd, memory[i]}; };
     for (size_t i = 0; i < 2; ++i) table.set(i, wanted(i));
     table.upload();
     for (size_t other = 0; other < 2; ++other) {
-        const auto with = [&](GradientTable::EntryWrite order) {
-            return table.says([=, this](size_t i) { return i == other ? order : wanted(i); });
+        const auto with = [&](GradientTable::EntryWrite write) {
+            return table.matches([=, this](size_t i) { return i == other ? write : wanted(i); });
         };
         EXPECT_TRUE(with({Mode::kAdd, memory[other]}));
         EXPECT_FALSE(with({Mode::kStore, memory[other]}));
@@ -271,7 +273,7 @@ TEST_F(BoundTable, SetAsItAlreadyIsLeavesNothingToSend) {
     table.upload();
     table.set(0, {Mode::kAdd, memory[0]});
     table.set(1, {Mode::kSkip, memory[1]});
-    EXPECT_TRUE(table.says([&](size_t i) {
+    EXPECT_TRUE(table.matches([&](size_t i) {
         return GradientTable::EntryWrite{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
     }));
     table.upload();
@@ -286,7 +288,7 @@ TEST_F(BoundTable, SetAndSetBackEndsAsItWas) {
     table.upload();
     EXPECT_EQ(sent(table, 0).mode, Mode::kAdd);
     EXPECT_EQ(sent(table, 0).destination, memory[0]);
-    EXPECT_TRUE(table.says([&](size_t i) {
+    EXPECT_TRUE(table.matches([&](size_t i) {
         return GradientTable::EntryWrite{i == 0 ? Mode::kAdd : Mode::kSkip, memory[i]};
     }));
 }

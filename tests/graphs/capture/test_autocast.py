@@ -213,12 +213,12 @@ def test_a_sequence_under_autocast(device):
         with torch.no_grad():
             return net(net(x).float())
 
-    sequence: Callable[[Tensor], Tensor] = te_graph.graphed(predict)
+    replayed: Callable[[Tensor], Tensor] = te_graph.graphed(predict)
     x = batch(device, requires_grad=False)
     with torch.autocast(device, torch.bfloat16):
         for _ in range(4):
-            assert_bitwise_equal(sequence(x).clone(), predict(x))
-    assert sequence.info()["forward_replays"] == 3
+            assert_bitwise_equal(replayed(x).clone(), predict(x))
+    assert replayed.info()["forward_replays"] == 3
 
 
 class Gated(nn.Module):
@@ -260,19 +260,38 @@ def test_a_leaf_that_is_cast_once_is_replayed(device):
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).to(device)
     with torch.autocast(device, torch.bfloat16):
         make_graphed_callables(model, (torch.randn(4, 8, device=device, requires_grad=True),))
-        model(torch.randn(4, 8, device=device, requires_grad=True)).float().sum().backward()
+        result = model(torch.randn(4, 8, device=device, requires_grad=True))
+    result.float().sum().backward()
     assert model.te_graph.info()["forward_replays"] == 1
 
 
-def test_a_backward_under_autocast_replays_without_it_which_is_a_documented_limit(device):
+def test_a_backward_under_autocast_replays_without_it_and_says_so_once(device):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
     twin, x = eager_copy(model), torch.randn(3, 4, device=device, requires_grad=True)
     make_graphed_callables(model, (x,))
     with torch.autocast(device, torch.bfloat16, enabled=True):
         with torch.autocast(device, enabled=False):
             result = model(x)
-        result.backward(torch.ones_like(result))
-    expected = twin(x)
-    expected.backward(torch.ones_like(expected))
+        with pytest.warns(UserWarning, match="Sequential: backward is called inside an autocast region") as warned:
+            result.backward(torch.ones_like(result))
+        with torch.autocast(device, enabled=False):
+            again = model(x)
+        again.backward(torch.ones_like(again))
+    assert len(warned) == 1
+    for expected in (twin(x), twin(x)):
+        expected.backward(torch.ones_like(expected))
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert_bitwise_equal(one.grad, other.grad)
+
+
+def test_a_backward_of_a_chain_inside_autocast_warns_of_each_callable(device):
+    layers = tuple(nn.Linear(4, 4).to(device) for _ in range(2))
+    x = torch.randn(3, 4, device=device, requires_grad=True)
+    make_graphed_callables(layers, ((x,),), chain=True)
+    with pytest.warns(UserWarning, match="backward is called inside an autocast region") as warned:
+        for _ in range(2):
+            result = layers[1](layers[0](x))
+            with torch.autocast(device, torch.bfloat16):
+                result.backward(torch.ones_like(result))
+    names = {str(one.message).partition(": ")[0] for one in warned}
+    assert len(warned) == 2 and names == {"callable 0 (Linear)", "callable 1 (Linear)"}

@@ -356,8 +356,15 @@ def test_a_call_with_another_number_of_tensors_is_refused(device, count):
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_call_of_a_module_that_eager_execution_refuses_too_gets_no_advice(device, model, count):
     make_graphed_callables(model, (batch(device),))
-    with pytest.raises(ValueError, match=rf"Sequential: expected 1 positional arguments as at capture, got {count}$"):
+    with pytest.raises(ValueError, match=rf"Sequential: expected 1 positional argument as at capture, got {count}$"):
         model(*(batch(device) for _ in range(count)))
+
+
+def test_a_call_with_other_arguments_by_position_gets_advice_on_the_sample(device):
+    graphed = make_graphed_callables(lambda x, y=1.0: x * y, (batch(device),))
+    words = "expected 1 positional argument as at capture, got 2; give sample_args as the model calls it; on_mismatch="
+    with pytest.raises(ValueError, match=words):
+        graphed(batch(device), batch(device))
 
 
 def test_advice_comes_first_where_an_argument_shows_much_of_itself(device):

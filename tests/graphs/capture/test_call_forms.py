@@ -123,7 +123,7 @@ def test_a_decorated_function_is_called_as_it_was_captured(device):
         return args[0] * 2 if args else kwargs["x"] * 3
 
     graphed = make_graphed_callables(counts_names, (batch(device),))
-    with pytest.raises(ValueError, match="expected 1 positional arguments as at capture, got 0"):
+    with pytest.raises(ValueError, match="expected 1 positional argument as at capture, got 0"):
         graphed(x=batch(device))
 
 

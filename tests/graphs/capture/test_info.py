@@ -170,9 +170,9 @@ def test_with_te_graph_disable_every_call_is_eager_and_says_so(device, monkeypat
         info = call.te_graph.info()
         assert_line_tells(line, info)
         assert (info["backend"], info["signatures"], info["slots"], info["graphs"], info["bytes"]) == (None, 0, 0, 0, 0)
-        assert info["eager_calls"] == {"not graphed": 2}
+        assert info["eager_calls"] == {"TE_GRAPH_DISABLE=1": 2}
         assert ": 0% of 2 calls replayed, 0 signatures, 0 graphs, " in line
-        assert line.endswith("; eager: 2 x not graphed")
+        assert line.endswith("; eager: 2 x TE_GRAPH_DISABLE=1")
     assert [r for r in caplog.records if r.name == "te_graph"] == []
 
 

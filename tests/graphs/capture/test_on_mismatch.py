@@ -138,7 +138,7 @@ MISMATCHES = {
         r"expected args\[0\] of shape \[4, 6\], got \[2, 6\]", other=lambda device: ((batch(device, rows=2),), {})
     ),
     "other dtype": Mismatch(
-        r"expected args\[0\] of dtype Float, got BFloat16",
+        r"expected args\[0\] of dtype torch.float32, got torch.bfloat16",
         other=lambda device: ((batch(device, dtype=torch.bfloat16),), {}),
     ),
     "other requires_grad": Mismatch(
@@ -146,7 +146,7 @@ MISMATCHES = {
         other=lambda device: ((batch(device, requires_grad=False),), {}),
     ),
     "one more argument": Mismatch(
-        r"expected 1 (tensors|positional arguments).*, got 2",
+        r"expected 1 (tensors|positional argument).*, got 2",
         other=lambda device: ((batch(device), shift(device)), {}),
     ),
     "other nesting": Mismatch(

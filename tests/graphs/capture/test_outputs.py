@@ -195,7 +195,7 @@ def test_second_backward_without_retain_graph_is_refused(device: str) -> None:
     _, graphed = graphed_layer(device)
     y = graphed(data(device))
     y.sum().backward()
-    with pytest.raises(RuntimeError, match=r"Sequential a second time.*retain_graph=True"):
+    with pytest.raises(RuntimeError, match=r"Sequential: backward a second time.*retain_graph=True"):
         y.sum().backward()
 
 

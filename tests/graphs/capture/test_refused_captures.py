@@ -60,8 +60,8 @@ class Fragile(nn.Module):
     [
         ("item", "capturing again failed"),
         ("item in backward", "capturing again failed"),
-        ("left behind", r"capturing again failed: Fragile: the callable leaves a tensor .* last"),
-        ({object()}, r"capturing again failed: Fragile: sample args\[1\]: expected tensors, .* got set"),
+        ("left behind", r"capturing again failed: the callable leaves a tensor .* last"),
+        ({object()}, r"capturing again failed: sample args\[1\]: expected tensors, .* got set"),
     ],
     ids=["item", "item in backward", "left behind", "a set of objects"],
 )

@@ -176,12 +176,12 @@ def _same(a: Any, b: Any) -> bool:
 
 def run(program: Program) -> tuple[str, int, int]:
     """(what differed between the two sides, if anything; replays; calls)."""
-    sequence = None
+    replayed = None
 
     def graphed(function: Any) -> Any:
-        nonlocal sequence
-        sequence = tg.graphed(function)
-        return sequence
+        nonlocal replayed
+        replayed = tg.graphed(function)
+        return replayed
 
     sides = [_Side(program, "graphed", graphed), _Side(program, "eager", lambda function: function)]
     difference = ""
@@ -195,8 +195,8 @@ def run(program: Program) -> tuple[str, int, int]:
             difference = f"step {number}, {step}: graphed, eager: {pairs[:2]}"
         if difference:
             break
-    _, replays, _, eager_calls = counts(sequence)
-    sequence.reset()
+    _, replays, _, eager_calls = counts(replayed)
+    replayed.reset()
     return difference, replays, replays + eager_calls
 
 

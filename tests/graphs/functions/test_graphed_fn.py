@@ -259,11 +259,11 @@ def test_dropping_the_object_frees_it_without_the_garbage_collector(device: str)
     gc.collect()
     gc.disable()
     try:
-        sequence = graphed(apply)
-        result = StorageWeakRef(called(sequence, 3, x).untyped_storage())
-        watched = weakref.ref(sequence)
+        replayed = graphed(apply)
+        result = StorageWeakRef(called(replayed, 3, x).untyped_storage())
+        watched = weakref.ref(replayed)
         assert not result.expired()
-        del sequence
+        del replayed
         assert watched() is None
         assert result.expired()
     finally:

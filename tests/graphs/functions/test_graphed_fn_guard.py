@@ -141,17 +141,17 @@ def test_registered_checks_run_before_each_replay(device: str) -> None:
     def apply() -> None:
         plan.apply(x)
 
-    sequence = graphed(apply)
-    sequence()
+    replayed = graphed(apply)
+    replayed()
     assert told.qsize() == 0
-    called(sequence, 3)
+    called(replayed, 3)
     assert told.qsize() == 3
     with invalid, pytest.raises(RuntimeError, match="the plan's tensors moved"):
-        sequence()
+        replayed()
     assert_bitwise_equal(x, torch.full_like(x, 4))
-    sequence()
+    replayed()
     assert_bitwise_equal(x, torch.full_like(x, 5))
-    assert counts(sequence) == (1, 4, 0, 1)
+    assert counts(replayed) == (1, 4, 0, 1)
     before_replay(plan.check)
     assert told.qsize() == 5
 
@@ -222,7 +222,7 @@ def test_who_is_called_in_vain_says_so_and_stops_looking_so_often(
     assert len(looked) == 2 * (16 + 3)
     assert [record.message for record in caplog.records] == [
         "<lambda>: has run eagerly 4 times in a row, the last time since argument 1 changed from 2.0 to 3.0; a number "
-        "that changes at every call is to be a tensor (of an optimizer with fused=True or capturable=True: "
+        "that changes at every call must be a tensor (of an optimizer with fused=True or capturable=True: "
         "lr=torch.tensor(...))"
     ]
     assert_bitwise_equal(called(scale, 40, x, 3.0), x * 3)

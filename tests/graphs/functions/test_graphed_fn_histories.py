@@ -38,11 +38,11 @@ def test_a_write_with_a_history_is_refused_before_it_is_done(device: str, write:
     def step(total: Tensor) -> None:  # [3]
         write(total, weight * 2)
 
-    total, expected, sequence = torch.zeros(3, device=device), torch.zeros(3, device=device), graphed(step)
-    sequence(total), step(expected)
+    total, expected, replayed = torch.zeros(3, device=device), torch.zeros(3, device=device), graphed(step)
+    replayed(total), step(expected)
     with pytest.raises(CaptureError, match=r"adds to what autograd knows of a tensor from outside"):
         for _ in range(2):  # the first of them is seen by what the first call of all has changed
-            sequence(total)
+            replayed(total)
             step(expected)
     grads = [torch.autograd.grad(one.sum(), weight)[0] for one in (total, expected)]
     assert_bitwise_equal([total.detach(), grads[0]], [expected.detach(), grads[1]])
@@ -55,10 +55,10 @@ def test_a_write_of_a_detached_value_replays(device: str, write: Callable) -> No
     def step(total: Tensor) -> None:  # [3]
         write(total, (weight * 2).detach())
 
-    total, expected, sequence = torch.zeros(3, device=device), torch.zeros(3, device=device), graphed(step)
-    called(sequence, 4, total), called(step, 4, expected)
+    total, expected, replayed = torch.zeros(3, device=device), torch.zeros(3, device=device), graphed(step)
+    called(replayed, 4, total), called(step, 4, expected)
     assert_bitwise_equal(total, expected)
-    assert counts(sequence)[1] == 3
+    assert counts(replayed)[1] == 3
 
 
 def test_what_is_written_inside_may_have_a_history(device: str) -> None:
@@ -69,11 +69,11 @@ def test_what_is_written_inside_may_have_a_history(device: str) -> None:
         hidden += weight * 2
         hidden.sum().backward()
 
-    sequence = graphed(step)
+    replayed = graphed(step)
     weight.grad = torch.zeros_like(weight)
-    called(sequence, 4)
+    called(replayed, 4)
     assert_bitwise_equal(weight.grad, torch.full_like(weight, 8.0))
-    assert counts(sequence)[1] == 3
+    assert counts(replayed)[1] == 3
 
 
 class Adds(torch.autograd.Function):
@@ -96,18 +96,18 @@ def test_a_write_by_a_function_of_autograd_is_refused(device: str) -> None:
     def step() -> None:
         Adds.apply(total, weight)
 
-    sequence = graphed(step)
-    sequence()
+    replayed = graphed(step)
+    replayed()
     with pytest.raises(CaptureError, match="adds to what autograd knows of closure variable total"):
-        sequence()
+        replayed()
 
 
 def test_running_statistics_have_none(device: str) -> None:
     norm = nn.BatchNorm1d(3).to(device)
-    sequence = graphed(lambda x: norm(x).detach())
+    replayed = graphed(lambda x: norm(x).detach())
     x = torch.randn(4, 3, device=device)
-    called(sequence, 4, x)
-    assert norm.num_batches_tracked == 4 and counts(sequence)[1] == 3
+    called(replayed, 4, x)
+    assert norm.num_batches_tracked == 4 and counts(replayed)[1] == 3
 
 
 def test_a_detach_in_place_is_refused(device: str) -> None:
@@ -117,11 +117,11 @@ def test_a_detach_in_place_is_refused(device: str) -> None:
     def step() -> None:
         hidden.detach_()
 
-    sequence = graphed(step)
-    sequence()
+    replayed = graphed(step)
+    replayed()
     hidden = weight * 2
     with pytest.raises(CaptureError, match=r"at every call.*: closure variable hidden changed requires_grad from True"):
-        sequence()
+        replayed()
 
 
 READERS: dict[str, Callable] = {
@@ -143,15 +143,15 @@ def test_a_gradient_that_appears_is_seen(device: str, reader: str, appears: int)
             one.main = torch.zeros(3, device=device)
         return made
 
-    plain, replayed = parameters(), parameters()
-    function, sequence = READERS[reader], graphed(READERS[reader])
+    plain, ours = parameters(), parameters()
+    function, replayed = READERS[reader], graphed(READERS[reader])
     for step in range(6):
-        for each in (plain, replayed):
+        for each in (plain, ours):
             for number, one in enumerate(each):
                 if number != appears or step > 3:
                     one.grad = torch.full_like(one, 10.0) if one.grad is None else one.grad.fill_(10.0)
         function(plain)
-        sequence(replayed)
-        assert_bitwise_equal([p.grad for p in replayed], [p.grad for p in plain])
-        assert_bitwise_equal([p.main for p in replayed], [p.main for p in plain])
-    assert counts(sequence)[1] > 0
+        replayed(ours)
+        assert_bitwise_equal([p.grad for p in ours], [p.grad for p in plain])
+        assert_bitwise_equal([p.main for p in ours], [p.main for p in plain])
+    assert counts(replayed)[1] > 0

@@ -225,12 +225,12 @@ def _set_shift(module: nn.Module) -> None:
 @pytest.mark.parametrize("change", [_set_factor, _set_shift])
 def test_what_a_script_module_has_is_not_compared(change: Callable, caplog: pytest.LogCaptureFixture) -> None:
     module, x = torch.jit.script(Scripted()), torch.randn(3)
-    sequence = graphed(lambda x: module(x))
+    replayed = graphed(lambda x: module(x))
     for number in range(8):
         if number == 4:
             change(module)
-        assert_bitwise_equal(sequence(x), module(x))
-    assert counts(sequence) == (0, 0, 0, 8)
+        assert_bitwise_equal(replayed(x), module(x))
+    assert counts(replayed) == (0, 0, 0, 8)
     assert "closure variable module is a ScriptModule" in caplog.text
 
 
@@ -245,10 +245,10 @@ def test_a_context_of_decimal_numbers() -> None:
 @pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
 def test_drawing_from_a_bit_generator_of_numpy_is_refused(kind: str) -> None:
     bits, x = getattr(np.random, kind)(1), torch.ones(3)
-    sequence = graphed(lambda x: x * (bits.random_raw() % 7))
-    sequence(x)
+    replayed = graphed(lambda x: x * (bits.random_raw() % 7))
+    replayed(x)
     with pytest.raises(CaptureError, match="draws random numbers from closure variable bits"):
-        sequence(x)
+        replayed(x)
 
 
 def test_a_module_that_makes_up_attributes(monkeypatch: pytest.MonkeyPatch) -> None:

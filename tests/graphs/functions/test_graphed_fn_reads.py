@@ -303,12 +303,12 @@ def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, chang
 
 @pytest.mark.parametrize(("setup", "read", "change"), NOT_COMPARED.values(), ids=NOT_COMPARED)
 def test_what_cannot_be_compared_runs_eagerly(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    function, sequence, x = function_of_case(module, setup, read)
+    function, replayed, x = function_of_case(module, setup, read)
     for _ in range(3):
-        assert_bitwise_equal(sequence(x).clone(), function(x))
+        assert_bitwise_equal(replayed(x).clone(), function(x))
     run_text(module, change)
-    assert_bitwise_equal(sequence(x).clone(), function(x))
-    assert counts(sequence) == (0, 0, 0, 4)
+    assert_bitwise_equal(replayed(x).clone(), function(x))
+    assert counts(replayed) == (0, 0, 0, 4)
 
 
 def test_what_the_garbage_collector_runs_is_no_part_of_the_function() -> None:
@@ -349,18 +349,18 @@ def test_modes_of_functions_are_honoured() -> None:
     def ones(x: torch.Tensor) -> torch.Tensor:
         return torch.add(x, torch.ones(3))
 
-    sequence, x = graphed(ones), torch.ones(3)
+    replayed, x = graphed(ones), torch.ones(3)
     for _ in range(3):
-        sequence(x)
+        replayed(x)
     with torch.device("meta"):
         assert graphed(lambda: torch.ones(3))().is_meta
-        assert counts(sequence)[2] == 0
+        assert counts(replayed)[2] == 0
         with pytest.raises(RuntimeError):
-            sequence(x)
+            replayed(x)
     with Doubles():
-        assert_bitwise_equal(sequence(x), ones(x))
-    assert_bitwise_equal(sequence(x), ones(x))
-    assert sequence.info()["forward_replays"] == 3
+        assert_bitwise_equal(replayed(x), ones(x))
+    assert_bitwise_equal(replayed(x), ones(x))
+    assert replayed.info()["forward_replays"] == 3
 
 
 def _doubled(x: torch.Tensor) -> torch.Tensor:  # [3]
@@ -368,15 +368,15 @@ def _doubled(x: torch.Tensor) -> torch.Tensor:  # [3]
 
 
 def test_forward_mode_derivatives_pass_through() -> None:
-    sequence, x = graphed(_doubled), torch.randn(3)
+    replayed, x = graphed(_doubled), torch.randn(3)
     with torch.no_grad():
         for _ in range(3):
-            sequence(x)
+            replayed(x)
         with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(sequence(forward_ad.make_dual(x, torch.ones(3)))).tangent
+            tangent = forward_ad.unpack_dual(replayed(forward_ad.make_dual(x, torch.ones(3)))).tangent
         assert_bitwise_equal(tangent, torch.full((3,), 2.0))
-        sequence(x)
-    assert sequence.info()["forward_replays"] == 3
+        replayed(x)
+    assert replayed.info()["forward_replays"] == 3
 
 
 def test_hooks_on_what_autograd_saves_are_honoured() -> None:
@@ -386,33 +386,33 @@ def test_hooks_on_what_autograd_saves_are_honoured() -> None:
     def step(x: torch.Tensor) -> None:  # [3]
         (y * x).square().sum().backward()
 
-    sequence, start = graphed(step), torch.randn(3)
+    replayed, start = graphed(step), torch.randn(3)
     y.grad, expected.grad = torch.zeros(3), torch.zeros(3)
     for _ in range(3):
-        sequence(start)
+        replayed(start)
     with torch.no_grad():
         y.grad.zero_(), expected.copy_(y)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t / 2, lambda t: t):
-        sequence(start)
+        replayed(start)
         (expected * start).square().sum().backward()
     assert_bitwise_equal(y.grad, expected.grad)
-    assert sequence.info()["forward_replays"] == 2
+    assert replayed.info()["forward_replays"] == 2
 
 
 def test_a_trace_sees_the_operations() -> None:
-    sequence, x = graphed(_doubled), torch.randn(3)
+    replayed, x = graphed(_doubled), torch.randn(3)
     for _ in range(3):
-        sequence(x)
-    traced = torch.jit.trace(sequence, (x,), check_trace=False)
+        replayed(x)
+    traced = torch.jit.trace(replayed, (x,), check_trace=False)
     other = torch.randn(3)
     assert_bitwise_equal(traced(other), _doubled(other))
 
 
 def test_a_transform_sees_the_operations() -> None:
     y = torch.randn(3)
-    sequence = graphed(lambda: _doubled(y))
+    replayed = graphed(lambda: _doubled(y))
     for _ in range(3):
-        sequence()
+        replayed()
     x = torch.randn(2, 3)
-    assert_bitwise_equal(torch.func.vmap(lambda x: x + sequence())(x), x + _doubled(y))
-    assert sequence.info()["forward_replays"] == 2
+    assert_bitwise_equal(torch.func.vmap(lambda x: x + replayed())(x), x + _doubled(y))
+    assert replayed.info()["forward_replays"] == 2

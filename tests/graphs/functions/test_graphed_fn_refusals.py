@@ -26,12 +26,12 @@ pytestmark = pytest.mark.usefixtures("repeatable")
 
 def assert_refused(function: Callable[..., Any], words: str, *args: Any) -> str:
     """The first call runs; the second and third are refused, with this message."""
-    sequence = graphed(function)
-    sequence(*args)
+    replayed = graphed(function)
+    replayed(*args)
     for _ in range(2):
         with pytest.raises(CaptureError, match=words) as caught:
-            sequence(*args)
-    assert counts(sequence) == (0, 0, 0, 1)
+            replayed(*args)
+    assert counts(replayed) == (0, 0, 0, 1)
     return str(caught.value)
 
 
@@ -182,15 +182,15 @@ def test_gradients_set_to_none_inside_are_refused(device: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    sequence = graphed(step)
+    replayed = graphed(step)
     for call in range(3):
         module(torch.ones(1, 2, device=device)).sum().backward()
         gradient, weight = module.weight.grad, module.weight.detach().clone()
         if call == 0:
-            sequence()
+            replayed()
             continue
         with pytest.raises(CaptureError, match=r"grad of .* is no longer a tensor"):
-            sequence()
+            replayed()
         assert module.weight.grad is gradient
         assert_bitwise_equal(module.weight.detach(), weight)
 
@@ -217,10 +217,10 @@ def test_setting_the_seed_is_refused(device: str) -> None:
         torch.manual_seed(3)
         return torch.rand_like(x)
 
-    sequence, x = graphed(draw), torch.ones(2, device=device)
-    sequence(x)
+    replayed, x = graphed(draw), torch.ones(2, device=device)
+    replayed(x)
     with pytest.raises(RuntimeError, match="seed"):
-        sequence(x)
+        replayed(x)
 
 
 def test_an_exception_of_the_function_passes_and_leaves_no_trace(device: str) -> None:
@@ -231,15 +231,15 @@ def test_an_exception_of_the_function_passes_and_leaves_no_trace(device: str) ->
         if hidden.locked():
             raise KeyError("mine")
 
-    sequence = graphed(bump)
+    replayed = graphed(bump)
     for fails in (False, True, False, False):
         if fails:
             with hidden, pytest.raises(KeyError, match="mine"):
-                sequence()
+                replayed()
         else:
-            sequence()
+            replayed()
     assert_bitwise_equal(total, torch.full_like(total, 3))
-    assert counts(sequence) == (1, 2, 0, 1)
+    assert counts(replayed) == (1, 2, 0, 1)
 
 
 class OnDevice:
@@ -314,14 +314,14 @@ def test_a_refusal_that_the_function_swallows_is_raised(device: str) -> None:
 
 def test_random_numbers_of_python_and_numpy_are_refused_and_not_drawn() -> None:
     for module in (random, np.random):
-        sequence, x = graphed(lambda t, module=module: t * module.random()), torch.ones(2)
+        replayed, x = graphed(lambda t, module=module: t * module.random()), torch.ones(2)
         module.seed(3)
-        sequence(x)
+        replayed(x)
         expected = module.random()
         module.seed(3)
         module.random()
         with pytest.raises(CaptureError, match=r"draws random numbers from (Python's random module|numpy\.random)"):
-            sequence(x)
+            replayed(x)
         assert module.random() == expected
 
 
@@ -349,20 +349,20 @@ def test_numbers_that_a_refused_capture_drew_are_drawn_again(kind: str, where: s
         "partial": functools.partial(draw, generator),
         "method": types.MethodType(draw, generator),
     }[where]
-    sequence, x = graphed(lambda t: t * draws()), torch.ones(2)
-    assert_bitwise_equal(sequence(x), x * draw(twin))
+    replayed, x = graphed(lambda t: t * draws()), torch.ones(2)
+    assert_bitwise_equal(replayed(x), x * draw(twin))
     for _ in range(2):
         with pytest.raises(CaptureError):
-            sequence(x)
+            replayed(x)
     assert float(draws()) == float(draw(twin))
 
 
 def test_a_method_of_a_class_that_cython_made_is_looked_into() -> None:
     generator, twin = np.random.PCG64(0), np.random.PCG64(0)
-    sequence, x, draw = graphed(lambda t: t * (draw() % 7)), torch.ones(2), generator.random_raw
-    assert_bitwise_equal(sequence(x), x * (twin.random_raw() % 7))
+    replayed, x, draw = graphed(lambda t: t * (draw() % 7)), torch.ones(2), generator.random_raw
+    assert_bitwise_equal(replayed(x), x * (twin.random_raw() % 7))
     with pytest.raises(CaptureError, match=r"draws random numbers|changes the state"):
-        sequence(x)
+        replayed(x)
     assert draw() == twin.random_raw()
 
 
@@ -373,14 +373,14 @@ def test_writing_into_memory_that_numpy_lends_inside_is_refused(change: Callable
         change(counted, x)
         return counted.clone()
 
-    sequence, x = graphed(function), torch.randn(3)
-    sequence(x)
+    replayed, x = graphed(function), torch.randn(3)
+    replayed(x)
     with pytest.raises(CaptureError, match=r"memory that another library lent .* use torch.tensor"):
-        sequence(x)
+        replayed(x)
 
 
 def test_an_argument_that_numpy_reads_by_dlpack_is_refused() -> None:
-    sequence, x = graphed(lambda x: x * float(np.from_dlpack(x).sum())), torch.randn(3)
-    sequence(x)
+    replayed, x = graphed(lambda x: x * float(np.from_dlpack(x).sum())), torch.randn(3)
+    replayed(x)
     with pytest.raises(CaptureError, match=r"__dlpack__ .* reads a tensor's value on the host"):
-        sequence(x)
+        replayed(x)

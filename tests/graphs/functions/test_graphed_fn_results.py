@@ -84,15 +84,15 @@ def test_a_refused_backward_leaves_the_gradients(device: str, has_grad: bool, is
         loss.backward()
         return loss.item()  # refused
 
-    sequence = graphed(step)
-    assert sequence(x) == pytest.approx(twin(x).sum().item())
+    replayed = graphed(step)
+    assert replayed(x) == pytest.approx(twin(x).sum().item())
     twin(x).sum().backward()
     assert_bitwise_equal([p.grad for p in module.parameters()], [p.grad for p in twin.parameters()])
     if not has_grad:
         module.zero_grad()
     before = [p.grad for p in module.parameters()]
     with pytest.raises(CaptureError):
-        sequence(x)
+        replayed(x)
     assert all(p.grad is grad for p, grad in zip(module.parameters(), before, strict=True))
     if has_grad:
         assert_bitwise_equal(before, [p.grad for p in twin.parameters()])
@@ -165,21 +165,21 @@ def test_a_result_that_is_an_argument_or_in_reach_is_that_object(device: str) ->
     def step(given: dict[str, Tensor], x: Tensor) -> tuple:
         return given, [held, config], x * config.scale, given
 
-    sequence, given, x = graphed(step), {"b": torch.ones(3, device=device)}, torch.ones(3, device=device)
+    replayed, given, x = graphed(step), {"b": torch.ones(3, device=device)}, torch.ones(3, device=device)
     for _ in range(4):
-        first, (second, third), product, again = sequence(given, x)
+        first, (second, third), product, again = replayed(given, x)
         assert first is given and again is given and second is held and third is config
         assert_bitwise_equal(product, x * 2)
-    assert counts(sequence) == (1, 3, 0, 1)
+    assert counts(replayed) == (1, 3, 0, 1)
     other = dict(given)
-    assert sequence(other, x)[0] is other
+    assert replayed(other, x)[0] is other
 
 
 def test_a_result_on_another_device_than_a_gpu_or_the_cpu_is_refused_by_name() -> None:
-    sequence = graphed(lambda: torch.ones(3, device="meta"))
-    assert sequence().is_meta
+    replayed = graphed(lambda: torch.ones(3, device="meta"))
+    assert replayed().is_meta
     with pytest.raises(CaptureError, match=r"one GPU, got some on .*meta"):
-        sequence()
+        replayed()
 
 
 def test_containers_among_results_that_are_copies_are_a_documented_limit() -> None:
@@ -189,8 +189,8 @@ def test_containers_among_results_that_are_copies_are_a_documented_limit() -> No
         made = [x * 2]
         return made, made, table["inner"]
 
-    sequence, x = graphed(step), torch.ones(2)
-    called(sequence, 2, x)
-    first, second, third = sequence(x)
+    replayed, x = graphed(step), torch.ones(2)
+    called(replayed, 2, x)
+    first, second, third = replayed(x)
     assert first is not second and first[0] is second[0]
     assert third == [1, 2] and third is not table["inner"]

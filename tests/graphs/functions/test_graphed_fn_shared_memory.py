@@ -104,28 +104,28 @@ def test_the_class_and_attributes_of_a_result_in_the_memory_of_an_argument_are_k
 
 def test_of_several_arguments_in_one_memory_a_result_is_a_view_of_the_right_one(device: str) -> None:
     whole = torch.randn(4, device=device)
-    sequence = graphed(lambda apart, part: part[1:])
+    replayed = graphed(lambda apart, part: part[1:])
     apart, part = whole.detach(), whole[1:]
     for _ in range(3):
-        assert sequence(apart, part)._base is whole
+        assert replayed(apart, part)._base is whole
 
 
 @pytest.mark.parametrize(
     "function", [lambda x: nn.Parameter(x), lambda x: x.detach().requires_grad_()], ids=["parameter", "detached"]
 )
 def test_a_new_leaf_in_the_memory_of_an_argument_is_refused(device: str, function: Callable[[Tensor], Tensor]) -> None:
-    x, sequence = torch.randn(3, device=device), graphed(function)
-    assert sequence(x).requires_grad
+    x, replayed = torch.randn(3, device=device), graphed(function)
+    assert replayed(x).requires_grad
     with pytest.raises(CaptureError, match="result 0 requires a gradient"):
-        sequence(x)
+        replayed(x)
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors")  # torch says it once for each process
 def test_a_result_of_an_argument_with_names_is_refused(device: str) -> None:
-    x, sequence = torch.randn(2, 3, device=device), graphed(lambda t: t.rename("a", "b"))
-    assert sequence(x).names == ("a", "b")
+    x, replayed = torch.randn(2, 3, device=device), graphed(lambda t: t.rename("a", "b"))
+    assert replayed(x).names == ("a", "b")
     with pytest.raises(CaptureError, match="names of dimensions"):
-        sequence(x)
+        replayed(x)
 
 
 @pytest.mark.parametrize("attribute", ["scale", "grad"])
@@ -135,10 +135,10 @@ def test_a_computed_tensor_in_an_attribute_of_a_result_is_refused(device: str, a
         setattr(made, attribute, x * 3)
         return made
 
-    x, sequence = torch.randn(3, device=device), graphed(scaled)
-    assert_bitwise_equal(getattr(called(sequence, 1, x), attribute), x * 3)
+    x, replayed = torch.randn(3, device=device), graphed(scaled)
+    assert_bitwise_equal(getattr(called(replayed, 1, x), attribute), x * 3)
     with pytest.raises(CaptureError, match=f"has an attribute {attribute} with a tensor that the function computed"):
-        sequence(x)
+        replayed(x)
 
 
 def test_a_result_that_alone_is_a_view_rounds_as_one_in_a_backward(device: str) -> None:

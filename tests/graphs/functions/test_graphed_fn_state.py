@@ -246,11 +246,11 @@ def test_values_are_not_known_by_their_address(make: Callable[[float], Any]) -> 
             by.total_seconds() if isinstance(by, datetime.timedelta) else float(by if np.ndim(by) == 0 else by[0])
         )
 
-    draw, x, sequence = random.Random(0), torch.ones(2), graphed(scaled)
+    draw, x, replayed = random.Random(0), torch.ones(2), graphed(scaled)
     for call in range(60):
         value = 0.25 if call < 5 else draw.random()
-        assert_bitwise_equal(sequence(x, make(value)).clone(), scaled(x, make(value)))
-    assert sequence.info()["forward_replays"] >= 4
+        assert_bitwise_equal(replayed(x, make(value)).clone(), scaled(x, make(value)))
+    assert replayed.info()["forward_replays"] >= 4
 
 
 @pytest.mark.parametrize(
@@ -280,10 +280,10 @@ def test_values_are_not_known_by_their_address(make: Callable[[float], Any]) -> 
     ids=range(20),
 )
 def test_what_eager_code_can_tell_apart_is_a_change(first: Any, second: Any) -> None:
-    sequence, x = graphed(lambda t, given: t * len(repr(given))), torch.ones(2)
+    replayed, x = graphed(lambda t, given: t * len(repr(given))), torch.ones(2)
     for given in (first, first, second, second, first, second):
-        assert_bitwise_equal(sequence(x, given).clone(), x * len(repr(given)))
-    assert counts(sequence) == (2, 4, 1, 2)
+        assert_bitwise_equal(replayed(x, given).clone(), x * len(repr(given)))
+    assert counts(replayed) == (2, 4, 1, 2)
 
 
 def test_an_ordered_dict_is_compared_in_its_order(device: str) -> None:
@@ -299,11 +299,11 @@ def test_an_ordered_dict_is_compared_in_its_order(device: str) -> None:
 
 
 def test_who_never_replays_is_told_why_after_four_calls(caplog: pytest.LogCaptureFixture) -> None:
-    sequence, x = graphed(lambda t, numbers: t * sum(numbers)), torch.ones(2)
+    replayed, x = graphed(lambda t, numbers: t * sum(numbers)), torch.ones(2)
     with caplog.at_level(logging.WARNING, logger="te_graph"):
         for _ in range(6):
-            assert_bitwise_equal(sequence(x, (n for n in (1.0, 2.0))), x * 3)
-    assert counts(sequence) == (0, 0, 0, 6)
+            assert_bitwise_equal(replayed(x, (n for n in (1.0, 2.0))), x * 3)
+    assert counts(replayed) == (0, 0, 0, 6)
     (message,) = [record.message for record in caplog.records]
     assert "has run eagerly 4 times in a row" in message
     assert "argument 1 is a generator, which comparing would use up: pass a list" in message
@@ -317,11 +317,11 @@ def test_parameters_of_a_module_may_be_given_as_torch_gives_them(device: str) ->
         assert iter(parameters) is parameters
         return sum(p.sum() for p in parameters) + sum(len(name) for name, _ in named)
 
-    sequence = graphed(total)
+    replayed = graphed(total)
     for _ in range(4):
-        got = sequence(module.parameters(), named=module.named_buffers())
+        got = replayed(module.parameters(), named=module.named_buffers())
         assert_bitwise_equal(got.clone(), total(module.parameters(), named=module.named_buffers()))
-    assert counts(sequence) == (1, 3, 0, 1)
+    assert counts(replayed) == (1, 3, 0, 1)
     endless = graphed(lambda x, numbers: x * next(numbers))
     numbers, x = itertools.count(1), torch.ones(2, device=device)
     assert [endless(x, numbers)[0].item() for _ in range(5)] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -330,19 +330,19 @@ def test_parameters_of_a_module_may_be_given_as_torch_gives_them(device: str) ->
 def test_large_containers_of_numbers_cost_microseconds() -> None:
     table, x = list(range(50_000)), torch.ones(2)
     words = {f"w{i}": i for i in range(100_000)}
-    sequence = graphed(lambda t: t * table[0] + words["w1"])
-    called(sequence, 3, x)
+    replayed = graphed(lambda t: t * table[0] + words["w1"])
+    called(replayed, 3, x)
     times = []
     for _ in range(20):
         started = time.perf_counter()
-        sequence(x)
+        replayed(x)
         times.append(time.perf_counter() - started)
     assert min(times) < 5e-3  # a step for each element took 5 ms and more
     table[49_999] = -1
-    sequence(x)
+    replayed(x)
     words["w99999"] = -1
-    sequence(x)
-    assert counts(sequence)[2] == 2
+    replayed(x)
+    assert counts(replayed)[2] == 2
 
 
 def test_more_places_than_can_be_compared_run_eagerly(
@@ -350,10 +350,10 @@ def test_more_places_than_can_be_compared_run_eagerly(
 ) -> None:
     monkeypatch.setattr(source_walker, "_MAX_SOURCES", 1000)
     objects, x = [[object()] for _ in range(600)], torch.ones(2)
-    sequence = graphed(lambda t: t * len(objects))
+    replayed = graphed(lambda t: t * len(objects))
     with caplog.at_level(logging.WARNING, logger="te_graph"):
-        assert_bitwise_equal(called(sequence, 4, x), x * 600)
-    assert counts(sequence) == (0, 0, 0, 4)
+        assert_bitwise_equal(called(replayed, 4, x), x * 600)
+    assert counts(replayed) == (0, 0, 0, 4)
     assert "refers to more sources than can be compared" in caplog.text
 
 
@@ -361,11 +361,11 @@ def test_keyword_arguments_and_explicit_defaults_are_calls_of_their_own() -> Non
     def power(x: Tensor, by: float = 2.0) -> Tensor:
         return x**by
 
-    sequence, x = graphed(power), torch.full((2,), 3.0)
+    replayed, x = graphed(power), torch.full((2,), 3.0)
     for _ in range(3):
-        for got in (sequence(x), sequence(x=x), sequence(x, 2.0), sequence(x, by=2.0)):
+        for got in (replayed(x), replayed(x=x), replayed(x, 2.0), replayed(x, by=2.0)):
             assert_bitwise_equal(got, x**2)
-    assert captures(sequence) == 4
+    assert captures(replayed) == 4
 
 
 def test_the_limits() -> None:
@@ -407,11 +407,11 @@ def test_the_limits() -> None:
         (lambda t: t * object.__getattribute__(held, "".join(["lim", "it"])), lambda: setattr(held, "limit", 3.0)),
     ):
         held.limit = 2.0
-        sequence = graphed(function)
-        frozen = called(sequence, 3, x).clone()
+        replayed = graphed(function)
+        frozen = called(replayed, 3, x).clone()
         change()
         assert not torch.equal(function(x), frozen)
-        assert_bitwise_equal(sequence(x), frozen)
+        assert_bitwise_equal(replayed(x), frozen)
     named = graphed(lambda t: t * getattr(held, name))  # but a name that is kept somewhere is known
     called(named, 3, x)
     held.gain = 9.0

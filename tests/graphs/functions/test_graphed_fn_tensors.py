@@ -35,11 +35,11 @@ class Doubling(Tensor):
 )
 def test_a_tensor_of_another_class_in_the_same_memory(function: Callable, other: Callable, device: str) -> None:
     x = torch.randn(3, device=device)
-    sequence = graphed(function)
+    replayed = graphed(function)
     for given in (x, other(x), x):
         for _ in range(3):
-            assert_bitwise_equal(sequence(given).as_subclass(Tensor).clone(), function(given).as_subclass(Tensor))
-    assert counts(sequence) == (2, 7, 1, 2)
+            assert_bitwise_equal(replayed(given).as_subclass(Tensor).clone(), function(given).as_subclass(Tensor))
+    assert counts(replayed) == (2, 7, 1, 2)
 
 
 @pytest.mark.parametrize("asks", [lambda x: x.is_leaf, lambda x: x.grad_fn is None])
@@ -49,12 +49,12 @@ def test_a_tensor_that_is_no_longer_a_leaf_of_autograd(asks: Callable[[Tensor], 
         return x * 2 if asks(x) else x * 3
 
     memory, factor = torch.randn(3, device=device), torch.randn(3, device=device, requires_grad=True)
-    sequence = graphed(function)
+    replayed = graphed(function)
     for given in (memory.detach().requires_grad_(), memory.detach().mul_(factor)):
         assert given.data_ptr() == memory.data_ptr()
         for _ in range(3):
-            assert_bitwise_equal(sequence(given).clone(), function(given))
-    assert counts(sequence) == (2, 4, 1, 2)
+            assert_bitwise_equal(replayed(given).clone(), function(given))
+    assert counts(replayed) == (2, 4, 1, 2)
 
 
 VIEWS = {
@@ -88,7 +88,7 @@ def _as_autograd_sees_it(function: Callable[[Tensor], Tensor], x: Tensor) -> lis
 @pytest.mark.parametrize("width", [2, 4], ids=["whole", "part"])
 def test_a_view_of_an_argument_is_one_to_autograd(name: str, width: int, device: str) -> None:
     function, memory = VIEWS[name], torch.empty(3, width, device=device)
-    sequence = graphed(function)
+    replayed = graphed(function)
 
     def argument(of: Tensor, values: Tensor) -> Tensor:  # [3, width], [3, 2]
         given = of.detach() if width == 2 else of.detach()[:, :2]
@@ -100,18 +100,18 @@ def test_a_view_of_an_argument_is_one_to_autograd(name: str, width: int, device:
         given = argument(memory, values)
         if number == 1 and width == 4 and name in ("complex", "negative"):
             with pytest.raises(CaptureError, match="result 0 reads argument 0 as another dtype or as a conjugate"):
-                sequence(given)
+                replayed(given)
             return
         expected = _as_autograd_sees_it(function, argument(torch.empty_like(memory), values))
-        assert_bitwise_equal(_as_autograd_sees_it(sequence, given), expected)
-    assert counts(sequence) == (1, 3, 0, 1)
+        assert_bitwise_equal(_as_autograd_sees_it(replayed, given), expected)
+    assert counts(replayed) == (1, 3, 0, 1)
 
 
 def test_a_result_of_another_dtype_in_the_memory_of_an_argument_is_refused(device: str) -> None:
-    sequence, x = graphed(lambda x: x.view(torch.int16)), torch.randn(3, device=device)
-    sequence(x)
+    replayed, x = graphed(lambda x: x.view(torch.int16)), torch.randn(3, device=device)
+    replayed(x)
     with pytest.raises(CaptureError, match="result 0 reads argument 0 as another dtype"):
-        sequence(x)
+        replayed(x)
 
 
 def test_a_result_that_is_a_view_of_another_one_is_one_to_autograd(device: str) -> None:
@@ -119,17 +119,17 @@ def test_a_result_that_is_a_view_of_another_one_is_one_to_autograd(device: str) 
         doubled = x * 2
         return doubled, doubled[1:]
 
-    sequence = graphed(function)
+    replayed = graphed(function)
     x, weight = torch.randn(3, device=device), torch.randn(3, device=device, requires_grad=True)
     for _ in range(4):
         gradients = []
-        for called_ in (sequence, function):
+        for called_ in (replayed, function):
             whole, part = called_(x)
             whole.mul_(weight)
             assert part._base is whole
             gradients += torch.autograd.grad(part.square().sum(), weight)
         assert_bitwise_equal(*gradients)
-    assert counts(sequence) == (1, 3, 0, 1)
+    assert counts(replayed) == (1, 3, 0, 1)
 
 
 def test_what_is_done_to_a_parameter_that_is_a_result_concerns_no_later_one(device: str) -> None:
@@ -138,9 +138,9 @@ def test_what_is_done_to_a_parameter_that_is_a_result_concerns_no_later_one(devi
         made.scales = [1.0, 2.0]
         return made
 
-    sequence, x = graphed(function), torch.randn(3, device=device)
+    replayed, x = graphed(function), torch.randn(3, device=device)
     for _ in range(4):
-        made = sequence(x)
+        made = replayed(x)
         assert type(made) is nn.Parameter
         assert not made.requires_grad
         assert vars(made) == {"scales": [1.0, 2.0]}
@@ -148,7 +148,7 @@ def test_what_is_done_to_a_parameter_that_is_a_result_concerns_no_later_one(devi
         made.requires_grad_()
         made.seen = True
         made.scales.append(3.0)
-    assert counts(sequence) == (1, 3, 0, 1)
+    assert counts(replayed) == (1, 3, 0, 1)
 
 
 @pytest.mark.parametrize("change", ["hook", "hook below", "in place"])
@@ -162,10 +162,10 @@ def test_a_backward_through_a_history_from_outside_is_refused(change: str, devic
         parameter.grad.zero_()
         (outer * 2).sum().backward(retain_graph=True)
 
-    sequence = graphed(backward)
-    sequence()
+    replayed = graphed(backward)
+    replayed()
     with pytest.raises(CaptureError, match="a backward goes on through what closure variable outer was computed from"):
-        sequence()
+        replayed()
     if change == "in place":
         outer.mul_(5)
     else:
@@ -176,15 +176,15 @@ def test_a_backward_through_a_history_from_outside_is_refused(change: str, devic
 
 def test_a_gradient_for_a_tensor_with_a_history_is_captured(device: str) -> None:
     outer = torch.randn(3, device=device, requires_grad=True) * 2
-    sequence = graphed(lambda: torch.autograd.grad((outer * outer).sum(), outer))
+    replayed = graphed(lambda: torch.autograd.grad((outer * outer).sum(), outer))
     if device == "cuda":  # the history is on the default stream, on which nothing is captured
-        sequence()
+        replayed()
         with pytest.raises(CaptureError, match="a backward goes on through what closure variable outer was computed"):
-            sequence()
+            replayed()
         return
     for _ in range(4):
-        assert_bitwise_equal(sequence()[0].clone(), outer.detach() * 2)
-    assert counts(sequence) == (1, 3, 0, 1)
+        assert_bitwise_equal(replayed()[0].clone(), outer.detach() * 2)
+    assert counts(replayed) == (1, 3, 0, 1)
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors")
@@ -194,17 +194,17 @@ def test_names_of_dimensions_are_compared_and_such_calls_run_eagerly(device: str
     def scaled(t: Tensor) -> Tensor:  # [3] -> [3]
         return t * (2 if t.names == kept.names == (None,) else 3)
 
-    sequence, t = graphed(scaled), torch.randn(3, device=device)
+    replayed, t = graphed(scaled), torch.randn(3, device=device)
     for named in (t, kept):
         for _ in range(3):
-            assert_bitwise_equal(sequence(t).clone(), t * 2)
+            assert_bitwise_equal(replayed(t).clone(), t * 2)
         for name in ("rows", "columns"):
             named.rename_(name)
-            result = sequence(t)
+            result = replayed(t)
             assert result.names == t.names
             assert_bitwise_equal(result.rename(None), t.rename(None) * 3)
         named.rename_(None)
-    assert counts(sequence)[1] == 5
+    assert counts(replayed)[1] == 5
     assert "argument 0 has names of dimensions, which cannot be captured (runs eagerly)" in caplog.text
 
 
@@ -213,12 +213,12 @@ def test_whether_autocast_keeps_its_casts_is_compared(is_on: bool, device: str) 
     def scaled(t: Tensor) -> Tensor:  # [3] -> [3]
         return t * (2 if torch.is_autocast_cache_enabled() else 3)
 
-    sequence = graphed(scaled)
+    replayed = graphed(scaled)
     x = torch.randn(3, device=device)
     for keeps in (True, False) * 3:
         with torch.autocast(device, torch.bfloat16, enabled=is_on, cache_enabled=keeps):
-            assert_bitwise_equal(sequence(x).clone(), scaled(x))
-    assert counts(sequence) == (2, 4, 0, 2)
+            assert_bitwise_equal(replayed(x).clone(), scaled(x))
+    assert counts(replayed) == (2, 4, 0, 2)
 
 
 def test_gradients_are_summed_as_the_cache_of_autocast_says(device: str) -> None:
@@ -227,7 +227,7 @@ def test_gradients_are_summed_as_the_cache_of_autocast_says(device: str) -> None
     def gradient(t: Tensor) -> Tensor:  # [4, 16] -> [16, 16]
         return torch.autograd.grad((t @ weight @ weight).float().square().sum(), weight)[0]
 
-    sequence = graphed(gradient)
+    replayed = graphed(gradient)
     x = torch.randn(4, 16, device=device)
     found = {}
     for keeps in (True, False) * 3:
@@ -235,9 +235,9 @@ def test_gradients_are_summed_as_the_cache_of_autocast_says(device: str) -> None
             torch.clear_autocast_cache()
             found[keeps] = gradient(x)
             torch.clear_autocast_cache()
-            assert_bitwise_equal(sequence(x).clone(), found[keeps])
+            assert_bitwise_equal(replayed(x).clone(), found[keeps])
     assert not torch.equal(found[True], found[False])
-    assert sequence.info()["forward_replays"] == 4
+    assert replayed.info()["forward_replays"] == 4
 
 
 def test_what_a_capture_writes_into_tensors_of_inference_mode_is_put_back(device: str) -> None:
@@ -249,12 +249,12 @@ def test_what_a_capture_writes_into_tensors_of_inference_mode_is_put_back(device
             kept.add_(x)
         return kept * 2
 
-    sequence = graphed(lambda x: added(total, x))
+    replayed = graphed(lambda x: added(total, x))
     x = torch.randn(3, device=device)
     for _ in range(4):
-        assert_bitwise_equal(sequence(x).clone(), added(twin, x))
+        assert_bitwise_equal(replayed(x).clone(), added(twin, x))
         assert_bitwise_equal(total, twin)
-    assert counts(sequence) == (1, 3, 0, 1)
+    assert counts(replayed) == (1, 3, 0, 1)
 
 
 def test_a_refused_capture_puts_back_what_it_wrote_into_tensors_of_inference_mode(device: str) -> None:
@@ -266,11 +266,11 @@ def test_a_refused_capture_puts_back_what_it_wrote_into_tensors_of_inference_mod
             total.add_(x)
         return x * x.sum().item()
 
-    sequence, x = graphed(read), torch.randn(3, device=device)
-    sequence(x)
+    replayed, x = graphed(read), torch.randn(3, device=device)
+    replayed(x)
     expected = total.clone()
     with pytest.raises(CaptureError, match="_local_scalar_dense"):
-        sequence(x)
+        replayed(x)
     assert_bitwise_equal(total, expected)
 
 
@@ -288,20 +288,20 @@ def test_a_view_whose_history_is_lost_can_be_used_without_gradients(device: str)
     def scaled(t: Tensor) -> Tensor:  # [3] -> [3]
         return t * 2 + x
 
-    sequence, given = graphed(scaled), lost()
+    replayed, given = graphed(scaled), lost()
     with torch.no_grad():
         for _ in range(3):
-            assert_bitwise_equal(sequence(given).clone(), scaled(given))
-    assert counts(sequence) == (1, 2, 0, 1)
+            assert_bitwise_equal(replayed(given).clone(), scaled(given))
+    assert counts(replayed) == (1, 2, 0, 1)
 
 
 @pytest.mark.parametrize("place", [slice(None), slice(1, None)], ids=["whole", "part"])
 def test_a_result_apart_may_be_changed_in_grad_mode(place: slice, device: str) -> None:
     x, weight = torch.randn(4, device=device), torch.ones((), device=device, requires_grad=True)
-    sequence = graphed(lambda t: t[place].data)
+    replayed = graphed(lambda t: t[place].data)
     for _ in range(3):
         with torch.no_grad():
-            result = sequence(x)
+            result = replayed(x)
         expected = x[place].clone() * 2
         result.mul_(weight * 2)
         assert result.grad_fn.name() == "MulBackward0"

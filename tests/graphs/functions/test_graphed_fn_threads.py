@@ -139,11 +139,11 @@ def test_a_check_that_calls_the_function_runs_it_plainly() -> None:
     x, calls = torch.ones(2), threading.Event()
 
     def doubled(t: Tensor) -> Tensor:
-        before_replay(lambda: calls.set() or assert_bitwise_equal(sequence(x), x * 2))
+        before_replay(lambda: calls.set() or assert_bitwise_equal(replayed(x), x * 2))
         return t * 2
 
-    sequence = graphed(doubled)
+    replayed = graphed(doubled)
     for _ in range(4):
-        assert_bitwise_equal(sequence(x), x * 2)
+        assert_bitwise_equal(replayed(x), x * 2)
     assert calls.is_set()
-    assert sequence.info()["forward_replays"] == 3
+    assert replayed.info()["forward_replays"] == 3

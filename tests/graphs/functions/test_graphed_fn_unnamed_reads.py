@@ -260,9 +260,9 @@ def test_operators_that_are_looked_up_later_are_no_change(module: types.ModuleTy
 @pytest.mark.parametrize(("setup", "read", "change"), NOT_SEEN.values(), ids=NOT_SEEN)
 def test_what_is_not_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
     """As docs/limits.md says."""
-    function, sequence, x = function_of_case(module, setup, read)
+    function, replayed, x = function_of_case(module, setup, read)
     for _ in range(3):
-        before = sequence(x).clone()
+        before = replayed(x).clone()
     run_text(module, change)
     assert not torch.equal(function(x), before)
-    assert torch.equal(sequence(x), before)
+    assert torch.equal(replayed(x), before)

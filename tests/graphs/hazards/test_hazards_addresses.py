@@ -89,7 +89,7 @@ def new_dict_entry(net: Net) -> None:
 
 CHANGES = [
     (new_data, "weight of down moved"),
-    (lambda net: net.double(), "(weight of up|shift) changed dtype from Float to Double"),
+    (lambda net: net.double(), "(weight of up|shift) changed dtype from torch.float32 to torch.float64"),
     (assigned_state, "(weight of up|shift) moved"),
     (new_module, "(down was replaced|of down moved)"),
     (new_activation, "act was replaced"),

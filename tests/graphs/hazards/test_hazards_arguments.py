@@ -24,8 +24,11 @@ pytestmark = pytest.mark.usefixtures("repeatable")
         (lambda device: torch.randn(1, 4, device=device), r"of shape \[3, 4\], got \[1, 4\]"),
         (lambda device: torch.randn((), device=device), r"of shape \[3, 4\], got \[\]"),
         (lambda device: torch.randn(3, 4, 1, device=device), r"of shape \[3, 4\], got \[3, 4, 1\]"),
-        (lambda device: torch.randn(3, 4, device=device, dtype=torch.float64), "of dtype Float, got Double"),
-        (lambda device: torch.ones(3, 4, device=device, dtype=torch.int64), "of dtype Float, got Long"),
+        (
+            lambda device: torch.randn(3, 4, device=device, dtype=torch.float64),
+            "of dtype torch.float32, got torch.float64",
+        ),
+        (lambda device: torch.ones(3, 4, device=device, dtype=torch.int64), "of dtype torch.float32, got torch.int64"),
         (lambda device: torch.randn(3, 4, device="meta"), "got meta"),
     ],
 )
@@ -101,7 +104,9 @@ def test_an_input_with_another_requires_grad_than_the_sample_is_refused(device, 
     model = mlp(device)
     make_graphed_callables(model, (batch(device, requires_grad=captured),))
     words = rf"expected args\[0\] with requires_grad={captured}, got requires_grad={not captured}"
-    with pytest.raises(ValueError, match=f"{words}; capture with a sample that has what calls have"):
+    with pytest.raises(
+        ValueError, match=f"{words}; capture with a sample whose requires_grad matches that of the calls"
+    ):
         model(batch(device, requires_grad=not captured))
 
 
@@ -128,8 +133,8 @@ def masked(x: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) ->
         (1, (), "expected keyword argument mask, which was given at capture"),
         (1, ("mask", "bias"), "got keyword argument bias, which was not given at capture"),
         (1, ("bias",), "expected keyword argument mask"),
-        (3, (), "expected 1 positional arguments as at capture, got 3"),
-        (0, ("mask",), "expected 1 positional arguments as at capture, got 0"),
+        (3, (), "expected 1 positional argument as at capture, got 3"),
+        (0, ("mask",), "expected 1 positional argument as at capture, got 0"),
     ],
 )
 def test_other_arguments_than_at_capture_are_refused_by_name(device, args, kwargs, words):

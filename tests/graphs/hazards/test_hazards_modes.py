@@ -273,7 +273,7 @@ def test_double_backward_is_refused(device):
     model = net(device)
     make_graphed_callables(model, (batch(device),))
     x = batch(device)
-    with pytest.raises(RuntimeError, match=r"Sequential does not support double backward \(create_graph=True\)"):
+    with pytest.raises(RuntimeError, match=r"Sequential: does not support double backward \(create_graph=True\)"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="does not support double backward"), pytest.warns(match="reference cycle"):
         model(x).sum().backward(create_graph=True)
@@ -286,7 +286,7 @@ def test_a_second_backward_without_retain_graph_is_refused(device):
     output = model(batch(device))
     backward_of(output)
     kept = gradients_of(list(model.parameters()))
-    with pytest.raises(RuntimeError, match=r"backward of Sequential a second time: .*retain_graph=True"):
+    with pytest.raises(RuntimeError, match=r"Sequential: backward a second time: .*retain_graph=True"):
         backward_of(output)
     assert_bitwise_equal(gradients_of(list(model.parameters())), kept)
 

@@ -44,8 +44,8 @@ class SideEffects:
                 if now is not old:
                     return source.name
             elif not isinstance(old, Tensor) and not are_equal(old, now):
-                is_told = is_value(source.obj) or is_bulk(source.obj)
-                return f"{source.name} (from {_shown(old)} to {_shown(now)})" if is_told else source.name
+                can_show_values = is_value(source.obj) or is_bulk(source.obj)
+                return f"{source.name} (from {_shown(old)} to {_shown(now)})" if can_show_values else source.name
         gone = (source for path, (source, _) in self._before.items() if path not in after)
         return next((f"{source.name} (deleted)" for source in gone if not isinstance(source.obj, left_out)), None)
 
