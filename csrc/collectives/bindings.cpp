@@ -79,6 +79,7 @@ std::unique_ptr<Handle> make_on_peers(std::string name, const SymmetricBuffer& b
 }  // namespace
 
 void bind(py::module_& m) {
+    m.def("set_in_backward", &set_in_backward, py::arg("captured"));
     const py::call_guard<py::gil_scoped_release> without_gil;
     py::class_<Handle> handle(m, "GroupHandle");
     handle.def_static("local", &make_local, py::arg("name"), py::arg("device"))

@@ -14,17 +14,18 @@ enum class Reduction : uint8_t { kSum, kMax };
 // The flag of an operation: its sequence number and its fingerprint, so that a rank that waits can detect that a peer
 // runs another operation, and which one.
 //
-//     63 ...... 37   36 35   34          33 ... 28   27 ........................... 0
-//     sequence       op      reduction   dtype       hash of the extents, below 2^28 - 57
+//     63 ...... 38   37            36 35   34          33 ... 28   27 ........................... 0
+//     sequence       in backward   op      reduction   dtype       hash of the extents, below 2^28 - 57
 //
 // A flag identifies the kind of an operation. Of its extents it shows only whether they differ.
-constexpr int kSequenceBits = 27;
+constexpr int kSequenceBits = 26;
 constexpr int kFingerprintBits = 64 - kSequenceBits;
 
 struct OperationKind {
     Op op;
     Reduction reduction;
-    uint8_t dtype;  // any number below 64 that ranks agree on: c10::ScalarType
+    uint8_t dtype;             // any number below 64 that ranks agree on: c10::ScalarType
+    bool in_backward = false;  // called inside a backward, in_backward.h
 
     constexpr bool operator==(const OperationKind&) const = default;
 };
@@ -64,8 +65,9 @@ TE_GRAPH_HOST_DEVICE constexpr uint64_t hash_of(const Extents& extents) {
 
 TE_GRAPH_HOST_DEVICE constexpr uint64_t pack(const Fingerprint& fingerprint) {
     const OperationKind& kind = fingerprint.kind;
-    return static_cast<uint64_t>(kind.op) << 35 | static_cast<uint64_t>(kind.reduction) << 34 |
-           static_cast<uint64_t>(kind.dtype & 63) << 28 | hash_of(fingerprint.extents);
+    return static_cast<uint64_t>(kind.in_backward) << 37 | static_cast<uint64_t>(kind.op) << 35 |
+           static_cast<uint64_t>(kind.reduction) << 34 | static_cast<uint64_t>(kind.dtype & 63) << 28 |
+           hash_of(fingerprint.extents);
 }
 TE_GRAPH_HOST_DEVICE constexpr uint64_t flag_of(uint64_t sequence, uint64_t fingerprint) {
     return sequence << kFingerprintBits | fingerprint;
@@ -73,7 +75,7 @@ TE_GRAPH_HOST_DEVICE constexpr uint64_t flag_of(uint64_t sequence, uint64_t fing
 TE_GRAPH_HOST_DEVICE constexpr uint64_t sequence_of(uint64_t flag) { return flag >> kFingerprintBits; }
 TE_GRAPH_HOST_DEVICE constexpr OperationKind kind_of(uint64_t flag) {
     return {static_cast<Op>(flag >> 35 & 3), static_cast<Reduction>(flag >> 34 & 1),
-            static_cast<uint8_t>(flag >> 28 & 63)};
+            static_cast<uint8_t>(flag >> 28 & 63), (flag >> 37 & 1) != 0};
 }
 // Whether they can be the extents of the flag's operation. Memory that has not been written never fits.
 TE_GRAPH_HOST_DEVICE constexpr bool fits(const Extents& extents, uint64_t flag) {

@@ -14,8 +14,8 @@
 namespace te_graph::collectives {
 namespace {
 
-// of: what stands before the dtype.
-std::string describe_kind(const OperationKind& kind, const std::string& of) {
+// of: what stands before the dtype; along: what stands behind it.
+std::string describe_kind(const OperationKind& kind, const std::string& of, const std::string& along) {
     static constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather", "an unknown operation"};
     std::ostringstream text;
     text << kNames[static_cast<int>(kind.op) & 3];
@@ -26,6 +26,7 @@ std::string describe_kind(const OperationKind& kind, const std::string& of) {
     } else {
         text << "elements of unknown dtype";
     }
+    text << along << (kind.in_backward ? " in a backward" : "");
     return text.str();
 }
 
@@ -82,17 +83,16 @@ const bool registered = [] {
 
 }  // namespace
 
-std::string describe(const OperationKind& kind) { return describe_kind(kind, ""); }
+std::string describe(const OperationKind& kind) { return describe_kind(kind, "", ""); }
 
 std::string describe(const Fingerprint& fingerprint) {
     const Extents& extents = fingerprint.extents;
-    std::ostringstream text;
-    text << describe_kind(fingerprint.kind, std::to_string(extents.numel) + ' ');
+    std::ostringstream along;
     if (fingerprint.kind.op != Op::kAllReduce) {
-        text << " along dim " << extents.dim << " of size " << extents.size() << " (" << extents.before << " before, "
-             << extents.behind << " behind)";
+        along << " along dim " << extents.dim << " of size " << extents.size() << " (" << extents.before << " before, "
+              << extents.behind << " behind)";
     }
-    return text.str();
+    return describe_kind(fingerprint.kind, std::to_string(extents.numel) + ' ', along.str());
 }
 
 std::unique_ptr<Transport> make_local_transport(std::string group) {

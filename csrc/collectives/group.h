@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "collectives/in_backward.h"
 #include "collectives/peers.h"
 
 namespace te_graph::collectives {
@@ -29,11 +30,15 @@ struct Operation {
     at::Tensor input;  // all_reduce: [n]; reduce_scatter: [world, n]; all_gather: [n]
     at::Tensor out;    // all_reduce: [n], maybe `input`; reduce_scatter: [n]; all_gather: [world, n]
     Extents extents;
+    bool in_backward = is_in_backward();
 
-    Fingerprint fingerprint() const { return {{op, reduction, static_cast<uint8_t>(input.scalar_type())}, extents}; }
+    Fingerprint fingerprint() const {
+        return {{op, reduction, static_cast<uint8_t>(input.scalar_type()), in_backward}, extents};
+    }
 };
 
-// "all_reduce (sum) of 1024 BFloat16", "all_gather of 24 Float along dim 1 of size 4 (2 before, 3 behind)"
+// "all_reduce (sum) of 1024 BFloat16 in a backward",
+// "all_gather of 24 Float along dim 1 of size 4 (2 before, 3 behind)"
 std::string describe(const Fingerprint& fingerprint);
 // "all_reduce (sum) of BFloat16"
 std::string describe(const OperationKind& kind);

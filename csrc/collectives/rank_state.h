@@ -33,17 +33,17 @@ constexpr int kMaxLaunchId = kLaunchIds.back();
 // blocks of a kernel together add exactly one sequence number, so nothing is ever reset and the next kernel finds the
 // next number, whatever its grid.
 //
-//     63 ...... 37   36 ..... 28   27 .... 19   18 ........ 0
+//     63 ...... 38   37 ..... 28   27 .... 19   18 ........ 0
 //     sequence       departed      inside       launch, signed
 //
-// A departed block counts 2^9 / blocks, so that the last one carries into the sequence: the number of blocks is a
+// A departed block counts 2^10 / blocks, so that the last one carries into the sequence: the number of blocks is a
 // power of two. In the lowest field each block but the last adds its launch's number n, and the last one -(blocks - 1)
 // n. So a block that arrives while blocks of another kernel are inside finds a sum that its own launch cannot have
 // produced: two kernels of a group at once on one GPU, the effect of two streams that are not ordered. The first block
 // that meets another kernel detects it for all grids and interleavings (exhaustively tested).
 constexpr int kLaunchBits = 19;
 constexpr int kInsideBits = 9;
-constexpr int kDepartedBits = 9;
+constexpr int kDepartedBits = 10;
 constexpr int kSequenceShift = kLaunchBits + kInsideBits + kDepartedBits;
 static_assert(kSequenceShift == kFingerprintBits);
 static_assert(2 * (kMaxBlocks - 1) * kMaxLaunchId < 1 << (kLaunchBits - 1) && kMaxBlocks < 1 << (kInsideBits - 1));

@@ -33,6 +33,19 @@ void check_count(const char* op, const char* argument, size_t expected, size_t g
     TORCH_CHECK_VALUE(got == expected, op, ": expected ", argument, " of ", expected, " tensors, got ", got);
 }
 
+// Raises for an inference tensor [...]: no version counter shows that it was changed, and outside of that mode none may
+// be written.
+void check_has_version(const std::string& name, const at::Tensor& tensor) {
+    TORCH_CHECK_VALUE(!tensor.is_inference(), kWeights, ": expected ", name,
+                      " made outside of inference mode, got an inference tensor, whose changes cannot be seen; "
+                      "clone() it outside of that mode");
+}
+
+// weights: [M_i, N_i] each.
+void check_have_versions(at::TensorList weights) {
+    for (size_t i = 0; i < weights.size(); ++i) check_has_version(at_index("weights", i), weights[i]);
+}
+
 // lists: [...] each.
 MemoryRanges ranges_of(std::initializer_list<at::TensorList> lists) {
     std::vector<const void*> begins;
@@ -166,6 +179,10 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
       vectors_(counts.defined() ? Tensors{scale, scale_inv, amax, counts} : Tensors{scale, scale_inv, amax}),
       names_(std::move(names)) {
     std::vector<Cast> casts = casts_of(kWeights, out_, out_t_, weights_, scale, scale_inv, amax, counts, {});
+    check_have_versions(weights_);
+    check_has_version("amax", amax);
+    TORCH_CHECK_VALUE(!amax.requires_grad(), kWeights,
+                      ": expected amax, which casts write, without requires_grad, got one with it; pass amax.detach()");
     TORCH_CHECK_VALUE(names_.size() == weights_.size(), kWeights, ": expected ", weights_.size(), " names, got ",
                       names_.size());
     buffers_ = ranges_of({out_, out_t_});
@@ -254,6 +271,7 @@ std::string WeightTable::stale() const {
 
 void WeightTable::update(Tensors weights) {
     check_count(kWeights, "weights", weights_.size(), weights.size());
+    check_have_versions(weights);
     std::vector<int64_t> addresses;
     for (size_t i = 0; i < weights.size(); ++i) {
         const std::string name = at_index("weights", i);

@@ -11,11 +11,12 @@ from te_graph import _C
 from te_graph.common.capture_state import is_captured
 from te_graph.common.replay_checks import before_replay
 from te_graph.common.step_weights import StepWeights
+from te_graph.common.uncopyable import Uncopyable
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.multi_tensor.tensor_lists import as_sequence, check_members, check_operands
 
 
-class Fp8Weights(StepWeights):
+class Fp8Weights(Uncopyable, StepWeights):
     """Weights in FP8, with transposed copies, in buffers that never move.
 
     ``cast_`` casts all of them in one launch over a table that was built once. Outside a graph it is called when the
@@ -32,6 +33,8 @@ class Fp8Weights(StepWeights):
 
     ``scale_inv`` is written by the cast alone, so ``data[i] * scale_inv[i]`` is always what the weight was when it was
     cast, whatever has become of ``scale`` since.
+
+    Copying or pickling it, with a module that holds it, is a TypeError.
 
     Args:
         weights: [M_i, N_i] each, contiguous, on one device; float32, float16 and bfloat16 mixed. Kept alive.
@@ -52,7 +55,8 @@ class Fp8Weights(StepWeights):
 
     Raises:
         TypeError, ValueError: no weights, or such as are no matrices, on several devices, of other dtypes, or that wrap
-            others (of DTensors give ``to_local()``); vectors that overlap.
+            others (of DTensors give ``to_local()``), or were made in inference mode, whose changes cannot be seen;
+            vectors that overlap; an ``amax`` that requires a gradient.
 
     Stream and capture: making it allocates and waits for the copy of the table, so it comes before a capture.
     """
@@ -80,7 +84,9 @@ class Fp8Weights(StepWeights):
                     f"Fp8Weights: expected weights[{number}] of two dimensions, got shape {list(weight.shape)}"
                 )
         count, device = len(listed), listed[0].device
-        with torch.no_grad():
+        names = [f"weight {number}" for number in range(count)] if names is None else [str(name) for name in names]
+        # What is made here is written outside of inference mode, too.
+        with torch.inference_mode(False), torch.no_grad():
             self.data = [torch.zeros(w.shape, dtype=dtype, device=device) for w in listed]
             shapes = [w.shape[::-1] for w in listed] if transpose else []
             self.transposed = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
@@ -88,10 +94,9 @@ class Fp8Weights(StepWeights):
             self.scale_inv = torch.ones(count, 4, dtype=torch.float32, device=device)[:, 0]
             self.amax = torch.zeros(count, dtype=torch.float32, device=device) if amax is None else amax
             self.counts = torch.zeros(count, 3, dtype=torch.int64, device=device) if counts else None
-        names = [f"weight {number}" for number in range(count)] if names is None else [str(name) for name in names]
-        self._table = _C.WeightTable(
-            listed, self.data, self.transposed, self.scale, self.scale_inv, self.amax, self.counts, names
-        )
+            self._table = _C.WeightTable(
+                listed, self.data, self.transposed, self.scale, self.scale_inv, self.amax, self.counts, names
+            )
         # Where a capture that holds a cast finds them.
         self._tables = self._table.tables()
         optimizer_step_watch().watch(self)
@@ -155,7 +160,9 @@ class Fp8Weights(StepWeights):
         Stream and capture: a small copy; waits until it is under way. Not inside a capture.
         """
         if is_captured(self.scale_inv.device):
-            raise RuntimeError("Fp8Weights.update: expected no capture under way, got one")
+            raise RuntimeError(
+                "Fp8Weights.update: expected no capture under way, got one: call it outside, before the graphed call"
+            )
         self._table.update(_listed(weights))
 
 

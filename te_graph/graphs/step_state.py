@@ -54,6 +54,13 @@ class StepState:
         self._flags = (True, True)
         self._callers: weakref.WeakSet[Any] = weakref.WeakSet()  # that ran since the weights were cast
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which no caller has run with."""
+        return {name: value for name, value in self.__dict__.items() if name != "_callers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _callers=weakref.WeakSet())
+
     @property
     def is_first_microbatch(self) -> Tensor:
         """[1] int32."""
@@ -98,7 +105,8 @@ class StepState:
                 raise TypeError(f"StepState.set_: expected {name} to be a bool, got {type(value).__name__}")
         if is_captured(self.block.device):
             raise RuntimeError(
-                "StepState.set_: expected no capture under way, got one: every replay would set the same flags"
+                "StepState.set_: expected no capture under way, got one, whose replays would all set the same flags: "
+                "call it outside, before the graphed call"
             )
         if (is_first_microbatch, follows) == self._flags:
             return
@@ -139,7 +147,9 @@ class StepState:
                 f"is_first_microbatch: expected True, False or None, got {type(is_first_microbatch).__name__}"
             )
         if is_captured(self.block.device):
-            raise RuntimeError("StepState.begin_: expected no capture under way, got one")
+            raise RuntimeError(
+                "StepState.begin_: expected no capture under way, got one: call it outside, before the graphed call"
+            )
         has_run, weights = self._has_run(caller), self.weights
         is_stale = weights is not None and weights.is_stale
         if is_stale and is_first_microbatch is False:

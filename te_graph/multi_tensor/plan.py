@@ -10,19 +10,21 @@ from torch import Tensor
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
 from te_graph.common.replay_checks import before_replay
+from te_graph.common.uncopyable import Uncopyable
 from te_graph.multi_tensor.tensor_lists import as_number, as_sequence, check_operands
 
 _NAME = "MultiTensorPlan"
 
 
-class MultiTensorPlan:
+class MultiTensorPlan(Uncopyable):
     """Multi-tensor ops over a list whose table lies on the device.
 
     A call passes a few pointers instead of the list, and takes as long for 20000 tensors as for one but for a look at
     each of them. A captured call works on the tensors that the table names when it is replayed: ``update`` exchanges
     them between replays, without a new capture.
 
-    The plan does not own its tensors. Before each op it looks whether they still exist where they were.
+    The plan does not own its tensors. Before each op it looks whether they still exist where they were. Copying or
+    pickling it is a TypeError.
 
     Args:
         tensors: [...] each, on one device, without gaps in memory and without overlap; float32, float64, float16 and

@@ -9,6 +9,7 @@ from collective_ranks import open_group, reference_reduce
 from failed_groups import SEVERAL, assert_aborted, draw, error_of, gather_texts, is_cpu, short_lived
 from ranks import Rank, ranks_of
 from tensor_lists import same_bits
+from torch import Tensor, nn
 
 import te_graph as tg
 
@@ -172,6 +173,74 @@ def scenario_equal_flags(rank: Rank) -> None:
         assert f"in operation 1, {words}: " in error and other_words in error
 
 
+class TwoSums(nn.Module):
+    """A loss, and a sum beside it, whose backward eager code alone leaves out where the loss does not use it."""
+
+    def __init__(self, group: tg.PeerGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: Tensor, w: Tensor, breaks: bool = False) -> tuple[Tensor, Tensor]:  # [4] each
+        h = tg.all_reduce(x * w, self.group)
+        loss = (h * h).sum()
+        if breaks:
+            torch._dynamo.graph_break()
+        return loss, tg.all_reduce((x + w).sin(), self.group)
+
+
+FORMS = ["compiled beside eager", "graph break", "fallback"]
+
+
+def scenario_backward(rank: Rank, form: str, is_used: bool) -> None:
+    """Rank 0 runs the sums in another form than the others."""
+    torch._dynamo.reset()
+    x, w = torch.full((4,), 1.0 + rank.rank), torch.ones(4, requires_grad=True)
+    is_first = rank.rank == 0
+
+    def gradient(call: Callable[..., tuple[Tensor, Tensor]], **kwargs: bool) -> Tensor:  # [4]
+        loss, beside = call(x, w, **kwargs)
+        return torch.autograd.grad(loss + beside.sum() if is_used else loss, w)[0]
+
+    with short_lived(rank, timeout=60.0) as group:  # the others wait while one compiles
+        sums: nn.Module = TwoSums(group)
+        expected = gradient(sums)
+        if form == "fallback":
+            tg.make_graphed_callables(sums, (x, torch.ones(4, requires_grad=True)), on_mismatch="eager")
+        elif form == "graph break" or not is_first:
+            sums = torch.compile(sums, backend="aot_eager")
+        breaks = {"breaks": True} if is_first and form != "compiled beside eager" else {}
+        if is_used:
+            assert all(torch.allclose(gradient(sums, **breaks), expected) for _ in range(3))
+            group.check()
+            return
+        with pytest.raises(RuntimeError) as caught:
+            for _ in range(3):
+                gradient(sums, **breaks)
+        error = str(caught.value)
+        assert "all_reduce (sum) of 4 Float in a backward" in error and error.count(" in a backward") == 1
+        assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
+
+
+def scenario_replayed_backward(rank: Rank) -> None:
+    """A replay runs forward and backward at once, where autograd runs none, beside eager code."""
+    x, w = torch.full((4,), 1.0 + rank.rank), torch.ones(4, requires_grad=True)
+    w.grad = torch.zeros(4)
+    with short_lived(rank, timeout=60.0) as group:
+        sums = TwoSums(group)
+
+        def step() -> None:
+            w.grad.zero_()
+            sum(part.sum() for part in sums(x, w)).backward()
+
+        step()
+        expected, graphed = w.grad.clone(), tg.graphed(step)
+        for number in range(6):
+            (step if rank.rank == 0 and number > 3 else graphed)()
+            assert same_bits(w.grad, expected)
+        assert graphed.info()["forward_replays"] >= (1 if rank.rank == 0 else 3)
+        group.check()
+
+
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_ranks_that_do_something_else_are_an_error_that_names_both(ranks, seed, what):
     ranks.run(scenario_mismatch, seed, what)
@@ -183,3 +252,17 @@ def test_ranks_that_name_a_dim_from_either_end_do_the_same(ranks, seed):
 
 def test_ranks_on_cpus_compare_sizes_whose_hashes_are_equal(cpu_ranks, seed):
     cpu_ranks.run(scenario_equal_flags, seed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_backward_that_one_rank_alone_runs_never_meets_a_forward(cpu_ranks, seed, form):
+    cpu_ranks.run(scenario_backward, seed, form, False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ranks_of_several_forms_run_the_same_where_the_loss_uses_all(cpu_ranks, seed, form):
+    cpu_ranks.run(scenario_backward, seed, form, True)
+
+
+def test_a_replayed_backward_is_one_to_eager_ranks(cpu_ranks, seed):
+    cpu_ranks.run(scenario_replayed_backward, seed)

@@ -99,15 +99,34 @@ def test_inference_tensors_are_written_in_inference_mode_alone(op, argument, dev
         getattr(tg, op)(**arguments)
 
 
-def test_prepared_weights_are_cast_in_the_inference_mode_that_they_were_made_in(device):
+@pytest.mark.parametrize("is_cast_inside", [False, True])
+def test_prepared_weights_of_inference_mode_are_as_any(is_cast_inside, device):
     x = torch.randn(4, 6, device=device)
     with torch.inference_mode():
         weights = tg.Fp8Weights([x])
-    with pytest.raises(RuntimeError, match=r"Fp8Weights: expected .*got an inference tensor"):
+    with torch.inference_mode(is_cast_inside):
         weights.cast_()
+        assert same_bits(weights.data[0], tg.fp8_cast(x, weights.scale)[0]) and not weights.is_stale
+        x.mul_(2)
+    assert weights.is_stale
+    weights.update([x.clone()])
+    weights.cast_()
+    assert not weights.is_stale
+
+
+@pytest.mark.parametrize("makes_inside", [False, True])
+def test_weights_and_amaxes_made_in_inference_mode_are_refused(makes_inside, device):
+    """No version counter tells that they change."""
+    x = torch.randn(4, 6, device=device)
     with torch.inference_mode():
-        weights.cast_()
-        assert same_bits(weights.data[0], tg.fp8_cast(x, weights.scale)[0])
+        inference, amax = x.clone(), torch.zeros(1, device=device)
+    with torch.inference_mode(makes_inside):
+        weights = tg.Fp8Weights([x])
+        for make in (lambda: tg.Fp8Weights([inference]), lambda: weights.update([inference])):
+            with pytest.raises(ValueError, match=r"Fp8Weights: expected weights\[0\] made outside .*; clone\(\) it"):
+                make()
+        with pytest.raises((ValueError, RuntimeError), match=r"Fp8Weights: expected amax made outside .*clone\(\) it"):
+            tg.Fp8Weights([x], amax=amax)
 
 
 def test_a_flag_of_prepared_weights_lies_apart_from_what_they_write(device):

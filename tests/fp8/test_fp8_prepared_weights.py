@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from fp8_tensors import SET_FLAGS, numbers
 from fp8_weights import SHAPES, assert_cast, random_weights, written
 from tensor_lists import Fences, all_same_bits, capture, capture_alone, copies, no_sync, same_bits
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import te_graph as tg
 
@@ -333,7 +336,15 @@ def test_a_capture_alone_casts_nothing_and_weights_stay_stale(device):
 
 def test_an_update_inside_a_capture_is_refused(device):
     prepared, sources = a_prepared_one(device)
-    with pytest.raises(RuntimeError, match=r"Fp8Weights.*captur"):
+    with pytest.raises(RuntimeError, match=r"Fp8Weights\.update: .* call it outside, before the graphed call"):
         capture_alone(lambda: prepared.update(copies(sources)), device)
     prepared.cast_()
     assert_cast(prepared, sources, prepared.amax)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, AveragedModel, pickle.dumps])
+def test_prepared_weights_are_not_copied_with_their_module(copied, device):
+    module = nn.Linear(4, 4, device=device)
+    module.prepared = tg.Fp8Weights([module.weight])
+    with pytest.raises(TypeError, match=r"^Fp8Weights: cannot be copied or pickled; make one from the copy's tensors"):
+        copied(module.prepared if copied is copy.copy else module)

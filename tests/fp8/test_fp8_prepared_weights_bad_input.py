@@ -45,6 +45,7 @@ BAD_OPTIONS: dict[str, tuple[Callable[[str], dict[str, object]], type[Exception]
     "scale on another device": (lambda d: {"scale": torch.ones(2, device="meta")}, ValueError),
     "amax of another shape": (lambda d: {"amax": torch.zeros(1, 2, device=d)}, ValueError),
     "amax in fp64": (lambda d: {"amax": torch.zeros(2, device=d).double()}, TypeError),
+    "amax with a gradient": (lambda d: {"amax": torch.zeros(2, device=d, requires_grad=True)}, ValueError),
     "amax on another device": (lambda d: {"amax": torch.zeros(2, device="meta")}, ValueError),
     "names": (lambda d: {"names": ["one"]}, ValueError),
 }

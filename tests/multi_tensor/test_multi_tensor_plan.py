@@ -1,7 +1,9 @@
 """MultiTensorPlan: the ops without a plan are the reference, bit for bit; tensors that die or move are named."""
 
+import copy
 import gc
 import math
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -309,6 +311,12 @@ def test_lists_that_a_plan_cannot_hold_are_refused(case, device):
         tensors[1] = torch.ones(4, 5, device=device, dtype=torch.int64)
     with pytest.raises(TypeError if case == "integers" else ValueError, match=r"^MultiTensorPlan: expected"):
         MultiTensorPlan(tensors, sources)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_plan_is_not_copied(copied, device):
+    with pytest.raises(TypeError, match=r"^MultiTensorPlan: cannot be copied or pickled; make one from the copy's"):
+        copied(MultiTensorPlan(gradients(device)))
 
 
 def test_an_update_inside_a_capture_is_refused(device):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_graph import _C
 from te_graph.common.capture_state import RecordingMode, is_recording
 from te_graph.common.dispatch import (
     base_name,
@@ -121,6 +122,7 @@ class Recorder:
         self._ops: list[OpRecord] = []
         self._program: _Program = []
         self._grad_enabled = False
+        self._in_backward = False
         self._aliases: list[Tensor] = []
         self._born: dict[int, Tensor] = {}
         self._lent: dict[int, Tensor] = {}  # by other libraries, inside the region
@@ -173,10 +175,14 @@ class Recorder:
         # The recorded calls ran beneath autograd and autocast; grad mode is part of the program, because some kernels
         # ask for it to decide what to keep for a backward.
         with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
-            for call, target in self._program:
-                result = call()
-                if target is not None:
-                    _copy(target, result)
+            _C.set_in_backward(False)
+            try:
+                for call, target in self._program:
+                    result = call()
+                    if target is not None:
+                        _copy(target, result)
+            finally:
+                _C.set_in_backward(None)
             for temporary in self._temporaries or ():
                 temporary.fill_(float("nan"))
 
@@ -270,6 +276,11 @@ class Recorder:
         if torch.is_grad_enabled() != self._grad_enabled:
             self._grad_enabled = not self._grad_enabled
             self._program.append((partial(torch._C._set_grad_enabled, self._grad_enabled), None))
+        # Ranks compare whether a collective was called in a backward.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if func.namespace == "te_graph" and in_backward != self._in_backward:
+            self._in_backward = in_backward
+            self._program.append((partial(_C.set_in_backward, in_backward), None))
         # Aliases are taken after the call, because an ``out=`` tensor may have been resized by it.
         # What was one tensor stays one: kernels ask (attention does whether its query is its key).
         distinct = {id(tensor): tensor for tensor in inputs}

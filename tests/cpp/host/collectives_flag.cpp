@@ -28,7 +28,7 @@ int64_t random_size(std::mt19937_64& generator) {
 }
 Fingerprint random_fingerprint(std::mt19937_64& generator) {
     return {{static_cast<Op>(generator() % 3), static_cast<Reduction>(generator() % 2),
-             static_cast<uint8_t>(generator() % 64)},
+             static_cast<uint8_t>(generator() % 64), generator() % 2 == 0},
             {random_size(generator), static_cast<int64_t>(generator() % 64), random_size(generator),
              random_size(generator)}};
 }
@@ -52,7 +52,7 @@ TEST(Flag, DiffersWhereAnyPartDiffers) {
         const Fingerprint fingerprint = random_fingerprint(generator);
         Fingerprint other = fingerprint;
         OperationKind& kind = other.kind;
-        switch (generator() % 4) {
+        switch (generator() % 5) {
             case 0:
                 kind.op = static_cast<Op>((static_cast<int>(kind.op) + 1 + generator() % 2) % 3);
                 break;
@@ -63,6 +63,9 @@ TEST(Flag, DiffersWhereAnyPartDiffers) {
                 kind.dtype = (kind.dtype + 1 + generator() % 63) % 64;
                 break;
             case 3:
+                kind.in_backward = !kind.in_backward;
+                break;
+            case 4:
                 other.extents.*kParts[generator() % 4] += static_cast<int64_t>(1 + generator() % (kHashModulus - 1));
         }
         ASSERT_NE(pack(fingerprint), pack(other)) << fingerprint.extents << " and " << other.extents;

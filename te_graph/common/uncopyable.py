@@ -1,0 +1,12 @@
+"""Objects that neither copy nor pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Uncopyable:
+    """Base of what holds the addresses of tensors in tables: those of a copy lie elsewhere."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"{type(self).__name__}: cannot be copied or pickled; make one from the copy's tensors")
