@@ -18,6 +18,7 @@ from torch import nn
 
 from te_graph import _C
 from te_graph.common.opaque import opaque
+from te_graph.graphs.class_layout import below_layout
 
 _BASE = "_te_graph_base"  # in the dictionary of each class made here: the class below
 _real_class = object.__dict__["__class__"]
@@ -55,7 +56,7 @@ def graphed_class(base: type[nn.Module]) -> type[nn.Module]:
             members[name] = _copier_above(base, name)
     metaclass = type(base)
     maker = ABCMeta if issubclass(metaclass, ABCMeta) else type
-    made = maker.__new__(metaclass, base.__name__, (_shield(), base), members, is_ours=True)
+    made = maker.__new__(metaclass, base.__name__, (_shield(base), base), members, is_ours=True)
     type.__setattr__(made, "__call__", _C.make_fast_call(made))
     return made
 
@@ -69,17 +70,20 @@ def _exchange_class(module: nn.Module, kind: type) -> None:
     set_class(module, graphed_class(plain_class(kind)) if is_graphed else kind)
 
 
-def _shield() -> type:
-    """What comes first among the bases of a class made here. One for each: of one for all, no order would be consistent
-    where a class is derived from ours."""
+def _shield(base: type[nn.Module]) -> type:
+    """What comes before ``base`` among the bases of a class made here. One for each: of one for all, no order would be
+    consistent where a class is derived from ours."""
+    below, stand_in = below_layout(base)
 
-    class Graphed:
+    class Graphed(stand_in):
         __class__ = property(_shown_class, _exchange_class)
 
         def __init_subclass__(cls, is_ours: bool = False, **options: Any) -> None:
             if not is_ours:
                 super().__init_subclass__(**options)
 
+    if below is not stand_in:
+        Graphed.__bases__ = (below,)
     return Graphed
 
 

@@ -165,7 +165,7 @@ class CallableCapture:
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
         generators = HostRandom(self._sources, with_torch=True)
-        work = HostWork(self.walker, self._explore, self._sources)
+        work = HostWork(self.group.device, self.walker, self._explore, self._sources)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
                 tensors = self._iterate(self.group.options.num_warmup_iters, work)

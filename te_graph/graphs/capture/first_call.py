@@ -99,10 +99,6 @@ class FirstCallWatch(TensorWatch):
         """Of ``tensors`` [...] the values are read, by no operator."""
         self._reads_values |= self._are_any_dependent(tensors)
 
-    def _writes(self, source: Source) -> bool:
-        key = storage_key(source.obj)
-        return key in self.externals and self.externals[key].written
-
     def check(
         self, label: str, sources: Sequence[Source], work: HostWork, second: FirstCallWatch | None, last: WarmUpWatch
     ) -> None:
@@ -126,18 +122,21 @@ class FirstCallWatch(TensorWatch):
                 raise RuntimeError(
                     f"{label}: the first call makes {source.name} of its arguments or of random numbers, {_ADVICE}"
                 )
-            is_written = self._writes(source) and key in self._dependent_externals
-            if is_written and not (key in last.externals and last.externals[key].written):
+            is_written = _is_written(source, self) and key in self._dependent_externals
+            if is_written and not _is_written(source, last):
                 raise RuntimeError(
                     f"{label}: the first call writes {source.name} by its arguments or by random numbers, {_ADVICE}"
                 )
         if work.drawn_at_first is not None:
             raise RuntimeError(f"{label}: the first call draws from {work.drawn_at_first}, {_ADVICE}")
-        written = next((source for source in _tensors(sources) if self._writes(source)), None)
-        if (reads_at_first or written) and work.changed_at_first is not None:
+        written = [source for source in _tensors(sources) if _is_written(source, self)]
+        kept = work.changed_at_first
+        if kept is None:  # what later calls write as well does not depend on a tensor or flag
+            written, kept = [one for one in written if not _is_written(one, last)], work.kept_at_first
+        if kept is not None and (written or reads_at_first):
             # The write is undone, and what it left in Python may be why later calls do not write so.
-            does = "reads values of its arguments" if written is None else f"writes {written.name}"
-            raise RuntimeError(f"{label}: the first call {does} and sets {work.changed_at_first}, {_ADVICE}")
+            does = f"writes {written[0].name}" if written else "reads values of its arguments"
+            raise RuntimeError(f"{label}: the first call {does} and sets {kept}, {_ADVICE}")
         if second is not None and (operator := self._steps.difference(second._steps)) is not None:
             raise RuntimeError(
                 f"{label}: the first call sets {work.kept_at_first} and runs {operator} differently from the second: "
@@ -155,6 +154,11 @@ class _Reads(MethodWatch):
         found = host_access(func, args, kwargs)
         if found is not None and found[1] == READS_VALUE:
             self._on_read(tensors_in((args, kwargs)))
+
+
+def _is_written(source: Source, watch: TensorWatch) -> bool:
+    external = watch.externals.get(storage_key(source.obj))
+    return external is not None and external.written
 
 
 def _tensors(sources: Iterable[Source]) -> Iterable[Source]:

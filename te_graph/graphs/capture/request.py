@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from te_graph import _C
 from te_graph.common.capture_state import is_captured
@@ -121,6 +122,12 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
     if any(target is other for other in earlier):
         raise ValueError(f"{_NAME}: expected each callable once, got {name} again")
     if isinstance(target, nn.Module):
+        for owner, tensor in (*target.named_parameters(), *target.named_buffers()):
+            if is_lazy(tensor):
+                raise ValueError(
+                    f"{_NAME}: expected tensors with shapes, got {owner} of {name} ({_kind_of(target)}), which is not "
+                    "initialised: call it once before the capture"
+                )
         for owner, buffer in target.named_buffers():
             if buffer.requires_grad:
                 raise ValueError(f"{_NAME}: expected buffers without gradients, got buffer {owner} of {name} with one")

@@ -265,6 +265,22 @@ def test_a_buffer_that_requires_grad_is_refused_by_name(device, model, refuses):
     refuses(ValueError, words, model, (batch(device),))
 
 
+@pytest.mark.parametrize(
+    ("lazy", "owner"),
+    [
+        (lambda: nn.LazyLinear(4), "weight"),
+        (lambda: nn.Sequential(nn.ReLU(), nn.LazyLinear(4)), "1.weight"),
+        (lambda: nn.LazyBatchNorm1d(affine=False), "running_mean"),
+    ],
+)
+def test_a_module_that_is_not_initialised_is_refused_until_it_was_called(device, refuses, lazy, owner):
+    module = lazy().to(device)
+    words = rf"got {owner} of callables \({type(module).__name__}\), which is not initialised: call it once"
+    refuses(ValueError, words, module, (batch(device),))
+    module(batch(device))
+    make_graphed_callables(module, (batch(device),))
+
+
 def test_inference_mode_is_refused(device, model, refuses):
     sample = batch(device)
     with torch.inference_mode():

@@ -75,6 +75,26 @@ class Fills(nn.Module):
         return x + self.table
 
 
+class FillsBesideTable(Fills):
+    """[3, 4] -> [3, 4]: a tensor that it keeps says that the buffer is filled."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        if self.is_filled is False:
+            self.table.copy_(torch.arange(4.0, device=x.device).sin())
+            self.is_filled = torch.ones(4, device=x.device)
+        return x * self.is_filled + self.table
+
+
+class FillsLazily(Fills):
+    """[3, 4] -> [3, 4]: the tensor that it keeps was nowhere before."""
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        if not hasattr(self, "ones"):
+            self.table.copy_(torch.arange(4.0, device=x.device).sin())
+            self.ones = torch.ones(4, device=x.device)
+        return x * self.ones + self.table
+
+
 class Codebook(nn.Module):
     """[3, 4] -> [3, 4]: its first call initialises what each call updates."""
 
@@ -96,6 +116,8 @@ BY_VALUES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a parameter": (Initialises, "writes bias by"),
     "an average": (Averages, "makes state of"),
     "a buffer that is filled": (Fills, r"writes table and sets is_filled \(from False to True\)"),
+    "a buffer beside a tensor": (FillsBesideTable, "writes table and sets is_filled"),
+    "a buffer beside a new tensor": (FillsLazily, r"writes table and sets ones \(set to a tensor\)"),
     "a codebook": (Codebook, r"writes mean and sets is_initialised \(from False to True\)"),
     "a tensor": (lambda: Sets(lambda x: x.std()), "makes state of"),
     "a parameter made": (lambda: Sets(lambda x: nn.Parameter(x.mean(0))), "makes state of"),

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source, items_of
 
@@ -19,7 +20,8 @@ _CONTAINERS = (dict, list, set, deque)
 
 
 class ContainerState:
-    """The contents of the attributes, dictionaries, lists, sets and deques that a callable refers to.
+    """The contents of the attributes, dictionaries, lists, sets and deques that a callable refers to, the classes of
+    modules and which leaves require gradients.
 
     Args:
         sources: the callable and what it refers to. References to what they hold are kept until this object goes.
@@ -27,11 +29,17 @@ class ContainerState:
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._kept: list[tuple[Any, Any]] = []
+        self._classes: list[tuple[nn.Module, type]] = []
+        self._flags: list[tuple[Tensor, bool]] = []
         for source in sources:
             if source.again is None:
                 self._keep_contents(source.obj)
 
     def _keep_contents(self, obj: object) -> None:
+        if isinstance(obj, nn.Module):
+            self._classes.append((obj, type(obj)))
+        elif isinstance(obj, Tensor) and obj.is_leaf:
+            self._flags.append((obj, obj.requires_grad))
         if isinstance(obj, _CONTAINERS):
             self._keep(obj)
         elif (members := instance_dict(obj)) is not None:
@@ -47,7 +55,13 @@ class ContainerState:
         self._kept.append((container, kind(items_of(container) if kind is dict else container)))
 
     def restore(self) -> None:
-        """Put back the contents, object by object."""
+        """Put all back, object by object."""
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                set_class(module, kind)
+        for tensor, requires_grad in self._flags:
+            if tensor.is_leaf and tensor.requires_grad != requires_grad:
+                tensor.requires_grad_(requires_grad)
         for container, contents in self._kept:
             if isinstance(container, list):
                 if not _are_the_same(container, contents):

@@ -1,18 +1,20 @@
-"""What a forward leaves behind in Python, which a replay would not do again: counters, lists."""
+"""What a forward leaves behind in Python, which a replay would not do again: counters, lists, flags of modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
 from te_graph.graphs.guards.readers.library_objects import is_array, remembered
 from te_graph.graphs.guards.sources import Source
 
-_LEFT_OUT = (nn.Module, ComputedInGraph)
+_REMEDIES = {"training": "; override train() to set it"}
 
 
 class SideEffects:
@@ -23,30 +25,38 @@ class SideEffects:
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
-        self._before = {_path(source): (source, _remembered(source.obj)) for source in sources}
+        self._before = {_path(source): (source, _remembered(source.obj), _flags(source.obj)) for source in sources}
 
-    def first(self, sources: Iterable[Source], with_tensors: bool = False) -> str | None:
+    def first(self, sources: Iterable[Source], with_tensors: bool = False, with_flags: bool = True) -> str | None:
         """What the iteration has changed, of ``sources`` after it: the first of them, with both values; else None.
 
         What hooks compute is left out, and what is written into tensors: that is part of a graph. ``with_tensors``:
-        another tensor than before is a change.
+        another tensor than before is a change. ``with_flags``: so are another module, and flags of modules and tensors.
         """
-        left_out = _LEFT_OUT if with_tensors else (*_LEFT_OUT, Tensor)
+        left_out = (
+            ComputedInGraph,
+            *(() if with_tensors else (Tensor,)),
+            *(() if with_flags else (nn.Module,)),
+        )
         after = {_path(source): source for source in sources}
         for path, source in after.items():
+            if path not in self._before:
+                if isinstance(source.obj, left_out):
+                    continue
+                return f"{source.name} (set to {_shown(source.obj)})"
+            before, old, flags = self._before[path]
+            if with_flags and source.obj is before.obj and (flag := _changed(flags, _flags(source.obj))) is not None:
+                return f"{flag} of {source.name or 'the module'}{_both(flags[flag], _flags(source.obj)[flag], flag)}"
             if isinstance(source.obj, left_out):
                 continue
-            if path not in self._before:
-                return f"{source.name} (set to {_shown(source.obj)})"
-            old = self._before[path][1]
             now = _remembered(source.obj)
             if isinstance(now, Tensor):
                 if now is not old:
                     return source.name
-            elif not isinstance(old, Tensor) and not are_equal(old, now):
-                can_show_values = is_value(source.obj) or is_bulk(source.obj)
-                return f"{source.name} (from {_shown(old)} to {_shown(now)})" if can_show_values else source.name
-        gone = (source for path, (source, _) in self._before.items() if path not in after)
+            elif not are_equal(old, now):
+                can_show_values = isinstance(old, Tensor) or is_value(source.obj) or is_bulk(source.obj)
+                return source.name + _both(old, now) if can_show_values else source.name
+        gone = (before for path, (before, *_) in self._before.items() if path not in after)
         return next((f"{source.name} (deleted)" for source in gone if not isinstance(source.obj, left_out)), None)
 
 
@@ -72,6 +82,26 @@ def _remembered(obj: Any) -> Any:
     return _Same(obj)
 
 
+def _flags(obj: Any) -> dict[str, Any]:
+    """What a module or tensor is set to, and no source leads to."""
+    if isinstance(obj, Tensor):
+        return {"requires_grad": obj.requires_grad and obj.grad_fn is None}  # what is written in place may get it
+    if not isinstance(obj, nn.Module):
+        return {}
+    members = vars(obj)
+    forward = members.get("forward")
+    own = (forward.__func__, forward.__self__) if isinstance(forward, MethodType) else (forward,)
+    return {"training": members.get("training"), "class": plain_class(type(obj)), "forward": tuple(map(_Same, own))}
+
+
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    return next((flag for flag, value in after.items() if value != before[flag]), None)
+
+
+def _both(old: Any, now: Any, flag: str = "") -> str:
+    return "" if flag == "forward" else f" (from {_shown(old)} to {_shown(now)}{_REMEDIES.get(flag, '')})"
+
+
 class _Same:
     """Equal to what holds the very same object."""
 
@@ -90,5 +120,7 @@ class _Same:
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a tensor"
+    if isinstance(value, type):
+        return value.__name__
     text = repr(value)
     return text if len(text) <= 80 else type(value).__name__
