@@ -210,9 +210,10 @@ def build_callable_guard(
     for source in modules:
         _guard_tables(source, callable_guard, reader.goes_through_tables(source.obj))
     used = {id(source) for source in found}
+    tells_apart = reader.tells_tensors_apart(sources)
     for source in sources:
         if id(source) not in used and source.parent is not None:
-            guard_source(source, callable_guard)
+            guard_source(source, callable_guard, tells_apart)
         # Another tensor may take the place of one that is not used.
         if source.again is None and (id(source) in used or not isinstance(source.obj, Tensor)):
             _guard_absence(source, callable_guard, reader)
@@ -313,10 +314,13 @@ def _guard_tables(source: Source, callable_guard: CallableGuard, in_order: bool)
         callable_guard.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
 
 
-def guard_source(source: Source, callable_guard: CallableGuard) -> None:
-    """Guard what stands at a source that leads to no tensor that is used."""
+def guard_source(source: Source, callable_guard: CallableGuard, tells_apart: bool) -> None:
+    """Guard what stands at a source that leads to no tensor that is used. ``tells_apart``: the code can tell which
+    tensor is there."""
     obj = source.obj
-    if isinstance(obj, Tensor):
+    if isinstance(obj, Tensor) and tells_apart:
+        callable_guard.enter(source)
+    elif isinstance(obj, Tensor):
         callable_guard.expect_type(source)
     elif is_value(obj):
         if source.kind != _Kind.KNOWN:  # a known one stays what it is

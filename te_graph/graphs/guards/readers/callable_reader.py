@@ -45,6 +45,7 @@ from te_graph.graphs.guards.sources import (
     members_in,
     name_of,
     submodules,
+    tells_tensors_apart,
 )
 from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit, module_of
 
@@ -141,6 +142,10 @@ class CallableReader(TensorReader):
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
         return bool(_GOES_THROUGH_TABLES & (self._names.said | self._library_names(type(module))))
+
+    def tells_tensors_apart(self, sources: Iterable[Source]) -> bool:
+        """Whether the code may tell which object a tensor at ``sources`` is."""
+        return tells_tensors_apart(self._names, sources)
 
     def members(self, obj: Any) -> Iterator[tuple[str, Any]]:
         """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
