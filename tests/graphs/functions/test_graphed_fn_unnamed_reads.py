@@ -220,7 +220,27 @@ TOLD_APART = {
     ),
     "a member": (_TWO + "s = {c.m}", "2.0 if c.l in s else 3.0", "c.l = c.m"),
 }
-CASES = {**CASES, **TOLD_APART}
+MODULES = {
+    "__getattr__": ("V = {'k': 2.0}\ndef __getattr__(name): return V[name]\nimport MODULE as m", "m.k", "k = 3.0"),
+    "what __getattr__ reads": (
+        "V = {'k': 2.0}\ndef __getattr__(name): return V[name]\nimport MODULE as m",
+        "m.k",
+        "V['k'] = 3.0",
+    ),
+    "another __getattr__": (
+        "def __getattr__(name): return 2.0\nimport MODULE as m",
+        "m.k",
+        "def __getattr__(name): return 3.0",
+    ),
+    "a class of modules": (
+        "import sys, types\nclass M(types.ModuleType):\n def __getattr__(self, name): return 2.0\n"
+        "m = M('made'); m.__file__ = '/nowhere/made.py'",
+        "m.k",
+        "m.k = 3.0",
+    ),
+    "getattr": ("import MODULE as m", "getattr(m, 'k', 2.0)", "k = 3.0"),
+}
+CASES = {**CASES, **TOLD_APART, **MODULES}
 
 
 @pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)

@@ -22,6 +22,7 @@ from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, Inline
 from te_graph.graphs.guards.readers.hooks_of_all import hooks_of_all
 from te_graph.graphs.guards.readers.lookups import (
     absent_names,
+    asked_of_module,
     descriptions,
     is_project_module,
     is_readable_module,
@@ -189,10 +190,12 @@ class FunctionReader:
         if not is_readable_module(source.obj):
             return
         members = source.attributes()
-        named = [key for key in list(members.obj) if key in self.names.said and shows(source.obj, key)]
+        said = self.names.said | {"__getattr__"}
+        named = [key for key in list(members.obj) if key in said and shows(source.obj, key)]
         yield from (members.item(key, f"{source.name}.{key}") for key in named)
         if is_project_module(source.obj):
-            for key in sorted(self.names.asked - members.obj.keys()):
+            asked = asked_of_module(source.obj, self.names) - members.obj.keys()
+            for key in sorted(key for key in asked if not is_implicit(key)):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
     def _function_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
