@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
@@ -90,6 +91,8 @@ class FunctionReader:
         for child in self._contents_of_value(source) if is_value else self._contents(source):
             if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
                 yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
+            elif isinstance(child.obj, UninitializedTensorMixin):  # torch refuses to tell anything about it
+                yield child.parent.never(f"{child.name} is not initialized yet: call the lazy module once before")
             else:
                 yield child.settled(source)
 
