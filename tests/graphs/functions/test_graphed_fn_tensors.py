@@ -246,6 +246,19 @@ def test_a_call_that_initializes_parameters_is_not_captured(device: str) -> None
     assert counts(sequence)[0] == 1
 
 
+def test_a_call_in_inference_mode_runs_eagerly_until_there_is_a_capture(device: str) -> None:
+    total = torch.zeros(3, device=device)
+    sequence, x = graphed(lambda x: total.add_(x) * 2), torch.ones(3, device=device)
+    for number in range(1, 5):
+        with torch.inference_mode():
+            assert_bitwise_equal(sequence(x).clone(), x * 2 * number)
+    assert counts(sequence)[0] == 0
+    assert any("inference_mode" in reason for reason in sequence.info()["eager_calls"])
+    for number in range(5, 9):
+        assert_bitwise_equal(sequence(x).clone(), x * 2 * number)
+    assert counts(sequence)[0] == 1
+
+
 @pytest.mark.parametrize("is_on", [False, True], ids=["without autocast", "under autocast"])
 def test_whether_autocast_keeps_its_casts_is_compared(is_on: bool, device: str) -> None:
     def scaled(t: Tensor) -> Tensor:  # [3] -> [3]
