@@ -32,6 +32,7 @@ from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
 from te_graph.graphs.guards.readers.function_reader import FunctionReader
 from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_opaque
 from te_graph.graphs.guards.readers.source_walker import SourceWalker
+from te_graph.graphs.guards.sources import tells_tensors_apart
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 from te_graph.graphs.tracing.calls import Call, make_call
 from te_graph.graphs.tracing.code_watch import CodeWatch
@@ -76,7 +77,13 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
     sources = walker.explore(_reader_of(call))
     if walker.has_too_many_sources:
         return result, _TOO_MANY
-    function_guard = FunctionGuard(sources, used, asked=reads.asked, runs_backward=watch.runs_backward)
+    function_guard = FunctionGuard(
+        sources,
+        used,
+        asked=reads.asked,
+        runs_backward=watch.runs_backward,
+        tells_apart=tells_tensors_apart(walker.names, sources),
+    )
     effect = before.check(call)
     entry = FunctionEntry(
         label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
@@ -216,9 +223,14 @@ class _Attempt:
             self._check_sources(sources)
         written = {key for key, external in self.watch.externals.items() if external.written}
         used, is_backward = set(self.watch.externals), self.watch.runs_backward
-        reads_addresses = self._walker.names.reads_addresses
+        names = self._walker.names
         function_guard = FunctionGuard(
-            sources, None if reads_addresses else used, written, self._reads.asked, is_backward
+            sources,
+            None if names.reads_addresses else used,
+            written,
+            self._reads.asked,
+            is_backward,
+            tells_tensors_apart(names, sources),
         )
         kept = {id(source.obj): source for source in sources if _is_itself(source)}
         try:

@@ -133,6 +133,8 @@ class GraphedFunction(Inlined):
         return result
 
     def _capture_and_replay(self, first: FunctionEntry, call: Call) -> Any:
+        if torch.is_inference_mode_enabled():
+            return self._run(call, "called under torch.inference_mode(), where nothing is captured")
         alone = try_capture_lock()
         if alone is None:  # the next such call captures
             return self._run(call, "called inside another capture")

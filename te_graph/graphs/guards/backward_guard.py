@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
 from te_graph.graphs.guards.callable_guard import CallableGuard, guard_module, guard_source
-from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.sources import Source, tells_tensors_apart
 from te_graph.graphs.tracing.code_watch import CodeWatch
-from te_graph.graphs.tracing.names import LOOKS_AT_ALL, strings_in
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, strings_in
 
 _Kind = _C.StepKind
 _CALL_OF_MODULES = id(nn.Module._call_impl.__code__)
@@ -42,6 +42,7 @@ def backward_guard(sources: list[Source], watch: CodeWatch, used: Collection[int
     names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
     reads_all = _CALL_OF_MODULES in watch.codes or not LOOKS_AT_ALL.isdisjoint(names)
     reads = _Reads(frozenset(ran), None if reads_all else frozenset(names))
+    tells_apart = tells_tensors_apart(Names(frozenset(names)), sources)
     root, *others = sources
     callable_guard = CallableGuard()
     root.step = callable_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
@@ -56,7 +57,7 @@ def backward_guard(sources: list[Source], watch: CodeWatch, used: Collection[int
             if reads_all and isinstance(source.obj, nn.Module) and source.again is None:
                 guard_module(source, callable_guard, is_callable=False)
         else:
-            guard_source(source, callable_guard)
+            guard_source(source, callable_guard, tells_apart)
     return callable_guard.guard if callable_guard.guard.steps > 1 else None
 
 

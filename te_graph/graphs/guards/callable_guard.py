@@ -210,9 +210,10 @@ def build_callable_guard(
     for source in modules:
         _guard_tables(source, callable_guard, reader.goes_through_tables(source.obj))
     used = {id(source) for source in found}
+    tells_apart = reader.tells_tensors_apart(sources)
     for source in sources:
         if id(source) not in used and source.parent is not None:
-            guard_source(source, callable_guard)
+            guard_source(source, callable_guard, tells_apart)
         # Another tensor may take the place of one that is not used.
         if source.again is None and (id(source) in used or not isinstance(source.obj, Tensor)):
             _guard_absence(source, callable_guard, reader)
@@ -313,10 +314,13 @@ def _guard_tables(source: Source, callable_guard: CallableGuard, in_order: bool)
         callable_guard.enter(table.child(table.obj, what + table.name, kind, entries, index=len(table.obj)))
 
 
-def guard_source(source: Source, callable_guard: CallableGuard) -> None:
-    """Guard what stands at a source that leads to no tensor that is used."""
+def guard_source(source: Source, callable_guard: CallableGuard, tells_apart: bool) -> None:
+    """Guard what stands at a source that leads to no tensor that is used. ``tells_apart``: the code can tell which
+    tensor is there."""
     obj = source.obj
-    if isinstance(obj, Tensor):
+    if isinstance(obj, Tensor) and tells_apart:
+        callable_guard.enter(source)
+    elif isinstance(obj, Tensor):
         callable_guard.expect_type(source)
     elif is_value(obj):
         if source.kind != _Kind.KNOWN:  # a known one stays what it is
@@ -364,7 +368,8 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: Callab
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
         for absent in itertools.chain(absent_names(source), absent_globals(source)):
             callable_guard.enter(absent)
-    if isinstance(source.obj, _CODE) or (is_value(source.obj) and members is None):
+    is_code = isinstance(source.obj, _CODE) and not isinstance(source.obj, types.ModuleType)
+    if is_code or (is_value(source.obj) and members is None):
         return
     for name in reader.absent(source) if members is not None else ():
         callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))

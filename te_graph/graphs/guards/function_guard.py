@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import types
 from collections import deque
+
+from torch import nn
 
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf, storage_key
@@ -24,6 +27,8 @@ class FunctionGuard:
         asked: identities of the tensors that the function asks for their gradients, so that one that appears or goes is
             a change; as it is for all parameters if there are any. None: all tensors.
         runs_backward: it computes gradients, so that hooks on them matter.
+        tells_apart: the code can tell which object a tensor or function is: the memory of all tensors matters, of
+            parameters and of functions that stay also which they are.
         is_strict: no check passes where something cannot be compared.
     """
 
@@ -34,10 +39,12 @@ class FunctionGuard:
         written: set[int] = frozenset(),
         asked: set[int] | None = None,
         runs_backward: bool = False,
+        tells_apart: bool = False,
         is_strict: bool = True,
     ) -> None:
         self.guard = _C.FunctionGuard()
         self._runs_backward = runs_backward
+        self._tells_apart = tells_apart
         self._steps: dict[int, int] = {}
         self._incomparable = {id(source.parent) for source in sources if source.kind == _Kind.NEVER}
         for source in sources:
@@ -83,7 +90,9 @@ class FunctionGuard:
             guard.expect_same(step, self._steps[id(source.again)])
         elif source.is_strided_tensor:
             compares_hooks = self._runs_backward and is_leaf(obj) and obj.requires_grad
-            guard.add_tensor(step, obj, is_used, is_written, compares_hooks=compares_hooks)
+            guard.add_tensor(step, obj, is_used or self._tells_apart, is_written, compares_hooks=compares_hooks)
+            if self._tells_apart and isinstance(obj, nn.Parameter) and not source.is_grad:
+                guard.expect_same_object(step, obj)
             if not source.is_grad:
                 guard.expect_type(step, type(obj))  # code can tell a parameter, or a subclass with functions of its own
         elif source.is_grad:
@@ -96,6 +105,8 @@ class FunctionGuard:
             guard.add_step(_Kind.LENGTH, step, None, len(obj), None, _size(name, "length"))
         elif is_transparent(obj):
             guard.expect_type(step, type(obj))
+            if self._tells_apart and isinstance(obj, types.FunctionType) and not source.is_ephemeral:
+                guard.expect_same_object(step, obj)
         elif id(source) not in self._incomparable:
             guard.expect_same_object(step, obj)
 

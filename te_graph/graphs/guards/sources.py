@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from te_graph import _C
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.arguments.nest import instance_dict, own_attribute
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
-from te_graph.graphs.tracing.names import globals_of
+from te_graph.graphs.tracing.names import Names, globals_of
 
 HOOK_DICTS = {
     "_forward_hooks": "forward hooks",
@@ -172,6 +173,28 @@ def submodules(source: Source) -> Iterator[Source]:
     for name, module in table.obj.items():
         if module is not None:
             yield table.item(name, f"{source.name}.{name}".lstrip("."), distance=0)
+
+
+def tells_tensors_apart(names: Names, sources: Iterable[Source]) -> bool:
+    """Whether code that says ``names`` may tell which object a tensor at ``sources`` is: by its identity, or as a key
+    or member of a container."""
+    return names.tells_objects_apart or any(_is_tensor_key(source, names) for source in sources)
+
+
+def _is_tensor_key(source: Source, names: Names) -> bool:
+    """Whether there is an item of a dictionary, its key, or a set, and a key or member is a tensor."""
+    if isinstance(source.obj, set | frozenset):
+        return any(map(_is_tensor, source.obj))
+    key = source.key_source or (source if source.kind == _Kind.KNOWN else None)
+    if key is None or not _is_tensor(key.obj):
+        return False
+    table = source.parent
+    is_of_optimizer = table is not None and table.key == "state" and isinstance(table.parent.parent.obj, Optimizer)
+    return not is_of_optimizer or "state" in names.said  # torch looks up those that have gradients
+
+
+def _is_tensor(obj: Any) -> bool:
+    return isinstance(obj() if isinstance(obj, weakref.ref) else obj, Tensor)
 
 
 def name_of(name: str, owner: str) -> str:

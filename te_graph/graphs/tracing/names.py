@@ -38,6 +38,8 @@ _NOT_RUN = frozenset(
     )
 )
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
+_TELLS_APART = "(is)"  # stands for a comparison of two objects by identity
+_IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", _TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
 _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -53,6 +55,7 @@ _LOOKERS_OF_PYTHON = (
     *(copy.copy, copy.deepcopy, dataclasses.asdict, dataclasses.astuple, dataclasses.fields, dataclasses.replace),
     *(vars(inspect)[name] for name in ("getmembers", "getmembers_static") if hasattr(inspect, name)),
 )
+_TELLERS = frozenset(map(id, (id, hash, operator.is_, operator.is_not)))
 CODES_OF_LOOKERS = frozenset(id(looker.__code__) for looker in _LOOKERS_OF_PYTHON)
 
 
@@ -92,6 +95,11 @@ class Names:
     def reads_addresses(self) -> bool:
         """The code asks where tensors lie, perhaps for a kernel that no dispatcher sees: all of them count as used."""
         return not self.said.isdisjoint(_ADDRESSES)
+
+    @property
+    def tells_objects_apart(self) -> bool:
+        """The code asks which object something is, but for whether it is a constant such as None."""
+        return self.reads_addresses or not self.said.isdisjoint(_IDENTITIES)
 
     def may_read(self, obj: Any, attribute: str) -> bool:
         """Whether the code may read ``attribute`` of ``obj``."""
@@ -136,6 +144,10 @@ class Names:
         """These, and where ``are_read`` that code looks at attributes without naming them."""
         return replace(self, said=self.said | {"vars"}) if are_read else self
 
+    def with_tellers(self, are_met: bool) -> Names:
+        """These, and where ``are_met`` that code tells objects apart."""
+        return replace(self, said=self.said | {_TELLS_APART}) if are_met else self
+
     def is_around(self, code: types.CodeType) -> bool:
         """Whether ``code`` runs around a replay, as far as was seen."""
         return code in self.around and id(code) not in self.ran
@@ -152,6 +164,11 @@ class Names:
 def looks_at_all(obj: Any) -> bool:
     """True for functions of Python's that read whatever attributes there are, or those that they are given."""
     return any(obj is looker for looker in _LOOKERS)
+
+
+def tells_objects_apart(obj: Any) -> bool:
+    """True for functions of Python's that tell which object something is."""
+    return id(obj) in _TELLERS
 
 
 def names_of_getter(getter: Any) -> set[str]:
@@ -249,10 +266,15 @@ def strings_of(member: Any) -> frozenset[str]:
 def strings_in(code: types.CodeType) -> frozenset[str]:
     """Names and strings in ``code``, and in the functions written inside it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    found = _constants_in(code).union(code.co_names, *map(strings_in, inner))
-    if any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code)):
-        found |= {PATTERN}
-    return found
+    found = set(_constants_in(code).union(code.co_names, *map(strings_in, inner)))
+    before = None
+    for step in dis.get_instructions(code):
+        if step.opname == "MATCH_CLASS":
+            found.add(PATTERN)
+        elif step.opname == "IS_OP" and before not in dis.hasconst:
+            found.add(_TELLS_APART)
+        before = step.opcode
+    return frozenset(found)
 
 
 def _constants_in(code: types.CodeType) -> frozenset[str]:

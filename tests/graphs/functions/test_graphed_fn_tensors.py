@@ -208,6 +208,57 @@ def test_names_of_dimensions_are_compared_and_such_calls_run_eagerly(device: str
     assert "argument 0 has names of dimensions, which cannot be captured (runs eagerly)" in caplog.text
 
 
+@pytest.mark.parametrize("place", ["argument", "module", "dictionary", "root"])
+def test_calls_run_eagerly_while_a_parameter_in_reach_is_not_initialized(place: str, device: str, caplog: Any) -> None:
+    later, w = nn.LazyLinear(3, device=device), torch.ones(3, device=device)
+    kept = {"p": later.weight}
+    reads = {
+        "argument": lambda x, p: w * x if p is not None else x,
+        "module": lambda x, p: w * x if later is not None else x,
+        "dictionary": lambda x, p: w * x if kept else x,
+        "root": lambda x, p: later(x) if x.sum() is None else w * x,
+    }
+    sequence, x = graphed(reads[place]), torch.randn(3, device=device)
+    given = later.weight if place == "argument" else None
+    for _ in range(5):
+        assert_bitwise_equal(sequence(x, given).clone(), x)
+    assert counts(sequence) == (0, 0, 0, 5)
+    assert "is not initialized yet" in caplog.text
+    later(x)
+    for _ in range(17):
+        assert_bitwise_equal(sequence(x, given).clone(), x)
+    assert sequence.info()["forward_replays"] > 0
+
+
+def test_a_call_that_initializes_parameters_is_not_captured(device: str) -> None:
+    @torch.no_grad()
+    def applied(net: nn.Module, x: Tensor) -> Tensor:  # [2] -> [3]
+        return net(x)
+
+    net, twin = (nn.LazyLinear(3, device=device) for _ in range(2))
+    sequence, x = graphed(applied), torch.randn(2, device=device)
+    for _ in range(5):
+        results = []
+        for call, module in ((sequence, net), (applied, twin)):
+            torch.manual_seed(3)
+            results.append(call(module, x).clone())
+        assert_bitwise_equal(*results)
+    assert counts(sequence)[0] == 1
+
+
+def test_a_call_in_inference_mode_runs_eagerly_until_there_is_a_capture(device: str) -> None:
+    total = torch.zeros(3, device=device)
+    sequence, x = graphed(lambda x: total.add_(x) * 2), torch.ones(3, device=device)
+    for number in range(1, 5):
+        with torch.inference_mode():
+            assert_bitwise_equal(sequence(x).clone(), x * 2 * number)
+    assert counts(sequence)[0] == 0
+    assert any("inference_mode" in reason for reason in sequence.info()["eager_calls"])
+    for number in range(5, 9):
+        assert_bitwise_equal(sequence(x).clone(), x * 2 * number)
+    assert counts(sequence)[0] == 1
+
+
 @pytest.mark.parametrize("is_on", [False, True], ids=["without autocast", "under autocast"])
 def test_whether_autocast_keeps_its_casts_is_compared(is_on: bool, device: str) -> None:
     def scaled(t: Tensor) -> Tensor:  # [3] -> [3]

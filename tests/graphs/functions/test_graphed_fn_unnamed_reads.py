@@ -179,6 +179,70 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return made
 
 
+_TWO = "c = Plain(); c.m, c.l = torch.ones(3), torch.zeros(3)\n"
+_NET = "m = nn.Linear(2, 2)\n"
+_PARAMETER = "m.weight = nn.Parameter(torch.ones(2, 2))"
+TOLD_APART = {
+    "id": (_NET + "s = {id(p) for p in m.parameters()}", "float(sum(id(p) in s for p in m.parameters()))", _PARAMETER),
+    "id under another name": (
+        _NET + "name = id\ns = {id(p) for p in m.parameters()}",
+        "float(sum(name(p) in s for p in m.parameters()))",
+        _PARAMETER,
+    ),
+    "id of a parameter in the same memory": (
+        _NET + "s = {id(p) for p in m.parameters()}",
+        "float(sum(id(p) in s for p in m.parameters()))",
+        "m.weight = nn.Parameter(m.weight.data)",
+    ),
+    "hash": (
+        _NET + "s = {hash(p) for p in m.parameters()}",
+        "float(sum(hash(p) in s for p in m.parameters()))",
+        _PARAMETER,
+    ),
+    "data_ptr": (
+        _NET + "s = {p.data_ptr() for p in m.parameters()}",
+        "float(sum(p.data_ptr() in s for p in m.parameters()))",
+        _PARAMETER,
+    ),
+    "is": (_TWO, "2.0 if c.m is c.l else 3.0", "c.l = c.m"),
+    "is not": (_TWO, "2.0 if c.m is not c.l else 3.0", "c.l = c.m"),
+    "operator.is_": (_TWO, "2.0 if operator.is_(c.m, c.l) else 3.0", "c.l = c.m"),
+    "a function": (
+        "def make(): return lambda: 2.0\nc, other = Plain(), make()\nc.f = make()",
+        "2.0 if c.f is other else 3.0",
+        "c.f = other",
+    ),
+    "a key": (_TWO + "d = {c.m: 2.0}", "d.get(c.l, 3.0)", "c.l = c.m"),
+    "a key of weak references": (
+        "from torch.utils.weak import WeakIdKeyDictionary\n" + _TWO + "d = WeakIdKeyDictionary(); d[c.m] = 2.0",
+        "d.get(c.l, 3.0)",
+        "c.l = c.m",
+    ),
+    "a member": (_TWO + "s = {c.m}", "2.0 if c.l in s else 3.0", "c.l = c.m"),
+}
+MODULES = {
+    "__getattr__": ("V = {'k': 2.0}\ndef __getattr__(name): return V[name]\nimport MODULE as m", "m.k", "k = 3.0"),
+    "what __getattr__ reads": (
+        "V = {'k': 2.0}\ndef __getattr__(name): return V[name]\nimport MODULE as m",
+        "m.k",
+        "V['k'] = 3.0",
+    ),
+    "another __getattr__": (
+        "def __getattr__(name): return 2.0\nimport MODULE as m",
+        "m.k",
+        "def __getattr__(name): return 3.0",
+    ),
+    "a class of modules": (
+        "import sys, types\nclass M(types.ModuleType):\n def __getattr__(self, name): return 2.0\n"
+        "m = M('made'); m.__file__ = '/nowhere/made.py'",
+        "m.k",
+        "m.k = 3.0",
+    ),
+    "getattr": ("import MODULE as m", "getattr(m, 'k', 2.0)", "k = 3.0"),
+}
+CASES = {**CASES, **TOLD_APART, **MODULES}
+
+
 @pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
 def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
     assert_change_is_seen(module, setup, read, change)

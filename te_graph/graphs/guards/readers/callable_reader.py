@@ -21,6 +21,7 @@ from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.readers.library_names import names_in_library
 from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.lookups import (
+    asked_of_module,
     descriptions,
     is_project_module,
     is_readable_module,
@@ -45,6 +46,7 @@ from te_graph.graphs.guards.sources import (
     members_in,
     name_of,
     submodules,
+    tells_tensors_apart,
 )
 from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit, module_of
 
@@ -142,6 +144,10 @@ class CallableReader(TensorReader):
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
         return bool(_GOES_THROUGH_TABLES & (self._names.said | self._library_names(type(module))))
 
+    def tells_tensors_apart(self, sources: Iterable[Source]) -> bool:
+        """Whether the code may tell which object a tensor at ``sources`` is."""
+        return tells_tensors_apart(self._names, sources)
+
     def members(self, obj: Any) -> Iterator[tuple[str, Any]]:
         """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
         asks for something that is not there."""
@@ -198,6 +204,8 @@ class CallableReader(TensorReader):
 
     def _asked_of(self, obj: Any) -> set[str]:
         """Attributes that the code may ask ``obj`` for while it has them not."""
+        if isinstance(obj, types.ModuleType):
+            return set(asked_of_module(obj, self._names)) if is_project_module(obj) else set()
         kind = type(obj)
         if any("__getattr__" in vars(base) for base in bases_of(kind)):
             return self._names.said
@@ -266,6 +274,8 @@ class CallableReader(TensorReader):
         elif isinstance(obj, types.ModuleType):
             if is_readable_module(obj):
                 yield from (one for one in self._inside_object(source, source.name) if shows(obj, one.key))
+                if "__getattr__" in vars(obj):
+                    yield source.attributes().item("__getattr__", f"__getattr__ of {source.name}")
         elif isinstance(obj, types.MethodType | functools.partial):
             yield from contents(source)
         elif isinstance(obj, functools.singledispatchmethod):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
@@ -22,6 +23,7 @@ from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, Inline
 from te_graph.graphs.guards.readers.hooks_of_all import hooks_of_all
 from te_graph.graphs.guards.readers.lookups import (
     absent_names,
+    asked_of_module,
     descriptions,
     is_project_module,
     is_readable_module,
@@ -89,6 +91,8 @@ class FunctionReader:
         for child in self._contents_of_value(source) if is_value else self._contents(source):
             if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
                 yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
+            elif isinstance(child.obj, UninitializedTensorMixin):  # torch refuses to tell anything about it
+                yield child.parent.never(f"{child.name} is not initialized yet: call the lazy module once before")
             else:
                 yield child.settled(source)
 
@@ -189,10 +193,12 @@ class FunctionReader:
         if not is_readable_module(source.obj):
             return
         members = source.attributes()
-        named = [key for key in list(members.obj) if key in self.names.said and shows(source.obj, key)]
+        said = self.names.said | {"__getattr__"}
+        named = [key for key in list(members.obj) if key in said and shows(source.obj, key)]
         yield from (members.item(key, f"{source.name}.{key}") for key in named)
         if is_project_module(source.obj):
-            for key in sorted(self.names.asked - members.obj.keys()):
+            asked = asked_of_module(source.obj, self.names) - members.obj.keys()
+            for key in sorted(key for key in asked if not is_implicit(key)):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
 
     def _function_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:

@@ -14,7 +14,15 @@ from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.names import HEAP_TYPE, globals_of, imports_of, is_users_module, strings_in
+from te_graph.graphs.tracing.names import (
+    HEAP_TYPE,
+    Names,
+    globals_of,
+    imports_of,
+    is_users_module,
+    strings_in,
+    user_classes,
+)
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
@@ -28,6 +36,12 @@ def is_project_module(module: Any) -> bool:
         return False
     file = vars(module).get("__file__")  # a function __getattr__ of the module is the user's
     return is_project_file(file) if file else is_users_module(module.__name__)
+
+
+def asked_of_module(module: types.ModuleType, names: Names) -> frozenset[str]:
+    """Attributes that code may ask ``module``, of the user's, for while they are not there."""
+    has_getattr = any("__getattr__" in vars(one) for one in (module, *user_classes(type(module))))
+    return names.said if has_getattr else names.asked
 
 
 def is_readable_module(module: types.ModuleType) -> bool:
