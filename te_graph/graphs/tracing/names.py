@@ -55,7 +55,7 @@ _LOOKERS_OF_PYTHON = (
     *(copy.copy, copy.deepcopy, dataclasses.asdict, dataclasses.astuple, dataclasses.fields, dataclasses.replace),
     *(vars(inspect)[name] for name in ("getmembers", "getmembers_static") if hasattr(inspect, name)),
 )
-_TELLERS = frozenset(map(id, (id, hash, operator.is_, operator.is_not)))
+TELLERS = frozenset(map(id, (id, hash, operator.is_, operator.is_not)))
 CODES_OF_LOOKERS = frozenset(id(looker.__code__) for looker in _LOOKERS_OF_PYTHON)
 
 
@@ -164,11 +164,6 @@ class Names:
 def looks_at_all(obj: Any) -> bool:
     """True for functions of Python's that read whatever attributes there are, or those that they are given."""
     return any(obj is looker for looker in _LOOKERS)
-
-
-def tells_objects_apart(obj: Any) -> bool:
-    """True for functions of Python's that tell which object something is."""
-    return id(obj) in _TELLERS
 
 
 def names_of_getter(getter: Any) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from te_graph.graphs.guards.sources import MAX_OBJECTS, Source, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
-from te_graph.graphs.tracing.names import GETTERS, Names, looks_at_all, tells_objects_apart
+from te_graph.graphs.tracing.names import GETTERS, TELLERS, Names, looks_at_all
 
 _MAX_SOURCES = MAX_OBJECTS
 _MAX_STRINGS = 1000
@@ -75,7 +75,7 @@ class SourceWalker:
             more = more.with_strings(string for obj in known for string in _strings_of(obj))
             more = more.with_getters(obj for obj in known if isinstance(obj, GETTERS))
             more = more.with_all_attributes(any(looks_at_all(obj) for obj in known))
-            more = more.with_tellers(any(map(tells_objects_apart, known)))
+            more = more.with_tellers(not TELLERS.isdisjoint(map(id, known)))
             met = set(map(id, functions))
             missing = [function for function in self._seen_to_run if id(function) not in met]
             if has_too_many or (more == names and not missing):
