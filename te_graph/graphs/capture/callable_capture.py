@@ -181,11 +181,11 @@ class CallableCapture:
         used = [i in self.gradients.inputs or self.layout.returns_input(i) for i in range(len(self.samples))]
         used = None if self.group.options.allow_unused_input else used
         check_use(self.label, self.signature.distinct_names, self.samples, self.watch, used)
-        check_devices(self.label, self.group.device, self._sources, self.watch)
         check_escapes(self.label, self.root, self._sources, self.watch)
         check_host_work(self.label, self.walker.obstacle, work.changed, work.drawn)
         first, *others = self._first_watches
         first.check(self.label, self._sources, work, next(iter(others), None), self.watch)
+        check_devices(self.label, self.group.device, self._sources, self.watch)
         try:
             self.callable_guard = build_callable_guard(
                 self._reader_of(self.walker.names),

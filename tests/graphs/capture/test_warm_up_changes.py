@@ -122,27 +122,27 @@ TANH = nn.Tanh()
 FLAGS: dict[str, tuple[Callable[[Changing, Tensor], Any], str]] = {
     "training": (
         first_finds(lambda inner: inner.training, lambda module: module.inner.eval()),
-        r"sets training of inner \(from True to False; override train\(\) to set it\) and computes",
+        r"sets training of inner \(from True to False; override train\(\) to set it\) and runs",
     ),
-    "class": (first_finds(is_linear, becomes_tanh), r"sets class of inner \(from Linear to Tanh\) and computes"),
+    "class": (first_finds(is_linear, becomes_tanh), r"sets class of inner \(from Linear to Tanh\) and runs"),
     "forward": (
         first_finds(
             lambda inner: "forward" not in vars(inner),
             lambda module: setattr(module.inner, "forward", first_draws),
         ),
-        "sets forward of inner and computes",
+        "sets forward of inner and runs",
     ),
     "requires_grad": (
         first_finds(lambda inner: inner.bias.requires_grad, lambda module: module.inner.bias.requires_grad_(False)),
-        r"sets requires_grad of bias of inner \(from True to False\) and computes",
+        r"sets requires_grad of bias of inner \(from True to False\) and runs",
     ),
     "no parameter": (
         first_finds(lambda inner: inner.bias is not None, lambda module: setattr(module.inner, "bias", None)),
-        r"sets bias of inner \(from a tensor to None\) and computes",
+        r"sets bias of inner \(from a tensor to None\) and runs",
     ),
     "another module": (
         first_finds(is_linear, lambda module: setattr(module, "inner", TANH)),
-        "sets inner and computes",
+        "sets inner and runs",
     ),
 }
 CHANGES: dict[str, tuple[Callable[[Changing, Tensor], Any], str]] = {
@@ -150,16 +150,19 @@ CHANGES: dict[str, tuple[Callable[[Changing, Tensor], Any], str]] = {
     "the second sets": (second_sets, r"changes (calls|factor) \(from 1"),
     "the second writes": (second_writes, r"changes calls \(from 1 to 2\)"),
     "the second reads": (second_reads, r"changes (calls|factor) \(from 1"),
-    "another number": (first_is_another_number, r"sets calls \(from 0 to 1\) and computes .*mul.* otherwise"),
-    "another operator": (first_is_another_operator, r"sets calls \(from 0 to 1\) and computes .*cos.* otherwise"),
-    "another tensor": (first_is_another_tensor, r"sets calls \(from 0 to 1\) and computes .*mul.* otherwise"),
-    "a tensor kept": (first_keeps_a_tensor, r"sets table \(set to a tensor\) and computes .*mul.* otherwise"),
+    "another number": (first_is_another_number, r"sets calls \(from 0 to 1\) and runs .*mul.* differently"),
+    "another operator": (first_is_another_operator, r"sets calls \(from 0 to 1\) and runs .*cos.* differently"),
+    "another tensor": (first_is_another_tensor, r"sets calls \(from 0 to 1\) and runs .*mul.* differently"),
+    "a tensor kept": (first_keeps_a_tensor, r"sets table \(set to a tensor\) and runs .*mul.* differently"),
     "a draw": (first_draws, "draws from Python's random module"),
     "tolist": (first_reads(lambda x: max(x.flatten().tolist())), "reads values of its arguments and sets"),
     "numpy": (first_reads(lambda x: float(x.cpu().numpy().max())), "reads values of its arguments and sets"),
     "float": (first_reads(lambda x: float(x.max())), "reads values of its arguments and sets"),
     **FLAGS,
-    "a list of tensors": (first_reads(lambda x: torch.tensor([x[0, 0], x[0, 1]]).sum()), "makes factor of its"),
+    "a list of tensors": (
+        first_reads(lambda x: torch.tensor([x[0, 0], x[0, 1]], device=x.device).sum()),
+        "makes factor of its",
+    ),
 }
 EACH_CALL: dict[str, tuple[Callable[[Changing, Tensor], Any], str]] = {
     "training": (lambda module, x: module.inner.train(not module.inner.training) and 1, "changes training of inner"),

@@ -79,7 +79,7 @@ def matched(held):
 """
 _OBJECT = ("@.a = $", "@.b = $", "@.gain = $", "type(@).gain = $", "type(@).a = $", "type(@).unused = $")
 _A_READERS = (
-    *("@.a", "taken(@)", "getattr(@, 'A'.lower())", "operator.attrgetter('a')(@)", "float(f'{@.a}')"),
+    *("@.a", "taken(@)", "getattr(@, 'A'.lower())", "operator.attrgetter('a')(@)", 'float(f"{@.a}")'),
     *(
         "float('{0.a}'.format(@))",
         "copy.copy(@).a",

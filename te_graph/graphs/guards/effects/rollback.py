@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.dispatch import is_leaf
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
@@ -38,7 +39,7 @@ class ContainerState:
     def _keep_contents(self, obj: object) -> None:
         if isinstance(obj, nn.Module):
             self._classes.append((obj, type(obj)))
-        elif isinstance(obj, Tensor) and obj.is_leaf:
+        elif isinstance(obj, Tensor) and is_leaf(obj):
             self._flags.append((obj, obj.requires_grad))
         if isinstance(obj, _CONTAINERS):
             self._keep(obj)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from te_graph.common.dispatch import is_leaf
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
@@ -85,7 +86,7 @@ def _remembered(obj: Any) -> Any:
 def _flags(obj: Any) -> dict[str, Any]:
     """What a module or tensor is set to, and no source leads to."""
     if isinstance(obj, Tensor):
-        return {"requires_grad": obj.requires_grad and obj.grad_fn is None}  # what is written in place may get it
+        return {"requires_grad": obj.requires_grad and is_leaf(obj)}  # what is written in place may get it
     if not isinstance(obj, nn.Module):
         return {}
     members = vars(obj)
