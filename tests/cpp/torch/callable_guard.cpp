@@ -323,7 +323,7 @@ TEST_F(GuardedWeight, OfAnotherShapeIsNamedWithBothShapes) {
 }
 
 TEST_F(GuardedWeight, OfAnotherDtypeIsNamedWithBothDtypes) {
-    EXPECT_EQ(check_with(original.view(at::kInt)), "weight of fc1 changed dtype from Float to Int");
+    EXPECT_EQ(check_with(original.view(at::kInt)), "weight of fc1 changed dtype from torch.float32 to torch.int32");
 }
 
 TEST_F(GuardedWeight, WithOtherStridesIsNamedWithBothStrides) {

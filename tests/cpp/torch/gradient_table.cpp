@@ -151,11 +151,11 @@ TEST(GradientTable, RefusesDtypesThatCannotBeAccumulatedByName) {
     const auto make = [](at::ScalarType source, at::ScalarType destination) {
         return [=] { GradientTable({1}, {source}, {destination}, at::kCPU); };
     };
-    EXPECT_THAT(make(at::kInt, at::kInt), ThrowsMessage<c10::TypeError>(HasSubstr("dtype Int cannot")));
+    EXPECT_THAT(make(at::kInt, at::kInt), ThrowsMessage<c10::TypeError>(HasSubstr("dtype torch.int32 cannot")));
     EXPECT_THAT(make(at::kFloat, at::kBFloat16),
-                ThrowsMessage<c10::TypeError>(AllOf(HasSubstr("Float"), HasSubstr("into BFloat16"))));
+                ThrowsMessage<c10::TypeError>(AllOf(HasSubstr("torch.float32"), HasSubstr("into torch.bfloat16"))));
     EXPECT_THAT(make(at::kFloat, at::kDouble),
-                ThrowsMessage<c10::TypeError>(AllOf(HasSubstr("Float"), HasSubstr("into Double"))));
+                ThrowsMessage<c10::TypeError>(AllOf(HasSubstr("torch.float32"), HasSubstr("into torch.float64"))));
 }
 
 // A bound table of two entries with two destinations for them.
