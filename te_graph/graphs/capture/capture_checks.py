@@ -126,7 +126,7 @@ def check_devices(label: str, device: torch.device, sources: Iterable[Source], w
 
 
 def _is_copied(external: External) -> bool:
-    return external.tensor.is_pinned() and external.op.split(".")[1] in COPIES
+    return external.tensor.is_pinned() and any(f".{name}." in external.op for name in COPIES)
 
 
 def check_escapes(label: str, root: Any, sources: Iterable[Source], watch: TensorWatch) -> None:
