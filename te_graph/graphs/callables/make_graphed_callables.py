@@ -8,13 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_graph.common.environment import is_disabled
-from te_graph.graphs.callables.handle import Handle
-from te_graph.graphs.callables.install import install, prepare
+from te_graph.graphs.callables.install import capture_and_install
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import Request
-from te_graph.graphs.capture.session import capture_all
 from te_graph.graphs.capture.wrappers import bypass_compiler, without_compiler
 from te_graph.graphs.step_state import StepState
 
@@ -161,17 +158,7 @@ def make_graphed_callables(
     request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     jobs = request.jobs
     group = CaptureGroup(request.device, options)
-    prepare([job.target for job in jobs])
-    entries = [] if is_disabled() else capture_all(group, jobs, options.chain)
-    handles = [Handle(job.label, job.target, job.parameters, step_state) for job in jobs]
-    try:
-        for handle, entry in zip(handles, entries, strict=False):
-            handle.arm(entry, group)
-        graphed = tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))
-    except BaseException:
-        for handle in handles:
-            handle.reset()
-        raise
+    graphed = capture_and_install(jobs, group, is_chain=options.chain, step_state=step_state)
     if not request.is_tuple:
         callables = (callables,)
     for wrapper, job in zip(callables, jobs, strict=True):

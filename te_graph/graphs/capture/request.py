@@ -70,7 +70,7 @@ class Request:
         if not each:
             raise ValueError(f"{_NAME}: expected at least one callable, got an empty tuple")
         for number, target in enumerate(each):
-            _check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
+            check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
         chained = options.chain and is_tuple
         if chained and isinstance(sample_args, tuple) and not all(isinstance(one, tuple) for one in sample_args):
             sample_args = (sample_args,)  # the arguments of the first callable, as they are
@@ -79,7 +79,7 @@ class Request:
         labels = tuple(_label(target, number if is_tuple else None) for number, target in enumerate(each))
         given = [sample_of(*one) for one in zip(labels, args, kwargs, strict=False)]
         samples = tuple(given + [None] * (len(each) - len(given)))
-        device = _common_device(labels, each, [tensors for _, tensors in given])
+        device = common_device(labels, each, [tensors for _, tensors in given])
         check_circumstances(device)
         jobs = zip(labels, each, samples, kwargs, map(parameters_of, each), strict=True)
         return cls(tuple(Job(*job) for job in jobs), is_tuple, device, options)
@@ -106,7 +106,12 @@ def sample_of(
     return signature, tensors
 
 
-def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
+def check_callable(target: Any, name: str, earlier: tuple[Any, ...] = ()) -> None:
+    """Refuse a ``target``, which messages call ``name``, that cannot be a callable, or is one of the ``earlier`` ones.
+
+    Raises:
+        TypeError, ValueError: says why.
+    """
     if isinstance(target, torch.jit.ScriptModule) or not callable(target) or isinstance(target, type):
         hint = ": give a tuple(...) of it" if isinstance(target, Iterable) and not callable(target) else ""
         raise TypeError(
@@ -172,7 +177,7 @@ def _label(target: Any, number: int | None) -> str:
     return name if number is None else f"callable {number} ({name})"
 
 
-def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples: list[list[Tensor]]) -> torch.device:
+def common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples: list[list[Tensor]]) -> torch.device:
     """The one device of all samples, parameters and buffers; the CPU where there is no tensor."""
     device, owner = None, ""
     for number, (label, target) in enumerate(zip(labels, callables, strict=True)):
