@@ -147,7 +147,7 @@ class Stack(nn.Module):
             self.parts = nn.ModuleList(made)
         elif way.container == "dict":
             self.parts = nn.ModuleDict({f"part{number}": one for number, one in enumerate(made)})
-        elif way.container == "sequential" and not isinstance(made[0], (Masked, Positioned, Pair, Named)):
+        elif way.container == "sequential" and not isinstance(made[-1], (Masked, Positioned, Pair, Named)):
             self.parts = nn.Sequential(*made)
         elif way.container == "nested":
             self.parts = nn.ModuleList([nn.ModuleList(made[:1]), nn.ModuleList(made[1:])])
@@ -260,7 +260,7 @@ class Program:
             keywords=rng.random() < 0.3,
             wrapper=rng.choice(("", "", "", "", "checkpoint", "no_grad", "exact")),
             shares=rng.choice(("", "", "", "module", "weight")),
-            odd=rng.randrange(count) if rng.random() < 0.15 else None,
+            odd=rng.randrange(count - 1) if rng.random() < 0.15 else None,
         )
 
     def model(self) -> Model:

@@ -104,6 +104,10 @@ def in_no_grad(model: nn.Module) -> None:
         tg.graph_layers(model, batch("cpu"))
 
 
+def given(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: tg.graph_layers(model, batch("cpu"), **options)
+
+
 BAD: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "model": (
         lambda model: tg.graph_layers(model.layers[0].forward, batch("cpu")),
@@ -117,23 +121,23 @@ BAD: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     ),
     "no_grad": (in_no_grad, RuntimeError, r"called under torch\.no_grad"),
     "name": (
-        lambda model: tg.graph_layers(model, batch("cpu"), layers="layer.0"),
+        given(layers="layer.0"),
         ValueError,
         r"got 'layer.0': perhaps 'layers.0'",
     ),
     "nothing chosen": (
-        lambda model: tg.graph_layers(model, batch("cpu"), layers=nn.Conv2d),
+        given(layers=nn.Conv2d),
         ValueError,
         "to choose modules of the model, got none",
     ),
     "layers": (
-        lambda model: tg.graph_layers(model, batch("cpu"), layers=[3]),
+        given(layers=[3]),
         TypeError,
         "names, classes, or a function",
     ),
-    "option": (lambda model: tg.graph_layers(model, batch("cpu"), colour=1), TypeError, "got an option 'colour'"),
-    "value": (lambda model: tg.graph_layers(model, batch("cpu"), hooks=1), ValueError, "expected hooks in"),
-    "step state": (lambda model: tg.graph_layers(model, batch("cpu"), step_state=1), TypeError, "to be a StepState"),
+    "option": (given(colour=1), TypeError, "got an option 'colour'"),
+    "value": (given(hooks=1), ValueError, "expected hooks in"),
+    "step state": (given(step_state=1), TypeError, "to be a StepState"),
     "lazy": (
         lambda model: tg.graph_layers(nn.Sequential(model, nn.LazyLinear(3)), batch("cpu")),
         ValueError,
