@@ -141,7 +141,7 @@ class Stack(nn.Module):
             made[way.odd] = Reading(drop)
         if way.shares == "module":
             made[-1] = made[0]
-        elif way.shares == "weight" and isinstance(made[0], Plain):
+        elif way.shares == "weight" and all(isinstance(one, Plain) for one in made):
             made[-1].up.weight = made[0].up.weight
         if way.container == "list":
             self.parts = nn.ModuleList(made)
