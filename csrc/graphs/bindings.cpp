@@ -305,6 +305,7 @@ void bind(py::module_& m) {
     py::enum_<ReplayMiss::Kind>(miss, "Kind")
         .value("CAPTURING", ReplayMiss::Kind::kCapturing)
         .value("MODE", ReplayMiss::Kind::kMode)
+        .value("CHECKPOINT", ReplayMiss::Kind::kCheckpoint)
         .value("ARGUMENTS", ReplayMiss::Kind::kArguments)
         .value("CIRCUMSTANCES", ReplayMiss::Kind::kCircumstances)
         .value("DISCERNIBLE", ReplayMiss::Kind::kDiscernible)
