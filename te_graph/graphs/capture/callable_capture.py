@@ -280,10 +280,11 @@ class CallableCapture:
 
     def capture_forward(self, pool: Any) -> None:
         """Capture the forward into a new slot."""
-        slot = Slot([self._static_input(number) for number in range(len(self.samples))])
+        inputs = [self._static_input(number) for number in range(len(self.samples))]
+        slot = Slot(inputs, self.backend.new_states())
         self.slots.append(slot)
         before = [version_of(tensor) for tensor in self.callable_guard.tensors]
-        with self.backend.capture(pool) as slot.forward:
+        with self.backend.capture(pool, slot.states) as slot.forward:
             slot.live_outputs = self.layout.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
         self.versions_bumped = [
             version_of(t) != old for t, old in zip(self.callable_guard.tensors, before, strict=True)
@@ -347,7 +348,7 @@ class CallableCapture:
             device=self.group.device,
         )
         births = TensorWatch(restorable=False)
-        with self.backend.capture(pool) as slot.backward:
+        with self.backend.capture(pool, slot.states) as slot.backward:
             with births:
                 grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs)
                 input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)

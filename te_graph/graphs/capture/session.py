@@ -261,6 +261,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
             parameter_grads=slot.parameter_grads,
             summed_inputs=slot.summed_inputs,
             table=slot.table,
+            rewinds=slot.states.rewinds,
         )
     return graphed
 

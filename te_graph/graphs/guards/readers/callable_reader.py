@@ -68,7 +68,7 @@ _GOES_THROUGH_TABLES = frozenset(
 # attribute; what torch.compile made runs its original in captures (wrappers.py).
 _EXCHANGED = {"GraphModule": ("forward", "__call__"), "OptimizedModule": ("__call__",)}
 _AROUND = ("__call__", "_call_impl")  # of the callable itself: they run around each replay
-_SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
+_CHECKPOINTS = frozenset({"_gradient_checkpointing_func"})  # of Hugging Face: which one it is changes no result
 
 
 def names_around(root: Any) -> Names:
@@ -99,7 +99,7 @@ class CallableReader(TensorReader):
         self, root: Any, ignored: Iterable[str], names: Names, elsewhere: Iterable[types.FunctionType] = ()
     ) -> None:
         super().__init__(root)
-        self._ignored = _SAVES_MEMORY.union(ignored)
+        self._ignored = _CHECKPOINTS.union(ignored)
         self._names = names
         self._elsewhere = elsewhere
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
