@@ -197,6 +197,7 @@ void bind(py::module_& m) {
         .value("CONTENTS", StepKind::kContents)
         .value("ELEMENT", StepKind::kElement)
         .value("REFERENT", StepKind::kReferent)
+        .value("CACHED", StepKind::kCached)
         .value("CONTEXT_VAR", StepKind::kContextVar)
         .value("WEAK_REFERENCE", StepKind::kWeakReference)
         .value("CONSTANT", StepKind::kConstant)

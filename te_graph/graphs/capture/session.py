@@ -231,7 +231,7 @@ def _assemble_all(
 def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
     callable_guard, layout = capture.callable_guard, capture.layout
-    callable_guard.guard.keep(capture.walker.functions)
+    callable_guard.guard.keep([*capture.walker.functions, *(source.obj for source in capture.unnamed.kept)])
     parameters = _parameter_specs(capture)  # first: it adds main_grads to the guard
     graphed = _C.GraphedCallable(
         name=capture.label,
