@@ -38,6 +38,7 @@ from te_graph.fp8.weights import Fp8Weights
 from te_graph.graphs.callables.make_graphed_callables import make_graphed_callables
 from te_graph.graphs.capture.main_grads import reset_main_grads
 from te_graph.graphs.functions.graphed import graphed
+from te_graph.graphs.layers.graph_layers import graph_layers
 from te_graph.graphs.kernel_node import KernelNode
 from te_graph.graphs.manual import capture_to_graph, create_graph, replay_graph
 from te_graph.graphs.step_state import StepState
@@ -81,6 +82,7 @@ __all__ = [
     "fp8_scale",
     "get_global_norm_of_tensors",
     "get_total_norm",
+    "graph_layers",
     "graphed",
     "info",
     "make_graphed_callables",

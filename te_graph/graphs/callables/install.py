@@ -5,15 +5,22 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
+from te_graph.common.environment import is_disabled
 from te_graph.common.opaque import opaque
 from te_graph.common.own_objects import name_of_itself
 from te_graph.graphs.callables.handle import Handle
+from te_graph.graphs.callables.late_capture import LateCaptures
+from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.options import Options
+from te_graph.graphs.capture.request import Job
+from te_graph.graphs.capture.session import capture_all
 from te_graph.graphs.graphed_class import graphed_class, set_class
+from te_graph.graphs.step_state import StepState
 
 
 class FunctionProxy:
@@ -37,6 +44,46 @@ class FunctionProxy:
     def __reduce__(self) -> str | tuple:
         """By name, where this object is what the function's name stands for; else as the function itself."""
         return name_of_itself(self) or (operator.getitem, ((self._function,), 0))
+
+
+def capture_and_install(
+    jobs: Sequence[Job], group: CaptureGroup, *, is_chain: bool, step_state: StepState | None = None
+) -> tuple[nn.Module | FunctionProxy, ...]:
+    """Capture the callables of ``jobs``, and let their calls replay; what replays, one each. With TE_GRAPH_DISABLE=1
+    nothing is captured.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as ``make_graphed_callables``; everything is then as before.
+    """
+    prepare([job.target for job in jobs])
+    entries = [] if is_disabled() else capture_all(group, jobs, is_chain)
+    handles = [Handle(job.label, job.target, job.parameters, step_state) for job in jobs]
+    try:
+        for handle, entry in zip(handles, entries, strict=False):
+            handle.arm(entry, group)
+        return tuple(install(job.target, handle) for job, handle in zip(jobs, handles, strict=True))
+    except BaseException:
+        for handle in handles:
+            handle.reset()
+        raise
+
+
+def install_late(
+    jobs: Sequence[Job], options: Options, step_state: StepState | None
+) -> tuple[nn.Module | FunctionProxy, ...]:
+    """Let each callable of ``jobs`` capture at its first call that trains; what replays then, one each.
+
+    Raises:
+        TypeError: a module cannot take the class of graphed modules.
+    """
+    prepare([job.target for job in jobs])
+    late = LateCaptures(options)
+    graphed = []
+    for job in jobs:
+        handle = Handle(job.label, job.target, job.parameters, step_state)
+        handle.wait(late)
+        graphed.append(install(job.target, handle))
+    return tuple(graphed)
 
 
 def prepare(targets: list[Any]) -> None:

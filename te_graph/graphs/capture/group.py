@@ -27,6 +27,7 @@ class CaptureGroup:
         replay_order: orders their replays.
         backward_pool: memory pool of all their backward graphs.
         reported: what was logged once for all of them.
+        at_work: label of the callable that a capture is or was busy with: where it failed, of the one that is to blame.
     """
 
     def __init__(self, device: torch.device, options: Options) -> None:
@@ -38,6 +39,7 @@ class CaptureGroup:
         self.replay_order = _C.ReplayOrder(device)
         self.reported = Reported()
         self.backward_pool = options.pool or self.backend.new_pool()
+        self.at_work: str | None = None
         self._stagings: dict[tuple, _C.Staging] = {}
 
     def stagings(self, outputs: list[Tensor]) -> Iterator[_C.Staging]:

@@ -32,20 +32,20 @@ class Options:
         TypeError, ValueError: an option is wrong; names it, what was expected and what came.
     """
 
-    num_warmup_iters: int
-    allow_unused_input: bool
-    pool: Any
-    capture_error_mode: str
-    max_in_flight: int
-    chain: bool
-    accumulate_grads: bool
-    autograd_params: tuple[weakref.ref[Tensor], ...]
-    grad_dtype: torch.dtype | None
-    hooks: str
-    on_mismatch: str
-    on_exhausted: str
-    max_captures: int
-    show_progress: bool | None
+    num_warmup_iters: int = 3
+    allow_unused_input: bool = False
+    pool: Any = None
+    capture_error_mode: str = "thread_local"
+    max_in_flight: int = 1
+    chain: bool = False
+    accumulate_grads: bool = True
+    autograd_params: tuple[weakref.ref[Tensor], ...] = ()
+    grad_dtype: torch.dtype | None = None
+    hooks: str = "refuse"
+    on_mismatch: str = "raise"
+    on_exhausted: str = "raise"
+    max_captures: int = 8
+    show_progress: bool | None = None
     ignore_attributes: tuple[str, ...] = ()
     externals: str = "refuse"
 

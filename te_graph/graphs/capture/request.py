@@ -27,7 +27,8 @@ class Job:
     """One callable to be captured.
 
     Attributes:
-        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
+        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``, or, without
+            samples, not known yet.
         parameters: of the callable, from ``parameters_of``.
     """
 
@@ -45,12 +46,12 @@ class Request:
     Attributes:
         jobs: one for each callable.
         is_tuple: a tuple of callables was given.
-        device: of all tensors.
+        device: of all tensors; None where there are no samples.
     """
 
     jobs: tuple[Job, ...]
     is_tuple: bool
-    device: torch.device
+    device: torch.device | None
     options: Options
 
     @classmethod
@@ -70,16 +71,20 @@ class Request:
         if not each:
             raise ValueError(f"{_NAME}: expected at least one callable, got an empty tuple")
         for number, target in enumerate(each):
-            _check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
+            check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
+        labels = tuple(_label(target, number if is_tuple else None) for number, target in enumerate(each))
+        if sample_args is None:
+            _check_without_samples(sample_kwargs, options)
+            late = zip(labels, each, map(parameters_of, each), strict=True)
+            return cls(tuple(Job(label, one, None, {}, known) for label, one, known in late), is_tuple, None, options)
         chained = options.chain and is_tuple
         if chained and isinstance(sample_args, tuple) and not all(isinstance(one, tuple) for one in sample_args):
             sample_args = (sample_args,)  # the arguments of the first callable, as they are
         args = _one_for_each("sample_args", sample_args, is_tuple, len(each), tuple, may_be_fewer=chained)
         kwargs = _one_for_each("sample_kwargs", sample_kwargs, is_tuple, len(each), dict)
-        labels = tuple(_label(target, number if is_tuple else None) for number, target in enumerate(each))
         given = [sample_of(*one) for one in zip(labels, args, kwargs, strict=False)]
         samples = tuple(given + [None] * (len(each) - len(given)))
-        device = _common_device(labels, each, [tensors for _, tensors in given])
+        device = common_device(labels, each, [tensors for _, tensors in given])
         check_circumstances(device)
         jobs = zip(labels, each, samples, kwargs, map(parameters_of, each), strict=True)
         return cls(tuple(Job(*job) for job in jobs), is_tuple, device, options)
@@ -106,7 +111,12 @@ def sample_of(
     return signature, tensors
 
 
-def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
+def check_callable(target: Any, name: str, earlier: tuple[Any, ...] = ()) -> None:
+    """Refuse a ``target``, which messages call ``name``, that cannot be a callable, or is one of the ``earlier`` ones.
+
+    Raises:
+        TypeError, ValueError: says why.
+    """
     if isinstance(target, torch.jit.ScriptModule) or not callable(target) or isinstance(target, type):
         hint = ": give a tuple(...) of it" if isinstance(target, Iterable) and not callable(target) else ""
         raise TypeError(
@@ -142,6 +152,16 @@ def _check_callable(target: Any, name: str, earlier: tuple[Any, ...]) -> None:
                 )
 
 
+def _check_without_samples(sample_kwargs: Any, options: Options) -> None:
+    if sample_kwargs is not None:
+        raise ValueError(f"{_NAME}: got sample_kwargs without sample_args: give sample_args=() where all are named")
+    if options.chain:
+        raise ValueError(
+            f"{_NAME}: got chain=True without sample_args: the callables of a chain are captured together, before any "
+            "of them is called; give sample_args of the first one, or use graph_layers, which finds chains"
+        )
+
+
 def _one_for_each(
     name: str, given: Any, is_tuple: bool, count: int, kind: type, may_be_fewer: bool = False
 ) -> tuple[Any, ...]:
@@ -172,7 +192,7 @@ def _label(target: Any, number: int | None) -> str:
     return name if number is None else f"callable {number} ({name})"
 
 
-def _common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples: list[list[Tensor]]) -> torch.device:
+def common_device(labels: tuple[str, ...], callables: tuple[Any, ...], samples: list[list[Tensor]]) -> torch.device:
     """The one device of all samples, parameters and buffers; the CPU where there is no tensor."""
     device, owner = None, ""
     for number, (label, target) in enumerate(zip(labels, callables, strict=True)):

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from te_graph.graphs.tracing.explanations import explained
 _log = logging.getLogger("te_graph")
 
 
-def capture_all(group: CaptureGroup, jobs: list[Job], is_chain: bool) -> list[CallableEntry]:
+def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> list[CallableEntry]:
     """Capture the callables of ``jobs``; with ``is_chain`` each reads the results of the one before in place.
 
     Buffers, generators, garbage collection and gradients are afterwards as before, also when it raises.
@@ -56,6 +56,7 @@ def capture_all(group: CaptureGroup, jobs: list[Job], is_chain: bool) -> list[Ca
         started = time.perf_counter()
         captures: list[CallableCapture] = []
         for job in jobs:
+            group.at_work = job.label
             capture = _begin(job, group, captures[-1] if captures and is_chain else None)
             captures.append(capture)
             session.callback(capture.undo)
@@ -114,6 +115,7 @@ def _main_grads(captures: list[CallableCapture], group: CaptureGroup) -> Iterato
     dtype = group.options.grad_dtype if group.options.accumulate_grads else None
     created: list[Tensor] = []
     for capture in captures:
+        group.at_work = capture.label
         for parameter in capture.gradients.parameters:
             if not group.options.is_for_autograd(parameter):
                 _check_main_grad(capture, parameter)
@@ -162,11 +164,13 @@ def _capture_graphs(captures: list[CallableCapture], group: CaptureGroup, progre
     successors = {capture.predecessor: capture for capture in captures}
     try:
         for capture in captures:
+            group.at_work = capture.label
             for number in slots:
                 with explained(capture.label, "the capture", capture.watch.notes):
                     capture.capture_forward(pools[capture.first_of_chain][number])
                 progress.update()
         for capture in reversed(captures):
+            group.at_work = capture.label
             for number in slots:
                 with explained(capture.label, "the capture", capture.watch.notes):
                     capture.capture_backward(number, group.backward_pool, successors.get(capture))
@@ -190,6 +194,7 @@ def _assemble_all(
     *forward_bytes, shared_bytes = backend.nbytes([*forwards, sharing])
     entries: dict[CallableCapture, CallableEntry] = {}
     for job, capture, own_bytes in zip(jobs, captures, forward_bytes, strict=True):
+        group.at_work = capture.label
         predecessor = entries.get(capture.predecessor)
         graphs = [g for slot in capture.slots for g in (slot.forward, slot.backward) if g is not None]
         inputs = sum(t.nbytes for s in capture.slots for i, t in enumerate(s.inputs) if i not in capture.links)

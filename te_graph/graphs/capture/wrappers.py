@@ -81,6 +81,17 @@ def without_compiler(target: Any) -> Any:
     return target
 
 
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """The module that was given to ``torch.compile`` and DistributedDataParallel, where ``model`` came of that."""
+    while True:
+        inner = without_compiler(model)
+        if any(name == "DistributedDataParallel" for name, _ in _names(type(inner))):
+            inner = inner.module
+        if inner is model:
+            return model
+        model = inner
+
+
 def bypass_compiler(wrapper: nn.Module) -> None:
     """Let ``wrapper``, which ``torch.compile`` made, call its original for as long as that is graphed: a compiler that
     must not break its graph (``fullgraph=True``) would refuse to call it."""

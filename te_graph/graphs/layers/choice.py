@@ -1,0 +1,169 @@
+"""Which layers are captured: runs of modules of one class, or those that the user names."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from te_graph.graphs.layers.layer_calls import LayerCall
+
+_NAME = "graph_layers"
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass
+class Choice:
+    """The calls that are to be captured, in their order, and why others are not."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+    left_out: dict[nn.Module, str] = field(default_factory=dict)
+
+
+def is_small(module: nn.Module) -> bool:
+    """Whether ``module`` launches a kernel or two: a layer of torch's without modules inside."""
+    is_torchs = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.RNNBase)
+    return is_torchs and not any(module.children())
+
+
+class Selection:
+    """What the ``layers`` of the user say.
+
+    Args:
+        layers: as documented in ``graph_layers``.
+        names: of all modules of the model.
+
+    Raises:
+        TypeError, ValueError: they are no names, types or function, or name nothing.
+    """
+
+    def __init__(self, layers: Any, names: dict[nn.Module, str]) -> None:
+        self._names = names
+        self.is_default = layers is None
+        self._chosen: set[nn.Module] = set()
+        if self.is_default:
+            return
+        if isinstance(layers, str | type) or not isinstance(layers, Iterable):
+            layers = (layers,)
+        for one in layers:
+            self._add(one)
+        if not self._chosen:
+            raise ValueError(f"{_NAME}: expected layers to choose modules of the model, got none for {layers!r}")
+
+    def _add(self, one: Any) -> None:
+        if isinstance(one, str):
+            found = [module for module, name in self._names.items() if name == one or fnmatch.fnmatchcase(name, one)]
+            if not found:
+                near = difflib.get_close_matches(one, self._names.values(), n=3)
+                hint = f": perhaps {' or '.join(map(repr, near))}" if near else ""
+                raise ValueError(f"{_NAME}: expected layers to name modules of the model, got {one!r}{hint}")
+            # Containers stand for what is in them, where nothing else does.
+            inside = [child for module in found if isinstance(module, _CONTAINERS) for child in module.children()]
+            self._chosen.update([*found, *inside])
+        elif isinstance(one, type):
+            self._chosen.update(module for module in self._names if isinstance(module, one))
+        elif callable(one) and not isinstance(one, nn.Module):
+            self._chosen.update(module for module, name in self._names.items() if one(name, module))
+        else:
+            raise TypeError(
+                f"{_NAME}: expected layers to be names, classes, or a function (name, module) -> bool, got "
+                f"{type(one).__name__}"
+            )
+
+    def is_candidate(self, module: nn.Module) -> bool:
+        """Whether ``module`` may be captured, for all that is known before the step."""
+        return self.is_default or module in self._chosen
+
+    def choose(self, top: LayerCall, computed_again: set[nn.Module]) -> Choice:
+        """Of the calls below ``top``."""
+        counts = Counter(call.module for call in top.below())
+        if self.is_default:
+            choice = Choice()
+            for is_large in (True, False):
+                _choose_runs(top, counts, choice, lambda module, large=is_large: is_small(module) is not large)
+                if choice.calls:
+                    break
+        else:
+            choice = self._choose_named(top, counts)
+        for call in choice.calls:
+            if call.module in computed_again and call.obstacle is None:
+                call.obstacle = "a backward calls it again"
+        return choice
+
+    def choose_inside(self, call: LayerCall) -> Choice:
+        """Of the calls that ``call``, which could not be captured, makes."""
+        choice = Choice()
+        if self.is_default:
+            counts = Counter(inner.module for inner in call.below())
+            _choose_runs(call, counts, choice, lambda module: any(module.children()))
+        return choice
+
+    def _choose_named(self, top: LayerCall, counts: Counter[nn.Module]) -> Choice:
+        choice = Choice()
+        covered: set[nn.Module] = set()
+        for call in _outermost(top, self._chosen.__contains__):
+            covered.update(call.module.modules())
+            if counts[call.module] > 1:
+                choice.left_out[call.module] = _called(counts[call.module])
+            else:
+                choice.calls.append(call)
+        for module in self._names:
+            if module in self._chosen and module not in covered and not isinstance(module, _CONTAINERS):
+                choice.left_out[module] = "the step does not call it"
+        return choice
+
+
+def _outermost(call: LayerCall, is_chosen: Callable[[nn.Module], bool]) -> Iterator[LayerCall]:
+    for inner in call.inner:
+        if is_chosen(inner.module):
+            yield inner
+        else:
+            yield from _outermost(inner, is_chosen)
+
+
+def _choose_runs(
+    top: LayerCall, counts: Counter[nn.Module], choice: Choice, is_wanted: Callable[[nn.Module], bool]
+) -> None:
+    """Runs of two or more modules of one class that one forward calls once each; inside of the others likewise.
+
+    Stacks that do not feed each other, an encoder and a decoder, give way to the chains that they hold.
+    """
+    by_class: dict[type, list[LayerCall]] = {}
+    for call in top.inner:
+        if is_wanted(call.module):
+            by_class.setdefault(type(call.module), []).append(call)
+    runs = set()
+    for calls in by_class.values():
+        once = [call for call in calls if counts[call.module] == 1]
+        several = {call.module for call in calls} - {call.module for call in once}
+        if len(once) + len(several) > 1:
+            choice.left_out.update({module: _called(counts[module]) for module in several})
+        if len(once) > 1 and (_feed_each_other(once) or not all(_hold_chains(call) for call in once)):
+            runs.update(once)
+    for call in top.inner:
+        if call in runs:
+            choice.calls.append(call)
+        elif call.module not in choice.left_out:
+            _choose_runs(call, counts, choice, is_wanted)
+
+
+def _feed_each_other(calls: list[LayerCall]) -> bool:
+    return any(call in following.fed_by for call, following in itertools.pairwise(calls))
+
+
+def _hold_chains(call: LayerCall) -> bool:
+    by_class: dict[type, list[LayerCall]] = {}
+    for inner in call.inner:
+        if any(inner.module.children()):
+            by_class.setdefault(type(inner.module), []).append(inner)
+    return any(map(_feed_each_other, by_class.values())) or any(map(_hold_chains, call.inner))
+
+
+def _called(times: int) -> str:
+    return f"the step calls it {times} times"

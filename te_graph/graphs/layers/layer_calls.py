@@ -1,0 +1,160 @@
+"""Which modules a step calls, one inside the other, and with what."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from te_graph.common.dispatch import version_of
+from te_graph.graphs.arguments.nest import flatten
+from te_graph.graphs.layers.autocast_state import AutocastState
+from te_graph.graphs.layers.call_arguments import CallArguments, SampleValues, UnfitArgumentError
+
+_CHECKPOINTED = (
+    "an activation checkpoint around it computes it again, which a replay does not need: checkpoint inside of its "
+    "forward, or not at all (Hugging Face: model.gradient_checkpointing_disable())"
+)
+
+
+@dataclass(eq=False)
+class LayerCall:
+    """One call of a module.
+
+    Attributes:
+        module: that is called; None for the step itself.
+        number: in the order of the calls.
+        arguments: None where ``obstacle`` says why, or where they are not wanted.
+        obstacle: why such a call cannot be captured.
+        fed_by: the calls whose first result is the first argument, by position, of this one, as it was.
+        inner: the calls that its forward makes.
+    """
+
+    module: nn.Module | None = None
+    number: int = -1
+    arguments: CallArguments | None = None
+    obstacle: str | None = None
+    autocast: AutocastState = field(default_factory=AutocastState.now)
+    grad_enabled: bool = True
+    fed_by: list[LayerCall] = field(default_factory=list)
+    inner: list[LayerCall] = field(default_factory=list)
+
+    def below(self) -> Iterator[LayerCall]:
+        """The calls inside, in order."""
+        for call in self.inner:
+            yield call
+            yield from call.below()
+
+
+class LayerCalls:
+    """Follows the calls of modules on the thread that makes it, while entered.
+
+    Args:
+        modules: whose calls are followed.
+        is_wanted: whether the arguments of calls of a module are.
+
+    Attributes:
+        top: the step, and all calls inside it.
+        computed_again: modules that a backward has called.
+    """
+
+    def __init__(self, modules: list[nn.Module], is_wanted: Callable[[nn.Module], bool]) -> None:
+        self.top = LayerCall()
+        self.computed_again: set[nn.Module] = set()
+        self._modules = modules
+        self._is_wanted = is_wanted
+        self._values = SampleValues()
+        self._stack = [self.top]
+        self._count = 0
+        self._results: dict[int, list[tuple[weakref.ref[Tensor], int | None, LayerCall]]] = {}
+        self._thread = threading.get_ident()
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> LayerCalls:
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
+            # First of all: what other hooks make of a result is not what a graph gives.
+            self._hooks.append(module.register_forward_hook(self._end, prepend=True, always_call=True))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._results.clear()
+        self._values = SampleValues()
+
+    @property
+    def under_way(self) -> list[nn.Module]:
+        """The modules that run now, outermost first."""
+        return [call.module for call in self._stack[1:]]
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if in_backward():
+            self.computed_again.add(module)
+            return
+        if threading.get_ident() != self._thread:
+            return
+        call = LayerCall(module, self._count, grad_enabled=torch.is_grad_enabled())
+        self._count += 1
+        self._stack[-1].inner.append(call)
+        self._stack.append(call)
+        if args and isinstance(args[0], Tensor):
+            known = self._results.get(id(args[0]), ())
+            call.fed_by = [one for ref, version, one in known if ref() is args[0] and version == version_of(args[0])]
+        if not self._is_wanted(module):
+            return
+        call.obstacle = _obstacle()
+        if call.obstacle is None:
+            try:
+                call.arguments = self._values.arguments(type(module), args, kwargs)
+            except UnfitArgumentError as error:
+                call.obstacle = str(error)
+
+    def _end(self, module: nn.Module, args: tuple, result: Any) -> None:
+        if in_backward() or threading.get_ident() != self._thread:
+            return
+        while len(self._stack) > 1:
+            call = self._stack.pop()
+            if call.module is module:
+                break
+        tensor = next((leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)), None)
+        if tensor is not None:
+            known = self._results.setdefault(id(tensor), [])
+            known[:] = [one for one in known if one[0]() is tensor]
+            known.append((weakref.ref(tensor), version_of(tensor), call))
+
+
+def in_backward() -> bool:
+    """Whether a backward runs this code."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _obstacle() -> str | None:
+    """What is around the call that is being made and a replay would not do."""
+    if torch.is_inference_mode_enabled():
+        return "it is called in inference mode"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") != checkpoint.__name__:
+        return "it is called under torch.autograd.graph.saved_tensors_hooks, which see no replay"
+    if hooks is not None or _is_in_reentrant_checkpoint():
+        return _CHECKPOINTED
+    return None
+
+
+def _is_in_reentrant_checkpoint() -> bool:
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,180 @@
+"""Captures of layers that a step has been seen to call: together where that goes, without those that cannot be."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from te_graph.graphs.callables.install import capture_and_install, prepare
+from te_graph.graphs.capture.call_form import parameters_of
+from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.main_grads import main_grad_of
+from te_graph.graphs.capture.options import Options
+from te_graph.graphs.capture.request import Job, check_callable, common_device, sample_of
+from te_graph.graphs.graphed_class import plain_class
+from te_graph.graphs.layers.layer_calls import LayerCall
+from te_graph.graphs.step_state import StepState
+
+_MAX_ALIKE = 3  # modules of one class that could not be captured for one reason: the others are not tried
+
+
+@dataclass
+class LayerCaptures:
+    """Captures layers and keeps account of it.
+
+    Args:
+        names: of all modules of the model.
+        uses: of parameters, as a ``StepWatch`` saw them.
+        options: for all captures.
+
+    Attributes:
+        layers: the captured calls.
+        chains: those that were captured as a chain, chain by chain.
+        left_out: modules that could not be captured -> why.
+    """
+
+    names: dict[nn.Module, str]
+    uses: dict[int, set[frozenset[nn.Module]]]
+    options: Options
+    step_state: StepState | None
+    layers: list[LayerCall] = field(default_factory=list)
+    chains: list[list[LayerCall]] = field(default_factory=list)
+    left_out: dict[nn.Module, str] = field(default_factory=dict)
+    errors: dict[nn.Module, Exception] = field(default_factory=dict)
+    _jobs: dict[LayerCall, Job] = field(default_factory=dict)
+    _devices: dict[LayerCall, torch.device] = field(default_factory=dict)
+    _alike: Counter[tuple[type, str]] = field(default_factory=Counter)
+
+    def capture(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
+        """Capture the layers of ``calls``, in the order of the calls; returns those that could not be."""
+        fit = [call for call in calls if self._is_fit(call)]
+        for segment in self._segments(fit):
+            self._capture_chain(segment)
+        rest = [call for call in fit if call not in self.layers and call.module not in self.left_out]
+        groups: dict[tuple, list[LayerCall]] = {}
+        for call in rest:
+            groups.setdefault(self._circumstances(call), []).append(call)
+        for group in groups.values():
+            self._capture_apart(group)
+        return [call for call in calls if call.module in self.left_out]
+
+    def _is_fit(self, call: LayerCall) -> bool:
+        if call.obstacle is not None:
+            self.left_out[call.module] = call.obstacle
+            return False
+        try:
+            self._prepare(call)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._leave_out(call, error)
+            return False
+        return True
+
+    def _prepare(self, call: LayerCall) -> None:
+        """Make what its capture needs.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: it cannot be captured.
+        """
+        module, label = call.module, self._label(call.module)
+        check_callable(module, self.names[module])
+        prepare([module])
+        args, kwargs = call.arguments.samples()
+        sample = sample_of(label, args, kwargs)
+        self._devices[call] = common_device((label,), (module,), [sample[1]])
+        self._jobs[call] = Job(label, module, sample, kwargs, parameters_of(module))
+
+    def _label(self, module: nn.Module) -> str:
+        return f"{self.names[module]} ({_kind(module).__name__})"
+
+    def _circumstances(self, call: LayerCall) -> tuple:
+        """What all layers of one capture have in common."""
+        return self._devices[call], call.autocast, call.grad_enabled
+
+    def _segments(self, calls: Sequence[LayerCall]) -> Iterator[list[LayerCall]]:
+        """Those of ``calls`` of which each feeds the next, two or more."""
+        segment: list[LayerCall] = []
+        for call in calls if self.options.chain else ():
+            if segment and segment[-1] in call.fed_by and self._circumstances(segment[-1]) == self._circumstances(call):
+                segment.append(call)
+                continue
+            if len(segment) > 1:
+                yield segment
+            segment = [call]
+        if len(segment) > 1:
+            yield segment
+
+    def _capture_chain(self, calls: list[LayerCall]) -> None:
+        """Capture ``calls``, which feed each other; where one fails, those before and those after it."""
+        if len(calls) < 2:
+            return
+        number, error = self._try(calls, is_chain=True)
+        if error is None:
+            self.chains.append(calls)
+            return
+        if self._has_failed_before(calls[number], error):
+            for call in [one for one in calls[number:] if _kind(one.module) is _kind(calls[number].module)]:
+                self._leave_out(call, error)
+        self._capture_chain(calls[:number])
+        self._capture_chain(calls[number + 1 :])
+
+    def _capture_apart(self, calls: list[LayerCall]) -> None:
+        while calls:
+            number, error = self._try(calls, is_chain=False)
+            if error is None:
+                return
+            bad = calls[number]
+            self._leave_out(bad, error)
+            if self._has_failed_before(bad, error):
+                for call in [one for one in calls if _kind(one.module) is _kind(bad.module)]:
+                    self._leave_out(call, error)
+            calls = [call for call in calls if call.module not in self.left_out]
+
+    def _try(self, calls: list[LayerCall], is_chain: bool) -> tuple[int, Exception | None]:
+        """Capture ``calls`` together; where that fails, which of them is to blame, and its error."""
+        options = replace(self.options, chain=is_chain, autograd_params=self._for_autograd(calls))
+        jobs = [self._jobs[call] for call in calls]
+        group = CaptureGroup(self._devices[calls[0]], options)
+        try:
+            with calls[0].autocast.again(), torch.set_grad_enabled(calls[0].grad_enabled):
+                capture_and_install(jobs, group, is_chain=is_chain, step_state=self.step_state)
+        except Exception as error:
+            labels = [job.label for job in jobs]
+            return (labels.index(group.at_work) if group.at_work in labels else 0), error
+        self.layers += calls
+        return 0, None
+
+    def _for_autograd(self, calls: list[LayerCall]) -> tuple[weakref.ref[Tensor], ...]:
+        """The parameters whose gradients go through autograd: also those that are used outside of their layer."""
+        shared = [
+            weakref.ref(parameter)
+            for call in calls
+            for parameter in call.module.parameters()
+            if main_grad_of(parameter) is None
+            and any(call.module not in used for used in self.uses.get(id(parameter), ()))
+        ]
+        return (*self.options.autograd_params, *shared)
+
+    def _has_failed_before(self, call: LayerCall, error: Exception) -> bool:
+        key = (_kind(call.module), self._reason(call, error))
+        self._alike[key] += 1
+        return self._alike[key] >= _MAX_ALIKE
+
+    def _leave_out(self, call: LayerCall, error: Exception) -> None:
+        if call.module not in self.left_out:
+            self.left_out[call.module] = self._reason(call, error)
+            self.errors[call.module] = error
+
+    def _reason(self, call: LayerCall, error: Exception) -> str:
+        said = str(error).removeprefix("make_graphed_callables: ").removeprefix(f"{self._label(call.module)}: ")
+        is_ours = type(error) in (TypeError, ValueError, RuntimeError) or said != str(error)
+        return said if is_ours else f"{type(error).__name__}: {said}"
+
+
+def _kind(module: nn.Module) -> type:
+    """The class that a module has when it is not graphed."""
+    return plain_class(type(module))

@@ -1,0 +1,62 @@
+"""What ``graph_layers`` has captured, and what not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+_MAX_SHOWN = 12  # of what is left out
+
+
+@dataclass(frozen=True)
+class GraphedLayers:
+    """What ``graph_layers`` returns.
+
+    Attributes:
+        layers: names of the captured modules, in the order of their calls.
+        chains: those that hand on their results without a copy, chain by chain.
+        left_out: names of modules that stay eager -> why.
+        graphs: how many there are: a forward and a backward for each layer and slot.
+        bytes: of memory that belongs to the graphs.
+        seconds: that the step and all captures took.
+    """
+
+    layers: tuple[str, ...]
+    chains: tuple[tuple[str, ...], ...]
+    left_out: dict[str, str]
+    graphs: int
+    bytes: int
+    seconds: float
+    _modules: Sequence[weakref.ref[nn.Module]] = field(repr=False, compare=False)
+
+    def reset(self) -> None:
+        """Free the graphs: the layers run eagerly again."""
+        for reference in self._modules:
+            module = reference()
+            handle = None if module is None else vars(module).get("te_graph")
+            if handle is not None:
+                handle.reset()
+
+    def __str__(self) -> str:
+        count = len(self.layers)
+        lines = [
+            f"{count} {'layer' if count == 1 else 'layers'} graphed: {self.graphs} graphs, "
+            f"{self.bytes / 2**20:.1f} MiB, {self.seconds:.2f} s"
+        ]
+        lines += [f"  chain of {len(chain)}: {chain[0]} ... {chain[-1]}" for chain in self.chains]
+        alone = [name for name in self.layers if not any(name in chain for chain in self.chains)]
+        lines += [f"  {name}" for name in alone]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left_out.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in list(reasons.items())[:_MAX_SHOWN]:
+            shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            lines.append(f"  eager: {shown}: {reason}")
+        if len(reasons) > _MAX_SHOWN:
+            lines.append(f"  eager: {len(reasons) - _MAX_SHOWN} more reasons in left_out")
+        return "\n".join(lines)
+
+    __repr__ = __str__

@@ -1,0 +1,146 @@
+"""One step of a model, run for real and watched: which layers it calls with what. The model is afterwards as before."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from te_graph.common.dispatch import is_strided, storage_key
+from te_graph.graphs.guards.effects.random_generators import HostRandom
+from te_graph.graphs.layers.layer_calls import LayerCalls, in_backward
+from te_graph.graphs.tracing.externals import TensorWatch
+from te_graph.graphs.tracing.source_lines import user_site
+
+_NAME = "graph_layers"
+_ADVICE = "give what comes before it: the forward, or forward and backward (lambda: loss_fn(model(x), y).backward())"
+
+
+class StepWatch(TensorWatch):
+    """A ``TensorWatch`` of a step that puts back what belongs to a model, and nothing else.
+
+    Args:
+        model: whose weights, buffers and gradients are put back.
+        calls: of its modules.
+
+    Attributes:
+        uses: of each parameter that gradients are computed through, by identity: the modules that were under way where
+            an operator took it, once for each such set.
+    """
+
+    def __init__(self, model: nn.Module, calls: LayerCalls) -> None:
+        super().__init__()
+        self._calls = calls
+        self._weights = {storage_key(p): name for name, p in model.named_parameters() if is_strided(p)}
+        self._parameters = {id(p) for p in model.parameters()}
+        grads = (getattr(p, name, None) for p in model.parameters() for name in ("grad", "main_grad"))
+        others = (t for t in (*model.buffers(), *grads) if isinstance(t, Tensor) and is_strided(t))
+        self._kept = {*self._weights, *map(storage_key, others)}
+        self._op = ""
+        self.uses: dict[int, set[frozenset[nn.Module]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._op = str(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def keep(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        if key in self._weights and not self._calls.under_way:
+            raise RuntimeError(
+                f"{_NAME}: the step changes {self._weights[key]} ({self._op}), and one step before the training begins "
+                f"must leave the weights alone: {_ADVICE}; at {user_site()}"
+            )
+        if key in self._kept:
+            super().keep(tensor)
+
+    def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
+        if id(tensor) in self._parameters and tensor.requires_grad and torch.is_grad_enabled() and not in_backward():
+            self.uses.setdefault(id(tensor), set()).add(frozenset(self._calls.under_way))
+        super()._see(tensor, op, keeps)
+
+
+@contextlib.contextmanager
+def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
+    """Around a step of ``model`` that is watched: generators, weights, buffers, gradients and flags are afterwards as
+    before, whether it raises or not.
+
+    Raises:
+        RuntimeError: the step calls an optimizer, or changes weights; it has not changed them.
+    """
+    watch = StepWatch(model, calls)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_generators_kept())
+        stack.enter_context(_flags_kept(model))
+        stack.callback(watch.restore)
+        stack.enter_context(_grads_kept(model))
+        stack.callback(torch.clear_autocast_cache)  # whose casts lead to what the step computed
+        stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
+        stack.enter_context(_compiler_off())
+        stack.enter_context(calls)
+        stack.enter_context(watch)
+        yield watch
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    raise RuntimeError(
+        f"{_NAME}: the step calls {type(optimizer).__name__}.step(), and one step before the training begins must leave "
+        f"weights and optimizers alone: {_ADVICE}"
+    )
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    others = HostRandom(())
+    host, has_cuda = torch.get_rng_state(), torch.cuda.is_available() and torch.cuda.is_initialized()
+    states = torch.cuda.get_rng_state_all() if has_cuda else []
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if has_cuda:
+            torch.cuda.set_rng_state_all(states)
+        others.restore()
+
+
+@contextlib.contextmanager
+def _flags_kept(model: nn.Module) -> Iterator[None]:
+    training = [(module, module.training) for module in model.modules()]
+    requiring = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for parameter, flag in requiring:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
+
+
+@contextlib.contextmanager
+def _grads_kept(model: nn.Module) -> Iterator[None]:
+    """The gradient tensors; what was in them is the watch's to put back."""
+    names = ("grad", "main_grad")
+    before = [(p, name, vars(p).get(name) if name != "grad" else p.grad) for p in model.parameters() for name in names]
+    try:
+        yield
+    finally:
+        for parameter, name, tensor in before:
+            if name == "grad":
+                parameter.grad = tensor
+            elif tensor is not None:
+                parameter.main_grad = tensor
+
+
+@contextlib.contextmanager
+def _compiler_off() -> Iterator[None]:
+    """What torch.compile has compiled runs as it is written: hooks see nothing of compiled code."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
