@@ -65,11 +65,15 @@ std::shared_ptr<GradientTable> make_table(const std::vector<int64_t>& sizes, con
 void add_slot(GraphedCallable& callable, const py::object& forward, const py::object& backward, Tensors inputs,
               Tensors outputs, std::vector<std::shared_ptr<Staging>> grad_outputs,
               const std::vector<std::optional<at::Tensor>>& grad_inputs, std::vector<Tensors> use_grads,
-              Tensors parameter_grads, std::vector<int> summed_inputs, std::shared_ptr<GradientTable> table) {
+              Tensors parameter_grads, std::vector<int> summed_inputs, std::shared_ptr<GradientTable> table,
+              std::vector<std::pair<at::Generator, uint64_t>> rewinds) {
+    const auto forward_graph = make_graph(forward);
+    const auto backward_graph = backward.is_none() ? nullptr : make_graph(backward);
+    if (!rewinds.empty()) rewind(forward_graph, backward_graph, std::move(rewinds));
     Tensors defined_grad_inputs;
     for (const auto& grad : grad_inputs) defined_grad_inputs.push_back(grad.value_or(at::Tensor()));
-    callable.add_slot(std::unique_ptr<Slot>(new Slot{.forward = make_graph(forward),
-                                                     .backward = backward.is_none() ? nullptr : make_graph(backward),
+    callable.add_slot(std::unique_ptr<Slot>(new Slot{.forward = forward_graph,
+                                                     .backward = backward_graph,
                                                      .inputs = std::move(inputs),
                                                      .outputs = StaticTensors(std::move(outputs)),
                                                      .grad_outputs = std::move(grad_outputs),
@@ -119,6 +123,7 @@ void bind(py::module_& m) {
         },
         py::arg("callable"), py::arg("plain"), py::arg("tensors"), py::arg("grad_mode"));
     m.def("is_stream_capturing", &is_stream_capturing, py::arg("device") = py::none());
+    m.def("offset_in_capture", &offset_in_capture, py::arg("device"));
     m.def("abandon_pool", &abandon_pool, py::arg("device"), py::arg("pool"));
     m.def("has_memory", &has_memory, py::arg("tensor"));
     m.def("node_count", &node_count, py::arg("cuda_graph"));
@@ -192,6 +197,7 @@ void bind(py::module_& m) {
         .value("CONTENTS", StepKind::kContents)
         .value("ELEMENT", StepKind::kElement)
         .value("REFERENT", StepKind::kReferent)
+        .value("CACHED", StepKind::kCached)
         .value("CONTEXT_VAR", StepKind::kContextVar)
         .value("WEAK_REFERENCE", StepKind::kWeakReference)
         .value("CONSTANT", StepKind::kConstant)
@@ -305,6 +311,7 @@ void bind(py::module_& m) {
     py::enum_<ReplayMiss::Kind>(miss, "Kind")
         .value("CAPTURING", ReplayMiss::Kind::kCapturing)
         .value("MODE", ReplayMiss::Kind::kMode)
+        .value("CHECKPOINT", ReplayMiss::Kind::kCheckpoint)
         .value("ARGUMENTS", ReplayMiss::Kind::kArguments)
         .value("CIRCUMSTANCES", ReplayMiss::Kind::kCircumstances)
         .value("DISCERNIBLE", ReplayMiss::Kind::kDiscernible)
@@ -330,7 +337,7 @@ void bind(py::module_& m) {
              py::arg("compares_autocast_cache"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
-             py::arg("summed_inputs"), py::arg("table"))
+             py::arg("summed_inputs"), py::arg("table"), py::arg("rewinds"))
         .def("forward", [](GraphedCallable& callable, const py::object& root,
                            const Tensors& inputs) { return callable.forward(root.ptr(), inputs); })
         .def("route_through_autograd", &GraphedCallable::route_through_autograd, py::arg("parameter"))

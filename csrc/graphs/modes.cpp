@@ -7,6 +7,8 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <string>
+
 #include "common/no_derivative.h"
 
 #ifdef TE_GRAPH_CUDA
@@ -56,16 +58,20 @@ const char* observing_mode() {
     return nullptr;
 }
 
-bool has_saved_tensor_hooks() {
+SavedTensorHooks saved_tensor_hooks() {
     const auto& hooks = at::SavedTensorDefaultHooks::get_tls_state().stack;
-    if (hooks.empty()) return false;
+    if (hooks.empty()) return SavedTensorHooks::kNone;
     const py::handle pack = hooks.top().first.ptr(getPyInterpreter());
-    const py::object module = py::getattr(pack, "__module__", py::none());
-    return !module.equal(py::str("torch.utils.checkpoint"));
+    if (!py::getattr(pack, "__module__", py::none()).equal(py::str("torch.utils.checkpoint"))) {
+        return SavedTensorHooks::kOther;
+    }
+    const std::string name = py::str(py::getattr(pack, "__qualname__", py::str()));
+    return name.rfind("_recomputation", 0) == 0 ? SavedTensorHooks::kRecomputation : SavedTensorHooks::kCheckpoint;
 }
 
 bool is_observed() {
-    return in_session() || observing_mode() || has_saved_tensor_hooks() || is_forward_mode() || is_stream_capturing();
+    return in_session() || observing_mode() || saved_tensor_hooks() == SavedTensorHooks::kOther || is_forward_mode() ||
+           is_stream_capturing();
 }
 
 }  // namespace te_graph::graphs

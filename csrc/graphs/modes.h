@@ -19,9 +19,16 @@ bool is_stream_capturing(std::optional<at::Device> device = std::nullopt);
 // A mode that is on, in the words of a replay miss ("called under a TorchDispatchMode"); nullptr when there is none.
 const char* observing_mode();
 
-// Whether saved-tensor hooks see or exchange what autograd saves. Not activation checkpointing, which computes it
-// again: a replay needs none of that. With the GIL.
-bool has_saved_tensor_hooks();
+// Hooks that see or exchange what autograd saves. A replay shows them nothing.
+enum class SavedTensorHooks {
+    kNone,
+    kCheckpoint,     // activation checkpointing, whose forward runs
+    kRecomputation,  // the same, as it computes that forward again
+    kOther,
+};
+
+// Those that are on. With the GIL.
+SavedTensorHooks saved_tensor_hooks();
 
 // Whether a graphed function has to run as it is: in a session, while the current stream is captured, under one of
 // these modes or such hooks, and while forward-mode derivatives are taken, which any tensor that it reaches may carry.

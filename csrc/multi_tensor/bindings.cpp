@@ -250,7 +250,6 @@ void bind(py::module_& m) {
     m.def("clip_plain_gradients", &clip_plain_gradients, py::arg("parameters"), py::arg("max_norm"), py::arg("p"),
           py::arg("found_inf"));
     m.def("check_distinct", &check_distinct_lists, py::arg("op"), py::arg("written"), py::arg("read"));
-    m.def("check_shapes_fit", &check_shapes_fit, py::arg("i"), py::arg("grad"), py::arg("destination"));
     m.def("collect_pairs", &collect_pairs, py::arg("parameters"), py::arg("hp_grads"));
 
     py::class_<GradientPairs>(m, "GradientPairs")

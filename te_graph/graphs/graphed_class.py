@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import types
 from abc import ABCMeta
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +48,7 @@ def graphed_class(base: type[nn.Module]) -> type[nn.Module]:
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "forward": _forward_above(base),
+        "forward": _Forward(base),
         "__reduce_ex__": _reduce_ex_above(base),
     }
     members["_te_graph_forward"] = members["forward"]
@@ -104,6 +105,18 @@ def _as_before(module: nn.Module, base: type[nn.Module]) -> Iterator[None]:
             members.pop("forward", None)
         if handle is not None:
             members["te_graph"] = handle
+
+
+class _Forward:
+    """``forward`` of a graphed class: that of the class below to code that asks the class for it, as layers of Hugging
+    Face do to see whether they are the outermost to checkpoint."""
+
+    def __init__(self, base: type[nn.Module]) -> None:
+        self._base = base
+        self._function = _forward_above(base)
+
+    def __get__(self, module: nn.Module | None, kind: type | None = None) -> Any:
+        return self._base.forward if module is None else types.MethodType(self._function, module)
 
 
 def _forward_above(base: type[nn.Module]) -> Any:

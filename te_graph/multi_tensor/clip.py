@@ -69,7 +69,7 @@ def clip_grad_norm_(
     max_norm, norm_type = as_max_norm(op, max_norm), as_norm_type(op, norm_type)
     check_operands(op, found_inf=found_inf)
     sequence = _parameters(op, parameters)
-    if not process_groups and not error_if_nonfinite:
+    if not (process_groups or error_if_nonfinite or torch.compiler.is_compiling()):
         note_grad_reads(sequence)
         norm = _C.clip_plain_gradients(sequence, max_norm, norm_type, found_inf)
         if norm is not None:
@@ -120,7 +120,7 @@ def clip_parts(parts: Sequence[Part], max_norm: float, norm: Tensor, eps: float,
     if is_dtensor(norm):
         norm = norm.full_tensor()
     dtype = torch.float64 if norm.dtype == torch.float64 else torch.float32
-    if len(parts) > 1:
+    if len(parts) > 1 and not torch.compiler.is_compiling():
         _C.check_distinct("multi_tensor_clip_", [part.tensors for part in parts], [])
         for part in parts:
             part.tensors.check_clip(_norm_on(norm, part.tensors.device, dtype), max_norm, eps, found_inf)

@@ -20,6 +20,7 @@ from te_graph.multi_tensor.tensor_lists import (
     note_grad_reads,
     parts_of,
 )
+from te_graph.multi_tensor.traced_lists import TracedList, list_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -131,8 +132,10 @@ def update_hp_grads(
     for destinations, sources, unused in pairs:
         for written in (destinations, sources, unused) if store else (destinations, sources):
             written.check_not_followed(op)
+    is_traced = torch.compiler.is_compiling()  # the operators check, each for itself
     is_unused_concerned = store or sum_squares is not None or found_inf is not None
-    if len(pairs) > 1 or (is_unused_concerned and any(len(unused) for _, _, unused in pairs)):
+    is_several = len(pairs) > 1 or (is_unused_concerned and any(len(unused) for _, _, unused in pairs))
+    if is_several and not is_traced:
         _check(pairs, store, sum_squares, found_inf, noop)
     for destinations, sources, unused in pairs:
         if len(destinations):
@@ -142,7 +145,7 @@ def update_hp_grads(
         if store and noop is None:
             unused.zero_()
         elif store:
-            zeros = _C.TensorList([torch.zeros_like(tensor) for tensor in unused.tensors])
+            zeros = list_of([torch.zeros_like(tensor) for tensor in unused.tensors])
             unused.accumulate_(zeros, True, False, None, None, noop)
         elif sum_squares is not None:
             partial = unused.norm_partial(2.0)
@@ -150,7 +153,8 @@ def update_hp_grads(
 
 
 # Of one device: destinations, the gradients that go there, and destinations whose parameter has no gradient.
-_Pairs = tuple[_C.TensorList, _C.TensorList, _C.TensorList]
+_List = _C.TensorList | TracedList
+_Pairs = tuple[_List, _List, _List]
 
 
 def _check(
@@ -176,7 +180,7 @@ def _check(
 def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_Pairs]:
     """The lists of each device; ``params`` and ``hps`` are [...] each."""
     note_grad_reads(params)
-    pairs = _C.collect_pairs(params, hps)
+    pairs = None if torch.compiler.is_compiling() else _C.collect_pairs(params, hps)
     if pairs is not None:
         return [(pair.destinations, pair.sources, pair.unused) for pair in pairs]
     lists: dict[torch.device, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}
@@ -186,10 +190,20 @@ def _pairs_by_device(params: Sequence[Tensor], hps: Sequence[Tensor]) -> list[_P
         if lp is None:
             unused.append(hp)
         else:
-            _C.check_shapes_fit(number, lp, hp)
+            _check_shapes_fit(number, lp, hp)
             destinations.append(hp)
             sources.append(lp)
-    return [tuple(map(_C.TensorList, lists_of_device)) for lists_of_device in lists.values()]
+    return [tuple(map(list_of, lists_of_device)) for lists_of_device in lists.values()]
+
+
+def _check_shapes_fit(number: int, grad: Tensor, hp: Tensor) -> None:
+    """Raise unless ``hp`` [...], ``hp_grads[number]``, is for ``grad`` [...]: csrc/multi_tensor/bindings.cpp does so
+    for plain tensors that no compiler traces."""
+    is_flat = grad.dim() == 1 or hp.dim() == 1
+    if grad.numel() != hp.numel() if is_flat else grad.shape != hp.shape:
+        raise ValueError(
+            f"update_hp_grads: expected hp_grads[{number}] of shape {list(grad.shape)} or flat, got {list(hp.shape)}"
+        )
 
 
 def _local(tensor: Tensor | None) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.multi_tensor.traced_lists import TracedList, list_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -25,7 +26,7 @@ class Part:
         groups: the groups over which other parts of the same tensors lie.
     """
 
-    tensors: _C.TensorList
+    tensors: _C.TensorList | TracedList
     groups: Sequence[ProcessGroup] = ()
 
 
@@ -53,7 +54,7 @@ class _Builder:
         self.groups[key] = groups
 
     def parts(self) -> list[Part]:
-        return [Part(_C.TensorList(tensors), self.groups[key]) for key, tensors in self.tensors.items()]
+        return [Part(list_of(tensors), self.groups[key]) for key, tensors in self.tensors.items()]
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -81,7 +82,7 @@ def local_part(tensor: Any) -> tuple[Tensor, tuple[ProcessGroup, ...]]:
 def note_grad_reads(tensors: Iterable[Tensor]) -> None:
     """Called before C++ reads ``.grad`` of ``tensors``, [...] each: in a capture Python reads it, too, whose watch sees
     which gradients matter, those included that are not there yet."""
-    if _C.in_session():
+    if not torch.compiler.is_compiling() and _C.in_session():
         for tensor in tensors:
             _ = tensor.grad
 
@@ -91,7 +92,7 @@ def parts_of(op: str, tensors: Sequence[Tensor], gradients: bool, p: float = 2.0
     ``op``."""
     if gradients:
         note_grad_reads(tensors)
-    lists = _C.collect(tensors, gradients)
+    lists = None if torch.compiler.is_compiling() else _C.collect(tensors, gradients)
     if lists is not None:
         return [Part(tensors) for tensors in lists]
     builder = _Builder(op, p)

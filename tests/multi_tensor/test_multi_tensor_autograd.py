@@ -193,9 +193,9 @@ def test_views_of_leaves_under_no_grad_are_written_as_leaves_are(name, device):
 
 def test_a_plan_looks_at_each_write_whether_autograd_follows_a_tensor_by_now(device):
     leaf, tensor = torch.ones(4, device=device, requires_grad=True), torch.ones(4, device=device)
-    source = torch.ones(4, device=device)
+    source, scale = torch.ones(4, device=device), one(device)
     plan = tg.MultiTensorPlan([tensor], [source])
-    step = tg.graphed(lambda: plan.scale_(one(device)))
+    step = tg.graphed(lambda: plan.scale_(scale))
     for _ in range(3):
         step()
     tensor.fill_(1).mul_(leaf)

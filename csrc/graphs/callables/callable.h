@@ -132,6 +132,7 @@ private:
     std::string difference_of_memory(const std::vector<at::Tensor>& inputs, const FoundTensors& externals) const;
     void make_results(bool early, const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs,
                       const CallableGuard::Tensors& externals, std::vector<at::Tensor>& results) const;
+    std::optional<ReplayMiss> check_saved_tensor_hooks() const;
     std::optional<ReplayMiss> choose_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     std::optional<ReplayMiss> choose_linked_slot(const std::vector<at::Tensor>& inputs, int& slot) const;
     ReplayMiss held_elsewhere() const;

@@ -170,16 +170,29 @@ static const char* mode_of(const std::vector<at::Tensor>& inputs) {
     return nullptr;
 }
 
+// What a checkpoint computes again ran eagerly before, and has to save the same tensors, whatever the options say.
+std::optional<ReplayMiss> GraphedCallable::check_saved_tensor_hooks() const {
+    const SavedTensorHooks hooks = saved_tensor_hooks();
+    if (hooks == SavedTensorHooks::kNone) return std::nullopt;
+    if (hooks == SavedTensorHooks::kOther) {
+        return ReplayMiss{ReplayMiss::Kind::kMode,
+                          name_ + ": called under torch.autograd.graph.saved_tensors_hooks, which see no replay"};
+    }
+    return ReplayMiss{
+        hooks == SavedTensorHooks::kCheckpoint ? ReplayMiss::Kind::kCheckpoint : ReplayMiss::Kind::kMode,
+        name_ + ": called inside activation checkpointing, where a replay would save no memory, for it keeps what its "
+                "backward needs: checkpoint inside the callable (torch.utils.checkpoint in its forward)"};
+}
+
 // All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
 std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vector<at::Tensor>& inputs,
                                                  CallableGuard::Tensors& externals, int& slot) const {
     check_groups(name_.c_str());
     if (is_stream_capturing(device_)) return ReplayMiss{ReplayMiss::Kind::kCapturing, "inside another capture"};
-    if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
-    if (slots_.front()->backward && has_saved_tensor_hooks()) {
-        return ReplayMiss{ReplayMiss::Kind::kMode,
-                          name_ + ": called under torch.autograd.graph.saved_tensors_hooks, which see no replay"};
+    if (slots_.front()->backward) {
+        if (auto miss = check_saved_tensor_hooks()) return miss;
     }
+    if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
     if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {
         return ReplayMiss{ReplayMiss::Kind::kArguments, name_ + ": " + difference};
     }

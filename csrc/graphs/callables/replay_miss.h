@@ -11,6 +11,7 @@ struct ReplayMiss {
     enum class Kind {
         kCapturing,      // the current stream is being captured
         kMode,           // a mode wants to see operations that a replay does not have
+        kCheckpoint,     // a checkpoint around the call would save nothing
         kArguments,      // the tensors are not like those at capture
         kDiscernible,    // the tensors are, but eager execution could tell the call from the captured one
         kCircumstances,  // something that the graph takes for granted has changed

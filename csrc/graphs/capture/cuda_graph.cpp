@@ -6,17 +6,37 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <mutex>
+
 namespace te_graph::graphs {
 
 CudaGraph::CudaGraph(const pybind11::object& owner, std::shared_ptr<at::cuda::CUDAGraph> graph)
     : owner_(owner), graph_(std::move(graph)), device_(c10::cuda::current_device()) {}
 
+void CudaGraph::rewind_to(std::shared_ptr<CudaGraph> forward,
+                          std::vector<std::pair<at::Generator, uint64_t>> generators) {
+    forward->notes_generator_ = true;
+    rewound_to_ = std::move(forward);
+    rewound_ = std::move(generators);
+    draws_ = true;
+}
+
 void CudaGraph::replay() {
-    if (draws_) {
+    for (auto& [generator, offset] : rewound_) {
+        const std::scoped_lock lock(generator.mutex());
+        generator.set_current_seed(rewound_to_->seed_);
+        generator.set_offset(rewound_to_->offset_ + offset);
+    }
+    if (draws_ && !notes_generator_) {
         graph_->replay();
         return;
     }
-    const auto generator = at::cuda::detail::getDefaultCUDAGenerator(c10::cuda::current_device());
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(c10::cuda::current_device());
+    if (notes_generator_) {
+        const std::scoped_lock lock(generator.mutex());
+        seed_ = generator.current_seed();
+        offset_ = generator.get_offset();
+    }
     const uint64_t before = generator.get_offset();
     graph_->replay();
     draws_ = generator.get_offset() != before;

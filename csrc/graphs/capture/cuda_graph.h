@@ -2,12 +2,14 @@
 #pragma once
 
 #ifdef TE_GRAPH_CUDA
+#include <ATen/core/Generator.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "graphs/capture/graph.h"
@@ -30,6 +32,9 @@ public:
     // Null until torch has instantiated it.
     cudaGraphExec_t executable() const;
 
+    // Sets each generator, before each replay, to so many numbers after where the last replay of `forward` began.
+    void rewind_to(std::shared_ptr<CudaGraph> forward, std::vector<std::pair<at::Generator, uint64_t>> generators);
+
     // How often the parameters of nodes have been changed since the capture, in raw() and in executable().
     uint64_t changes() const { return changes_; }
     void note_change() { ++changes_; }
@@ -40,6 +45,11 @@ private:
     c10::DeviceIndex device_;
     std::optional<bool> draws_;
     uint64_t changes_ = 0;
+    // Of the default generator at the beginning of the last replay, if another graph rewinds to it.
+    bool notes_generator_ = false;
+    uint64_t seed_ = 0, offset_ = 0;
+    std::shared_ptr<CudaGraph> rewound_to_;
+    std::vector<std::pair<at::Generator, uint64_t>> rewound_;
 };
 
 // Graphs as child nodes of one graph, each after the one before. They stay alive with it, and so does their memory.

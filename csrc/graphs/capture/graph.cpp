@@ -6,8 +6,11 @@
 
 #ifdef TE_GRAPH_CUDA
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
+
+#include <mutex>
 
 #include "graphs/capture/cuda_graph.h"
 #endif
@@ -65,6 +68,26 @@ std::shared_ptr<Graph> merge(const std::vector<std::shared_ptr<Graph>>& parts) {
     if (on_gpu.size() == parts.size()) return std::make_shared<MergedCudaGraph>(std::move(on_gpu));
 #endif
     return std::make_shared<GraphSequence>(parts);
+}
+
+void rewind(const std::shared_ptr<CapturedGraph>& forward, const std::shared_ptr<CapturedGraph>& backward,
+            std::vector<std::pair<at::Generator, uint64_t>> generators) {
+#ifdef TE_GRAPH_CUDA
+    std::dynamic_pointer_cast<CudaGraph>(backward)->rewind_to(std::dynamic_pointer_cast<CudaGraph>(forward),
+                                                              std::move(generators));
+#else
+    TORCH_CHECK(false, "te_graph: rewind: te_graph was built without CUDA");
+#endif
+}
+
+uint64_t offset_in_capture(c10::DeviceIndex device) {
+#ifdef TE_GRAPH_CUDA
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device);
+    const std::scoped_lock lock(generator.mutex());
+    return at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(0).offset_intragraph_;
+#else
+    TORCH_CHECK(false, "te_graph: offset_in_capture(", device, "): te_graph was built without CUDA");
+#endif
 }
 
 void abandon_pool(c10::DeviceIndex device, std::pair<uint64_t, uint64_t> pool) {

@@ -1,6 +1,7 @@
 // A captured piece of work that can be run again on the same memory.
 #pragma once
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 #include <pybind11/pybind11.h>
 
@@ -31,6 +32,14 @@ std::shared_ptr<Graph> merge(const std::vector<std::shared_ptr<Graph>>& parts);
 
 // Wraps a `torch.cuda.CUDAGraph` of the current device or a `te_graph.Recorder`. Takes a reference to it.
 std::shared_ptr<CapturedGraph> make_graph(const pybind11::object& captured);
+
+// Lets each replay of `backward` draw again what the last one of `forward` drew: sets each generator, which `backward`
+// was captured with, to so many numbers after where that began. CUDA only; recordings do so by themselves.
+void rewind(const std::shared_ptr<CapturedGraph>& forward, const std::shared_ptr<CapturedGraph>& backward,
+            std::vector<std::pair<at::Generator, uint64_t>> generators);
+
+// How many numbers the capture under way has drawn from the default generator of GPU `device`.
+uint64_t offset_in_capture(c10::DeviceIndex device);
 
 // Does what torch leaves undone where ending a capture fails: takes `pool` from the allocators' lists of pools that a
 // capture uses, and drops the reference to it that the capture took, without which its memory would stay for ever.

@@ -61,6 +61,30 @@ PyObject* referent_of(PyObject* parent) {
     return found;
 }
 
+// What a functools.lru_cache keeps, as tp_traverse shows it: where it has a size, each key with its result behind it;
+// else first its dictionary, which has the results.
+struct CachedResult {
+    PyObject* key;
+    bool has_size;
+    PyObject* before = nullptr;
+    PyObject* found = nullptr;
+
+    static int visit(PyObject* object, void* data) {
+        auto& self = *static_cast<CachedResult*>(data);
+        const bool is_it = self.has_size ? self.before == self.key && !PyType_Check(object) : PyDict_CheckExact(object);
+        if (is_it) self.found = object;
+        self.before = object;
+        return is_it ? 1 : 0;
+    }
+};
+
+PyObject* cached_result(PyObject* function, PyObject* key, bool has_size) {
+    CachedResult cached{key, has_size};
+    if (Py_TYPE(function)->tp_traverse) Py_TYPE(function)->tp_traverse(function, CachedResult::visit, &cached);
+    if (!cached.found || has_size) return cached.found;
+    return PyDict_GetItemWithError(cached.found, key);
+}
+
 PyObject* value_of(PyObject* context_variable) {
     PyObject* value = nullptr;
     if (!PyContextVar_CheckExact(context_variable) || PyContextVar_Get(context_variable, nullptr, &value) < 0) {
@@ -180,6 +204,9 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
             break;
         case StepKind::kWeakReference:
             found = object_of(parent);
+            break;
+        case StepKind::kCached:
+            found = cached_result(parent, key, index == 1);
             break;
         case StepKind::kConstant:
             found = key;

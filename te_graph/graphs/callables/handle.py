@@ -36,6 +36,8 @@ _Kind = _C.ReplayMiss.Kind
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, _Kind.DISCERNIBLE)
 _ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, _Kind.ENTANGLED)  # whatever on_mismatch= says
 _CAPTURING = "inside another capture"
+_CHECKPOINT_FLAG = "gradient_checkpointing"  # an attribute of Hugging Face's layers
+_CHECKPOINT_ADVICE = ". To checkpoint inside the callable, capture after gradient_checkpointing_enable()"
 _MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
 
 
@@ -192,7 +194,9 @@ class Handle:
                 raise ValueError(self._with_advice(miss.message, args, kwargs))
             if kind == _Kind.EXHAUSTED:
                 raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
-            raise RuntimeError(miss.message)
+            if kind == _Kind.CHECKPOINT:
+                raise RuntimeError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run, eagerly')
+            raise RuntimeError(miss.message + (_CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in miss.message else ""))
         return [], self._fall_back(miss.message)
 
     def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:
@@ -241,7 +245,7 @@ class Handle:
         _log.info("%s: captured again: %s", self.label, miss.message)
         if is_result:
             return outputs, None
-        if outputs.kind in _ALWAYS_EAGER:  # no graph could serve this call
+        if outputs.kind in (*_ALWAYS_EAGER, _Kind.CHECKPOINT):  # no graph could serve this call
             return [], self._fall_back(outputs.message)
         raise RuntimeError(outputs.message)
 

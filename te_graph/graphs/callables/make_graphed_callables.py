@@ -40,6 +40,7 @@ def make_graphed_callables(
     show_progress: bool | None = None,
     step_state: StepState | None = None,
     ignore_attributes: tuple[str, ...] = (),
+    externals: str = "refuse",
 ) -> Any:
     """Capture the forward and backward of callables, and return callables that replay them.
 
@@ -105,6 +106,10 @@ def make_graphed_callables(
         ignore_attributes: names of attributes (or variables), as ``calls`` or as ``module.path.calls``, that replays
             need not follow: a counter that the forward advances, a setting that nothing depends on. What they were at
             capture is frozen.
+        externals: what becomes of a tensor that the callable uses and that no name in its code leads to, such as one
+            that a library keeps in an extension module: "refuse" the capture, or "keep" the tensor alive and go on with
+            it, which is wrong where the library takes another one for it later. A warning names each once. It is
+            refused where two warm-ups use different ones, and calls are no longer replayed once it was changed in place.
 
     Returns:
         What replays: the module itself, or a function; a tuple of them if a tuple was given. Each has ``.te_graph``
@@ -159,6 +164,7 @@ def make_graphed_callables(
         max_captures=max_captures,
         show_progress=show_progress,
         ignore_attributes=ignore_attributes,
+        externals=externals,
     )
     originals = tuple(map(without_compiler, callables)) if isinstance(callables, tuple) else without_compiler(callables)
     request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)

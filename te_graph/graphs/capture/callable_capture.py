@@ -19,7 +19,6 @@ from te_graph.graphs.capture.capture_checks import (
     check_devices,
     check_escapes,
     check_forms,
-    check_host_work,
     check_made,
     check_results,
     check_use,
@@ -36,6 +35,8 @@ from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
+from te_graph.graphs.capture.unnamed_externals import UnnamedExternals
+from te_graph.graphs.capture.warm_up_round import WarmUpRound
 from te_graph.graphs.guards.backward_guard import backward_guard
 from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
 from te_graph.graphs.guards.effects.module_calls import ModuleCalls
@@ -76,6 +77,8 @@ class CallableCapture:
         result: the nest of the results; with that of the arguments that are changed in place, where some are.
         changed: those arguments.
         sample_results: the results of the warm-up, as leaves, until the successor has been linked.
+        rounds: the iterations of the warm-up: more than one round where a tensor had to be looked for.
+        unnamed: tensors that no name in its code leads to.
         computed: attributes that hooks of modules below compute inside the graph.
     """
 
@@ -91,7 +94,9 @@ class CallableCapture:
         self.slots: list[Slot] = []
         self.changed = ChangedInputs()
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
-        self._reader_of = functools.partial(CallableReader, root, group.options.ignore_attributes)
+        self.unnamed = UnnamedExternals(label, root, group.options, group.reported)
+        ignored, holders = group.options.ignore_attributes, self.unnamed.holders
+        self._reader_of = functools.partial(CallableReader, root, ignored, holders=holders)
         self.walker = SourceWalker(names_around(root))
         sources = list(walk(TensorReader(root)))
         self._sources = self._explore()
@@ -112,8 +117,12 @@ class CallableCapture:
     def _take(self, samples: list[Tensor]) -> None:
         """Warm up with ``samples`` [...]."""
         self.samples = samples
-        self.watch = WarmUpWatch(self.group.device, samples)
-        self._first_watches: list[FirstCallWatch] = []
+        self.rounds = [WarmUpRound(WarmUpWatch(self.group.device, samples))]
+
+    @property
+    def watch(self) -> WarmUpWatch:
+        """Of the last iteration."""
+        return self.rounds[-1].last
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
@@ -165,13 +174,17 @@ class CallableCapture:
             list(self.root.parameters()) if isinstance(self.root, nn.Module) else [], with_accumulators=True
         )
         generators = HostRandom(self._sources, with_torch=True)
-        work = HostWork(self.group.device, self.walker, self._explore, self._sources)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
-                tensors = self._iterate(self.group.options.num_warmup_iters, work)
+                tensors = self._iterate(self.group.options.num_warmup_iters)
+                if self.unnamed.look_for(self._sources, self.walker, self.watch):
+                    self._sources = self._explore()
+                    self.rounds.append(WarmUpRound(WarmUpWatch(self.group.device, self.samples)))
+                    tensors = self._iterate(self.group.options.num_warmup_iters)
         finally:
             isolation.restore()
             generators.restore()
+        self._sources = self.unnamed.keep(self._sources, self.watch, self.rounds[-1].firsts)
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         outputs = self.layout.outputs_of(tensors)
         self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
@@ -182,9 +195,8 @@ class CallableCapture:
         used = None if self.group.options.allow_unused_input else used
         check_use(self.label, self.signature.distinct_names, self.samples, self.watch, used)
         check_escapes(self.label, self.root, self._sources, self.watch)
-        check_host_work(self.label, self.walker.obstacle, work.changed, work.drawn)
-        first, *others = self._first_watches
-        first.check(self.label, self._sources, work, next(iter(others), None), self.watch)
+        for each in self.rounds:
+            each.check(self.label, self.walker.obstacle, self._sources)
         check_devices(self.label, self.group.device, self._sources, self.watch)
         try:
             self.callable_guard = build_callable_guard(
@@ -204,20 +216,19 @@ class CallableCapture:
             source = next((source for source in self._sources if source.obj is module), None)
             check_hooks(module, f"{self.label}: {(source and source.name) or type(module).__name__}")
 
-    def _iterate(self, iterations: int, work: HostWork) -> list[Tensor]:
-        """The iterations of the warm-up; returns the results of the last one, [...] each."""
-        self._iterate_once(self._watch_first(), work)
+    def _iterate(self, iterations: int) -> list[Tensor]:
+        """The iterations of one round; returns the results of the last one, [...] each."""
+        current = self.rounds[-1]
+        current.work = work = HostWork(self.group.device, self.walker, self._explore, self._sources)
+        self._iterate_once(current.watch_first(self.samples), work)
         left = max(iterations - 2, 0 if work.is_settled else 1)
         for _ in range(left):
-            self._iterate_once(contextlib.nullcontext() if work.is_settled else self._watch_first(), work)
+            is_watched = not work.is_settled or len(self.rounds) > 1
+            self._iterate_once(current.watch_first(self.samples) if is_watched else contextlib.nullcontext(), work)
         tensors, in_backward = self._iterate_once(self.watch, work)
         self._sources = work.sources
         self.backward_guard = backward_guard(self._explore(), in_backward, self.watch.externals.keys())
         return tensors
-
-    def _watch_first(self) -> FirstCallWatch:
-        self._first_watches.append(FirstCallWatch(self.samples))
-        return self._first_watches[-1]
 
     def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], CodeWatch]:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
@@ -233,7 +244,7 @@ class CallableCapture:
                 tensors = self._call(inputs, given)
                 if isinstance(watch, FirstCallWatch):
                     watch.note_results(tensors)
-                    if watch is self._first_watches[0]:
+                    if watch is self.rounds[-1].firsts[0]:
                         self._find_casts(inputs, casts_of(given, tensors))
                 del given
             self.layout = ResultLayout.of(tensors, inputs, watch) if is_last else ResultLayout()
@@ -259,15 +270,18 @@ class CallableCapture:
 
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
-        for watch in (self.watch, *reversed(self._first_watches)):
+        for watch in self._watches_backwards():
             watch.restore()
 
     def undo_failure(self) -> None:
         """Put back, too, what they left in attributes and containers. After a success that stays: it may be in use."""
         self._containers.restore()
         self._bindings.restore()
-        for watch in (self.watch, *reversed(self._first_watches)):
+        for watch in self._watches_backwards():
             watch.restore_grads()
+
+    def _watches_backwards(self) -> list[TensorWatch]:
+        return [watch for each in reversed(self.rounds) for watch in each.backwards]
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""
@@ -280,10 +294,11 @@ class CallableCapture:
 
     def capture_forward(self, pool: Any) -> None:
         """Capture the forward into a new slot."""
-        slot = Slot([self._static_input(number) for number in range(len(self.samples))])
+        inputs = [self._static_input(number) for number in range(len(self.samples))]
+        slot = Slot(inputs, self.backend.new_states())
         self.slots.append(slot)
         before = [version_of(tensor) for tensor in self.callable_guard.tensors]
-        with self.backend.capture(pool) as slot.forward:
+        with self.backend.capture(pool, slot.states) as slot.forward:
             slot.live_outputs = self.layout.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
         self.versions_bumped = [
             version_of(t) != old for t, old in zip(self.callable_guard.tensors, before, strict=True)
@@ -347,7 +362,7 @@ class CallableCapture:
             device=self.group.device,
         )
         births = TensorWatch(restorable=False)
-        with self.backend.capture(pool) as slot.backward:
+        with self.backend.capture(pool, slot.states) as slot.backward:
             with births:
                 grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs)
                 input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.reasons import Reported
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 
@@ -25,6 +26,7 @@ class CaptureGroup:
         backend: makes the graphs; see tracing/backends.py.
         replay_order: orders their replays.
         backward_pool: memory pool of all their backward graphs.
+        reported: what was logged once for all of them.
         at_work: label of the callable that a capture is or was busy with: where it failed, of the one that is to blame.
     """
 
@@ -35,6 +37,7 @@ class CaptureGroup:
             CudaBackend(device, options.capture_error_mode) if device.type == "cuda" else RecorderBackend()
         )
         self.replay_order = _C.ReplayOrder(device)
+        self.reported = Reported()
         self.backward_pool = options.pool or self.backend.new_pool()
         self.at_work: str | None = None
         self._stagings: dict[tuple, _C.Staging] = {}

@@ -19,6 +19,7 @@ _CHOICES = {
     "hooks": ("refuse", "captured"),
     "on_mismatch": ("raise", "eager", "capture"),
     "on_exhausted": ("raise", "eager"),
+    "externals": ("refuse", "keep"),
 }
 _MINIMA = {"num_warmup_iters": 0, "max_in_flight": 1, "max_captures": 1}
 
@@ -46,6 +47,7 @@ class Options:
     max_captures: int = 8
     show_progress: bool | None = None
     ignore_attributes: tuple[str, ...] = ()
+    externals: str = "refuse"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

@@ -236,7 +236,7 @@ def _assemble_all(
 def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:
     """The C++ replay object of one callable."""
     callable_guard, layout = capture.callable_guard, capture.layout
-    callable_guard.guard.keep(capture.walker.functions)
+    callable_guard.guard.keep([*capture.walker.functions, *(source.obj for source in capture.unnamed.kept)])
     parameters = _parameter_specs(capture)  # first: it adds main_grads to the guard
     graphed = _C.GraphedCallable(
         name=capture.label,
@@ -266,6 +266,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
             parameter_grads=slot.parameter_grads,
             summed_inputs=slot.summed_inputs,
             table=slot.table,
+            rewinds=slot.states.rewinds,
         )
     return graphed
 

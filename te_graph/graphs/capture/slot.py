@@ -16,6 +16,7 @@ class Slot:
     """A graph pair and the memory that belongs to it. Tensors are [...] of the callable's shapes."""
 
     inputs: list[Tensor]
+    states: Any  # of the random generator, which the forward notes and the backward restores
     forward: Any = None
     backward: Any = None
     outputs: list[Tensor] = field(default_factory=list)

@@ -45,6 +45,7 @@ class CallableGuard:
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
+    _numbers: dict[int, int] = field(default_factory=dict)  # of the tensors, by their steps
     _steps: dict[tuple, int] = field(default_factory=dict)
     _classes: dict[tuple, int] = field(default_factory=dict)
     _members: set[tuple[int, str]] = field(default_factory=set)
@@ -64,10 +65,13 @@ class CallableGuard:
                 f"{source.name} was computed outside the callable ({tensor.grad_fn.name()}) and requires a gradient: "
                 "pass it as an argument"
             )
-        self.tensors.append(tensor)
-        self.names.append(source.name)
-        self.sources.append(source)
-        return self.guard.add_tensor(self.enter(source), tensor)
+        step = self.enter(source)
+        if step not in self._numbers:  # two sources may be one way to it
+            self.tensors.append(tensor)
+            self.names.append(source.name)
+            self.sources.append(source)
+            self._numbers[step] = self.guard.add_tensor(step, tensor)
+        return self._numbers[step]
 
     def enter(self, source: Source) -> int:
         """Enter the steps to ``source`` into the guard, and that it is this very object which stands there.
@@ -189,7 +193,7 @@ def build_callable_guard(
     root = sources[0].obj
     wanted = {*externals, *map(storage_key, leaves)}
     found = [source for source in sources if _has_tensor_of(source, wanted)]
-    if missing := wanted - {storage_key(source.obj) for source in found}:
+    if missing := wanted - set(map(_storage_at, found)):
         found += _nearest(root, missing)
         _check_all_are_found(externals, found)
     guarded: set[int] = set()
@@ -221,11 +225,22 @@ def build_callable_guard(
     return callable_guard
 
 
-def _has_tensor_of(source: Source, storages: set[int]) -> bool:
+def unnamed(sources: list[Source], storages: Iterable[int]) -> set[int]:
+    """Those of ``storages`` of which no tensor stands at ``sources``, the callable first, or in what that refers to."""
+    wanted = set(storages)
+    missing = wanted - {_storage_at(source) for source in sources if _has_tensor_of(source, wanted)}
+    return missing - set(map(_storage_at, _nearest(sources[0].obj, missing))) if missing else missing
+
+
+def _storage_at(source: Source) -> int:
+    return storage_key(source.obj)
+
+
+def _has_tensor_of(source: Source, storages: Collection[int]) -> bool:
     return isinstance(source.obj, Tensor) and is_strided(source.obj) and storage_key(source.obj) in storages
 
 
-def _nearest(root: Any, storages: set[int]) -> list[Source]:
+def _nearest(root: Any, storages: Collection[int]) -> list[Source]:
     """Where tensors of ``storages`` stand that the code does not name, as far as the furthest of their first ones."""
     found: list[Source] = []
     missing = set(storages)
@@ -239,13 +254,14 @@ def _nearest(root: Any, storages: set[int]) -> list[Source]:
 
 
 def _check_all_are_found(externals: dict[int, External], found: list[Source]) -> None:
-    known = {storage_key(source.obj) for source in found}
+    known = set(map(_storage_at, found))
     for key, lost in externals.items():
         if key not in known:
             raise RuntimeError(
                 f"{lost.op} uses a tensor of shape {list(lost.tensor.shape)} that is neither an argument nor a "
                 "parameter, buffer, attribute or variable that the callable can be seen to hold, so a replay could not "
-                f"tell when it moves: pass it as an argument or register it as a buffer; at {lost.site}"
+                "tell when it moves: pass it as an argument or register it as a buffer, or, where a library keeps it "
+                f'and never makes it anew, let externals="keep" hold it; at {lost.site}'
             )
 
 

@@ -9,7 +9,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,14 @@ class Source:
 
     def item(self, key: Any, name: str, distance: int = 1) -> Source:
         return self.child(self.obj[key], name, _Kind.ITEM, key, distance=distance)
+
+    def anew(self, root: Source) -> Source:
+        """The same way to the same object, from ``root`` on, for another walk, which this is near to."""
+        if self.parent is None:
+            return root
+        key_source = self.key_source and self.key_source.anew(root)
+        fresh = {"step": -1, "in_guard": False, "again": None, "distance": 1}
+        return replace(self, parent=self.parent.anew(root), key_source=key_source, **fresh)
 
     def never(self, reason: str) -> Source:
         """That what is here cannot be compared."""

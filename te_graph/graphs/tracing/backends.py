@@ -14,7 +14,8 @@ from torch import Tensor
 from te_graph import _C
 from te_graph._build import check_is_built_for
 from te_graph.common.environment import switch
-from te_graph.graphs.tracing.recorder import Recorder
+from te_graph.graphs.tracing.random_states import CudaStates
+from te_graph.graphs.tracing.recorder import RecordedStates, Recorder
 from te_graph.graphs.tracing.refusals import CaptureError
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
@@ -44,10 +45,14 @@ class RecorderBackend:
     def new_pool(self) -> None:
         """Recordings keep all their memory; there is nothing to share."""
 
+    def new_states(self) -> RecordedStates:
+        """What a forward and its backward share that note and restore states of the generator."""
+        return RecordedStates()
+
     @contextlib.contextmanager
-    def capture(self, pool: None) -> Iterator[Recorder]:
+    def capture(self, pool: None, states: RecordedStates | None = None) -> Iterator[Recorder]:
         graph = Recorder(poison=self._poison)
-        with graph.capture():
+        with graph.capture(states):
             yield graph
 
     def results(self, tensors: list[Tensor | None], graph: Recorder) -> list[Tensor | None]:
@@ -127,13 +132,20 @@ class CudaBackend:
     def new_pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
+    def new_states(self) -> CudaStates:
+        """As of ``RecorderBackend``."""
+        return CudaStates(self._device)
+
     @contextlib.contextmanager
-    def capture(self, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    def capture(self, pool: Any, states: CudaStates | None = None) -> Iterator[torch.cuda.CUDAGraph]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
+        if states is not None:
+            states.prepare(graph)
         torch.cuda.synchronize()
         graph.capture_begin(pool=pool, capture_error_mode=self._error_mode)
         try:
-            yield graph
+            with states or contextlib.nullcontext():
+                yield graph
         except BaseException:
             self._abandon(graph, pool)
             raise

@@ -26,9 +26,9 @@ _SHAPE_FOLLOWS_DATA = "the shape of its result depends on data, and a graph's sh
 _MOVES_STORAGE = "it gives a tensor another storage, and a graph's addresses are fixed"
 LEAVES_DEVICE = "it copies between host and device, and a graph holds the work of one device"
 BUILDS_ON_HOST = "it copies Python data to the device, and a graph holds the work of the device alone: make it before"
-_SETS_GENERATOR = (
+SETS_GENERATOR = (
     "the state of the default random generator was set inside the region (torch.manual_seed, torch.set_rng_state, "
-    "activation checkpointing with dropout: put the checkpoint around what is graphed); a replay draws on from the "
+    "activation checkpointing with dropout, which make_graphed_callables alone captures); a replay draws on from the "
     "generator's present state"
 )
 
@@ -173,7 +173,11 @@ class GeneratorWatch:
             left_as_drawn = torch.equal(self._generator.get_state(), self._expected)
         self._generator.set_state(self._entry)
         if kind is None and not left_as_drawn:
-            raise self._refusals.error("the region", _SETS_GENERATOR)
+            raise self._refusals.error("the region", SETS_GENERATOR)
+
+    def expect(self, state: Tensor) -> None:
+        """The generator is about to be set to ``state``, uint8 [state size], and a replay will do so, too."""
+        self._expected = state
 
     def state(self) -> Tensor:
         """The generator's present state: uint8 [state size] on the CPU, a copy."""
@@ -189,7 +193,7 @@ class GeneratorWatch:
         if torch.equal(before, after):
             return
         if not torch.equal(before, self._expected):
-            raise self._refusals.error(operation, _SETS_GENERATOR)
+            raise self._refusals.error(operation, SETS_GENERATOR)
         self._expected = after
 
 

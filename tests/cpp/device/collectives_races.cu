@@ -91,20 +91,25 @@ TEST(CollectivesRacesDevice, InputsOfThePredecessorAreAwaited) {
     }
 }
 
+// Whether a kernel starts in time is the GPU's affair, which other processes may use as well: one of many does.
 TEST(CollectivesRacesDevice, AKernelThatDoesNotAwaitItsPredecessorReadsTooEarly) {
     auto generator = seeded_generator();
     const Ranks ranks(2);
     Memory memory(Case{.algorithm = Algorithm::kOneShot, .numel = 5003}, 2);
-    refill(memory, generator);
-    const Buffer inputs = move_inputs(memory);
-    write_inputs_late(memory, inputs, 0, ranks[0].stream());
-    LaunchArgs args = memory.args(0, 1, kLaunchIds[0]);
-    args.starts_early = true;
-    check(launch_copy_without_wait(args, ranks[0].stream()));
-    check(cudaDeviceSynchronize());
-    const std::vector<char> after = memory.download();
-    EXPECT_EQ(after[memory.out_at(0)], 0x3C);
-    EXPECT_EQ(after[memory.input_at(0)], memory.host()[memory.input_at(0)]);
+    int too_early = 0;
+    for (int i = 0; i < 50; ++i) {
+        refill(memory, generator);
+        const Buffer inputs = move_inputs(memory);
+        write_inputs_late(memory, inputs, 0, ranks[0].stream());
+        LaunchArgs args = memory.args(0, 1, kLaunchIds[0]);
+        args.starts_early = true;
+        check(launch_copy_without_wait(args, ranks[0].stream()));
+        check(cudaDeviceSynchronize());
+        const std::vector<char> after = memory.download();
+        too_early += after[memory.out_at(0)] == 0x3C;
+        EXPECT_EQ(after[memory.input_at(0)], memory.host()[memory.input_at(0)]);
+    }
+    EXPECT_GT(too_early, 0);
 }
 
 // A reduce-scatter of two ranks in eight iterations. The blocks of one rank are all resident; those of the other one

@@ -259,20 +259,35 @@ def test_a_language_model_with_graphed_layers_trains_as_eager(device: str, name:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("on_mismatch", "reentrant"), [("capture", False), ("eager", False), ("eager", True)])
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-def test_gradient_checkpointing_of_graphed_layers_trains_as_eager(
-    device: str, name: str, reentrant: bool, seed: int
+def test_gradient_checkpointing_that_is_switched_on_later_goes_inside_or_runs_eagerly(
+    device: str, name: str, on_mismatch: str, reentrant: bool, seed: int
 ) -> None:
     model, layers = language_model(name, device)
     twin = eager_copy(model)
     steps = [[text(device) for _ in range(2)] for _ in range(3)]
-    graphed = graph_in_place(model, layers, text(device))
+    graphed = graph_in_place(model, layers, text(device), on_mismatch=on_mismatch)
+    ops = [layer.te_graph.info()["nodes"] for layer in graphed]
     for each in (model, twin):
         each.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert_bitwise_equal(train_from(seed, model, steps), train_from(seed, twin, steps))
-    for layer in graphed:
-        assert layer.te_graph.info()["backward_replays"] == 6
+    for layer, before in zip(graphed, ops, strict=True):
+        info = layer.te_graph.info()
+        if on_mismatch == "capture":  # with the checkpoint inside, whose forward is computed again in the backward
+            assert (info["backward_replays"], info["eager_calls"], info["nodes"] > before) == (6, {}, True)
+        else:
+            assert info["forward_replays"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_gradient_checkpointing_that_is_switched_on_later_is_refused_by_name(device: str) -> None:
+    model, layers = language_model("Llama", device)
+    graph_in_place(model, layers, text(device))
+    model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    words = r"gradient_checkpointing changed .*checkpoint inside the callable, capture after gradient_checkpointing_enab"
+    with pytest.raises(RuntimeError, match=words):
+        model(*text(device))
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])

@@ -1,4 +1,4 @@
-"""torch.autograd.graph.saved_tensors_hooks around calls of graphed callables: offloading, compression, checkpoints."""
+"""torch.autograd.graph.saved_tensors_hooks around calls of graphed callables: offloading, compression."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from calls import replays
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint
 from twins import eager_copy, gradients_of, run
 
 from te_graph import make_graphed_callables
@@ -63,37 +62,3 @@ def test_hooks_that_concern_no_gradient_change_nothing(device):
     with coarse():
         assert torch.equal(model(x), twin(x))
     assert replays(model) == 1
-
-
-def test_a_checkpoint_around_a_call_is_no_reason_to_run_it_eagerly(device):
-    model = net(device)
-    twin = eager_copy(model)
-    make_graphed_callables(model, (batch(device),))
-    x = batch(device)
-    results = [run(lambda x, one=one: checkpoint(one, x, use_reentrant=False), x) for one in (model, twin)]
-    assert_bitwise_equal(*results)
-    assert replays(model) == 1
-    assert model.te_graph.info()["eager_calls"] == {}
-
-
-def test_a_capture_inside_a_checkpoint_is_none_of_its_business(device):
-    """The calls have other sizes than the sample, and are captured as they come: in the checkpoint's forward."""
-    model = nn.Sequential(net(device), nn.LayerNorm(4).to(device))
-    twin = eager_copy(model)
-    make_graphed_callables(model[0], (batch(device),), on_mismatch="capture", max_in_flight=2)
-    for rows in (5, 3, 5):
-        x = torch.randn(rows, 4, device=device, requires_grad=True)
-        results = [run(lambda x, one=one: checkpoint(one, x, use_reentrant=False), x) for one in (model, twin)]
-        assert_bitwise_equal(*results)
-    info = model[0].te_graph.info()
-    assert (info["eager_calls"], info["signatures"]) == ({}, 2)
-
-
-def test_a_checkpoint_with_a_slot_for_one_of_its_two_calls_ends_with_an_error_of_torch(device):
-    model = nn.Sequential(net(device), nn.LayerNorm(4).to(device))
-    make_graphed_callables(model[0], (batch(device),), on_exhausted="eager")
-    waiting = model[0](batch(device))
-    result = checkpoint(model, batch(device), use_reentrant=False)
-    waiting.sum().backward()
-    with pytest.raises(CheckpointError):
-        result.sum().backward()

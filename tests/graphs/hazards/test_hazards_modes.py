@@ -216,28 +216,6 @@ def test_a_checkpoint_that_a_graph_cannot_hold_is_refused_without_a_trace_else_i
     assert_bitwise_equal(seen, train(twin, steps))
 
 
-@pytest.mark.parametrize(("reentrant", "slots"), [(True, 1), (False, 2)])
-def test_a_checkpoint_around_the_callable_is_right(device, reentrant, slots):
-    model = net(device)
-    twin = eager_copy(model)
-    make_graphed_callables(model, (batch(device),), max_in_flight=slots)
-
-    def around(call: nn.Module) -> Callable:
-        return lambda x: checkpoint(lambda x: torch.sin(call(x)), x, use_reentrant=reentrant)
-
-    for x in (batch(device), batch(device)):
-        assert_bitwise_equal(run(around(model), x), run(around(twin), x))
-    assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
-
-
-def test_a_recomputation_that_would_overwrite_activations_is_refused(device):
-    model = net(device)
-    make_graphed_callables(model, (batch(device),))
-    output = checkpoint(lambda x: torch.sin(model(x)), batch(device), use_reentrant=False)
-    with pytest.raises(RuntimeError, match=r"Sequential: .*max_in_flight=2"):
-        backward_of(output)
-
-
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_detection_does_not_stop_a_capture(device):
     """It looks for NaN on the host in each backward, which graphed() leaves to eager execution."""

@@ -68,7 +68,7 @@ _GOES_THROUGH_TABLES = frozenset(
 # attribute; what torch.compile made runs its original in captures (wrappers.py).
 _EXCHANGED = {"GraphModule": ("forward", "__call__"), "OptimizedModule": ("__call__",)}
 _AROUND = ("__call__", "_call_impl")  # of the callable itself: they run around each replay
-_SAVES_MEMORY = frozenset({"gradient_checkpointing", "_gradient_checkpointing_func"})  # and computes the same
+_CHECKPOINTS = frozenset({"_gradient_checkpointing_func"})  # of Hugging Face: which one it is changes no result
 
 
 def names_around(root: Any) -> Names:
@@ -91,17 +91,24 @@ class CallableReader(TensorReader):
         ignored: attributes that are passed over, as ``name`` or as ``module.path.name``.
         names: that the code says.
         elsewhere: functions that were seen to run, and no source leads to.
+        holders: sources that lead to tensors which code uses, and were found where libraries are not looked into.
     """
 
     reach = 16
 
     def __init__(
-        self, root: Any, ignored: Iterable[str], names: Names, elsewhere: Iterable[types.FunctionType] = ()
+        self,
+        root: Any,
+        ignored: Iterable[str],
+        names: Names,
+        elsewhere: Iterable[types.FunctionType] = (),
+        holders: Iterable[Source] = (),
     ) -> None:
         super().__init__(root)
-        self._ignored = _SAVES_MEMORY.union(ignored)
+        self._ignored = _CHECKPOINTS.union(ignored)
         self._names = names
         self._elsewhere = elsewhere
+        self._holders = holders
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
 
     def beginnings(self) -> Iterator[Source]:
@@ -109,6 +116,7 @@ class CallableReader(TensorReader):
         root = Source(self.root, "")
         yield root
         yield from (root.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
+        yield from (holder.anew(root) for holder in self._holders)
 
     def is_end(self, source: Source) -> bool:
         """Whether the object there leads nowhere: a value, but for tuples and frozen sets with members of the user's
@@ -273,7 +281,7 @@ class CallableReader(TensorReader):
                 yield from self._inside_class(source)
         elif isinstance(obj, types.ModuleType):
             if is_readable_module(obj):
-                yield from (one for one in self._inside_object(source, source.name) if shows(obj, one.key))
+                yield from (one for one in self._inside_object(source, source.name) if self._shows(obj, one.key))
                 if "__getattr__" in vars(obj):
                     yield source.attributes().item("__getattr__", f"__getattr__ of {source.name}")
         elif isinstance(obj, types.MethodType | functools.partial):
@@ -287,6 +295,10 @@ class CallableReader(TensorReader):
                     yield members  # for attributes that come later
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._inside_methods(source)
+
+    def _shows(self, module: types.ModuleType, key: str) -> bool:
+        """Whether what ``module`` has under ``key`` is looked at."""
+        return shows(module, key)
 
     def _inside_module(self, source: Source) -> Iterator[Source]:
         members = source.attributes()
