@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,10 @@ def train_by_loop(config: Config, corpus: Corpus, graph: bool) -> TrainResult:
     """The plain loop: autocast, accumulation, clipping, AdamW."""
     model = make_model(config).to(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.lr)
-    batches = draw_batches(config, Sequences(corpus.training, config.seq_len))
+    batches = draw_batches(config, corpus)
     if graph:
         with autocast(config):
-            print(tg.graph_layers(model, next(draw_batches(config, Sequences(corpus.training, config.seq_len)))))
+            print(tg.graph_layers(model, next(draw_batches(config, corpus))))
     losses = []
     for _ in tqdm(range(config.steps), unit="step", disable=None):
         loss = torch.zeros((), device=config.device)
@@ -131,9 +132,11 @@ def autocast(config: Config) -> torch.autocast:
     return torch.autocast(config.device, torch.bfloat16, enabled=config.bf16)
 
 
-def draw_batches(config: Config, data: Sequences) -> Iterator[dict[str, Tensor]]:
-    """Batches without end, in an order that depends on the seed alone."""
-    loader = DataLoader(data, config.batch_size, shuffle=True, generator=torch.Generator().manual_seed(config.seed))
+def draw_batches(config: Config, corpus: Corpus) -> Iterator[dict[str, Tensor]]:
+    """Batches without end, in an order that depends on the seed alone: [batch, seq] int64 each, on the device."""
+    generator = torch.Generator().manual_seed(config.seed)
+    data = Sequences(corpus.training, config.seq_len)
+    loader = DataLoader(data, config.batch_size, shuffle=True, drop_last=True, generator=generator)
     while True:
         for batch in loader:
             yield {name: tensor.to(config.device) for name, tensor in batch.items()}
@@ -146,11 +149,12 @@ class GraphedTrainer(Trainer):
     layers: Any = None
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        step = partial(super().training_step, model, *args, **kwargs)
         if self.layers is None:
             model.train()
-            self.layers = tg.graph_layers(model, lambda: super(GraphedTrainer, self).training_step(model, *args, **kwargs))
+            self.layers = tg.graph_layers(model, step)
             print(self.layers)
-        return super().training_step(model, *args, **kwargs)
+        return step()
 
 
 def train_by_trainer(config: Config, corpus: Corpus, graph: bool) -> TrainResult:
@@ -201,7 +205,8 @@ def train(config: Config, corpus: Corpus, graph: bool) -> TrainResult:
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss of step {step} is {loss}; try a lower --lr")
     seconds = time.perf_counter() - start
-    print(f"{name}: {len(result.losses)} steps, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, {seconds:.1f} s")
+    first, last = result.losses[0], result.losses[-1]
+    print(f"{name}: {len(result.losses)} steps, loss {first:.4f} -> {last:.4f}, {seconds:.1f} s")
     return result
 
 
