@@ -72,7 +72,7 @@ def train(accelerator: str) -> dict[str, Any]:
 
 
 def main(accelerator: str = "auto") -> int:
-    """Run the example on the GPU, where there is one, or what Lightning calls `accelerator`; returns the exit status."""
+    """Run the example on what Lightning calls `accelerator`, a GPU where there is one; returns the exit status."""
     try:
         loss = eager_twin(partial(train, accelerator))["loss"].item()
     except AssertionError as error:
