@@ -73,7 +73,7 @@ def options_parser() -> argparse.ArgumentParser:
     add("--seq-len", type=positive_int, default=64, help="bytes in a sequence")
     add("--batch-size", type=positive_int, default=4, help="sequences in a micro-batch")
     add("--micro-batches", type=positive_int, default=2, help="micro-batches whose gradients a step accumulates")
-    add("--steps", type=positive_int, default=60, help="optimizer steps")
+    add("--steps", type=positive_int, default=40, help="optimizer steps")
     add("--lr", type=positive_float, default=3e-3, help="learning rate; Trainer lets it fall to 0")
     add("--bf16", action=argparse.BooleanOptionalAction, default=True, help="autocast to bfloat16")
     add("--output", type=Path, help="folder where --trainer hf leaves checkpoints")
@@ -176,6 +176,8 @@ def train_by_trainer(config: Config, corpus: Corpus, graph: bool) -> TrainResult
             report_to="none",
             disable_tqdm=not sys.stderr.isatty(),
         )
+        # Of several GPUs this process uses one: for more, start it by torchrun, not DataParallel, which copies layers.
+        arguments._n_gpu = min(arguments.n_gpu, 1)
         kind = GraphedTrainer if graph else Trainer
         trainer = kind(make_model(config), arguments, train_dataset=Sequences(corpus.training, config.seq_len))
         trainer.remove_callback(PrinterCallback)
