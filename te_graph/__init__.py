@@ -38,8 +38,8 @@ from te_graph.fp8.weights import Fp8Weights
 from te_graph.graphs.callables.make_graphed_callables import make_graphed_callables
 from te_graph.graphs.capture.main_grads import reset_main_grads
 from te_graph.graphs.functions.graphed import graphed
-from te_graph.graphs.layers.graph_layers import graph_layers
 from te_graph.graphs.kernel_node import KernelNode
+from te_graph.graphs.layers.graph_layers import graph_layers
 from te_graph.graphs.manual import capture_to_graph, create_graph, replay_graph
 from te_graph.graphs.step_state import StepState
 from te_graph.graphs.tracing.recorder import Recorder

@@ -76,6 +76,46 @@ def scenario_never(rank: Rank) -> None:
             assert_aborted(rank, group, f"was aborted on rank {rank.rank}")
 
 
+class Summing(torch.nn.Linear):
+    """[n, 3] -> [n, 3], with a collective inside."""
+
+    def __init__(self, group: tg.PeerGroup) -> None:
+        super().__init__(3, 3)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 3]
+        return tg.all_reduce(super().forward(x), self.group)
+
+
+def scenario_late_at_a_capture_without_samples(rank: Rank) -> None:
+    with open_group(rank) as group:
+        torch.manual_seed(0)
+        layer = Summing(group).to(rank.device)
+        x = draw(rank, 2, 3)[rank.rank]
+        expected = layer(x).detach()
+        tg.make_graphed_callables(layer)
+        if is_last(rank):
+            time.sleep(0.5)
+        for _ in range(2):
+            assert same_bits(layer(x).detach(), expected)
+        assert layer.te_graph.info()["forward_replays"] == 2
+        finish(rank)
+
+
+def scenario_never_at_a_capture_without_samples(rank: Rank) -> None:
+    """The last rank does not make the call that captures."""
+    with short_lived(rank) as group:
+        layer = tg.make_graphed_callables(Summing(group).to(rank.device))
+        x = torch.ones(2, 3, device=rank.device)
+        tg.all_reduce(x, group)
+        if not is_last(rank):
+            error = error_of(rank, group, lambda: layer(x))
+            assert f"on rank {rank.rank} in operation 2, all_reduce (sum) of 6 Float" in error
+        dist.barrier()
+        if is_last(rank):
+            assert f"on rank {rank.rank}" in error_of(rank, group, lambda: layer(x))
+
+
 def scenario_abort(rank: Rank) -> None:
     with short_lived(rank) as group:
         x = torch.ones(10, device=rank.device)
@@ -343,6 +383,14 @@ def test_others_wait_for_a_late_rank(ranks, seed):
 
 def test_a_rank_that_never_comes_is_a_named_error(ranks, seed):
     ranks.run(scenario_never, seed)
+
+
+def test_a_capture_at_the_first_call_waits_for_a_late_rank(ranks, seed):
+    ranks.run(scenario_late_at_a_capture_without_samples, seed)
+
+
+def test_a_rank_that_does_not_capture_is_a_named_error(ranks, seed):
+    ranks.run(scenario_never_at_a_capture_without_samples, seed)
 
 
 def test_a_group_that_was_aborted_is_aborted_on_all_ranks(ranks, seed):

@@ -106,7 +106,7 @@ def test_python_modules_import_no_area_on_their_right():
 
 
 def test_packages_of_graphs_import_none_that_comes_later():
-    packages = ("arguments", "tracing", "guards", "capture", "callables", "functions")
+    packages = ("arguments", "tracing", "guards", "capture", "callables", "functions", "layers")
 
     def rank_of(name: str) -> int:
         package = (*name.split("."), "", "", "")[2] if name.startswith("te_graph.graphs.") else ""

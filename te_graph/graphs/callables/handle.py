@@ -19,6 +19,8 @@ from te_graph.common.capture_state import is_captured, is_capturing, is_capturin
 from te_graph.common.environment import is_disabled
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
+from te_graph.graphs.arguments.signature import Signature
+from te_graph.graphs.callables.late_capture import LateCaptures
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.group import CaptureGroup
@@ -59,6 +61,9 @@ class Handle:
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
         self.own_forward: Callable[..., Any] | None = None
         self._group: CaptureGroup | None = None
+        self._late: LateCaptures | None = None
+        self._is_due = False  # the first call that trains captures
+        self._not_graphed = "not graphed"
         self._entry: CallableEntry | None = None  # the one that was replayed last
         self._others: list[CallableEntry] = []
         self.fast_call: Any = None
@@ -77,6 +82,10 @@ class Handle:
         self._training = self._target().training if self._is_module else None
         self._add(entry)
 
+    def wait(self, late: LateCaptures) -> None:
+        """From now on calls run eagerly until one trains: that one captures, and then replays."""
+        self._late, self._is_due = late, not self._is_disabled
+
     def call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None = None) -> Any:
         """Replay, or run eagerly where the graph does not apply. ``base`` is the class that a module had before."""
         state = self._step_state
@@ -94,7 +103,8 @@ class Handle:
             raise
 
     def _call(self, root: Any, args: tuple, kwargs: dict[str, Any], base: type[nn.Module] | None) -> Any:
-        reason = self._reason_for_eager(root)
+        reason = self._capture_late(args, kwargs) if self._is_due else None
+        reason = reason or self._reason_for_eager(root)
         if reason is not None:
             self._refuse_for_main_grads(f"{self.label}: {reason}")
         else:
@@ -112,7 +122,7 @@ class Handle:
 
     def _reason_for_eager(self, root: Any) -> str | None:
         if self._entry is None:
-            return "TE_GRAPH_DISABLE=1" if self._is_disabled else "not graphed"
+            return "TE_GRAPH_DISABLE=1" if self._is_disabled else self._not_graphed
         if self._is_module and root.training is not self._training:
             modes = ("eval", "training") if self._training else ("training", "eval")
             return f"called in {modes[0]} mode, captured in {modes[1]} mode"
@@ -121,6 +131,31 @@ class Handle:
             return f"called {modes[0]}, captured {modes[1]}"
         if is_capturing():
             return _CAPTURING
+        return None
+
+    def _capture_late(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        """Capture what is called, if it trains; where not, or where that fails, a reason to run eagerly.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: it failed, and the user chose an error: at this call alone.
+        """
+        target = self._target()
+        reason = self._late.reason_to_wait(target, args, kwargs)
+        if reason is not None:
+            return reason
+        try:
+            sample = sample_of(self.label, args, kwargs)
+            group = self._late.group_for(self.label, target, sample[1])
+            check_circumstances(group.device)
+            entry = self._capture(group, sample, kwargs)
+        except Exception as error:
+            self._is_due = False
+            self._not_graphed = f"the capture failed: {self._without_label(str(error))}"
+            if self._late.options.on_mismatch != "eager":
+                raise
+            return self._fall_back(f"{self.label}: {self._not_graphed}")
+        self._late, self._is_due = None, False
+        self.arm(entry, group)
         return None
 
     def _replay_otherwise(
@@ -187,14 +222,10 @@ class Handle:
             return [], self._fall_back(reason)
         if reason := self._refused.reason_against_all():
             return [], self._fall_back(f"{self.label}: {reason}")
-        counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
         try:
-            job = Job(self.label, self._target(), sample, kwargs, self._parameters)
-            entry = capture_all(group, [job], is_chain=False)[0]
+            entry = self._capture(group, sample, kwargs)
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
             return [], self._fall_back(self._refused.add(miss.message, *sample, self._failure(error)))
-        finally:
-            self._eager_calls = counted
         current = self._entry
         if miss.kind not in _OTHER_ARGUMENTS:
             self._retire(current)
@@ -214,6 +245,16 @@ class Handle:
             return [], self._fall_back(outputs.message)
         raise RuntimeError(outputs.message)
 
+    def _capture(
+        self, group: CaptureGroup, sample: tuple[Signature, list[Tensor]], kwargs: dict[str, Any]
+    ) -> CallableEntry:
+        counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
+        try:
+            job = Job(self.label, self._target(), sample, kwargs, self._parameters)
+            return capture_all(group, [job], is_chain=False)[0]
+        finally:
+            self._eager_calls = counted
+
     def _fall_back(self, reason: str) -> str:
         """Report ``reason`` once, if the eager result is right."""
         self._refuse_for_main_grads(reason)
@@ -231,8 +272,11 @@ class Handle:
         """Refuse an eager call whose backward would not add to ``main_grad``. Captures that the call belongs to do."""
         if not torch.is_grad_enabled() or is_capturing_callables():
             return
+        is_late = self._late is not None and not self._is_disabled
         leaves = (reference() for entry in self._entries if entry.has_main_grads for reference in entry.leaves)
-        if any(leaf is not None and leaf.requires_grad and main_grad_of(leaf) is not None for leaf in leaves):
+        has_main_grads = is_late and self._late.has_main_grads(self._target())
+        reached = (leaf for leaf in leaves if leaf is not None and leaf.requires_grad)
+        if has_main_grads or any(main_grad_of(leaf) is not None for leaf in reached):
             raise RuntimeError(f"{reason}; an eager call would leave gradients in .grad instead of main_grad")
 
     def _retire(self, entry: CallableEntry) -> None:
@@ -298,6 +342,7 @@ class Handle:
                 state.users.discard(self)
         self._make_current(None)
         self._others, self._group = [], None
+        self._late, self._is_due, self._not_graphed = None, False, "not graphed"
         if self._is_module and target is not None and vars(target).get("te_graph") is self:
             del vars(target)["te_graph"]
             set_class(target, plain_class(type(target)))

@@ -14,7 +14,9 @@ from te_graph.common.environment import is_disabled
 from te_graph.common.opaque import opaque
 from te_graph.common.own_objects import name_of_itself
 from te_graph.graphs.callables.handle import Handle
+from te_graph.graphs.callables.late_capture import LateCaptures
 from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.request import Job
 from te_graph.graphs.capture.session import capture_all
 from te_graph.graphs.graphed_class import graphed_class, set_class
@@ -64,6 +66,24 @@ def capture_and_install(
         for handle in handles:
             handle.reset()
         raise
+
+
+def install_late(
+    jobs: Sequence[Job], options: Options, step_state: StepState | None
+) -> tuple[nn.Module | FunctionProxy, ...]:
+    """Let each callable of ``jobs`` capture at its first call that trains; what replays then, one each.
+
+    Raises:
+        TypeError: a module cannot take the class of graphed modules.
+    """
+    prepare([job.target for job in jobs])
+    late = LateCaptures(options)
+    graphed = []
+    for job in jobs:
+        handle = Handle(job.label, job.target, job.parameters, step_state)
+        handle.wait(late)
+        graphed.append(install(job.target, handle))
+    return tuple(graphed)
 
 
 def prepare(targets: list[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_graph.graphs.callables.install import capture_and_install
+from te_graph.graphs.callables.install import capture_and_install, install_late
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import Request
@@ -20,7 +20,7 @@ GraphCallable = nn.Module | Callable[..., Any]
 
 def make_graphed_callables(
     callables: GraphCallable | tuple[GraphCallable, ...],
-    sample_args: tuple[Any, ...],
+    sample_args: tuple[Any, ...] | None = None,
     num_warmup_iters: int = 3,
     allow_unused_input: bool = False,
     pool: Any = None,
@@ -58,7 +58,13 @@ def make_graphed_callables(
             constants, with shapes, dtypes, devices and requires_grad of the later calls. Their values do not matter
             and they are not written to. With ``chain`` later ones may be left out. Nests are lists, tuples,
             dictionaries, subclasses of these, dataclasses, and types registered with ``torch.utils._pytree``;
-            constants are compared by value, functions by their code and what it refers to.
+            constants are compared by value, functions by their code and what it refers to. None: each callable is
+            captured at its first call with gradients enabled, of a module in training mode, whose arguments are then
+            the samples; that call replays. Calls before it run eagerly, as do calls under ``no_grad``, with tensors
+            without memory (``FakeTensorMode``, meta), where torch.compile or other code watches operations, and
+            inside another capture. A capture that fails raises at that call, and later calls run eagerly; with
+            ``on_mismatch="eager"`` that call does so as well, with a warning. Collectives of a ``PeerGroup`` inside
+            run in the warm-up: all ranks make that call, or the group's time-out ends it. Not with ``chain``.
         num_warmup_iters: eager iterations before the capture; at least two are run, three where the first changes
             Python state.
         allow_unused_input: let a sample that requires a gradient contribute to no result.
@@ -157,8 +163,11 @@ def make_graphed_callables(
     originals = tuple(map(without_compiler, callables)) if isinstance(callables, tuple) else without_compiler(callables)
     request = Request.of(originals, sample_args, sample_kwargs, enable_annotations=enable_annotations, options=options)
     jobs = request.jobs
-    group = CaptureGroup(request.device, options)
-    graphed = capture_and_install(jobs, group, is_chain=options.chain, step_state=step_state)
+    if request.device is None:
+        graphed = install_late(jobs, options, step_state)
+    else:
+        group = CaptureGroup(request.device, options)
+        graphed = capture_and_install(jobs, group, is_chain=options.chain, step_state=step_state)
     if not request.is_tuple:
         callables = (callables,)
     for wrapper, job in zip(callables, jobs, strict=True):

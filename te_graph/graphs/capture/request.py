@@ -27,7 +27,8 @@ class Job:
     """One callable to be captured.
 
     Attributes:
-        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``.
+        sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``, or, without
+            samples, not known yet.
         parameters: of the callable, from ``parameters_of``.
     """
 
@@ -45,12 +46,12 @@ class Request:
     Attributes:
         jobs: one for each callable.
         is_tuple: a tuple of callables was given.
-        device: of all tensors.
+        device: of all tensors; None where there are no samples.
     """
 
     jobs: tuple[Job, ...]
     is_tuple: bool
-    device: torch.device
+    device: torch.device | None
     options: Options
 
     @classmethod
@@ -71,12 +72,16 @@ class Request:
             raise ValueError(f"{_NAME}: expected at least one callable, got an empty tuple")
         for number, target in enumerate(each):
             check_callable(target, f"callables[{number}]" if is_tuple else "callables", each[:number])
+        labels = tuple(_label(target, number if is_tuple else None) for number, target in enumerate(each))
+        if sample_args is None:
+            _check_without_samples(sample_kwargs, options)
+            late = zip(labels, each, map(parameters_of, each), strict=True)
+            return cls(tuple(Job(label, one, None, {}, known) for label, one, known in late), is_tuple, None, options)
         chained = options.chain and is_tuple
         if chained and isinstance(sample_args, tuple) and not all(isinstance(one, tuple) for one in sample_args):
             sample_args = (sample_args,)  # the arguments of the first callable, as they are
         args = _one_for_each("sample_args", sample_args, is_tuple, len(each), tuple, may_be_fewer=chained)
         kwargs = _one_for_each("sample_kwargs", sample_kwargs, is_tuple, len(each), dict)
-        labels = tuple(_label(target, number if is_tuple else None) for number, target in enumerate(each))
         given = [sample_of(*one) for one in zip(labels, args, kwargs, strict=False)]
         samples = tuple(given + [None] * (len(each) - len(given)))
         device = common_device(labels, each, [tensors for _, tensors in given])
@@ -145,6 +150,16 @@ def check_callable(target: Any, name: str, earlier: tuple[Any, ...] = ()) -> Non
                     f"{_NAME}: {path} of {name} ({_kind_of(module)}) is graphed already: call .te_graph.reset() on it "
                     "first"
                 )
+
+
+def _check_without_samples(sample_kwargs: Any, options: Options) -> None:
+    if sample_kwargs is not None:
+        raise ValueError(f"{_NAME}: got sample_kwargs without sample_args: give sample_args=() where all are named")
+    if options.chain:
+        raise ValueError(
+            f"{_NAME}: got chain=True without sample_args: the callables of a chain are captured together, before any "
+            "of them is called; give sample_args of the first one, or use graph_layers, which finds chains"
+        )
 
 
 def _one_for_each(

@@ -88,9 +88,7 @@ class SampleValues:
                 value = self._value_of(owner, name, leaf)
                 leaf = _Tensor(number, value, leaf.requires_grad, isinstance(leaf, nn.Parameter))
             elif not is_comparable(leaf):
-                raise UnfitArgumentError(
-                    f"it is called with a {type(leaf).__name__} as {name}: {reason_against(leaf)}"
-                )
+                raise UnfitArgumentError(f"it is called with a {type(leaf).__name__} as {name}: {reason_against(leaf)}")
             found.append(leaf)
         return CallArguments(shape, tuple(found))
 

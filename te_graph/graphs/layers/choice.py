@@ -64,8 +64,7 @@ class Selection:
                 hint = f": perhaps {' or '.join(map(repr, near))}" if near else ""
                 raise ValueError(f"{_NAME}: expected layers to name modules of the model, got {one!r}{hint}")
             # Containers stand for what is in them, where nothing else does.
-            inside = [child for module in found if isinstance(module, _CONTAINERS) for child in module.children()]
-            self._chosen.update([*found, *inside])
+            self._chosen.update([*found, *(member for module in found for member in _members(module))])
         elif isinstance(one, type):
             self._chosen.update(module for module in self._names if isinstance(module, one))
         elif callable(one) and not isinstance(one, nn.Module):
@@ -117,6 +116,12 @@ class Selection:
             if module in self._chosen and module not in covered and not isinstance(module, _CONTAINERS):
                 choice.left_out[module] = "the step does not call it"
         return choice
+
+
+def _members(container: nn.Module) -> Iterator[nn.Module]:
+    for child in container.children() if isinstance(container, _CONTAINERS) else ():
+        yield child
+        yield from _members(child)
 
 
 def _outermost(call: LayerCall, is_chosen: Callable[[nn.Module], bool]) -> Iterator[LayerCall]:

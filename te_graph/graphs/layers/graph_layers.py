@@ -23,8 +23,8 @@ from te_graph.graphs.guards.sources import Source, TensorReader, walk
 from te_graph.graphs.layers.choice import Selection
 from te_graph.graphs.layers.layer_calls import LayerCall, LayerCalls
 from te_graph.graphs.layers.layer_captures import LayerCaptures
-from te_graph.graphs.layers.report import GraphedLayers
-from te_graph.graphs.layers.watched_step import watched
+from te_graph.graphs.layers.report import GraphedLayers, several
+from te_graph.graphs.layers.watched_step import Use, watched
 from te_graph.graphs.step_state import StepState
 
 _NAME = "graph_layers"
@@ -63,12 +63,11 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
         ``seconds``; ``str()`` of it is a summary, ``reset()`` frees the graphs. What cannot be captured stays eager.
         So does each call in eval mode or under ``torch.no_grad()``, where the step had none of that.
 
-        The step leaves the model as it was: weights, buffers, ``.grad`` and ``main_grad``, flags of modules and
-        parameters, and the random generators of torch, Python and NumPy are put back, so training begins as if it had
-        not been. What else the code of the user does stays: a batch that it takes from an iterator is gone, numbers
-        are counted and logged, and what modules make at their first call and keep is there. Gradients that are there
-        before are copied for the step, which costs their size: call it after ``zero_grad()``. Results and activations
-        of the step are freed before the first capture.
+        The step leaves the model as it was: weights, buffers, ``.grad`` and ``main_grad``, attributes and flags of its
+        modules, and the random generators of torch, Python and NumPy are put back, so training begins as if it had not
+        been. What else the code of the user does stays: a batch that it takes from an iterator is gone, a loss is
+        logged. Gradients that are there before are copied for the step, which costs their size: call it after
+        ``zero_grad()``. Results and activations of the step are freed before the first capture.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
@@ -81,8 +80,9 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
     """
     started = time.perf_counter()
     chosen = _Arguments(model, batch, layers, options)
-    with _rolled_back_on_failure(chosen.model):
+    with _attributes_kept(chosen.model):
         top, uses, computed_again = chosen.watch_step()
+    with _attributes_kept(chosen.model, only_on_failure=True):
         choice = chosen.selection.choose(top, computed_again)
         captures = LayerCaptures(chosen.names, uses, chosen.options, chosen.step_state)
         captures.left_out.update(choice.left_out)
@@ -123,7 +123,7 @@ class _Arguments:
         options["autograd_params"] = chosen_parameters(self.model, options.get("autograd_params", ()))
         self.options = Options(**options)
 
-    def watch_step(self) -> tuple[LayerCall, dict[int, set[frozenset[nn.Module]]], set[nn.Module]]:
+    def watch_step(self) -> tuple[LayerCall, dict[int, list[Use]], set[nn.Module]]:
         """Run the step: its calls, the uses of parameters, and the modules that its backward called."""
         modules = [module for module in self.names if not isinstance(module, torch.jit.ScriptModule)]
         calls = LayerCalls(modules, self.selection.is_candidate)
@@ -160,7 +160,8 @@ def _check_model(model: nn.Module) -> None:
     if vars(model).get("te_graph") is not None:
         raise ValueError(f"{_NAME}: model is graphed already: call model.te_graph.reset() first")
     if (reason := reason_to_refuse_module(model)) is not None:
-        raise TypeError(f"{_NAME}: expected a model whose layers can be captured, got a {type(model).__name__}: {reason}")
+        kind = type(model).__name__
+        raise TypeError(f"{_NAME}: expected a model whose layers can be captured, got a {kind}: {reason}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{_NAME}: {name} is not initialised: call the model once before")
@@ -168,15 +169,17 @@ def _check_model(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _rolled_back_on_failure(model: nn.Module) -> Iterator[None]:
-    """Attributes and containers of the modules get their contents back if it raises."""
-    each = (Source(module, name) for name, module in model.named_modules())
+def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterator[None]:
+    """Attributes and containers of the modules, and flags of them and their tensors, are afterwards as before."""
+    each = [Source(one, name) for name, one in (*model.named_modules(), *model.named_parameters())]
     state = ContainerState(itertools.chain(walk(TensorReader(model)), each))
     try:
         yield
     except BaseException:
         state.restore()
         raise
+    if not only_on_failure:
+        state.restore()
 
 
 def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeError:
@@ -188,9 +191,7 @@ def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeErr
     reasons: dict[str, list[str]] = {}
     for module, reason in captures.left_out.items():
         reasons.setdefault(reason, []).append(names[module])
-    said = [
-        f"{each[0]}{f' and {len(each) - 1} more' if len(each) > 1 else ''}: {reason}" for reason, each in reasons.items()
-    ]
+    said = [f"{several(each)}: {reason}" for reason, each in reasons.items()]
     more = f"; and {len(said) - _MAX_REASONS} more reasons" if len(said) > _MAX_REASONS else ""
     error = RuntimeError(f"{_NAME}: could not capture a layer: {'; '.join(said[:_MAX_REASONS])}{more}")
     error.__cause__ = next(iter(captures.errors.values()), None)

@@ -97,6 +97,7 @@ class LayerCalls:
         return [call.module for call in self._stack[1:]]
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        torch.clear_autocast_cache()  # else only the first module that uses a weight would be seen to
         if in_backward():
             self.computed_again.add(module)
             return
@@ -119,6 +120,7 @@ class LayerCalls:
                 call.obstacle = str(error)
 
     def _end(self, module: nn.Module, args: tuple, result: Any) -> None:
+        torch.clear_autocast_cache()
         if in_backward() or threading.get_ident() != self._thread:
             return
         while len(self._stack) > 1:

@@ -18,7 +18,9 @@ from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.request import Job, check_callable, common_device, sample_of
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.layers.layer_calls import LayerCall
+from te_graph.graphs.layers.watched_step import Use
 from te_graph.graphs.step_state import StepState
+from te_graph.graphs.tracing.refusals import CaptureError
 
 _MAX_ALIKE = 3  # modules of one class that could not be captured for one reason: the others are not tried
 
@@ -39,7 +41,7 @@ class LayerCaptures:
     """
 
     names: dict[nn.Module, str]
-    uses: dict[int, set[frozenset[nn.Module]]]
+    uses: dict[int, list[Use]]
     options: Options
     step_state: StepState | None
     layers: list[LayerCall] = field(default_factory=list)
@@ -64,13 +66,14 @@ class LayerCaptures:
         return [call for call in calls if call.module in self.left_out]
 
     def _is_fit(self, call: LayerCall) -> bool:
-        if call.obstacle is not None:
-            self.left_out[call.module] = call.obstacle
+        obstacle = call.obstacle or self._obstacle_of_parameters(call)
+        if obstacle is not None:
+            self.left_out[call.module] = obstacle
             return False
         try:
             self._prepare(call)
         except (TypeError, ValueError, RuntimeError) as error:
-            self._leave_out(call, error)
+            self._leave_out([call], call, error)
             return False
         return True
 
@@ -117,8 +120,7 @@ class LayerCaptures:
             self.chains.append(calls)
             return
         if self._has_failed_before(calls[number], error):
-            for call in [one for one in calls[number:] if _kind(one.module) is _kind(calls[number].module)]:
-                self._leave_out(call, error)
+            self._leave_out(calls[number:], calls[number], error)
         self._capture_chain(calls[:number])
         self._capture_chain(calls[number + 1 :])
 
@@ -128,10 +130,7 @@ class LayerCaptures:
             if error is None:
                 return
             bad = calls[number]
-            self._leave_out(bad, error)
-            if self._has_failed_before(bad, error):
-                for call in [one for one in calls if _kind(one.module) is _kind(bad.module)]:
-                    self._leave_out(call, error)
+            self._leave_out(calls if self._has_failed_before(bad, error) else [bad], bad, error)
             calls = [call for call in calls if call.module not in self.left_out]
 
     def _try(self, calls: list[LayerCall], is_chain: bool) -> tuple[int, Exception | None]:
@@ -154,24 +153,47 @@ class LayerCaptures:
             weakref.ref(parameter)
             for call in calls
             for parameter in call.module.parameters()
-            if main_grad_of(parameter) is None
-            and any(call.module not in used for used in self.uses.get(id(parameter), ()))
+            if main_grad_of(parameter) is None and self._uses_of(parameter, call.module)[1]
         ]
         return (*self.options.autograd_params, *shared)
+
+    def _uses_of(self, parameter: Tensor, module: nn.Module) -> tuple[list[Use], list[Use]]:
+        """Inside and outside of ``module``."""
+        uses = self.uses.get(id(parameter), ())
+        inside = [use for use in uses if module in use.inside]
+        return inside, [use for use in uses if module not in use.inside]
+
+    def _obstacle_of_parameters(self, call: LayerCall) -> str | None:
+        """Why autograd would sum the gradients of a parameter in another order, or precision, around a graph."""
+        for name, parameter in call.module.named_parameters():
+            inside, outside = self._uses_of(parameter, call.module)
+            casts = sum(use.is_cast for use in inside)
+            count = len(inside) - max(casts - 1, 0) if call.autocast.caches else len(inside)
+            if count > 1 and outside:
+                return (
+                    f"its {name} is used several times inside, and outside as well, and autograd adds the gradients of "
+                    "all these uses one by one"
+                )
+            is_cast = [any(use.is_cast for use in uses) for uses in (inside, outside)]
+            if all(is_cast) and call.autocast.caches:
+                return f"its {name} is used outside as well, and autocast casts it once for all uses"
+        return None
 
     def _has_failed_before(self, call: LayerCall, error: Exception) -> bool:
         key = (_kind(call.module), self._reason(call, error))
         self._alike[key] += 1
         return self._alike[key] >= _MAX_ALIKE
 
-    def _leave_out(self, call: LayerCall, error: Exception) -> None:
-        if call.module not in self.left_out:
-            self.left_out[call.module] = self._reason(call, error)
-            self.errors[call.module] = error
+    def _leave_out(self, calls: Sequence[LayerCall], bad: LayerCall, error: Exception) -> None:
+        """Of ``calls`` those that are of the class of ``bad``, which could not be captured because of ``error``."""
+        for module in [call.module for call in calls if _kind(call.module) is _kind(bad.module)]:
+            if module not in self.left_out:
+                self.left_out[module] = self._reason(bad, error)
+                self.errors[module] = error
 
     def _reason(self, call: LayerCall, error: Exception) -> str:
         said = str(error).removeprefix("make_graphed_callables: ").removeprefix(f"{self._label(call.module)}: ")
-        is_ours = type(error) in (TypeError, ValueError, RuntimeError) or said != str(error)
+        is_ours = type(error) in (TypeError, ValueError, RuntimeError, CaptureError) or said != str(error)
         return said if is_ours else f"{type(error).__name__}: {said}"
 
 

@@ -11,6 +11,11 @@ from torch import nn
 _MAX_SHOWN = 12  # of what is left out
 
 
+def several(names: Sequence[str]) -> str:
+    """``names`` in short."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
 @dataclass(frozen=True)
 class GraphedLayers:
     """What ``graph_layers`` returns.
@@ -53,8 +58,7 @@ class GraphedLayers:
         for name, reason in self.left_out.items():
             reasons.setdefault(reason, []).append(name)
         for reason, names in list(reasons.items())[:_MAX_SHOWN]:
-            shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            lines.append(f"  eager: {shown}: {reason}")
+            lines.append(f"  eager: {several(names)}: {reason}")
         if len(reasons) > _MAX_SHOWN:
             lines.append(f"  eager: {len(reasons) - _MAX_SHOWN} more reasons in left_out")
         return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,19 @@ _NAME = "graph_layers"
 _ADVICE = "give what comes before it: the forward, or forward and backward (lambda: loss_fn(model(x), y).backward())"
 
 
+@dataclass(frozen=True)
+class Use:
+    """One operator that took a parameter.
+
+    Attributes:
+        inside: the modules that were under way.
+        is_cast: it was cast to another dtype, as autocast does.
+    """
+
+    inside: frozenset[nn.Module]
+    is_cast: bool
+
+
 class StepWatch(TensorWatch):
     """A ``TensorWatch`` of a step that puts back what belongs to a model, and nothing else.
 
@@ -29,8 +43,7 @@ class StepWatch(TensorWatch):
         calls: of its modules.
 
     Attributes:
-        uses: of each parameter that gradients are computed through, by identity: the modules that were under way where
-            an operator took it, once for each such set.
+        uses: of each parameter that gradients are computed for, by identity, in order.
     """
 
     def __init__(self, model: nn.Module, calls: LayerCalls) -> None:
@@ -42,7 +55,7 @@ class StepWatch(TensorWatch):
         others = (t for t in (*model.buffers(), *grads) if isinstance(t, Tensor) and is_strided(t))
         self._kept = {*self._weights, *map(storage_key, others)}
         self._op = ""
-        self.uses: dict[int, set[frozenset[nn.Module]]] = {}
+        self.uses: dict[int, list[Use]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._op = str(func)
@@ -60,14 +73,15 @@ class StepWatch(TensorWatch):
 
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
         if id(tensor) in self._parameters and tensor.requires_grad and torch.is_grad_enabled() and not in_backward():
-            self.uses.setdefault(id(tensor), set()).add(frozenset(self._calls.under_way))
+            is_cast = op.startswith("aten._to_copy")
+            self.uses.setdefault(id(tensor), []).append(Use(frozenset(self._calls.under_way), is_cast))
         super()._see(tensor, op, keeps)
 
 
 @contextlib.contextmanager
 def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
-    """Around a step of ``model`` that is watched: generators, weights, buffers, gradients and flags are afterwards as
-    before, whether it raises or not.
+    """Around a step of ``model`` that is watched: generators, weights, buffers and gradients are afterwards as before,
+    whether it raises or not.
 
     Raises:
         RuntimeError: the step calls an optimizer, or changes weights; it has not changed them.
@@ -75,7 +89,6 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
     watch = StepWatch(model, calls)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_generators_kept())
-        stack.enter_context(_flags_kept(model))
         stack.callback(watch.restore)
         stack.enter_context(_grads_kept(model))
         stack.callback(torch.clear_autocast_cache)  # whose casts lead to what the step computed
@@ -88,8 +101,8 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     raise RuntimeError(
-        f"{_NAME}: the step calls {type(optimizer).__name__}.step(), and one step before the training begins must leave "
-        f"weights and optimizers alone: {_ADVICE}"
+        f"{_NAME}: the step calls {type(optimizer).__name__}.step(), and one step before the training begins must "
+        f"leave weights and optimizers alone: {_ADVICE}"
     )
 
 
@@ -105,20 +118,6 @@ def _generators_kept() -> Iterator[None]:
         if has_cuda:
             torch.cuda.set_rng_state_all(states)
         others.restore()
-
-
-@contextlib.contextmanager
-def _flags_kept(model: nn.Module) -> Iterator[None]:
-    training = [(module, module.training) for module in model.modules()]
-    requiring = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        yield
-    finally:
-        for module, flag in training:
-            module.training = flag
-        for parameter, flag in requiring:
-            if parameter.requires_grad is not flag:
-                parameter.requires_grad_(flag)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,128 @@
+"""The step that graph_layers runs: once, for real, and the model is afterwards as it was, whatever happens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from blocks import Block, InTurn, batch
+from torch import Tensor, nn
+from twins import snapshot
+
+import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
+
+
+class Eventful(InTurn):
+    """Counts, draws, keeps, and has a buffer."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.norm = nn.BatchNorm1d(6)
+        self.calls, self.kept = 0, {}
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 6]
+        self.calls += 1
+        self.kept.setdefault("first", x)
+        return super().forward(self.norm(x) * random.random() + torch.rand(1, device=x.device))
+
+
+def eventful(device: str) -> nn.Module:
+    model = Eventful(Block(), Block()).to(device)
+    model(batch(device)).sum().backward()
+    model.kept.clear()
+    return model
+
+
+def state_of(model: nn.Module) -> list:
+    return [snapshot(model), random.getstate(), model.calls, list(model.kept)]
+
+
+def test_the_step_runs_once_and_leaves_the_model_as_it_was(device: str) -> None:
+    model, losses = eventful(device), []
+
+    def step() -> None:
+        model.zero_grad()
+        losses.append(model(batch(device)).square().mean())
+        losses[-1].backward()
+        model.last.requires_grad_(False)
+        model.train(False).train()
+
+    before = [random.getstate(), torch.get_rng_state(), model.calls]
+    grads = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    tg.graph_layers(model, step)
+    assert len(losses) == 1
+    assert_bitwise_equal([random.getstate(), torch.get_rng_state(), model.calls], before)
+    assert model.kept == {}
+    assert all(p.grad is grad for p, (grad, _) in zip(model.parameters(), grads, strict=True))
+    assert_bitwise_equal([grad for grad, _ in grads], [value for _, value in grads])
+    assert_bitwise_equal(dict(model.state_dict()), values)
+    assert model.last.weight.requires_grad
+
+
+def failing_steps(model: nn.Module, device: str) -> dict[str, tuple]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def with_optimizer() -> None:
+        model(batch(device)).sum().backward()
+        optimizer.step()
+
+    def with_changes() -> None:
+        model(batch(device)).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+
+    def with_an_error() -> None:
+        model(batch(device)).sum().backward()
+        raise KeyError("of the user")
+
+    return {
+        "optimizer": (with_optimizer, RuntimeError, r"the step calls SGD\.step\(\), .*lambda: loss_fn"),
+        "changes": (with_changes, RuntimeError, r"the step changes first\.weight \(aten\.sub_"),
+        "error": (with_an_error, KeyError, "of the user"),
+        "nothing": (lambda: None, RuntimeError, "found no layers: expected two or more modules of one class"),
+    }
+
+
+@pytest.mark.parametrize("why", ["optimizer", "changes", "error", "nothing"])
+def test_a_step_that_fails_leaves_everything_as_it_was(device: str, why: str) -> None:
+    model = eventful(device)
+    step, kind, words = failing_steps(model, device)[why]
+    before = state_of(model)
+    with pytest.raises(kind, match=words):
+        tg.graph_layers(model, step)
+    assert_bitwise_equal(state_of(model), before)
+    model(batch(device)).sum().backward()  # nothing of the watch is left
+
+
+def test_activations_of_the_step_are_gone_before_the_first_capture(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from te_graph.graphs.layers import layer_captures
+
+    alive: list[int] = []
+    made: list = []
+    capture = layer_captures.capture_and_install
+
+    def seen(*args: object, **options: object) -> object:
+        alive.append(sum(reference() is not None for reference in made))
+        return capture(*args, **options)
+
+    monkeypatch.setattr(layer_captures, "capture_and_install", seen)
+    model = InTurn(Block(), Block()).to(device)
+    import weakref
+
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, result: made.append(weakref.ref(result)) if not alive else None
+    )
+    try:
+        tg.graph_layers(model, lambda: model(batch(device)).sum().backward())
+    finally:
+        hook.remove()
+    assert len(made) > 6
+    assert alive == [0]
