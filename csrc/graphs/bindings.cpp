@@ -113,7 +113,7 @@ void bind(py::module_& m) {
     m.def("leave_session", &leave_session);
     m.def("in_session", &in_session);
     m.def("is_observed", &is_observed);
-    m.def("make_fast_call", &make_fast_call, py::arg("type"));
+    m.def("make_fast_call", &make_fast_call, py::arg("shown"));
     m.def(
         "fast_call",
         [](std::shared_ptr<GraphedCallable> callable, std::shared_ptr<CallableGuard> plain, size_t tensors,

@@ -18,5 +18,7 @@ def opaque(function: _Function) -> _Function:
     """
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "a graph is replayed there, or captured"
+    function._torchdynamo_disable_msg = (
+        "te_graph replays a graph there, or captures one: compile what is around it, without fullgraph=True"
+    )
     return function

@@ -58,8 +58,14 @@ def graphed_class(base: type[nn.Module]) -> type[nn.Module]:
     metaclass = type(base)
     maker = ABCMeta if issubclass(metaclass, ABCMeta) else type
     made = maker.__new__(metaclass, base.__name__, (_shield(base), base), members, is_ours=True)
-    type.__setattr__(made, "__call__", _C.make_fast_call(made))
+    type.__setattr__(made, "__call__", _C.make_fast_call(_call))
     return made
+
+
+@opaque
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a graphed class shows as its ``__call__``."""
+    return module(*args, **kwargs)
 
 
 def _shown_class(module: nn.Module) -> type:
@@ -115,6 +121,7 @@ class _Forward:
         self._base = base
         self._function = _forward_above(base)
 
+    @opaque
     def __get__(self, module: nn.Module | None, kind: type | None = None) -> Any:
         return self._base.forward if module is None else types.MethodType(self._function, module)
 

@@ -4,7 +4,10 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <structmember.h>
+
 #include <algorithm>
+#include <cstddef>
 #include <iterator>
 
 #include "graphs/modes.h"
@@ -120,14 +123,48 @@ PyObject* replay(PyObject* module, PyObject* const* args, size_t count) {
     return outputs ? THPVariable_Wrap(std::move(outputs->front())) : nullptr;
 }
 
-PyObject* call(PyObject* module, PyObject* const* args, Py_ssize_t count, PyObject* names);
-
-PyMethodDef call_definition = {
-    "__call__",
-    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call)),  // NOLINT: what METH_FASTCALL asks for
-    METH_FASTCALL | METH_KEYWORDS,
-    "Replays the graph of this module, or does what the class below does.",
+// What stands as __call__ in a class made for graphed modules. A method descriptor of Python's own would do, but
+// torch.compile warns of those: it sees what the class shows of this one, a function that it is told to leave alone.
+struct GraphedCall {
+    PyObject_HEAD vectorcallfunc vectorcall;
+    PyObject* shown;  // a function of te_graph, which lives as long
 };
+
+// As `__call__` of an instance, or of a class.
+PyObject* graphed_call_get(PyObject* self, PyObject* module, PyObject*) {
+    if (module) return PyMethod_New(self, module);
+    return Py_NewRef(reinterpret_cast<GraphedCall*>(self)->shown);
+}
+
+void graphed_call_free(PyObject* self) {
+    PyTypeObject* const type = Py_TYPE(self);
+    Py_DECREF(reinterpret_cast<GraphedCall*>(self)->shown);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+PyTypeObject* graphed_call_type() {
+    static PyTypeObject* const type = [] {
+        static PyMemberDef members[] = {
+            {"__vectorcalloffset__", T_PYSSIZET, offsetof(GraphedCall, vectorcall), READONLY, nullptr},
+            {nullptr, 0, 0, 0, nullptr},
+        };
+        static PyType_Slot slots[] = {
+            {Py_tp_members, members},
+            {Py_tp_call, reinterpret_cast<void*>(&PyVectorcall_Call)},
+            {Py_tp_descr_get, reinterpret_cast<void*>(&graphed_call_get)},
+            {Py_tp_dealloc, reinterpret_cast<void*>(&graphed_call_free)},
+            {0, nullptr},
+        };
+        static PyType_Spec spec = {
+            "te_graph._C.GraphedCall", sizeof(GraphedCall), 0,
+            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
+        PyObject* const made = PyType_FromSpec(&spec);
+        if (!made) throw py::error_already_set();
+        return reinterpret_cast<PyTypeObject*>(made);
+    }();
+    return type;
+}
 
 // super().__call__, for the class that has our __call__; null with an error set.
 py::object call_below(PyObject* module) {
@@ -137,10 +174,7 @@ py::object call_below(PyObject* module) {
         PyObject* const type = PyTuple_GET_ITEM(order, i);
         PyObject* const members = reinterpret_cast<PyTypeObject*>(type)->tp_dict;
         PyObject* const made = members ? PyDict_GetItemWithError(members, name) : nullptr;
-        if (!made || !Py_IS_TYPE(made, &PyMethodDescr_Type) ||
-            reinterpret_cast<PyMethodDescrObject*>(made)->d_method != &call_definition) {
-            continue;
-        }
+        if (!made || !Py_IS_TYPE(made, graphed_call_type())) continue;
         const auto super = py::reinterpret_steal<py::object>(
             PyObject_CallFunctionObjArgs(reinterpret_cast<PyObject*>(&PySuper_Type), type, module, nullptr));
         return py::reinterpret_steal<py::object>(super ? PyObject_GetAttr(super.ptr(), name) : nullptr);
@@ -149,15 +183,22 @@ py::object call_below(PyObject* module) {
     return {};
 }
 
-PyObject* call(PyObject* module, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+// Replays the graph of a module, the first argument, or does what the class below does.
+PyObject* call(PyObject*, PyObject* const* args, size_t flags, PyObject* names) {
     HANDLE_TH_ERRORS
+    const auto count = static_cast<size_t>(PyVectorcall_NARGS(flags));
+    if (count == 0) {
+        PyErr_SetString(PyExc_TypeError, "te_graph: __call__ of a graphed module is called on nothing");
+        return nullptr;
+    }
+    PyObject* const module = args[0];
     if (!names) {
-        if (PyObject* const result = replay(module, args, static_cast<size_t>(count))) return result;
+        if (PyObject* const result = replay(module, args + 1, count - 1)) return result;
         if (PyErr_Occurred()) return nullptr;
     }
     const auto ordinary = call_below(module);
     if (!ordinary) return nullptr;
-    return PyObject_Vectorcall(ordinary.ptr(), args, static_cast<size_t>(count), names);
+    return PyObject_Vectorcall(ordinary.ptr(), args + 1, count - 1, names);
     END_HANDLE_TH_ERRORS
 }
 
@@ -173,9 +214,13 @@ py::object to_python(std::unique_ptr<FastCall> fast) {
 
 void prepare_fast_calls() { ModuleCalls::get(); }
 
-py::object make_fast_call(const py::object& type) {
-    PyObject* const made = PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type.ptr()), &call_definition);
+py::object make_fast_call(const py::object& shown) {
+    PyTypeObject* const type = graphed_call_type();
+    PyObject* const made = type->tp_alloc(type, 0);
     if (!made) throw py::error_already_set();
+    auto* const graphed_call = reinterpret_cast<GraphedCall*>(made);
+    graphed_call->vectorcall = &call;
+    graphed_call->shown = py::object(shown).release().ptr();
     return py::reinterpret_steal<py::object>(made);
 }
 

@@ -30,8 +30,8 @@ pybind11::object to_python(std::unique_ptr<FastCall> fast);
 // Notes what torch.nn.Module's calls consist of, before a part is replaced.
 void prepare_fast_calls();
 
-// A __call__ for the class `type`, a subclass of torch.nn.Module. Its method forward has to be there as well under the
-// name `_te_graph_forward`.
-pybind11::object make_fast_call(const pybind11::object& type);
+// A __call__ for a subclass of torch.nn.Module, which shows the function `shown` as its own. The class's method forward
+// has to be there as well under the name `_te_graph_forward`.
+pybind11::object make_fast_call(const pybind11::object& shown);
 
 }  // namespace te_graph::graphs

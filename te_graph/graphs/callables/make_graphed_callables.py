@@ -93,7 +93,8 @@ def make_graphed_callables(
             effects happen in each capture, and in no replay.
         on_mismatch: what a call does whose arguments are not as at capture, or for which something that the graph
             takes for granted has changed: "raise", run in "eager" mode, or "capture" again. Captures for other
-            arguments stand beside each other; one that is stale is replaced.
+            arguments stand beside each other; one that is stale is replaced. Inside activation checkpointing, where a
+            replay would save no memory, the latter two run eagerly.
         on_exhausted: what a forward does when ``max_in_flight`` earlier ones wait for their backward: "raise", or run
             in "eager" mode.
         max_captures: how many captures ``on_mismatch="capture"`` may add to each callable; further calls run eagerly.

@@ -179,9 +179,11 @@ class _Functions(Patch):
 
     def __init__(self) -> None:
         super().__init__()
+        owners = {"cpu": (torch, torch.random), "cuda": (torch.cuda, torch.cuda.random)}
         self._members = [
             (owner, name, kind)
-            for owner, kind in ((torch, "cpu"), (torch.random, "cpu"), (torch.cuda, "cuda"), (torch.cuda.random, "cuda"))
+            for kind in owners
+            for owner in owners[kind]
             for name in ("get_rng_state", "set_rng_state")
         ]
         self._own: list[Callable] = []

@@ -142,6 +142,9 @@ class Recorder:
         Args:
             states: of that generator, which a forward notes and its backward restores; None: it may not be set.
 
+        Returns:
+            The context manager, which yields this recorder.
+
         Raises:
             CaptureError: the region does what a graph cannot hold (tracing/refusals.py).
             RuntimeError: this thread is capturing already, or this recorder holds a recording.

@@ -285,7 +285,7 @@ def test_gradient_checkpointing_that_is_switched_on_later_is_refused_by_name(dev
     model, layers = language_model("Llama", device)
     graph_in_place(model, layers, text(device))
     model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    words = r"gradient_checkpointing changed .*checkpoint inside the callable, capture after gradient_checkpointing_enab"
+    words = r"gradient_checkpointing changed .*checkpoint inside the callable, capture after gradient_checkpointing"
     with pytest.raises(RuntimeError, match=words):
         model(*text(device))
 

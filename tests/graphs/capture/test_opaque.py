@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -97,10 +98,32 @@ def test_eager_calls_of_what_is_graphed_are_not_traced(device: str) -> None:
     assert set(seen.operations) <= {"sin", "cos", "sum", "detach", "backward"}, seen.operations
 
 
-def test_graph_that_must_not_break_is_an_error(device: str) -> None:
-    graphed = tg.make_graphed_callables(nn.Linear(6, 6).to(device), (batch(device),))
-    compiled = torch.compile(lambda x: graphed(x) + 1, backend="eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+KINDS = {  # what is graphed, and how it is called
+    "module": (lambda device: nn.Linear(6, 6).to(device), lambda graphed, x: graphed(x)),
+    "forward": (lambda device: nn.Linear(6, 6).to(device), lambda graphed, x: graphed.forward(x)),
+    "function": (lambda device: lambda x: x.sin() * 2, lambda graphed, x: graphed(x)),
+}
+
+
+@pytest.mark.parametrize(("call_of", "called"), KINDS.values(), ids=KINDS)
+@pytest.mark.filterwarnings("error:Dynamo")
+def test_a_graph_breaks_without_a_warning(device: str, call_of: Callable, called: Callable, caplog: Any) -> None:
+    graphed, seen = tg.make_graphed_callables(call_of(device), (batch(device),)), Seen()
+    compiled = torch.compile(lambda x: called(graphed, x.sin()).cos(), backend=seen)
+    for _ in range(3):
+        x = batch(device)
+        assert_bitwise_equal(run(compiled, x), run(lambda x: called(graphed, x.sin()).cos(), x))
+    assert graphed.te_graph.info()["forward_replays"] == 6
+    assert set(seen.operations) == {"sin", "cos"}
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("call_of", "called"), KINDS.values(), ids=KINDS)
+def test_graph_that_must_not_break_is_an_error(device: str, call_of: Callable, called: Callable) -> None:
+    graphed = tg.make_graphed_callables(call_of(device), (batch(device),))
+    compiled = torch.compile(lambda x: called(graphed, x) + 1, backend="eager", fullgraph=True)
+    words = "te_graph replays a graph there, .*: compile what is around it, without fullgraph=True"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
         compiled(batch(device))
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing inside graphed callables: the backward graph computes again, with the same random numbers."""
+"""Activation checkpointing inside graphed callables: backward graphs compute again, with the same random numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def trained(model: nn.Module, steps: list[list[Tensor]], seed: int, reverse: bool = False) -> list[Any]:
-    """Results, gradients, and the next random numbers; the micro-batches of a step are forwarded before any backward."""
+    """Results, gradients, and the next random numbers; all forwards of a step come before its backwards."""
     torch.manual_seed(seed)
     seen: list[Any] = []
     for step in steps:
