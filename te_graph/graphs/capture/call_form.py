@@ -11,6 +11,7 @@ from torch import nn
 from te_graph.graphs.arguments.constants import are_same, is_comparable
 from te_graph.graphs.arguments.nest import flatten, unflatten
 from te_graph.graphs.arguments.signature import Signature
+from te_graph.graphs.capture.ignored_keywords import IgnoredKeywords
 from te_graph.graphs.guards.pure_hooks import ARGUMENT
 
 
@@ -31,13 +32,17 @@ class CallForm:
     Args:
         parameters: of the callable, from ``parameters_of``.
         signature: of the captured call.
+        ignored: what the callable does not look at, which the captured call does not give.
 
     Attributes:
         count: of the arguments that it gave by position.
         by_position: the names of what it gave by position; none where a ``*`` parameter collects.
     """
 
-    def __init__(self, parameters: inspect.Signature | None, signature: Signature) -> None:
+    def __init__(
+        self, parameters: inspect.Signature | None, signature: Signature, ignored: IgnoredKeywords | None = None
+    ) -> None:
+        self._ignored = ignored
         args, kwargs = signature.shape.children
         each = {} if parameters is None else parameters.parameters
         starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -57,6 +62,8 @@ class CallForm:
 
     def normalize(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The same call in the form of the captured one; as it is where there is none."""
+        if self._ignored is not None and kwargs.keys() - set(self._names):
+            kwargs = self._ignored.without(kwargs)
         if len(args) == self.count and kwargs.keys() == set(self._names):
             return args, self._in_order(kwargs)
         if self._parameters is None or (self._has_starred and len(args) != self.count):
