@@ -30,7 +30,7 @@ from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
-from te_graph.graphs.capture.ignored_keywords import IgnoredKeywords, ignored_at_once, ignored_by_all
+from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, ignored_by_all
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.main_grads import main_grad_of
@@ -185,7 +185,9 @@ class CallableCapture:
                     self._sources = self._explore()
                     self.rounds.append(WarmUpRound(WarmUpWatch(self.group.device, self.samples)))
                     tensors = self._iterate(self.group.options.num_warmup_iters)
-                self.ignored = ignored_at_once(self.root) or ignored_by_all(self.root, self._run_with)
+                self.ignored = ignored_at_once(self.root)
+                if self.ignored is None and self.group.options.hooks == "refuse":  # hooks may look at them
+                    self.ignored = ignored_by_all(self.root, self._run_with)
         finally:
             isolation.restore()
             generators.restore()

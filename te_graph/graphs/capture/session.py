@@ -23,7 +23,7 @@ from te_graph.graphs.capture.changed_arguments import ChangedArguments
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.group import CaptureGroup
-from te_graph.graphs.capture.ignored_keywords import IgnoredKeywords, ignored_at_once
+from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, orderless_parameters
 from te_graph.graphs.capture.main_grads import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.graphs.capture.request import Job, sample_of
 from te_graph.graphs.capture.wrappers import watching_wrappers
@@ -215,7 +215,9 @@ def _assemble_all(
             label=capture.label,
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
-            form=CallForm(job.parameters, capture.signature, capture.ignored),
+            form=CallForm(
+                job.parameters, capture.signature, capture.ignored, orderless_parameters(job.target)
+            ),
             computed=capture.computed,
             changed=ChangedArguments.of(
                 capture.label,

@@ -12,6 +12,8 @@ from typing import Any
 _READS = frozenset({"get", "pop"})
 _SEES_VARIABLES = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "stack"})
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PUSH_NULL", "PRECALL"})
+_ITEMS = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"})
+_SETS_FREE = frozenset({"STORE_DEREF", "DELETE_DEREF"})
 _LOADS = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 _DEFAULTS = _LOADS | {"LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SMALL_INT"}
 
@@ -21,12 +23,16 @@ class KeywordUses:
     """All that code does with a variable that holds a dictionary.
 
     Attributes:
-        keys: constants by which it reads or asks.
-        is_passed_on: it is given to a call as ``**``.
+        keys: constants by which it reads, asks or sets.
+        variables: of the function around it, whose values are such keys.
+        passed_at: offsets of the calls that it is given to as ``**``, behind all else.
+        other_lines: where something else is done with it, which may depend on all that is in there, or on the order.
     """
 
-    keys: frozenset[Any] = frozenset()
-    is_passed_on: bool = False
+    keys: frozenset[str]
+    variables: frozenset[str]
+    passed_at: frozenset[int]
+    other_lines: frozenset[int]
 
 
 def collecting_variable(code: types.CodeType) -> str | None:
@@ -39,29 +45,38 @@ def collecting_variable(code: types.CodeType) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def uses_of(code: types.CodeType, variable: str) -> KeywordUses | None:
-    """What ``code`` does with ``variable``; None where that is more than to read under constants and to pass it on by
-    ``**``: whatever else it does may depend on all that is in there, or on the order."""
+    """What ``code`` does with ``variable``; None where that cannot be told."""
     if variable in code.co_cellvars or not _SEES_VARIABLES.isdisjoint(code.co_names):
         return None
     steps = [step for step in dis.get_instructions(code) if step.opname not in _SKIPPED]
-    keys, is_passed_on = set(), False
+    free = set(code.co_freevars) - {step.argval for step in steps if step.opname in _SETS_FREE}
+    found, passed_at, other_lines = set(), set(), set()
+    lines = _lines_of(code)
     for number, step in enumerate(steps):
         if not _names(step, variable):
             continue
         before, following = steps[number - 1] if number else step, steps[number + 1 :]
         if step.opname not in _LOADS:
-            return None
-        if following[0].opname == "DICT_MERGE":
-            is_passed_on = True
-        elif following[0].opname == "CONTAINS_OP" and _is_key(before) and not step.is_jump_target:
-            keys.add(before.argval)
-        elif _is_key(following[0]) and _is_subscript(following[1]):
-            keys.add(following[0].argval)
-        elif following[0].argval in _READS and _is_key(following[1]) and _is_call_with_key(following[2:]):
-            keys.add(following[1].argval)
+            other_lines.add(lines[step.offset])
+        elif [one.opname for one in following[:2]] == ["DICT_MERGE", "CALL_FUNCTION_EX"]:
+            passed_at.add(following[1].offset)
+        elif following[0].opname == "CONTAINS_OP" and _is_key(before, free) and not step.is_jump_target:
+            found.add(before)
+        elif _is_next_key(following[0], free) and _is_item(following[1]):
+            found.add(following[0])
+        elif (
+            following[0].argval in _READS and _is_next_key(following[1], free) and _is_call_with_key(following[2:])
+        ):
+            found.add(following[1])
         else:
-            return None
-    return KeywordUses(frozenset(keys), is_passed_on)
+            other_lines.add(lines[step.offset])
+    keys = frozenset(step.argval for step in found if step.opname == "LOAD_CONST")
+    variables = frozenset(step.argval for step in found if step.opname != "LOAD_CONST")
+    return None if None in other_lines else KeywordUses(keys, variables, frozenset(passed_at), frozenset(other_lines))
+
+
+def _lines_of(code: types.CodeType) -> dict[int, int | None]:
+    return {offset: line for start, end, line in code.co_lines() for offset in range(start, end)}
 
 
 def _names(step: dis.Instruction, variable: str) -> bool:
@@ -69,12 +84,21 @@ def _names(step: dis.Instruction, variable: str) -> bool:
     return "FAST" in step.opname and variable in named
 
 
-def _is_key(step: dis.Instruction) -> bool:
-    return step.opname == "LOAD_CONST" and isinstance(step.argval, str) and not step.is_jump_target
+def _is_key(step: dis.Instruction, free: set[str]) -> bool:
+    """Whether a string is loaded, or one of the variables that are ``free``."""
+    if step.opname == "LOAD_CONST":
+        return isinstance(step.argval, str)
+    return step.opname == "LOAD_DEREF" and step.argval in free
 
 
-def _is_subscript(step: dis.Instruction) -> bool:
-    is_one = step.opname == "BINARY_SUBSCR" or (step.opname == "BINARY_OP" and step.argrepr == "[]")
+def _is_next_key(step: dis.Instruction, free: set[str]) -> bool:
+    """Whether that is loaded here, and nothing else in its place from elsewhere."""
+    return _is_key(step, free) and not step.is_jump_target
+
+
+def _is_item(step: dis.Instruction) -> bool:
+    """Whether it reads, sets or deletes the item under the key that was loaded."""
+    is_one = step.opname in _ITEMS or (step.opname == "BINARY_OP" and step.argrepr == "[]")
     return is_one and not step.is_jump_target
 
 
