@@ -46,7 +46,7 @@ class Layout:
         text: defines it.
         call: an expression that gives the tensor of length ``n``.
         clear: a statement that forgets all tensors; empty where there is none.
-        forgets: others push a tensor out.
+        forgets: others push a tensor out, or are compared as well.
     """
 
     text: str
@@ -193,6 +193,7 @@ LAYOUTS = {
         "    def table(self): return make(self.n)\nkept = {n: Tables(n) for n in range(2, 12)}",
         call="T.kept[n].table",
         clear="vars(T.kept[8]).pop('table', None)",
+        forgets=True,
     ),
 }
 # What nobody can name: objects of Python's library are not looked into, nor are keys with objects.

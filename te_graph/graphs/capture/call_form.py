@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch import nn
 from te_graph.graphs.arguments.constants import are_same, is_comparable
 from te_graph.graphs.arguments.nest import flatten, unflatten
 from te_graph.graphs.arguments.signature import Signature
+from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords
 from te_graph.graphs.guards.pure_hooks import ARGUMENT
 
 
@@ -31,13 +33,22 @@ class CallForm:
     Args:
         parameters: of the callable, from ``parameters_of``.
         signature: of the captured call.
+        ignored: what the callable does not look at, which the captured call does not give.
+        orderless: parameters of whose dictionaries the callable cannot tell the order.
 
     Attributes:
         count: of the arguments that it gave by position.
         by_position: the names of what it gave by position; none where a ``*`` parameter collects.
     """
 
-    def __init__(self, parameters: inspect.Signature | None, signature: Signature) -> None:
+    def __init__(
+        self,
+        parameters: inspect.Signature | None,
+        signature: Signature,
+        ignored: IgnoredKeywords | None = None,
+        orderless: Collection[str] = (),
+    ) -> None:
+        self._ignored = ignored
         args, kwargs = signature.shape.children
         each = {} if parameters is None else parameters.parameters
         starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -48,6 +59,10 @@ class CallForm:
         # What a ``*`` parameter collects has no name: such calls have as many arguments by position as the capture.
         self._has_starred = any(parameter.kind == inspect.Parameter.VAR_POSITIONAL for parameter in each.values())
         self.by_position = () if self._has_starred else tuple(self._named)[: self.count]
+        by_name = dict(zip(kwargs.keys, kwargs.children, strict=True))
+        by_name.update(zip(self.by_position, args.children, strict=False))
+        is_dict = {name: name in orderless and shape.kind is dict for name, shape in by_name.items()}
+        self._orders = {name: by_name[name].keys for name, is_one in is_dict.items() if is_one}
         # A later call may leave out what was given its default.
         self._defaults = {
             name: self._named[name].default
@@ -57,6 +72,23 @@ class CallForm:
 
     def normalize(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The same call in the form of the captured one; as it is where there is none."""
+        args, kwargs = self._bound(args, kwargs)
+        if self._orders:
+            names = itertools.chain(self.by_position, itertools.repeat(""))
+            args = tuple(self._with_order(name, value) for name, value in zip(names, args, strict=False))
+            kwargs = {name: self._with_order(name, value) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _with_order(self, name: str, value: Any) -> Any:
+        """``value``, for the parameter ``name``, with its keys in the order of the capture where that does not count."""
+        keys = self._orders.get(name)
+        if keys is None or type(value) is not dict or value.keys() != set(keys):
+            return value
+        return {key: value[key] for key in keys}
+
+    def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self._ignored is not None and kwargs.keys() - set(self._names):
+            kwargs = self._ignored.without(kwargs)
         if len(args) == self.count and kwargs.keys() == set(self._names):
             return args, self._in_order(kwargs)
         if self._parameters is None or (self._has_starred and len(args) != self.count):

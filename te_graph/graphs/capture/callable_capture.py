@@ -30,6 +30,7 @@ from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
+from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, ignored_by_all
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.main_grads import main_grad_of
@@ -79,6 +80,7 @@ class CallableCapture:
         sample_results: the results of the warm-up, as leaves, until the successor has been linked.
         rounds: the iterations of the warm-up: more than one round where a tensor had to be looked for.
         unnamed: tensors that no name in its code leads to.
+        ignored: keyword arguments that it does not look at; None where that is unknown.
         computed: attributes that hooks of modules below compute inside the graph.
     """
 
@@ -93,6 +95,7 @@ class CallableCapture:
         self.links: dict[int, int] = {}
         self.slots: list[Slot] = []
         self.changed = ChangedInputs()
+        self.ignored: IgnoredKeywords | None = None
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
         self.unnamed = UnnamedExternals(label, root, group.options, group.reported)
         ignored, holders = group.options.ignore_attributes, self.unnamed.holders
@@ -117,6 +120,7 @@ class CallableCapture:
     def _take(self, samples: list[Tensor]) -> None:
         """Warm up with ``samples`` [...]."""
         self.samples = samples
+        self._watch_beside = TensorWatch(owned=samples)  # of what is run to learn more
         self.rounds = [WarmUpRound(WarmUpWatch(self.group.device, samples))]
 
     @property
@@ -181,6 +185,9 @@ class CallableCapture:
                     self._sources = self._explore()
                     self.rounds.append(WarmUpRound(WarmUpWatch(self.group.device, self.samples)))
                     tensors = self._iterate(self.group.options.num_warmup_iters)
+                self.ignored = ignored_at_once(self.root)
+                if self.ignored is None and self.group.options.hooks == "refuse":  # hooks may look at them
+                    self.ignored = ignored_by_all(self.root, self._run_with)
         finally:
             isolation.restore()
             generators.restore()
@@ -268,6 +275,18 @@ class CallableCapture:
             fewer = casts_of(given, self._call(inputs, given, as_leaves=True))
             self.is_cast_anew = [count > other for count, other in zip(casts, fewer, strict=True)]
 
+    def _run_with(self, more: dict[str, Any]) -> None:
+        """Run the forward once again, with ``more`` keyword arguments."""
+        with self._watch_beside:
+            args, kwargs = self.signature.unflatten(self.changed.given(self.samples))
+            self._run(*args, **kwargs, **more)
+
+    @property
+    def has_ignored(self) -> bool:
+        """Whether the sample gives keyword arguments that the callable ignores."""
+        given = self.signature.shape.children[1].keys
+        return self.ignored is not None and not self.ignored.taken.union([ARGUMENT]).issuperset(given)
+
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
         for watch in self._watches_backwards():
@@ -281,7 +300,7 @@ class CallableCapture:
             watch.restore_grads()
 
     def _watches_backwards(self) -> list[TensorWatch]:
-        return [watch for each in reversed(self.rounds) for watch in each.backwards]
+        return [self._watch_beside, *(watch for each in reversed(self.rounds) for watch in each.backwards)]
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""

@@ -23,6 +23,7 @@ from te_graph.graphs.capture.changed_arguments import ChangedArguments
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.group import CaptureGroup
+from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, orderless_parameters
 from te_graph.graphs.capture.main_grads import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.graphs.capture.request import Job, sample_of
 from te_graph.graphs.capture.wrappers import watching_wrappers
@@ -57,12 +58,16 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         captures: list[CallableCapture] = []
         for job in jobs:
             group.at_work = job.label
-            capture = _begin(job, group, captures[-1] if captures and is_chain else None)
+            predecessor = captures[-1] if captures and is_chain else None
+            results = [] if predecessor is None else predecessor.sample_results
+            capture = _begin(job, group, predecessor)
+            _warm_up(capture, session, on_failure)
+            if capture.has_ignored:
+                if predecessor is not None:
+                    predecessor.sample_results = results
+                capture = _begin(job, group, predecessor, capture.ignored)
+                _warm_up(capture, session, on_failure)
             captures.append(capture)
-            session.callback(capture.undo)
-            on_failure.callback(capture.undo_failure)
-            with explained(capture.label, "the warm-up"), backend.watch_generator(capture.label):
-                capture.warm_up()
             progress.update()
         for capture in captures:
             capture.sample_results = []
@@ -79,13 +84,25 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
     return entries
 
 
-def _begin(job: Job, group: CaptureGroup, predecessor: CallableCapture | None) -> CallableCapture:
+def _warm_up(capture: CallableCapture, session: contextlib.ExitStack, on_failure: contextlib.ExitStack) -> None:
+    session.callback(capture.undo)
+    on_failure.callback(capture.undo_failure)
+    with explained(capture.label, "the warm-up"), capture.backend.watch_generator(capture.label):
+        capture.warm_up()
+
+
+def _begin(
+    job: Job, group: CaptureGroup, predecessor: CallableCapture | None, ignored: IgnoredKeywords | None = None
+) -> CallableCapture:
     if job.sample is not None:
         signature, tensors = job.sample
     else:
         result = predecessor.result.unflatten(predecessor.sample_results)
         result = result[0] if predecessor.changed.numbers else result
         signature, tensors = sample_of(job.label, (result,), job.kwargs)
+    if (ignored := ignored or ignored_at_once(job.target)) is not None:
+        args, kwargs = signature.unflatten(tensors)
+        signature, tensors = sample_of(job.label, args, ignored.without(kwargs))
     if values := sample_values(job.target):
         args, kwargs = signature.unflatten(tensors)
         signature, tensors = sample_of(job.label, args, {**kwargs, ARGUMENT: values})
@@ -203,7 +220,9 @@ def _assemble_all(
             label=capture.label,
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
-            form=CallForm(job.parameters, capture.signature),
+            form=CallForm(
+                job.parameters, capture.signature, capture.ignored, orderless_parameters(job.target)
+            ),
             computed=capture.computed,
             changed=ChangedArguments.of(
                 capture.label,

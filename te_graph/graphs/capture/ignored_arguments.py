@@ -1,0 +1,171 @@
+"""What of its arguments a callable provably cannot tell: keywords that ``**kwargs`` collects and nobody looks at, and
+the order of dictionaries."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from te_graph.graphs.tracing.keyword_uses import KeywordUses, collecting_variable, uses_of
+from te_graph.graphs.tracing.names import strings_in
+from te_graph.graphs.tracing.source_lines import run_region
+
+_PROBE = "te_graph_keyword_that_nothing_names"
+_CALL_OF_MODULES = nn.Module._call_impl.__code__
+
+
+@dataclass(frozen=True)
+class IgnoredKeywords:
+    """What is ignored of what a callable collects: everything but some names.
+
+    Attributes:
+        taken: names that its code says, or takes as parameters.
+    """
+
+    taken: frozenset[str]
+
+    def without(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """``kwargs`` but for what is ignored."""
+        return {name: value for name, value in kwargs.items() if name in self.taken}
+
+
+def ignored_at_once(target: Any) -> IgnoredKeywords | None:
+    """What ``target``, a module or function, ignores by its own code alone: where it passes nothing on."""
+    code, uses = _uses_in(target)
+    has_to_run = uses is None or uses.passed_at or uses.variables or uses.other_lines
+    return None if has_to_run else IgnoredKeywords(_taken_by(code))
+
+
+def ignored_by_all(target: Any, run: Callable[[dict[str, Any]], Any]) -> IgnoredKeywords | None:
+    """What ``target`` ignores and everything that it passes it on to; None where that cannot be proved.
+
+    Args:
+        run: calls it as a capture will, with the keyword arguments that it is given besides; may raise.
+    """
+    code, uses = _uses_in(target)
+    if uses is None or not hasattr(sys, "monitoring"):
+        return None
+    with contextlib.suppress(Exception), _Followed() as followed:
+        run({_PROBE: None})
+        return IgnoredKeywords(frozenset(followed.taken)) if followed.proves(code) else None
+    return None
+
+
+def orderless_parameters(target: Any) -> frozenset[str]:
+    """Those parameters of ``target`` that its code does nothing with but to read what a dictionary has under constant
+    keys: it cannot tell their order."""
+    code = _code_of(target)
+    if code is None:
+        return frozenset()
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found = {name: uses_of(code, name) for name in names}
+    return frozenset(name for name, uses in found.items() if uses and not (uses.passed_at or uses.other_lines))
+
+
+def _uses_in(target: Any) -> tuple[types.CodeType | None, KeywordUses | None]:
+    """The code of ``target``, and what that does with the keyword arguments that it collects."""
+    code = _code_of(target)
+    variable = code and collecting_variable(code)
+    return code, uses_of(code, variable) if variable else None
+
+
+def _code_of(target: Any) -> types.CodeType | None:
+    function = target.forward if isinstance(target, nn.Module) else target
+    return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+def _taken_by(code: types.CodeType) -> frozenset[str]:
+    """Whatever it names: a parameter, a key, a keyword that it gives itself."""
+    count = code.co_argcount + code.co_kwonlyargcount
+    return strings_in(code).union(code.co_varnames[:count])
+
+
+class _Followed:
+    """Context that follows a keyword argument that no code names through all calls to which it is passed on.
+
+    Attributes:
+        taken: what the functions name that get it.
+    """
+
+    def __init__(self) -> None:
+        self.taken: set[str] = set()
+        self._receivers: dict[types.CodeType, KeywordUses | None] = {}
+        self._is_passed_on = True  # by all of them, and nothing else is done with it
+        self._is_inside = False  # of what is captured
+        self._makes_partials = self._may_open_partials = False
+        self._tool = -1
+
+    def proves(self, code: types.CodeType) -> bool:
+        """Whether ``code``, where it begins, and all that get it pass it on to functions of Python's, or do nothing."""
+        is_hidden = self._makes_partials and self._may_open_partials
+        return code in self._receivers and self._is_passed_on and not is_hidden
+
+    def __enter__(self) -> _Followed:
+        monitoring = sys.monitoring
+        self._tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), -1)
+        if self._tool < 0:
+            self._is_passed_on = False
+            return self
+        monitoring.use_tool_id(self._tool, "te_graph")
+        for event, callback in self._callbacks().items():
+            monitoring.register_callback(self._tool, event, callback)
+        monitoring.set_events(self._tool, sum(self._callbacks()))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._tool < 0:
+            return
+        monitoring = sys.monitoring
+        monitoring.set_events(self._tool, 0)
+        for event in self._callbacks():
+            monitoring.register_callback(self._tool, event, None)
+        monitoring.free_tool_id(self._tool)
+
+    def _callbacks(self) -> dict[int, Callable[..., None]]:
+        events = sys.monitoring.events
+        return {events.PY_START: self._on_start, events.CALL: self._on_call, events.LINE: self._on_line}
+
+    def _on_start(self, code: types.CodeType, offset: int) -> None:
+        self._is_inside |= code is run_region.__code__
+        self._may_open_partials |= self._is_inside and "keywords" in code.co_names
+        variable = collecting_variable(code) if self._is_inside else None
+        if variable is None:
+            return
+        frame = sys._getframe(1)
+        held = frame.f_locals
+        gets_it, uses = _PROBE in held.get(variable, ()), uses_of(code, variable)
+        keys = [held.get(name) for name in uses.variables] if uses is not None else []
+        if isinstance(held, dict):  # before Python 3.13 a copy, which would keep what the function lets go of
+            held.clear()
+        if gets_it:
+            self._receivers[code] = uses
+            self.taken.update(_taken_by(code), (key for key in keys if isinstance(key, str)))
+            # Hooks alone get it from torch's call of a module, and modules with such are not captured.
+            is_known = code is _CALL_OF_MODULES or uses is not None
+            self._is_passed_on &= is_known and all(key is None or type(key) is str for key in keys)
+            self._on_line(code, frame.f_lineno)
+
+    def _on_call(self, code: types.CodeType, offset: int, function: Any, first: Any) -> None:
+        uses = self._receivers.get(code)
+        if uses is not None and offset in uses.passed_at:
+            is_partial = function is functools.partial
+            self._makes_partials |= is_partial
+            self._is_passed_on &= _is_of_python(first if is_partial else function)
+
+    def _on_line(self, code: types.CodeType, line: int) -> None:
+        uses = self._receivers.get(code)
+        self._is_passed_on &= uses is None or line not in uses.other_lines
+
+
+def _is_of_python(function: Any) -> bool:
+    """Whether a call of ``function`` begins with code of Python's, which is then looked at."""
+    while isinstance(function, types.MethodType):
+        function = function.__func__
+    return isinstance(function, types.FunctionType) or isinstance(type(function).__call__, types.FunctionType)
