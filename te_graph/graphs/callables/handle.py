@@ -21,6 +21,7 @@ from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
 from te_graph.graphs.capture.entry import CallableEntry
+from te_graph.graphs.capture.fp8_regions import explain_fp8
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
@@ -157,7 +158,7 @@ class Handle:
                 raise ValueError(self._with_advice(miss.message, args, kwargs))
             if kind == _Kind.EXHAUSTED:
                 raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
-            raise RuntimeError(miss.message)
+            raise RuntimeError(explain_fp8(self.label, miss.message))
         return [], self._fall_back(miss.message)
 
     def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:
