@@ -23,6 +23,7 @@ from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.callables.late_capture import LateCaptures
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
 from te_graph.graphs.capture.entry import CallableEntry
+from te_graph.graphs.capture.fp8_regions import explain_fp8
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
@@ -196,7 +197,8 @@ class Handle:
                 raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
             if kind == _Kind.CHECKPOINT:
                 raise RuntimeError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run, eagerly')
-            raise RuntimeError(miss.message + (_CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in miss.message else ""))
+            advice = _CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in miss.message else ""
+            raise RuntimeError(explain_fp8(self.label, miss.message) + advice)
         return [], self._fall_back(miss.message)
 
     def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from te_graph.graphs.capture.capture_checks import (
 )
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.first_call import FirstCallWatch
+from te_graph.graphs.capture.fp8_regions import refuse_fp8, refuse_fp8_done
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
@@ -444,8 +445,11 @@ class CallableCapture:
         function = self.root.forward if isinstance(self.root, nn.Module) else self.root
         values = values_of(self.root, kwargs.pop(ARGUMENT, ()))
         hooked = taken_away(self._computable)
+        refuse_fp8(self.label, self.root)
         with containers_kept(self.label, args, kwargs), own_casts(), values, hooked as self.computed:
-            return run_region(function, args, kwargs)
+            result = run_region(function, args, kwargs)
+        refuse_fp8_done(self.label, self.root)
+        return result
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:
         """Run the backward once with zero gradients and note which tensors get one."""

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
 from te_graph.common.opaque import opaque
+from te_graph.graphs.capture.fp8_regions import refuse_fp8
 
 _SHARDED = (
     "gathers its parameters for each call and frees them after it, and a graph's addresses are fixed: leave it eager, "
@@ -115,6 +116,7 @@ def watching_wrappers() -> Iterator[None]:
 
     Raises:
         TypeError: such a module was called.
+        RuntimeError: a module of TransformerEngine was called in FP8.
     """
     watch = register_module_forward_pre_hook(_refuse)
     try:
@@ -160,6 +162,8 @@ def _calling_the_original(call: Any) -> Any:
 
 
 def _refuse(module: nn.Module, args: tuple) -> None:
-    reason = reason_to_refuse_module(module) if _C.in_session() else None
-    if reason is not None:
+    if not _C.in_session():
+        return
+    refuse_fp8(type(module).__name__, module)
+    if (reason := reason_to_refuse_module(module)) is not None:
         raise TypeError(f"make_graphed_callables: the callable calls a {type(module).__name__}: {reason}")

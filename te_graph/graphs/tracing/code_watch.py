@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from te_graph.common.dispatch import is_project_file, is_user_file
-from te_graph.graphs.tracing.names import CODES_OF_LOOKERS, is_making, is_users_module
+from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_making, is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region
 
@@ -44,17 +44,20 @@ class CodeWatch:
         names: of attributes that the user's code asks for by ``getattr`` and the like.
         looks_at_all: the user's code called a function of Python's that reads whatever attributes there are, but for
             one that makes an object, of which ``Names`` tell what it looks at.
+        reads_fields: it called one of Python's that goes through the fields of a dataclass.
         missing: names of attributes that the user's code asked for, in whatever way, and that were not there. Before
             Python 3.12 on this thread alone, and not under a debugger.
         codes: it, by identity: equal code may be there twice, with other globals.
         variables: of such code of the user's as has variables of the function around it: what these held when it
             started, for each of its starts. They tell which of several functions it was.
         scopes: the globals that each of ``codes`` ran with first.
+        sees_all: so it is for all threads.
+        hears_all: and ``names`` are wanted.
     """
 
     def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
         self.names: set[str] = set()
-        self.looks_at_all = False
+        self.looks_at_all = self.reads_fields = False
         self.missing: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.variables: dict[int, list[tuple]] = {}
@@ -63,6 +66,8 @@ class CodeWatch:
         self._undo = contextlib.ExitStack()
         self._aside = {_code_of(callback) for callback in (*gc.callbacks, *aside)}
         self._collects_on: int | None = None  # thread
+        self.sees_all = self.hears_all = False
+        self._listens = listens
         self._is_profiling = False
         self._name_watch = NameWatch(self._note_name) if listens else contextlib.nullcontext()
 
@@ -120,6 +125,8 @@ class CodeWatch:
         if id(code) in CODES_OF_LOOKERS and not self.looks_at_all:
             above = frame.f_back.f_code
             self.looks_at_all = is_user_file(above.co_filename) and not is_making(above)
+        if id(code) in CODES_OF_FIELDS and not self.reads_fields:
+            self.reads_fields = is_user_file(frame.f_back.f_code.co_filename)
         is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
         if (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
             return
@@ -156,6 +163,7 @@ class CodeWatch:
         monitoring.register_callback(tool, monitoring.events.PY_START, note)
         monitoring.register_callback(tool, monitoring.events.RAISE, note_error)
         monitoring.set_events(tool, monitoring.events.PY_START | monitoring.events.RAISE)
+        self.sees_all, self.hears_all = True, self._listens
         return stop
 
     def _profiled(self) -> Callable[[], None]:

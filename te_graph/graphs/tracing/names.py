@@ -20,10 +20,11 @@ from typing import Any
 
 from torch import nn
 
-from te_graph.common.dispatch import is_user_file
+from te_graph.common.dispatch import is_project_file, is_user_file
 
 # Code that says one of these may look at attributes without naming them; ``dir`` tells names alone.
-LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "fields", "asdict", "astuple", "dumps"})
+LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "dumps"})
+FIELDS = frozenset({"fields", "asdict", "astuple"})  # of dataclasses, by whose names it may go on
 _UNNAMED = LOOKS_AT_ALL | {"dir"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _FILLS_IN = frozenset({"format", "format_map", "vformat"})
@@ -45,6 +46,7 @@ GETTERS = (operator.attrgetter, operator.methodcaller)
 _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
+_TABLE_OF_FIELDS = "__dataclass_fields__"
 
 
 _FIELD = re.compile(r"\{([^{}]*)")
@@ -52,11 +54,13 @@ _ATTRIBUTE = re.compile(r"\.([^\W\d]\w*)")
 # Under whatever name, and called by whatever: these may read any attribute of what they are given.
 _LOOKERS = (vars, dir, eval, exec, getattr, hasattr, operator.attrgetter, operator.methodcaller, pickle.dumps)
 _LOOKERS_OF_PYTHON = (
-    *(copy.copy, copy.deepcopy, dataclasses.asdict, dataclasses.astuple, dataclasses.fields, dataclasses.replace),
+    *(copy.copy, copy.deepcopy),
     *(vars(inspect)[name] for name in ("getmembers", "getmembers_static") if hasattr(inspect, name)),
 )
 TELLERS = frozenset(map(id, (id, hash, operator.is_, operator.is_not)))
 CODES_OF_LOOKERS = frozenset(id(looker.__code__) for looker in _LOOKERS_OF_PYTHON)
+_READERS_OF_FIELDS = (dataclasses.asdict, dataclasses.astuple, dataclasses.fields, dataclasses.replace)
+CODES_OF_FIELDS = frozenset(id(reader.__code__) for reader in _READERS_OF_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,17 @@ class Names:
         asked: those of attributes that code may look for while they are not there: strings where it has ``getattr`` or
             the like, all names where it may go on without.
         ran: identities of the code that was seen to run, by which methods count that Python calls by itself.
+        is_all_seen: nothing else ran. Code of installed packages that did not run then does not count: what leads to
+            it is compared.
+        is_all_heard: and no other names were given to ``getattr`` and the like than are among these.
         around: methods that run around a replay: they count once another object was seen to run them.
     """
 
     said: frozenset[str] = _OF_TORCH
     asked: frozenset[str] = frozenset()
     ran: frozenset[int] = frozenset()
+    is_all_seen: bool = False
+    is_all_heard: bool = False
     around: frozenset[types.CodeType] = frozenset()
 
     @property
@@ -118,11 +127,14 @@ class Names:
         while codes:
             for code in codes:
                 said |= _said_in(code)
-                asked |= _asked_in(code)
+                if not self.is_all_heard or is_project_file(code.co_filename):  # else it is known what was not there
+                    asked |= _asked_in(code)
             done.update(codes)
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
         if PATTERN in said:
             said.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
+        if said & FIELDS:
+            said.update(name for kind in kinds for name in getattr(kind, _TABLE_OF_FIELDS, ()))
         return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
@@ -144,6 +156,10 @@ class Names:
         """These, and where ``are_read`` that code looks at attributes without naming them."""
         return replace(self, said=self.said | {"vars"}) if are_read else self
 
+    def with_fields(self, are_read: bool) -> Names:
+        """These, and where ``are_read`` that code goes through the fields of dataclasses."""
+        return replace(self, said=self.said | {"fields"}) if are_read else self
+
     def with_tellers(self, are_met: bool) -> Names:
         """These, and where ``are_met`` that code tells objects apart."""
         return replace(self, said=self.said | {_TELLS_APART}) if are_met else self
@@ -154,7 +170,11 @@ class Names:
 
     def _may_run(self, name: str, code: types.CodeType, said: set[str]) -> bool:
         is_called = is_implicit(name) or (name in said and not is_for_making(name))
-        return (is_called or id(code) in self.ran) and not self.is_around(code)
+        return ((is_called and self.may_run(code)) or id(code) in self.ran) and not self.is_around(code)
+
+    def may_run(self, code: types.CodeType) -> bool:
+        """Whether ``code``, which other code names, may run."""
+        return not self.is_all_seen or id(code) in self.ran or is_project_file(code.co_filename)
 
     def has_run(self, member: Any) -> bool:
         """Whether ``member``, of a class, was seen to run."""
@@ -295,7 +315,26 @@ def _attributes_in_format(text: str) -> Iterator[str]:
 @functools.lru_cache(maxsize=4096)
 def _said_in(code: types.CodeType) -> frozenset[str]:
     """All of the object that it makes it may look at: others see nothing of it but what they name."""
-    return strings_in(code) - _only_of_self(code) if is_making(code) else strings_in(code)
+    said = strings_in(code) - _only_of_self(code) if is_making(code) else strings_in(code)
+    return said - {"__dict__"} if "__dict__" in said and _only_sets_items(code) else said
+
+
+def _only_sets_items(code: types.CodeType) -> bool:
+    """Whether it says ``__dict__`` only to set what it names there, as in ``self.__dict__[name] = value``."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    if "__dict__" in _constants_in(code).union(*map(strings_in, inner)):
+        return False
+    steps = _steps_of(code)
+    following = [steps[number + 1 : number + 3] for number, step in enumerate(steps) if step.argval == "__dict__"]
+    return all(len(pair) == 2 and _loads_plainly(pair[0]) and pair[1].opname == "STORE_SUBSCR" for pair in following)
+
+
+def _loads_plainly(step: dis.Instruction) -> bool:
+    return step.opname.startswith(("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF"))
+
+
+def _steps_of(code: types.CodeType) -> list[dis.Instruction]:
+    return [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
 
 
 def is_making(code: types.CodeType) -> bool:
@@ -306,7 +345,7 @@ def is_making(code: types.CodeType) -> bool:
 def _only_of_self(code: types.CodeType) -> frozenset[str]:
     """Of the names by which code looks at all attributes: those that it says of its first argument alone, as in
     ``vars(self)`` and ``self.__dict__``."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
+    steps = _steps_of(code)
     owner = code.co_varnames[0]
     if any(step.opname.startswith("STORE_") and step.argval == owner for step in steps):
         return frozenset()

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
@@ -197,6 +198,12 @@ class CallableReader(TensorReader):
             if source.again is None and (function := written_by_user(source.obj)) is not None:
                 yield function
 
+    def _is_followed(self, function: types.FunctionType) -> bool:
+        """Those of installed packages once something ran: what their functions name may be half of the package."""
+        if function is self.root or is_project_file(function.__code__.co_filename):
+            return True
+        return bool(self._names.ran) and self._names.may_run(function.__code__)
+
     def _reads(self, source: Source, name: str) -> bool:
         """Whether the code may read the attribute ``name`` of the object at ``source``."""
         if name == "te_graph" or self._is_ignored(source.name, name):
@@ -271,7 +278,7 @@ class CallableReader(TensorReader):
                 yield source.attributes().item("registry", f"functions of {obj.__name__}")
             if (function := written_by_user(obj)) is not None and function is not obj:
                 yield source.child(function, source.name, _Kind.KNOWN)
-            elif function is not None:
+            elif function is not None and self._is_followed(function):
                 yield from (child for child in contents(source) if not self._is_ignored_variable(child))
                 yield from modules_of(source, self._names.said)
                 yield from descriptions(source, self._names.said)

@@ -52,11 +52,14 @@ def is_readable_module(module: types.ModuleType) -> bool:
 
 def shows(module: types.ModuleType, key: str) -> bool:
     """Whether what ``module`` has under ``key`` is looked at: of an installed package its other modules, and settings:
-    values, containers of values, objects that hold nothing else. What lies behind the rest may be half of the package.
+    values, containers of values, objects that hold nothing else. What lies behind the rest may be half of the package,
+    or of those that it uses.
     """
     found = vars(module)[key]
-    if is_project_module(module) or isinstance(found, types.ModuleType):
+    if is_project_module(module):
         return True
+    if isinstance(found, types.ModuleType):
+        return found.__name__.partition(".")[0] == module.__name__.partition(".")[0]
     if is_value(found) or is_bulk(found):
         return True
     members = None if isinstance(found, type | types.FunctionType) else instance_dict(found)

@@ -29,7 +29,7 @@ class SourceWalker:
     """
 
     def __init__(self, names: Names | None = None) -> None:
-        self.names = names or Names()
+        self.names = self._to_begin_with = names or Names()
         self._ran: dict[int, types.CodeType] = {}  # by identity
         self._running: dict[types.CodeType, None] = {}  # the user's, of that
         self._seen_to_run: dict[types.FunctionType, None] = {}
@@ -49,12 +49,21 @@ class SourceWalker:
 
     def note(self, watch: CodeWatch) -> None:
         """Remember what was seen to run, by identity, and to be asked for by name."""
+        if not self._ran and watch.sees_all:  # what was named and did not run is forgotten
+            self.names = replace(self._to_begin_with, is_all_seen=True)
         at_sources = [function for weak in self._at_sources if (function := weak()) is not None]
         self._seen_to_run.update(dict.fromkeys(functions_of(watch, at_sources)))
         self._ran.update(watch.codes)
         self._running.update((code, None) for _, code in watch.users_codes())
-        names = replace(self.names, ran=frozenset(self._ran), asked=self.names.asked | watch.missing)
-        self.names = names.with_strings(watch.names).with_all_attributes(watch.looks_at_all)
+        names = replace(
+            self.names,
+            ran=frozenset(self._ran),
+            is_all_seen=self.names.is_all_seen and watch.sees_all,
+            is_all_heard=self.names.is_all_seen and watch.hears_all,
+            asked=self.names.asked | watch.missing,
+        )
+        names = names.with_strings(watch.names).with_all_attributes(watch.looks_at_all)
+        self.names = names.with_fields(watch.reads_fields)
 
     def explore(self, reader_of: Callable[..., Any], learns: bool = True) -> list[Source]:
         """All sources, near ones first.
@@ -71,8 +80,10 @@ class SourceWalker:
             known = [source.obj for source in sources if source.again is None]
             functions = [obj for obj in known if isinstance(obj, types.FunctionType)]
             kinds = [obj if isinstance(obj, type) else type(obj) for obj in known]
-            more = names.with_code([*self._running, *(function.__code__ for function in functions)], kinds)
-            more = more.with_strings(string for obj in known for string in _strings_of(obj))
+            codes = (function.__code__ for function in functions if names.may_run(function.__code__))
+            more = names.with_code([*self._running, *codes], kinds)
+            if not names.is_all_heard:
+                more = more.with_strings(string for obj in known for string in _strings_of(obj))
             more = more.with_getters(obj for obj in known if isinstance(obj, GETTERS))
             more = more.with_all_attributes(any(looks_at_all(obj) for obj in known))
             more = more.with_tellers(not TELLERS.isdisjoint(map(id, known)))
