@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +19,7 @@ from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module, without_wrappers
 from te_graph.graphs.guards.effects.rollback import ContainerState
-from te_graph.graphs.guards.sources import Source, TensorReader, walk
+from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.layers.choice import Selection
 from te_graph.graphs.layers.layer_calls import LayerCall, LayerCalls
 from te_graph.graphs.layers.layer_captures import LayerCaptures
@@ -31,6 +31,7 @@ _NAME = "graph_layers"
 _log = logging.getLogger("te_graph")
 _OPTIONS = {field.name for field in dataclasses.fields(Options)} | {"step_state"}
 _DEFAULTS = {"chain": True, "on_mismatch": "capture", "on_exhausted": "eager", "allow_unused_input": True}
+_CONTAINERS = (dict, list, set, deque)
 _MAX_REASONS = 3  # in the message when nothing is captured
 
 
@@ -66,8 +67,9 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
         The step leaves the model as it was: weights, buffers, ``.grad`` and ``main_grad``, attributes and flags of its
         modules, and the random generators of torch, Python and NumPy are put back, so training begins as if it had not
         been. What else the code of the user does stays: a batch that it takes from an iterator is gone, a loss is
-        logged. Gradients that are there before are copied for the step, which costs their size: call it after
-        ``zero_grad()``. Results and activations of the step are freed before the first capture.
+        logged, a configuration object has what a first call sets. Gradients that are there before are copied for the
+        step, which costs their size: call it after ``zero_grad()``. Results and activations of the step are freed
+        before the first capture.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
@@ -170,9 +172,12 @@ def _check_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterator[None]:
-    """Attributes and containers of the modules, and flags of them and their tensors, are afterwards as before."""
-    each = [Source(one, name) for name, one in (*model.named_modules(), *model.named_parameters())]
-    state = ContainerState(itertools.chain(walk(TensorReader(model)), each))
+    """Attributes of the modules, containers among them, and flags of modules and tensors are afterwards as before.
+
+    Other objects keep what a first call sets in them, as a configuration does: put back, it would change once more,
+    behind the back of the graphs.
+    """
+    state = ContainerState(Source(one, "") for one in [*_contents(model), *model.parameters()])
     try:
         yield
     except BaseException:
@@ -180,6 +185,19 @@ def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterato
         raise
     if not only_on_failure:
         state.restore()
+
+
+def _contents(model: nn.Module) -> list[Any]:
+    """The modules of ``model``, and the containers that are their attributes or lie in these."""
+    found: dict[int, Any] = {id(module): module for module in model.modules()}
+    queue = list(found.values())
+    while queue:
+        one = queue.pop()
+        values = one.values() if isinstance(one, dict) else one if isinstance(one, _CONTAINERS) else vars(one).values()
+        inner = [value for value in values if isinstance(value, _CONTAINERS) and id(value) not in found]
+        found.update((id(value), value) for value in inner)
+        queue += inner
+    return list(found.values())
 
 
 def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeError:

@@ -19,8 +19,7 @@ from te_graph.graphs.layers.autocast_state import AutocastState
 from te_graph.graphs.layers.call_arguments import CallArguments, SampleValues, UnfitArgumentError
 
 _CHECKPOINTED = (
-    "an activation checkpoint around it computes it again, which a replay does not need: checkpoint inside of its "
-    "forward, or not at all (Hugging Face: model.gradient_checkpointing_disable())"
+    "an activation checkpoint around it saves its activations, which a replay keeps: checkpoint inside of it"
 )
 
 

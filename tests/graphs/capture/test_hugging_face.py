@@ -1,13 +1,11 @@
-"""Hugging Face models graphed by the recipe of docs/interfaces.md: three steps equal eager ones, all calls replay."""
+"""Hugging Face models graphed by ``graph_layers``: three steps equal eager ones, all calls replay."""
 
 from __future__ import annotations
 
 import logging
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import transformers as hf
 from torch import Tensor, nn
 from twins import eager_copy, gradients_of
 
+import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = [
@@ -23,9 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
 ]
 
-INTERFACES = Path(__file__).resolve().parents[3] / "docs" / "interfaces.md"
-CODES = re.findall(r"```python\n(.*?)```", INTERFACES.read_text(), re.DOTALL)
-(RECIPE,) = (code for code in CODES if "use_cache" in code)
 BATCH, TOKENS, VOCABULARY = 2, 8, 61
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
 TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, **SIZES}
@@ -113,13 +109,13 @@ CASES = {
 }
 
 
-def graphed_by_the_recipe(case: Case, device: str) -> tuple[nn.Module, nn.Module]:
+def graphed_and_twin(case: Case, device: str) -> tuple[nn.Module, nn.Module]:
     """A model whose layers are graphed, and its eager twin."""
     model = case.model().to(device).train()
     twin = eager_copy(model)
-    names: dict[str, Any] = {}
-    exec(RECIPE.rpartition("\n\n")[0], names)
-    names["graph_layers"](model, case.layers(model), **case.batch(device))
+    report = tg.graph_layers(model, case.batch(device))
+    assert [model.get_submodule(name) for name in report.layers] == case.layers(model)
+    assert report.left_out == {}
     return model, twin
 
 
@@ -140,9 +136,9 @@ def train_both(models: tuple[nn.Module, nn.Module], batches: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_graphed_by_the_recipe_train_as_eager_ones_and_all_calls_replay(device: str, name: str) -> None:
+def test_layers_train_as_eager_ones_and_all_calls_replay(device: str, name: str) -> None:
     case = CASES[name]
-    models = graphed_by_the_recipe(case, device)
+    models = graphed_and_twin(case, device)
     train_both(models, [case.batch(device) for _ in range(3)])
     for layer in case.layers(models[0]):
         info = layer.te_graph.info()
@@ -152,8 +148,8 @@ def test_layers_graphed_by_the_recipe_train_as_eager_ones_and_all_calls_replay(d
 
 def test_a_gradient_of_another_layout_than_its_result_is_told_of_once(device: str) -> None:
     case = CASES["Whisper"]
-    model, _ = graphed_by_the_recipe(replace(case, model=permuted_whisper), device)
-    words = r"callable 1 \(WhisperEncoderLayer\): the gradient of output 0 has strides \[256, 32, 1\]"
+    model, _ = graphed_and_twin(replace(case, model=permuted_whisper), device)
+    words = r"encoder\.layers\.1 \(WhisperEncoderLayer\): the gradient of output 0 has strides \[256, 32, 1\]"
     with pytest.warns(UserWarning, match=words):
         model(**case.batch(device)).loss.backward()
     with warnings.catch_warnings():
@@ -163,7 +159,7 @@ def test_a_gradient_of_another_layout_than_its_result_is_told_of_once(device: st
 
 def test_other_lengths_and_masks_are_captured_and_generation_is_eager(device: str) -> None:
     case = CASES["Llama"]
-    model, _ = models = graphed_by_the_recipe(case, device)
+    model, _ = models = graphed_and_twin(case, device)
     mask = torch.ones(BATCH, TOKENS, dtype=torch.long, device=device)
     mask[1, -2:] = 0
     train_both(models, [causal(device), causal(device, 5), {**causal(device), "attention_mask": mask}, causal(device)])
@@ -177,9 +173,43 @@ def test_other_lengths_and_masks_are_captured_and_generation_is_eager(device: st
 def test_a_cache_that_is_forgotten_runs_eagerly_and_is_named_with_the_cure(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    models = graphed_by_the_recipe(CASES["Llama"], device)
+    models = graphed_and_twin(CASES["Llama"], device)
     batches = [{name: value for name, value in causal(device).items() if name != "use_cache"} for _ in range(2)]
     with caplog.at_level(logging.WARNING, "te_graph"):
         train_both(models, batches)
     assert len(caplog.records) == 2  # layers
     assert all("DynamicCache" in one.message and "use_cache=False" in one.message for one in caplog.records)
+
+
+def test_a_cache_in_the_step_is_named_with_the_cure(device: str) -> None:
+    model = CASES["Llama"].model().to(device)
+    with pytest.raises(RuntimeError, match=r"could not capture a layer: .*DynamicCache.*use_cache=False"):
+        tg.graph_layers(model, {"input_ids": tokens(device)})
+
+
+def vit() -> nn.Module:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_attention_heads"}
+    return hf.ViTForImageClassification(
+        hf.ViTConfig(image_size=16, patch_size=4, num_attention_heads=4, num_labels=5, **sizes)
+    )
+
+
+def test_a_step_under_autocast_with_checkpoints_inside_the_layers(device: str) -> None:
+    def loss(one: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        with torch.autocast(device, torch.bfloat16):
+            pixels = torch.randn(BATCH, 3, 16, 16, device=device)
+            return one(pixel_values=pixels, labels=torch.arange(BATCH, device=device)).loss
+
+    model = vit().to(device).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    twin = eager_copy(model)
+    report = tg.graph_layers(model, lambda: loss(model).backward())
+    assert len(report.layers) == 2
+    seen = []
+    for one in (model, twin):
+        value = loss(one)
+        value.backward()
+        seen.append([value.detach(), gradients_of([*one.parameters()])])
+    assert_bitwise_equal(*seen)
+    assert [model.get_submodule(name).te_graph.info()["eager_calls"] for name in report.layers] == [{}, {}]
