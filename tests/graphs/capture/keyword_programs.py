@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from twins import eager_copy, run
 
 import te_graph as tg

@@ -148,7 +148,7 @@ def test_what_a_first_call_makes_of_its_arguments_is_refused(install: Any) -> No
         "kept = queue.Queue()\ndef get(n): return kept.queue[0]\n"
         "def of(x):\n    if kept.empty(): kept.put(x.detach().mean(0))\n    return kept.queue[0]"
     )
-    with pytest.raises(RuntimeError, match="the first call makes .* of its arguments"):
+    with pytest.raises(RuntimeError, match=r"the first call makes .* of its arguments"):
         tg.make_graphed_callables(lambda x: x * package.tables.of(x), (batch(),), externals="keep")
 
 

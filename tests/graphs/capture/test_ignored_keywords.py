@@ -1,5 +1,5 @@
-"""Keyword arguments that a callable provably ignores do not matter, nor does the order of a dictionary that it only reads
-by constant keys."""
+"""Keyword arguments that a callable provably ignores do not matter, nor does the order of a dictionary of which it only
+reads what is under constant keys."""
 
 from __future__ import annotations
 
