@@ -86,9 +86,10 @@ LAYOUTS = {
         forgets=True,
     ),
     "dictionary of a class": Layout(
-        _of_dict("cls.kept", "class Rotary:\n    kept = {}\n    @classmethod", "    def get(cls, n):").replace(
-            "\n    if", "\n        if"
-        ).replace("\n    return", "\n        return").replace("\n        cls", "\n            cls"),
+        _of_dict("cls.kept", "class Rotary:\n    kept = {}\n    @classmethod", "    def get(cls, n):")
+        .replace("\n    if", "\n        if")
+        .replace("\n    return", "\n        return")
+        .replace("\n        cls", "\n            cls"),
         call="T.Rotary.get(n)",
         clear="T.Rotary.kept.clear()",
     ),
@@ -153,9 +154,7 @@ LAYOUTS = {
         "def get(n, kept={}):\n    if n not in kept: kept[n] = make(n)\n    return kept[n]",
         clear="T.get.__defaults__[0].clear()",
     ),
-    "functools.cache": Layout(
-        "@functools.cache\ndef get(n): return make(n)", clear="T.get.cache_clear()"
-    ),
+    "functools.cache": Layout("@functools.cache\ndef get(n): return make(n)", clear="T.get.cache_clear()"),
     "lru_cache with a size": Layout(
         "@functools.lru_cache(maxsize=3)\ndef get(n): return make(n)",
         call="get(n)",

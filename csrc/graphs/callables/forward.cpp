@@ -58,7 +58,8 @@ std::string difference(const at::Tensor& expected, const at::Tensor& got) {
     } else {
         const auto word = [](const at::Tensor& tensor) { return tensor.requires_grad() ? "True" : "False"; };
         words << " with requires_grad=" << word(expected) << ", got requires_grad=" << word(got)
-              << "; capture with a sample whose requires_grad matches that of the calls";
+              << "; capture with a sample whose requires_grad matches that of the calls: "
+              << (got.requires_grad() ? "x.detach().requires_grad_()" : "x.detach()");
     }
     return words.str();
 }

@@ -130,6 +130,11 @@ class Signature(_Nest):
         return [self.names[position] for n, position in enumerate(self.tensors) if self.first[n] == n]
 
     @property
+    def keywords(self) -> tuple[str, ...]:
+        """The names of the keyword arguments."""
+        return self.shape.children[1].keys
+
+    @property
     def is_flat(self) -> bool:
         """True when all arguments are positional tensors, all distinct: a call needs no flattening."""
         args, kwargs = self.shape.children
@@ -199,7 +204,8 @@ class Signature(_Nest):
         if missing := sorted(set(sample_kwargs.keys) - set(kwargs)):
             return f"expected keyword argument {missing[0]}, which was given at capture"
         if extra := sorted(set(kwargs) - set(sample_kwargs.keys)):
-            advice = ": capture with step_state= to pass it" if extra[0] == "is_first_microbatch" else ""
+            in_sample = f': capture with sample_kwargs={{"{extra[0]}": ...}} to give it'
+            advice = ": capture with step_state= to pass it" if extra[0] == "is_first_microbatch" else in_sample
             return f"got keyword argument {extra[0]}, which was not given at capture{advice}"
         pairs = [(f"args[{i}]", *pair) for i, pair in enumerate(zip(sample_args.children, args, strict=True))]
         given = zip(sample_kwargs.keys, sample_kwargs.children, strict=True)

@@ -110,7 +110,7 @@ def make_graphed_callables(
         externals: what becomes of a tensor that the callable uses and that no name in its code leads to, such as one
             that a library keeps in an extension module: "refuse" the capture, or "keep" the tensor alive and go on with
             it, which is wrong where the library takes another one for it later. A warning names each once. It is
-            refused where two warm-ups use different ones, and calls are no longer replayed once it was changed in place.
+            refused where two warm-ups use different ones; once it was changed in place, no call is replayed.
 
     Returns:
         What replays: the module itself, or a function; a tuple of them if a tuple was given. Each has ``.te_graph``

@@ -80,11 +80,12 @@ class CallForm:
         return args, kwargs
 
     def _with_order(self, name: str, value: Any) -> Any:
-        """``value``, for the parameter ``name``, with its keys in the order of the capture where that does not count."""
+        """``value``, for the parameter ``name``, with keys in the order of the capture where that does not count."""
         keys = self._orders.get(name)
         if keys is None or type(value) is not dict or value.keys() != set(keys):
             return value
-        return {key: value[key] for key in keys}
+        own = {key: key for key in value}  # True is not 1
+        return {own[key]: value[key] for key in keys}
 
     def _bound(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if self._ignored is not None and kwargs.keys() - set(self._names):

@@ -31,9 +31,10 @@ from te_graph.graphs.capture.fp8_regions import refuse_fp8, refuse_fp8_done
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
-from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, ignored_by_all
+from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_keywords
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
+from te_graph.graphs.capture.links import check_links
 from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
@@ -46,7 +47,7 @@ from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState, global_containers, variables
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
-from te_graph.graphs.guards.readers.callable_reader import CallableReader, names_around
+from te_graph.graphs.guards.readers.callable_reader import names_around
 from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch
@@ -99,8 +100,7 @@ class CallableCapture:
         self.ignored: IgnoredKeywords | None = None
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
         self.unnamed = UnnamedExternals(label, root, group.options, group.reported)
-        ignored, holders = group.options.ignore_attributes, self.unnamed.holders
-        self._reader_of = functools.partial(CallableReader, root, ignored, holders=holders)
+        self._reader_of = self.unnamed.reader_of
         self.walker = SourceWalker(names_around(root))
         sources = list(walk(TensorReader(root)))
         self._sources = self._explore()
@@ -131,25 +131,10 @@ class CallableCapture:
 
     def link_to(self, predecessor: CallableCapture, everything: bool) -> None:
         """Read the results of ``predecessor`` in place: all of them, or the first as the first positional tensor."""
-        results = predecessor.sample_results
-        names = self.signature.distinct_names
+        results, names = predecessor.sample_results, self.signature.distinct_names
         count = sum(name.startswith("args") for name in names) if everything else 1
-        for number in range(count):
-            if number >= min(len(names), len(results)) or not names[number].startswith("args"):
-                raise ValueError(
-                    f"{self.label}: expected a tensor as first argument and a tensor as first result of "
-                    f"{predecessor.label}, since chain=True feeds the one with the other"
-                )
-            sample, result = self.samples[number], results[number]
-            for fact in ("shape", "dtype", "requires_grad"):
-                expected, got = getattr(result, fact), getattr(sample, fact)
-                if expected != got:
-                    raise ValueError(
-                        f"{self.label}: expected sample {names[number]} with {fact} {expected}, as result {number} of "
-                        f"{predecessor.label} in the chain, got {got}; later samples may be left out"
-                    )
-            if predecessor.layout.lies_in_chain(number, predecessor.links):
-                self.links[number] = number
+        check_links(self.label, predecessor.label, names, self.samples, results, count)
+        self.links = {n: n for n in range(count) if predecessor.layout.lies_in_chain(n, predecessor.links)}
         if self.links:
             self.predecessor = predecessor
             # What is read in place lies as it does there: code asks for that, and views of it depend on it.
@@ -186,9 +171,7 @@ class CallableCapture:
                     self._sources = self._explore()
                     self.rounds.append(WarmUpRound(WarmUpWatch(self.group.device, self.samples)))
                     tensors = self._iterate(self.group.options.num_warmup_iters)
-                self.ignored = ignored_at_once(self.root)
-                if self.ignored is None and self.group.options.hooks == "refuse":  # hooks may look at them
-                    self.ignored = ignored_by_all(self.root, self._run_with)
+                self.ignored = ignored_keywords(self.root, self._run_with, self.group.options.hooks == "refuse")
         finally:
             isolation.restore()
             generators.restore()
@@ -277,16 +260,10 @@ class CallableCapture:
             self.is_cast_anew = [count > other for count, other in zip(casts, fewer, strict=True)]
 
     def _run_with(self, more: dict[str, Any]) -> None:
-        """Run the forward once again, with ``more`` keyword arguments."""
+        """Run the forward again, with ``more`` keyword arguments."""
         with self._watch_beside:
             args, kwargs = self.signature.unflatten(self.changed.given(self.samples))
             self._run(*args, **kwargs, **more)
-
-    @property
-    def has_ignored(self) -> bool:
-        """Whether the sample gives keyword arguments that the callable ignores."""
-        given = self.signature.shape.children[1].keys
-        return self.ignored is not None and not self.ignored.taken.union([ARGUMENT]).issuperset(given)
 
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
@@ -301,7 +278,7 @@ class CallableCapture:
             watch.restore_grads()
 
     def _watches_backwards(self) -> list[TensorWatch]:
-        return [self._watch_beside, *(watch for each in reversed(self.rounds) for watch in each.backwards)]
+        return [self._watch_beside, *(watch for each in self.rounds[::-1] for watch in each.backwards)]
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""

@@ -7,12 +7,13 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from te_graph.common.dispatch import PACKAGE
 from te_graph.graphs.tracing.keyword_uses import KeywordUses, collecting_variable, uses_of
 from te_graph.graphs.tracing.names import strings_in
 from te_graph.graphs.tracing.source_lines import run_region
@@ -35,6 +36,22 @@ class IgnoredKeywords:
         """``kwargs`` but for what is ignored."""
         return {name: value for name, value in kwargs.items() if name in self.taken}
 
+    def has_any(self, names: Iterable[str]) -> bool:
+        """Whether one of ``names`` is ignored."""
+        return not self.taken.issuperset(names)
+
+
+def ignored_keywords(
+    target: Any, run: Callable[[dict[str, Any]], Any], may_follow: bool = True
+) -> IgnoredKeywords | None:
+    """What ``target``, a module or function, ignores; None where that cannot be proved.
+
+    Args:
+        run: calls it as a capture will, with the keyword arguments that it is given besides; may raise.
+        may_follow: what it passes on reaches nothing but functions, no hooks of modules.
+    """
+    return ignored_at_once(target) or (_ignored_by_all(target, run) if may_follow else None)
+
 
 def ignored_at_once(target: Any) -> IgnoredKeywords | None:
     """What ``target``, a module or function, ignores by its own code alone: where it passes nothing on."""
@@ -43,12 +60,8 @@ def ignored_at_once(target: Any) -> IgnoredKeywords | None:
     return None if has_to_run else IgnoredKeywords(_taken_by(code))
 
 
-def ignored_by_all(target: Any, run: Callable[[dict[str, Any]], Any]) -> IgnoredKeywords | None:
-    """What ``target`` ignores and everything that it passes it on to; None where that cannot be proved.
-
-    Args:
-        run: calls it as a capture will, with the keyword arguments that it is given besides; may raise.
-    """
+def _ignored_by_all(target: Any, run: Callable[[dict[str, Any]], Any]) -> IgnoredKeywords | None:
+    """What ``target`` ignores and everything that it passes it on to."""
     code, uses = _uses_in(target)
     if uses is None or not hasattr(sys, "monitoring"):
         return None
@@ -134,7 +147,8 @@ class _Followed:
 
     def _on_start(self, code: types.CodeType, offset: int) -> None:
         self._is_inside |= code is run_region.__code__
-        self._may_open_partials |= self._is_inside and "keywords" in code.co_names
+        is_theirs = self._is_inside and not code.co_filename.startswith(PACKAGE)
+        self._may_open_partials |= is_theirs and "keywords" in code.co_names
         variable = collecting_variable(code) if self._is_inside else None
         if variable is None:
             return

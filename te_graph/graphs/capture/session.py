@@ -26,6 +26,7 @@ from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, orderless_parameters
 from te_graph.graphs.capture.main_grads import check_main_grad, create_main_grad, gradient_state, main_grad_of
 from te_graph.graphs.capture.request import Job, sample_of
+from te_graph.graphs.capture.sample_advice import check_sample, left_out
 from te_graph.graphs.capture.wrappers import watching_wrappers
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
 from te_graph.graphs.tracing.explanations import explained
@@ -61,12 +62,12 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
             predecessor = captures[-1] if captures and is_chain else None
             results = [] if predecessor is None else predecessor.sample_results
             capture = _begin(job, group, predecessor)
-            _warm_up(capture, session, on_failure)
-            if capture.has_ignored:
+            _warm_up(job, capture, session, on_failure)
+            if capture.ignored is not None and capture.ignored.has_any({*capture.signature.keywords} - {ARGUMENT}):
                 if predecessor is not None:
                     predecessor.sample_results = results
                 capture = _begin(job, group, predecessor, capture.ignored)
-                _warm_up(capture, session, on_failure)
+                _warm_up(job, capture, session, on_failure)
             captures.append(capture)
             progress.update()
         for capture in captures:
@@ -84,10 +85,13 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
     return entries
 
 
-def _warm_up(capture: CallableCapture, session: contextlib.ExitStack, on_failure: contextlib.ExitStack) -> None:
+def _warm_up(
+    job: Job, capture: CallableCapture, session: contextlib.ExitStack, on_failure: contextlib.ExitStack
+) -> None:
     session.callback(capture.undo)
     on_failure.callback(capture.undo_failure)
-    with explained(capture.label, "the warm-up"), capture.backend.watch_generator(capture.label):
+    advice = left_out(job.parameters, capture.signature)
+    with explained(capture.label, "the warm-up", advice=advice), capture.backend.watch_generator(capture.label):
         capture.warm_up()
 
 
@@ -100,8 +104,9 @@ def _begin(
         result = predecessor.result.unflatten(predecessor.sample_results)
         result = result[0] if predecessor.changed.numbers else result
         signature, tensors = sample_of(job.label, (result,), job.kwargs)
+    args, kwargs = signature.unflatten(tensors)
+    check_sample(job.label, job.parameters, args, kwargs)
     if (ignored := ignored or ignored_at_once(job.target)) is not None:
-        args, kwargs = signature.unflatten(tensors)
         signature, tensors = sample_of(job.label, args, ignored.without(kwargs))
     if values := sample_values(job.target):
         args, kwargs = signature.unflatten(tensors)
@@ -220,9 +225,7 @@ def _assemble_all(
             label=capture.label,
             graphed=_assemble(capture, group, predecessor),
             signature=capture.signature,
-            form=CallForm(
-                job.parameters, capture.signature, capture.ignored, orderless_parameters(job.target)
-            ),
+            form=CallForm(job.parameters, capture.signature, capture.ignored, orderless_parameters(job.target)),
             computed=capture.computed,
             changed=ChangedArguments.of(
                 capture.label,

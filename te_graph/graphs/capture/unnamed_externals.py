@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from te_graph.common.dispatch import storage_key
 from te_graph.common.reasons import Reported
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.guards.callable_guard import unnamed
+from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.library_reader import LibraryReader, holders_of
 from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.guards.sources import Source
@@ -34,6 +36,7 @@ class UnnamedExternals:
 
     Attributes:
         holders: where libraries keep such tensors.
+        reader_of: makes readers that know the holders.
         kept: those that nobody finds, with how often they were changed in place, if the options want that.
     """
 
@@ -44,6 +47,7 @@ class UnnamedExternals:
         self._reported = reported
         self.holders: list[Source] = []
         self.kept: list[Source] = []
+        self.reader_of = functools.partial(CallableReader, root, options.ignore_attributes, holders=self.holders)
 
     def look_for(self, sources: list[Source], walker: SourceWalker, watch: TensorWatch) -> bool:
         """Look for what the last iteration, seen by ``watch``, used and no source leads to.
@@ -95,13 +99,18 @@ def _uses(sources: list[Source], watch: TensorWatch) -> list[External]:
 
 def _check_same(label: str, lost: list[External], others: list[External]) -> None:
     """Refuse that two iterations use other tensors, or the same at other places."""
-    one, other = ([(storage_key(each.tensor), each.op, each.site) for each in some] for some in (lost, others))
+    one, other = (list(map(_place_of, some)) for some in (lost, others))
     if one != other:
-        odd = next(each for each in [*lost, *others] if (storage_key(each.tensor), each.op, each.site) not in set(one) & set(other))
+        shared = set(one) & set(other)
+        odd = next((each for each in [*lost, *others] if _place_of(each) not in shared), lost[0])
         raise RuntimeError(
             f"{label}: externals={KEEPS!r} cannot hold what {odd.op} uses, a tensor of shape {list(odd.tensor.shape)}: "
             f"two warm-ups read different tensors there, so replays would go on with one of them; at {odd.site}"
         )
+
+
+def _place_of(external: External) -> tuple[int, str, str]:
+    return storage_key(external.tensor), external.op, external.site
 
 
 def _tensor_of(label: str, external: External) -> Tensor:

@@ -176,11 +176,12 @@ def _waits(func: torch._ops.OpOverload, args: tuple, kwargs: dict, tensors: list
 
 
 @contextlib.contextmanager
-def explained(label: str, what: str, notes: Notes | None = None) -> Iterator[None]:
+def explained(label: str, what: str, notes: Notes | None = None, advice: str = "") -> Iterator[None]:
     """Around ``what``, "the warm-up" or "the capture" of the callable ``label``: exceptions from it name both.
 
     Args:
         notes: around a capture: of its ``WarmUpWatch``.
+        advice: what to say besides of what the callable raises.
 
     Raises:
         CaptureError: for what CUDA, or torch, says of captures; names the operation and the line.
@@ -197,7 +198,7 @@ def explained(label: str, what: str, notes: Notes | None = None) -> Iterator[Non
             if notes is not None and is_about_captures(error):
                 said = first_line(error) if site is None else f"{first_line(error)}; at {site}"
                 raise CaptureError(f"{label}: {notes.refusal(error, site) or said}") from error
-            add_note(error, f"raised in {what} of {label}" + (f", at {site}" if site else ""))
+            add_note(error, f"raised in {what} of {label}" + (f", at {site}" if site else "") + advice)
         raise
 
 

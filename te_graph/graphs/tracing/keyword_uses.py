@@ -7,7 +7,6 @@ import functools
 import inspect
 import types
 from dataclasses import dataclass
-from typing import Any
 
 _READS = frozenset({"get", "pop"})
 _SEES_VARIABLES = frozenset({"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "stack"})
@@ -64,9 +63,7 @@ def uses_of(code: types.CodeType, variable: str) -> KeywordUses | None:
             found.add(before)
         elif _is_next_key(following[0], free) and _is_item(following[1]):
             found.add(following[0])
-        elif (
-            following[0].argval in _READS and _is_next_key(following[1], free) and _is_call_with_key(following[2:])
-        ):
+        elif following[0].argval in _READS and _is_next_key(following[1], free) and _is_call_with_key(following[2:]):
             found.add(following[1])
         else:
             other_lines.add(lines[step.offset])

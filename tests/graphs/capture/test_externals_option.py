@@ -81,7 +81,7 @@ def test_one_tensor_is_told_once_for_several_callables(install: Any, caplog: pyt
 
 @pytest.mark.parametrize("text", ["t.mul_(2.0)", "t.data = torch.rand(8)", "t.resize_(4)", "t.requires_grad_()"])
 def test_a_held_tensor_that_changes_is_no_longer_replayed(package: Any, text: str) -> None:
-    layer, twin = _captured(package)
+    layer, _ = _captured(package)
     run(layer, batch())
     get = getattr(package.tables, "get", None) or package.tables.store.get
     exec(text, {"t": get(8), "torch": torch})
@@ -135,7 +135,7 @@ def test_two_that_change_places_are_refused(install: Any) -> None:
 )
 def test_what_cannot_be_held_is_refused(install: Any, text: str, words: str) -> None:
     package = install(f"kept = queue.Queue()\n{text}")
-    with pytest.raises(RuntimeError, match=f"cannot hold a tensor of shape .8. .*{words}.* at .*py"):
+    with pytest.raises(RuntimeError, match=rf"cannot hold a tensor of shape .8. .*{words}.* at .*py"):
         tg.make_graphed_callables(
             lambda x: package.tables.get(8).detach() * 1.0 + x if "inference" in words else package.ops.weighed(x, 8),
             (torch.randn(3, 8, requires_grad=True),),
@@ -148,7 +148,7 @@ def test_what_a_first_call_makes_of_its_arguments_is_refused(install: Any) -> No
         "kept = queue.Queue()\ndef get(n): return kept.queue[0]\n"
         "def of(x):\n    if kept.empty(): kept.put(x.detach().mean(0))\n    return kept.queue[0]"
     )
-    with pytest.raises(RuntimeError, match="the first call makes .* of its arguments"):
+    with pytest.raises(RuntimeError, match=r"the first call makes .* of its arguments"):
         tg.make_graphed_callables(lambda x: x * package.tables.of(x), (batch(),), externals="keep")
 
 

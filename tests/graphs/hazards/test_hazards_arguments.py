@@ -104,9 +104,8 @@ def test_an_input_with_another_requires_grad_than_the_sample_is_refused(device, 
     model = mlp(device)
     make_graphed_callables(model, (batch(device, requires_grad=captured),))
     words = rf"expected args\[0\] with requires_grad={captured}, got requires_grad={not captured}"
-    with pytest.raises(
-        ValueError, match=f"{words}; capture with a sample whose requires_grad matches that of the calls"
-    ):
+    advice = r"x.detach\(\)" if captured else r"x.detach\(\).requires_grad_\(\)"
+    with pytest.raises(ValueError, match=rf"{words}; capture with a sample whose .* that of the calls: {advice};"):
         model(batch(device, requires_grad=not captured))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ def cached_results(source: Source) -> Iterator[Source]:
         results = table if is_first else {}
     else:
         keys = {id(key) for key in table}
-        pairs = zip(parts, parts[1:], strict=False)
+        pairs = itertools.pairwise(parts)
         results = {key: result for key, result in pairs if id(key) in keys and not isinstance(result, type)}
     for key, result in results.items():
         if _is_plain(key):
