@@ -123,7 +123,7 @@ class Handle:
             return f"called {modes[0]}, captured {modes[1]}"
         if is_capturing():
             return _CAPTURING
-        return None
+        return "called while torch.export traces" if torch.compiler.is_exporting() else None
 
     def _replay_otherwise(
         self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
