@@ -1,5 +1,6 @@
 # make train      train the example GPT with its layers replayed from graphs       ARGS="--compare" adds options
 # make test       ruff, clang-format, pytest and GoogleTests: everything that needs no GPU
+# make test-all   the same, and what takes too long for each change
 # make test-gpu   the tests that need a GPU
 # make sanitize   tests under sanitizers: of host code, and on a machine with GPUs of kernels       ARGS="-k chain"
 # make bench      all benchmarks, those of collectives on several GPUs                   ARGS="--quick --out DIR"
@@ -49,7 +50,7 @@ define gtest
 	ctest --test-dir build/$(2) -L '^$(1)$$' --output-on-failure --no-tests=error
 endef
 
-.PHONY: help build train test test-gpu sanitize sanitize-kernels bench format clean tools lint-tools
+.PHONY: help build train test test-all test-gpu sanitize sanitize-kernels bench format clean tools lint-tools
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
@@ -70,10 +71,12 @@ train: $(BUILT)
 	$(PY) examples/train_gpt.py $(ARGS)
 	$(REPORT)
 
-test: $(BUILT) tools lint-tools
+test: TESTS := not gpu and not full
+test-all: TESTS := not gpu
+test test-all: $(BUILT) tools lint-tools
 	$(PY) -m ruff check .
 	clang-format --dry-run -Werror $(CXX_FILES)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m 'not gpu' $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m '$(TESTS)' $(ARGS)
 	$(call gtest,host,gtest)
 	$(REPORT)
 
@@ -133,7 +136,7 @@ format: $(BUILT) lint-tools
 
 # te_graph is installed by now, so pip only adds what these extras name; nothing is fetched when all is there.
 tools: $(BUILT)
-	@$(PY) -m pip install --quiet 'te_graph[test]'
+	@$(PY) -m pip install --quiet 'te_graph[test,compat]'
 	@cmake --version >/dev/null 2>&1 || $(PY) -m pip install --quiet cmake
 lint-tools: $(BUILT)
 	@$(PY) -m pip install --quiet 'te_graph[lint]'

@@ -134,7 +134,7 @@ class Handle:
             return f"called {modes[0]}, captured {modes[1]}"
         if is_capturing():
             return _CAPTURING
-        return None
+        return "called while torch.export traces" if torch.compiler.is_exporting() else None
 
     def _capture_late(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
         """Capture what is called, if it trains; where not, or where that fails, a reason to run eagerly.

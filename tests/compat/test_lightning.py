@@ -1,0 +1,67 @@
+"""Lightning's Trainer over a model whose layers a callback graphs: the bits of eager training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning.pytorch as lightning
+import pytest
+import torch
+from companions import assert_replayed, graph_layers, state_of
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from te_graph.testing import assert_bitwise_equal
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+
+
+class Encoder(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24, 0.1, batch_first=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 5, 6] -> [n, 5, 16]
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        return self(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Graphs(lightning.Callback):
+    """Captures the layers when training begins."""
+
+    def on_train_start(self, trainer: Any, module: Encoder) -> None:
+        with torch.random.fork_rng():
+            graph_layers(module.layers, lambda: module(torch.randn(2, 5, 6)))
+
+
+@pytest.mark.filterwarnings("ignore")  # about loggers, workers and deprecations of its own
+def test_fit() -> None:
+    model, data = Encoder(), torch.randn(8, 5, 6)
+    twin = copy.deepcopy(model)
+    for each, callbacks in ((model, [Graphs()]), (twin, [])):
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
+            callbacks=callbacks,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        torch.manual_seed(6)
+        trainer.fit(each, DataLoader(TensorDataset(data), batch_size=2))
+    assert_bitwise_equal(state_of(model), state_of(twin))
+    assert_replayed(model.layers, 8)
