@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from te_graph.graphs.arguments.signature import Signature
@@ -41,7 +40,7 @@ def _advice(parameters: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
     by_position = [one.name for one in each.values() if one.kind not in (*_STARRED, inspect.Parameter.KEYWORD_ONLY)]
     takes = {one.kind for one in each.values()}
     if len(args) > len(by_position) and inspect.Parameter.VAR_POSITIONAL not in takes:
-        return f"; write sample_args=({''.join(f'{name}, ' for name in by_position).strip()})"
+        return f"; write {_sample_args(by_position)}"
     given = {*by_position[: len(args)], *kwargs}
     unknown = [name for name in kwargs if name not in each]
     if unknown and inspect.Parameter.VAR_KEYWORD not in takes:
@@ -49,11 +48,17 @@ def _advice(parameters: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
     if twice := [name for name in by_position[: len(args)] if name in kwargs]:
         return f"; leave {', '.join(twice)} out of sample_kwargs"
     needed = [one.name for one in each.values() if one.default is one.empty and one.kind not in _STARRED]
-    return f"; write {_sample_kwargs(name for name in needed if name not in given)}"
+    missing = [name for name in needed if name not in given]
+    in_place = by_position[: len(args) + len(missing)]
+    by_order = f"{_sample_args(in_place)} or " if in_place[len(args) :] == missing else ""
+    return f"; write {by_order}{_sample_kwargs(missing)}"
 
 
-def _sample_kwargs(names: Iterable[str]) -> str:
-    names = list(names)
+def _sample_args(names: list[str]) -> str:
+    return f"sample_args=({', '.join(names)}{',' if len(names) == 1 else ''})"
+
+
+def _sample_kwargs(names: list[str]) -> str:
     shown = ", ".join(f'"{name}": ...' for name in names[:_MAX_NAMED])
     return f"sample_kwargs={{{shown}{', ...' if len(names) > _MAX_NAMED else ''}}}"
 

@@ -326,8 +326,8 @@ def test_sparse_gradients_are_refused_with_advice(device, refuses):
     assert type(embedding) is nn.Embedding
 
 
-def test_a_signature_that_does_not_fit_the_samples_raises_what_the_callable_raises(device, model, refuses):
-    refuses(TypeError, "positional argument", model, ())
+def test_samples_that_do_not_fit_the_signature_are_refused(device, model, refuses):
+    refuses(TypeError, r"missing a required argument: 'input'; write sample_args=\(input,\) or", model, ())
     refuses(TypeError, "positional argument", model, (batch(device), batch(device)))
     refuses(TypeError, "unexpected keyword argument 'mask'", model, (batch(device),), sample_kwargs={"mask": None})
 

@@ -35,8 +35,8 @@ SHOWN = r"\(x, cos, attention_mask=None, \*, flag=True\)"
     ("target", "args", "kwargs", "words"),
     [
         (Layer(), 1, {}, rf"Layer: expected a sample that fits {SHOWN}: missing .* 'cos'; write "
-                         r'sample_kwargs={"cos": ...}'),
-        (Layer(), 4, {}, r"too many positional arguments; write sample_args=\(x, cos, attention_mask,\)"),
+                         r'sample_args=\(x, cos\) or sample_kwargs={"cos": ...}'),
+        (Layer(), 4, {}, r"too many positional arguments; write sample_args=\(x, cos, attention_mask\)"),
         (Layer(), 2, {"mask": 1}, "unexpected keyword argument 'mask'; leave mask out of sample_kwargs"),
         (Layer(), 2, {"cos": 1.0}, "multiple values for argument 'cos'; leave cos out of sample_kwargs"),
         (two, 1, {}, r'two: expected .* write sample_kwargs={"scale": ...}'),
