@@ -166,11 +166,12 @@ class CallableCapture:
         generators = HostRandom(self._sources, with_torch=True)
         try:
             with ModuleCalls(self._refuse_hooks) as calls:
-                tensors = self._iterate(self.group.options.num_warmup_iters)
+                tensors, *works = self._iterate(self.group.options.num_warmup_iters)
                 if self.unnamed.look_for(self._sources, self.walker, self.watch):
                     self._sources = self._explore()
                     self.rounds.append(WarmUpRound(WarmUpWatch(self.group.device, self.samples)))
-                    tensors = self._iterate(self.group.options.num_warmup_iters)
+                    tensors, work = self._iterate(self.group.options.num_warmup_iters)
+                    works.append(work)
                 self.ignored = ignored_keywords(self.root, self._run_with, self.group.options.hooks == "refuse")
         finally:
             isolation.restore()
@@ -186,8 +187,8 @@ class CallableCapture:
         used = None if self.group.options.allow_unused_input else used
         check_use(self.label, self.signature.distinct_names, self.samples, self.watch, used)
         check_escapes(self.label, self.root, self._sources, self.watch)
-        for each in self.rounds:
-            each.check(self.label, self.walker.obstacle, self._sources)
+        for each, work in zip(self.rounds, works, strict=True):
+            each.check(self.label, self.walker.obstacle, self._sources, work)
         check_devices(self.label, self.group.device, self._sources, self.watch)
         try:
             self.callable_guard = build_callable_guard(
@@ -207,10 +208,10 @@ class CallableCapture:
             source = next((source for source in self._sources if source.obj is module), None)
             check_hooks(module, f"{self.label}: {(source and source.name) or type(module).__name__}")
 
-    def _iterate(self, iterations: int) -> list[Tensor]:
-        """The iterations of one round; returns the results of the last one, [...] each."""
+    def _iterate(self, iterations: int) -> tuple[list[Tensor], HostWork]:
+        """The iterations of one round; returns the results of the last one, [...] each, and what all did in Python."""
         current = self.rounds[-1]
-        current.work = work = HostWork(self.group.device, self.walker, self._explore, self._sources)
+        work = HostWork(self.group.device, self.walker, self._explore, self._sources)
         self._iterate_once(current.watch_first(self.samples), work)
         left = max(iterations - 2, 0 if work.is_settled else 1)
         for _ in range(left):
@@ -219,7 +220,7 @@ class CallableCapture:
         tensors, in_backward = self._iterate_once(self.watch, work)
         self._sources = work.sources
         self.backward_guard = backward_guard(self._explore(), in_backward, self.watch.externals.keys())
-        return tensors
+        return tensors, work
 
     def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], CodeWatch]:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""

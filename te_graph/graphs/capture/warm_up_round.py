@@ -22,12 +22,10 @@ class WarmUpRound:
     Attributes:
         last: the last iteration.
         firsts: those before it that are watched.
-        work: what they did in Python, once they have begun.
     """
 
     last: WarmUpWatch
     firsts: list[FirstCallWatch] = field(default_factory=list)
-    work: HostWork | None = None
 
     @property
     def backwards(self) -> list[TensorWatch]:
@@ -39,13 +37,19 @@ class WarmUpRound:
         self.firsts.append(FirstCallWatch(samples))
         return self.firsts[-1]
 
-    def check(self, label: str, obstacle: str | None, sources: Sequence[Source]) -> None:
-        """Refuse what they did and a replay would not do. ``obstacle``: why the code cannot be compared at calls.
+    def check(self, label: str, obstacle: str | None, sources: Sequence[Source], work: HostWork) -> None:
+        """Refuse what they did and a replay would not do.
+
+        Args:
+            label: of the callable.
+            obstacle: why the code cannot be compared at calls.
+            sources: of the callable.
+            work: what they did in Python.
 
         Raises:
             RuntimeError: names it, with the ``label`` of the callable.
         """
-        check_host_work(label, obstacle, self.work.changed, self.work.drawn)
+        check_host_work(label, obstacle, work.changed, work.drawn)
         first, *others = self.firsts
-        second = next(iter(others), None) if self.work.kept_at_first is not None else None
-        first.check(label, sources, self.work, second, self.last)
+        second = next(iter(others), None) if work.kept_at_first is not None else None
+        first.check(label, sources, work, second, self.last)
