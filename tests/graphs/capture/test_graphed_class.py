@@ -24,7 +24,6 @@ from torch.nn.utils import parametrize
 
 import te_graph as tg
 from te_graph.graphs.callables import install
-from te_graph.graphs.callables import make_graphed_callables as api
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 T = typing.TypeVar("T")
@@ -376,14 +375,14 @@ def test_class_that_cannot_be_extended_is_found_before_anything_runs() -> None:
 def test_failure_at_installation_leaves_none_graphed(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = nn.Linear(4, 4), nn.Linear(4, 4)
     modules[0].forward = own = lambda x: x * 2
-    install = api.install
+    original = install.install
 
     def failing(target: nn.Module, handle: Any) -> Any:
         if target is modules[1]:
             raise MemoryError
-        return install(target, handle)
+        return original(target, handle)
 
-    monkeypatch.setattr(api, "install", failing)
+    monkeypatch.setattr(install, "install", failing)
     with pytest.raises(MemoryError):
         tg.make_graphed_callables(modules, ((batch(),), (batch(),)))
     assert [type(module) for module in modules] == [nn.Linear] * 2
