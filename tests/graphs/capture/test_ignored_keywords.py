@@ -21,7 +21,7 @@ from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
 
-_PROGRAMS, _MOST_SECONDS = 25, 4
+_PROGRAMS, _MOST_SECONDS = 20, 3
 followed = pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="Python 3.12 and newer tell what is called")
 
 
