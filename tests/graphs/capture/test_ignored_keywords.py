@@ -220,4 +220,4 @@ def test_random_calls_with_keywords() -> None:
         replayed += run_program(first + count)
         count += 1
     print(f"{count} programs, seeds from {first}, {replayed} replays with other keywords")
-    assert count > 3
+    assert count > 1

@@ -24,7 +24,7 @@ _CALLS = 6
 
 def changes_of(layout: Layout) -> dict[str, bool]:
     """Statements that may run between two calls, and whether the calls have to replay after each."""
-    call, other, *others = (_call_for(layout, n) for n in (WIDTH, 5, 2, 3, 4, 6))
+    call, other, *others = (call_for(layout, n) for n in (WIDTH, 5, 2, 3, 4, 6))
     cleared = {layout.clear: False, f"{layout.clear}; T.scale = 3.0": False, f"{layout.clear}; {call}": False}
     return {
         "pass": True,
@@ -39,7 +39,8 @@ def changes_of(layout: Layout) -> dict[str, bool]:
     }
 
 
-def _call_for(layout: Layout, n: int) -> str:
+def call_for(layout: Layout, n: int) -> str:
+    """The call of ``layout`` for length ``n``, outside of its package."""
     return layout.call.replace("(n", f"({n}").replace("[n", f"[{n}").replace("x.device", "torch.device('cpu')")
 
 
