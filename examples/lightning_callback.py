@@ -23,14 +23,14 @@ SEQ_LEN, BATCH_SIZE, STEPS = 32, 4, 12
 
 
 class GraphLayers(lightning.Callback):
-    """Captures the layers of a module's `model` by its first training step, as Lightning runs it: device, precision."""
+    """Captures the layers of a module by its first training step, as Lightning runs it: device, precision."""
 
     layers = None
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if self.layers is None:
             step = partial(trainer.strategy.training_step, batch, batch_idx)
-            self.layers = tg.graph_layers(module.model, step)
+            self.layers = tg.graph_layers(module, step)
 
 
 class LanguageModel(lightning.LightningModule):

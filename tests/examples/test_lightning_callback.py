@@ -38,7 +38,7 @@ def test_a_difference_is_told(monkeypatch, capsys):
 
     def graph_layers(model: torch.nn.Module, step: object) -> None:
         runs.append(step)
-        model.lm_head.weight.data.mul_(len(runs))
+        model.model.lm_head.weight.data.mul_(len(runs))
 
     monkeypatch.setattr(te_graph, "graph_layers", graph_layers)
     monkeypatch.setattr(lightning_callback, "STEPS", 1)

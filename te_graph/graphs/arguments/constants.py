@@ -103,9 +103,14 @@ def reason_against(value: Any) -> str:
         return "let the callable hold the module, as an attribute or variable"
     if callable(value):
         return "let the callable hold it: a function given as argument may refer to constants only"
+    if any("Cache" in kind.__name__ for kind in type(value).__mro__):
+        return (
+            "training needs no KV cache: pass use_cache=False (Hugging Face: model.config.use_cache = False, "
+            '"use_cache": False in the batch, or TrainingArguments(use_cache=False))'
+        )
     return (
         "custom types are supported if they are dataclasses, subclasses of dict, list or tuple, or registered with "
-        "torch.utils._pytree.register_pytree_node; for a KV cache pass use_cache=False"
+        "torch.utils._pytree.register_pytree_node"
     )
 
 

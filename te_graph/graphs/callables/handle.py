@@ -188,7 +188,10 @@ class Handle:
             return [], self._fall_back(miss.message)
         lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
         if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
-            return self._capture_again(miss, root, args, kwargs)
+            outputs, reason = self._capture_again(miss, root, args, kwargs)
+            if reason is not None:
+                self._entry.pass_over()
+            return outputs, reason
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
         if may_be_eager == "raise" and kind not in _ALWAYS_EAGER:
             if kind == _Kind.ARGUMENTS:
@@ -295,7 +298,10 @@ class Handle:
             self._others.remove(entry)
         if self._entry is not None and not self._entry.retired:
             self._others.insert(0, self._entry)
+            self._entry.pass_over()
         self._entry, self.fast_call = entry, None
+        if entry is not None:
+            entry.take_up()
         is_simple = self._is_module and self._step_state is None
         if is_simple and entry is not None and entry.is_flat and entry.result.is_tensor and not entry.computed:
             count = len(entry.signature.tensors)

@@ -204,9 +204,10 @@ class CallableCapture:
 
     def _refuse_hooks(self, module: nn.Module) -> None:
         """Of a ``module`` that is about to be called, and before they are: they are not for samples."""
-        if self.group.options.hooks == "refuse" and module is not self.root:
+        if module is not self.root and any(vars(module)[key] for key in HOOK_DICTS):
             source = next((source for source in self._sources if source.obj is module), None)
-            check_hooks(module, f"{self.label}: {(source and source.name) or type(module).__name__}")
+            name = f"{self.label}: {(source and source.name) or type(module).__name__}"
+            check_hooks(module, name, self.group.options.hooks == "captured")
 
     def _iterate(self, iterations: int) -> tuple[list[Tensor], HostWork]:
         """The iterations of one round; returns the results of the last one, [...] each, and what all did in Python."""

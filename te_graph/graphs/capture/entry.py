@@ -50,6 +50,7 @@ class CallableEntry:
     changed: ChangedArguments | None
     predecessor: weakref.ref[CallableEntry] | None = None
     retired: bool = False
+    _passed_over_at: int = -1
     is_flat: bool = field(init=False)
     has_hooked_values: bool = field(init=False)
 
@@ -86,10 +87,23 @@ class CallableEntry:
         result = self.result.unflatten(outputs)
         return result if self.changed is None else result[0]
 
+    def pass_over(self) -> None:
+        """Note that a call replays another capture, or runs eagerly because that could not be made."""
+        self._passed_over_at = self.graphed.forward_replays
+
+    def take_up(self) -> None:
+        """Note that calls come here again, whether they can be replayed or not."""
+        self._passed_over_at = -1
+
+    @property
+    def is_passed_over(self) -> bool:
+        """True when it has been passed over and not replayed since."""
+        return self._passed_over_at == self.graphed.forward_replays
+
     @property
     def lost_predecessor(self) -> bool:
-        """True when the entry whose results it reads in place has been replaced or freed."""
+        """True when the entry whose results it reads in place has been replaced, freed or passed over."""
         if self.predecessor is None:
             return False
         entry = self.predecessor()
-        return entry is None or entry.retired
+        return entry is None or entry.retired or entry.is_passed_over

@@ -53,7 +53,8 @@ def gradients_of(
             raise
         raise RuntimeError(
             f"{label}: reentrant activation checkpointing runs a backward inside the backward, which cannot be "
-            "captured: pass use_reentrant=False to torch.utils.checkpoint"
+            "captured: pass use_reentrant=False to torch.utils.checkpoint (Hugging Face: "
+            'gradient_checkpointing_kwargs={"use_reentrant": False})'
         ) from error
     finally:
         isolation.restore()

@@ -22,6 +22,7 @@ from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.library_objects import is_array, is_iterator
 from te_graph.graphs.guards.readers.lookups import absent_globals, absent_names
 from te_graph.graphs.guards.readers.user_classes import bases_of
+from te_graph.graphs.guards.recording_hooks import REMOVAL_OF_RECORDING, is_recording_hook
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, items_of, name_of, submodules, walk
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.externals import External
@@ -295,10 +296,18 @@ def guard_module(source: Source, callable_guard: CallableGuard, is_callable: boo
         callable_guard.enter(members.child(members.obj, f"forward of {name}", _Kind.ABSENT, "forward"))
 
 
-def check_hooks(module: nn.Module, name: str) -> None:
-    """Raise RuntimeError, calling ``module`` ``name``, if it has hooks that a replay would not run."""
+def check_hooks(module: nn.Module, name: str, may_capture: bool) -> None:
+    """Raise RuntimeError, calling ``module`` ``name``, if it has hooks that a replay would not run, and that
+    ``may_capture`` does not let freeze, or whose work would be lost then."""
     for key, what in HOOK_DICTS.items():
-        if not all(map(is_pure_hook, vars(module)[key].values())):
+        hooks = [hook for hook in vars(module)[key].values() if not is_pure_hook(hook)]
+        if (recording := next(filter(is_recording_hook, hooks), None)) is not None:
+            raise RuntimeError(
+                f"{name} has {what} that do something only while a context variable is set, as "
+                f"{recording.__qualname__} does, and a replay would never do it: remove them before the capture. "
+                f"{REMOVAL_OF_RECORDING}"
+            )
+        if hooks and not may_capture:
             raise RuntimeError(
                 f"{name} has {what}, which a replay would not run: remove them before the capture (hooks on the "
                 'graphed module itself do run), or freeze what they compute into the graph with hooks="captured"'
@@ -308,10 +317,9 @@ def check_hooks(module: nn.Module, name: str) -> None:
 def _guard_hooks(source: Source, callable_guard: CallableGuard, may_capture_hooks: bool) -> None:
     members = source.attributes()
     name = source.name or type(source.obj).__name__
+    check_hooks(source.obj, name, may_capture_hooks)
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
-        if not may_capture_hooks:
-            check_hooks(source.obj, name)
         callable_guard.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
         for hook in hooks.obj:
             callable_guard.enter(hooks.item(hook, hooks.name))

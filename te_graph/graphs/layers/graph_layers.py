@@ -194,10 +194,15 @@ def _contents(model: nn.Module) -> list[Any]:
     while queue:
         one = queue.pop()
         values = one.values() if isinstance(one, dict) else one if isinstance(one, _CONTAINERS) else vars(one).values()
-        inner = [value for value in values if isinstance(value, _CONTAINERS) and id(value) not in found]
+        inner = [value for value in values if _is_container(value) and id(value) not in found]
         found.update((id(value), value) for value in inner)
         queue += inner
     return list(found.values())
+
+
+def _is_container(value: Any) -> bool:
+    """Also a weak proxy says that it is one; what it stands for belongs to others, or is gone."""
+    return type(value) not in weakref.ProxyTypes and isinstance(value, _CONTAINERS)
 
 
 def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeError:

@@ -152,6 +152,34 @@ def test_a_layer_whose_predecessor_was_reset_is_captured_again_alone(device):
     assert eager_calls(layers[1:]) == [0, 0]
 
 
+@pytest.mark.parametrize("position", [0, 1])
+def test_layers_whose_predecessor_replays_another_capture_are_captured_again(device, position):
+    layers = layers_on(device)
+    twins = chain(layers, batch(device).requires_grad_(False), on_mismatch="capture", max_in_flight=2)
+    for needs_grad in (False, True, False, True):
+        for nets in (layers, twins):
+            nets[position].drop.p = 0.5 if position and needs_grad else 0.0
+
+        def scenario(nets: Nets, x: Tensor, needs_grad: bool = needs_grad) -> None:
+            for part in (x, 2 * x):
+                forward_and_backward(nets, part.detach().requires_grad_(needs_grad and not position))
+
+        assert_same_steps(layers, twins, scenario, device, micro_batches=1)
+    assert counts(layers[position:], "recaptures")[1:] == [1] * (2 - position)
+    assert eager_calls(layers) == [0, 0, 0]
+
+
+def test_layers_whose_predecessor_cannot_be_captured_again_are_captured_alone(device):
+    layers = layers_on(device)
+    twins = chain(layers, batch(device), on_mismatch="capture")
+    for nets in (layers, twins):
+        nets[0].down.register_forward_hook(lambda module, args, result: 2 * result)
+    for _ in range(2):
+        assert_same_steps(layers, twins, forward_and_backward, device)
+    assert counts(layers, "recaptures") == [0, 1, 1]
+    assert eager_calls(layers) == [8, 0, 0]
+
+
 def test_an_input_from_elsewhere_is_no_reason_to_capture_again_while_the_predecessor_is_there(device):
     layers = layers_on(device)
     twins = chain(layers, batch(device), on_mismatch="capture")

@@ -5,6 +5,7 @@ The reference is eager execution of a copy of the same module with the same hook
 
 from __future__ import annotations
 
+import contextvars
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,58 @@ def compare(model: nn.Module, twin: nn.Module, device: str) -> None:
     x = batch(device)
     assert_bitwise_equal(run(model, x), run(twin, x))
     assert_bitwise_equal(gradients_of(list(model.parameters())), gradients_of(list(twin.parameters())))
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.variable = contextvars.ContextVar("collected", default=None)
+
+    def get(self) -> list | None:
+        return self.variable.get()
+
+
+COLLECTED, COLLECTOR = contextvars.ContextVar("collected", default=None), Collector()
+
+
+def note_in_variable(module: nn.Module, args: tuple, y: Tensor) -> None:  # [...]
+    if (collected := COLLECTED.get()) is not None:
+        collected.append(y)
+
+
+def note_in_collector(module: nn.Module, args: tuple, y: Tensor) -> None:  # [...]
+    if (collected := COLLECTOR.get()) is not None:
+        collected.append(y)
+
+
+def note_in_closure() -> Callable:
+    collected = COLLECTED
+    return lambda module, args, y: None if collected.get() is None else collected.get().append(y)
+
+
+@pytest.mark.parametrize("hook", [note_in_variable, note_in_collector, note_in_closure()])
+def test_a_hook_that_records_while_a_variable_is_set_is_never_frozen_and_lost(device, hook):
+    model = net(device)
+    model[0][1].register_forward_hook(hook)
+    for hooks in ("refuse", "captured"):
+        with pytest.raises(RuntimeError, match=r"0\.1 has forward hooks that do something only while") as caught:
+            make_graphed_callables(model, (batch(device),), hooks=hooks)
+        assert hook.__qualname__ in str(caught.value)
+        assert 'hooks="captured"' not in str(caught.value)
+
+
+def test_a_hook_that_records_and_comes_later_makes_calls_eager_and_records(device):
+    model = net(device)
+    twin = eager_copy(model)
+    make_graphed_callables(model, (batch(device),), hooks="captured", on_mismatch="capture")
+    for one in (model, twin):
+        one[0][1].register_forward_hook(note_in_variable)
+    collected: list[Tensor] = []
+    token = COLLECTED.set(collected)
+    for _ in range(2):
+        compare(model, twin, device)
+    COLLECTED.reset(token)
+    assert len(collected) == 4
+    assert_bitwise_equal(collected[::2], collected[1::2])
 
 
 @each_kind

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +64,27 @@ def test_the_step_runs_once_and_leaves_the_model_as_it_was(device: str) -> None:
     assert_bitwise_equal([grad for grad, _ in grads], [value for _, value in grads])
     assert_bitwise_equal(dict(model.state_dict()), values)
     assert model.last.weight.requires_grad
+
+
+class Trainer:
+    """Has a model, and a weak proxy of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.strategy = SimpleNamespace(model=model, seen=[])
+        self.proxy = weakref.proxy(model)
+
+
+def test_what_has_the_model_is_left_alone_though_the_model_leads_to_it(device: str) -> None:
+    model = InTurn(Block(), Block()).to(device)
+    model.trainer = Trainer(model)
+    model.proxies = [weakref.proxy(model), weakref.proxy(Trainer(model))]  # the last is dead
+
+    def step() -> None:
+        model(batch(device)).sum().backward()
+        model.trainer.strategy.seen.append(1)
+
+    assert tg.graph_layers(model, step).layers == ("layers.0", "layers.1")
+    assert model.trainer.strategy.seen == [1]
 
 
 def failing_steps(model: nn.Module, device: str) -> dict[str, tuple]:
