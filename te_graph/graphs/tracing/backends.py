@@ -15,7 +15,8 @@ from te_graph import _C
 from te_graph._build import check_is_built_for
 from te_graph.common.environment import switch
 from te_graph.graphs.tracing.random_states import CudaStates
-from te_graph.graphs.tracing.recorder import RecordedStates, Recorder
+from te_graph.graphs.tracing.recorded_states import RecordedStates
+from te_graph.graphs.tracing.recorder import Recorder
 from te_graph.graphs.tracing.refusals import CaptureError
 
 ERROR_MODES = ("global", "thread_local", "relaxed")
