@@ -34,7 +34,7 @@ from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
-from te_graph.graphs.capture.main_grads import main_grad_of
+from te_graph.graphs.capture.main_grads import main_grad_of, refuse_fused_main_grads
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.guards.backward_guard import backward_guard
@@ -98,6 +98,7 @@ class CallableCapture:
         self._sources = self._explore()
         check_attributes(label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(label, sources)
+        refuse_fused_main_grads(label, sources)
         own = (source for source in sources if "global variable" not in source.name)
         self._containers = ContainerState(itertools.chain(own, global_containers(self._sources)))
         self._bindings = Bindings(variables(self._sources))
@@ -211,14 +212,23 @@ class CallableCapture:
         left = max(iterations - 2, 0 if work.is_settled else 1)
         for _ in range(left):
             self._iterate_once(contextlib.nullcontext() if work.is_settled else self._watch_first(), work)
+        if self._runs_compiled and self.backend.name == "cuda":
+            self._let_compile()
         tensors, in_backward = self._iterate_once(self.watch, work)
         self._sources = work.sources
-        self.backward_guard = backward_guard(self._explore(), in_backward, self.watch.externals.keys())
+        read = self._reader_of(self.walker.names).compared(self._explore())
+        self.backward_guard = backward_guard(read, in_backward, self.watch.externals.keys())
         return tensors
 
     def _watch_first(self) -> FirstCallWatch:
         self._first_watches.append(FirstCallWatch(self.samples))
         return self._first_watches[-1]
+
+    def _let_compile(self) -> None:
+        """Run what ``torch.compile`` made of functions inside, for the compiler to be done before the capture, which
+        runs compiled code as eager calls do. Under a watch it does not run: it would hide its operations."""
+        outputs = self._call(self.samples, self.changed.given(self.samples))
+        self._find_gradients([one for one in outputs if one.requires_grad], self.samples)
 
     def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], CodeWatch]:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
@@ -247,6 +257,7 @@ class CallableCapture:
         in_backward = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
         with watch, in_backward:
             self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+        self._runs_compiled = code.runs_compiled or in_backward.runs_compiled
         work.note(code, in_backward, is_last=is_last)
         return tensors, in_backward
 

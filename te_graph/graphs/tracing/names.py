@@ -40,6 +40,7 @@ _NOT_RUN = frozenset(
 )
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 _TELLS_APART = "(is)"  # stands for a comparison of two objects by identity
+_CALLS_EXTENSIONS = "(extension)"  # and for a call of a function that may take the memory of tensors
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", _TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
@@ -106,6 +107,11 @@ class Names:
         return not self.said.isdisjoint(_ADDRESSES)
 
     @property
+    def calls_extensions(self) -> bool:
+        """The code calls functions of extension modules, which may use tensors unseen: all of them count as used."""
+        return _CALLS_EXTENSIONS in self.said
+
+    @property
     def tells_objects_apart(self) -> bool:
         """The code asks which object something is, but for whether it is a constant such as None."""
         return self.reads_addresses or not self.said.isdisjoint(_IDENTITIES)
@@ -159,6 +165,10 @@ class Names:
     def with_fields(self, are_read: bool) -> Names:
         """These, and where ``are_read`` that code goes through the fields of dataclasses."""
         return replace(self, said=self.said | {"fields"}) if are_read else self
+
+    def with_extensions(self, are_called: bool) -> Names:
+        """These, and where ``are_called`` that code calls functions of extension modules."""
+        return replace(self, said=self.said | {_CALLS_EXTENSIONS}) if are_called else self
 
     def with_tellers(self, are_met: bool) -> Names:
         """These, and where ``are_met`` that code tells objects apart."""
