@@ -48,7 +48,7 @@ class CodeWatch:
         names: of attributes that the user's code asks for by ``getattr`` and the like.
         looks_at_all: the user's code called a function of Python's that reads whatever attributes there are, but for
             one that makes an object, of which ``Names`` tell what it looks at.
-        reads_fields: it called one of Python's that goes through the fields of a dataclass.
+        field_readers: it called these of Python's, which go through the fields of a dataclass.
         calls_extensions: some code called a function of an extension module that is neither of torch nor of Python: no
             dispatcher need see what it does with tensors. Before Python 3.12 on this thread alone.
         runs_compiled: it called what ``torch.compile`` made of a function.
@@ -64,7 +64,8 @@ class CodeWatch:
 
     def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
         self.names: set[str] = set()
-        self.looks_at_all = self.reads_fields = self.calls_extensions = False
+        self.looks_at_all = self.calls_extensions = False
+        self.field_readers: set[str] = set()
         self.missing: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.variables: dict[int, list[tuple]] = {}
@@ -141,8 +142,8 @@ class CodeWatch:
         if id(code) in CODES_OF_LOOKERS and not self.looks_at_all:
             above = frame.f_back.f_code
             self.looks_at_all = is_user_file(above.co_filename) and not is_making(above)
-        if id(code) in CODES_OF_FIELDS and not self.reads_fields:
-            self.reads_fields = is_user_file(frame.f_back.f_code.co_filename)
+        if id(code) in CODES_OF_FIELDS and is_user_file(frame.f_back.f_code.co_filename):
+            self.field_readers.add(CODES_OF_FIELDS[id(code)])
         is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
         if (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
             return
