@@ -5,9 +5,10 @@
     python benchmarks/bench_graphed.py --device cpu --quick             # the recorder: tries the script, times nothing
     python benchmarks/bench_graphed.py --profile --shapes h512-t256     # where te_graph's host time goes
 
-Eight blocks run after one another in bf16; gradients exist before and every iteration adds to them. Each pair of shape
-and variant is measured in a process of its own. After its times and memory are taken, the launches of one step are
-counted, and te_graph's host time is split: its forward and backward calls, and its graphs launched without it.
+Eight blocks run after one another in bf16; gradients exist before and every iteration adds to them. Shapes te-* are
+layers of TransformerEngine instead, where that is installed. Each pair of shape and variant is measured in a process of
+its own. After its times and memory are taken, the launches of one step are counted, and te_graph's host time is split:
+its forward and backward calls, and its graphs launched without it.
 A complete run is kept as results/graphed.json, a part of it only where --out says. Exit status: 0 measured,
 1 something failed or gradients differ from eager ones, 2 bad input.
 """
@@ -32,12 +33,16 @@ from te_graph.testing import deterministic, same_bits
 LAYERS = 8
 FULL, QUICK = Sampling(repeats=9, seconds=0.15, bursts=20), Sampling(repeats=3, seconds=0.02, bursts=3)
 
+ENGINE = "transformer_engine"
 CPU_SHAPE = "tiny"  # for machines without a GPU; the others take minutes there
 SHAPES = {
     "h2048-t2048": Shape(hidden=2048, heads=16, tokens=2048),
     "h2048-tp4-t2048": Shape(hidden=2048, heads=16, tokens=2048, shards=4),
     "h2048-tp4-t512": Shape(hidden=2048, heads=16, tokens=512, shards=4),
     "h512-t256": Shape(hidden=512, heads=8, tokens=256),
+    "te-h2048-t2048": Shape(hidden=2048, heads=16, tokens=2048, package=ENGINE),
+    "te-h2048-t512": Shape(hidden=2048, heads=16, tokens=512, package=ENGINE),
+    "te-h512-t256": Shape(hidden=512, heads=8, tokens=256, package=ENGINE),
     CPU_SHAPE: Shape(hidden=32, heads=2, tokens=8),
 }
 OUTSIDE_LAYERS = (
@@ -98,7 +103,7 @@ def measure(shape: str, variant: str, device: str, seed: int, sampling: Sampling
     Raises:
         RuntimeError: te_graph's layers did not replay, so their times say nothing.
     """
-    import_packages([VARIANTS[variant]])
+    import_packages([VARIANTS[variant], SHAPES[shape]])
     workload = block_workload(SHAPES[shape], LAYERS, device, seed)
     step = VARIANTS[variant].build(workload)
     sample = {**measure_step(step, device, sampling), "split": None, "launches": None, "error": None}
@@ -115,7 +120,7 @@ def measure(shape: str, variant: str, device: str, seed: int, sampling: Sampling
 
 def check(shape: str, variants: Sequence[str], device: str, seed: int) -> dict[str, bool]:
     """Whether the gradients that two steps leave equal eager ones bit for bit; for a process of its own."""
-    import_packages(VARIANTS[name] for name in variants)
+    import_packages([SHAPES[shape], *(VARIANTS[name] for name in variants)])
 
     def gradients(variant: str) -> list[Tensor]:
         workload = block_workload(SHAPES[shape], LAYERS, device, seed)
@@ -214,8 +219,14 @@ def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         parser.error(f"--rounds: expected at least 1, got {options.rounds}")
     choose_variants(parser, options, VARIANTS)
     is_cuda = options.device == "cuda"
+    missing = {name: reason for name, shape in SHAPES.items() if (reason := shape.missing())}
+    for name in options.shapes or ():
+        if name in missing:
+            parser.error(f"--shapes: expected what can be measured here, got {name}: {missing[name]}")
     every_shape = [name for name in SHAPES if (name == CPU_SHAPE) != is_cuda]
-    options.shapes = list(dict.fromkeys(options.shapes or every_shape))
+    if options.shapes is None:
+        options.not_measured |= {SHAPES[name].label: missing[name] for name in every_shape if name in missing}
+    options.shapes = list(dict.fromkeys(options.shapes or [name for name in every_shape if name not in missing]))
     options.sampling = QUICK if options.quick else FULL
 
 
@@ -235,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = BENCHMARK.parse_args(argv)
     if not options.profile:
         return BENCHMARK.run(options)
+    import_packages([SHAPES[options.shapes[0]]])
     workload = block_workload(SHAPES[options.shapes[0]], LAYERS, options.device, options.seed)
     print_profile(VARIANTS["te_graph"].build(workload))
     return 0

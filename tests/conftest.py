@@ -1,5 +1,6 @@
 """Markers, seeds, and the fixtures that several files share: ``pytestmark = pytest.mark.usefixtures("repeatable")``."""
 
+import importlib.util
 import random
 import zlib
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ import shared_gpu
 import torch
 
 from te_graph.testing import deterministic
+
+OTHERS = ("transformer_engine",)  # packages of which tests ``need`` one
 
 
 @pytest.fixture
@@ -20,7 +23,8 @@ def repeatable() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """multi_gpu implies gpu, so that -m "not gpu" leaves out both; pytest says what too few GPUs leave out."""
+    """multi_gpu implies gpu, so that -m "not gpu" leaves out both; pytest says what too few GPUs leave out, or packages
+    that are not installed. What is installed and cannot be imported fails."""
     several = [item for item in items if item.get_closest_marker("multi_gpu")]
     for item in several:
         item.add_marker("gpu")
@@ -28,9 +32,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     too_many = [item for item in several if 0 < there < gpus_of(item)]
     if shared_gpu.IS_SHARED:
         too_many += [item for item in several if item.get_closest_marker("gpus_apart")]
-    if too_many:
-        config.hook.pytest_deselected(items=too_many)
-        items[:] = [item for item in items if item not in too_many]
+    left_out = {*too_many, *(item for item in items if missing_packages(item))}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names the packages whose tests were left out."""
+    for package in OTHERS:
+        if not is_installed(package):
+            terminalreporter.write_line(f"{package} is not installed: its tests were left out")
+
+
+def missing_packages(item: pytest.Item) -> list[str]:
+    """What is not installed of the packages that the test ``needs``."""
+    needed = [mark.args[0] for mark in item.iter_markers("needs")]
+    if unknown := set(needed) - set(OTHERS):
+        raise ValueError(f"{item.nodeid}: expected needs() of {', '.join(OTHERS)}, got {', '.join(unknown)}")
+    return [package for package in needed if not is_installed(package)]
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def gpus_of(item: pytest.Item) -> int:

@@ -37,9 +37,9 @@ class Variant:
         return f"{self.name} {importlib.metadata.version(self.package)}"
 
 
-def import_packages(variants: Iterable[Variant]) -> None:
-    """Import what `variants` need before the GPU is used: a package may bring a library, such as cuDNN, that does not
-    load any more once torch has loaded parts of its own."""
-    for variant in variants:
-        if variant.package:
-            importlib.import_module(f"{variant.package}.pytorch")
+def import_packages(measured: Iterable[Any]) -> None:
+    """Import each `package` of what is `measured` before the GPU is used: a package may bring a library, such as
+    cuDNN, that does not load any more once torch has loaded parts of its own."""
+    for one in measured:
+        if one.package:
+            importlib.import_module(f"{one.package}.pytorch")

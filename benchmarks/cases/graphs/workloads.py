@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +18,28 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """A block of width `hidden` over one sequence of `tokens`; with `shards`, what one tensor-parallel rank holds."""
+    """A block of width `hidden` over one sequence of `tokens`; with `shards`, what one tensor-parallel rank holds.
+
+    Attributes:
+        package: whose layer it is, instead of `Block`.
+    """
 
     hidden: int
     heads: int
     tokens: int
     shards: int = 1
+    package: str | None = None
 
     @property
     def label(self) -> str:
+        whose = "TransformerLayer of TransformerEngine, " if self.package else ""
         sharded = f" sharded {self.shards}-way" if self.shards > 1 else ""
-        return f"h {self.hidden}{sharded}, {self.tokens} tokens"
+        return f"{whose}h {self.hidden}{sharded}, {self.tokens} tokens"
+
+    def missing(self) -> str | None:
+        """Why it cannot be measured here; None if it can."""
+        is_there = self.package is None or importlib.util.find_spec(self.package) is not None
+        return None if is_there else f"{self.package} is not installed"
 
 
 class Block(nn.Module):
@@ -120,11 +132,29 @@ class Workload:
 
 
 def block_workload(shape: Shape, layers: int, device: str, seed: int) -> Workload:
-    """Blocks in bf16, drawn from `seed`."""
+    """Blocks in bf16, drawn from `seed`; of the package that `shape` names, where it names one."""
     torch.manual_seed(seed)
     factory = {"device": device, "dtype": torch.bfloat16}
-    blocks = [Block(shape, **factory) for _ in range(layers)]
+    blocks = [_engine_layer(shape, n, device) if shape.package else Block(shape, **factory) for n in range(layers)]
     return Workload(blocks, torch.randn(1, shape.tokens, shape.hidden, **factory, requires_grad=True))
+
+
+def _engine_layer(shape: Shape, number: int, device: str) -> nn.Module:
+    """A layer of TransformerEngine that computes what `Block` does: causal, pre-norm, [batch, tokens, hidden]."""
+    from transformer_engine.pytorch import TransformerLayer
+
+    return TransformerLayer(
+        shape.hidden,
+        4 * shape.hidden,
+        shape.heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        layer_number=number + 1,
+        self_attn_mask_type="causal",
+        attn_input_format="bshd",
+        params_dtype=torch.bfloat16,
+        device=device,
+    )
 
 
 def own_samples(workload: Workload) -> tuple[tuple[Tensor], ...]:

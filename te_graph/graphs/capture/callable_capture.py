@@ -28,14 +28,20 @@ from te_graph.graphs.capture.capture_checks import (
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.fp8_regions import refuse_fp8, refuse_fp8_done
-from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, leaves_outside
+from te_graph.graphs.capture.gradients import (
+    Destination,
+    Gradients,
+    gradients_of,
+    gradients_that_come,
+    leaves_outside,
+)
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_keywords
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.links import check_links
-from te_graph.graphs.capture.main_grads import main_grad_of
+from te_graph.graphs.capture.main_grads import main_grad_of, refuse_fused_main_grads
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.capture.unnamed_externals import UnnamedExternals
@@ -106,6 +112,7 @@ class CallableCapture:
         self._sources = self._explore()
         check_attributes(label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(label, sources)
+        refuse_fused_main_grads(label, sources)
         own = (source for source in sources if "global variable" not in source.name)
         self._containers = ContainerState(itertools.chain(own, global_containers(self._sources)))
         self._bindings = Bindings(variables(self._sources))
@@ -218,10 +225,19 @@ class CallableCapture:
         for _ in range(left):
             is_watched = not work.is_settled or len(self.rounds) > 1
             self._iterate_once(current.watch_first(self.samples) if is_watched else contextlib.nullcontext(), work)
+        if self._runs_compiled and self.backend.name == "cuda":
+            self._let_compile()
         tensors, in_backward = self._iterate_once(self.watch, work)
         self._sources = work.sources
-        self.backward_guard = backward_guard(self._explore(), in_backward, self.watch.externals.keys())
+        read = self._reader_of(self.walker.names).compared(self._explore())
+        self.backward_guard = backward_guard(read, in_backward, self.watch.externals.keys())
         return tensors, work
+
+    def _let_compile(self) -> None:
+        """Run what ``torch.compile`` made of functions inside, for the compiler to be done before the capture, which
+        runs compiled code as eager calls do. Under a watch it does not run: it would hide its operations."""
+        outputs = self._call(self.samples, self.changed.given(self.samples))
+        self._find_gradients([one for one in outputs if one.requires_grad], self.samples)
 
     def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], CodeWatch]:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
@@ -250,6 +266,7 @@ class CallableCapture:
         in_backward = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
         with watch, in_backward:
             self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+        self._runs_compiled = code.runs_compiled or in_backward.runs_compiled
         work.note(code, in_backward, is_last=is_last)
         return tensors, in_backward
 
@@ -441,18 +458,4 @@ class CallableCapture:
         parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(TensorReader(self.root)), *self._explore()])
         self._leaves = leaves
         self.gradients = Gradients(parameters, [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], [])
-        targets = self.gradients.parameters + [inputs[i] for i in self.gradients.inputs]
-        grads = gradients_of(self.label, outputs, targets, [torch.zeros_like(output) for output in outputs])
-        used = [
-            (target, [id(target) in leaves for leaves in reached])
-            for target, grad in zip(targets, grads, strict=True)
-            if grad is not None
-        ]
-        found = {id(target) for target, _ in used}
-        dtypes = [grad.dtype for grad in grads[: len(self.gradients.parameters)] if grad is not None]
-        return Gradients(
-            [p for p in self.gradients.parameters if id(p) in found],
-            dtypes,
-            [i for i in self.gradients.inputs if id(inputs[i]) in found],
-            [depends_on for _, depends_on in used],
-        )
+        return gradients_that_come(self.label, outputs, inputs, self.gradients, reached)

@@ -109,3 +109,25 @@ class Destination:
         if not takes:
             dtype = target = torch.float32  # of an entry without elements
         return cls(dtype, target, is_in_table, is_for_autograd or (main_grad is None and not takes))
+
+
+def gradients_that_come(
+    label: str, outputs: list[Tensor], inputs: list[Tensor], wanted: Gradients, reached: list[dict[int, Tensor]]
+) -> Gradients:
+    """Run the backward of ``outputs`` [...] once with zero gradients: those of ``wanted`` that it gives.
+
+    Args:
+        label: what messages call the callable.
+        inputs: [...] each, whose numbers ``wanted`` has.
+        reached: the leaves below each of ``outputs``, by identity.
+    """
+    targets = wanted.parameters + [inputs[i] for i in wanted.inputs]
+    grads = gradients_of(label, outputs, targets, [torch.zeros_like(output) for output in outputs])
+    come = {id(target): grad.dtype for target, grad in zip(targets, grads, strict=True) if grad is not None}
+    parameters = [p for p in wanted.parameters if id(p) in come]
+    return Gradients(
+        parameters,
+        [come[id(p)] for p in parameters],
+        [i for i in wanted.inputs if id(inputs[i]) in come],
+        [[id(target) in leaves for leaves in reached] for target in targets if id(target) in come],
+    )

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_graph import _C
+from te_graph.graphs.guards.sources import Source, name_of
 from te_graph.multi_tensor.tensor_lists import as_sequence, check_members
 
 
@@ -41,6 +42,23 @@ def gradient_state(parameter: Tensor) -> GradientState:
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """The ``main_grad`` of ``parameter`` [...], or None."""
     return getattr(parameter, "main_grad", None)
+
+
+# Attributes of modules, of TransformerEngine and Megatron-LM: kernels of their backward add to main_grad.
+_FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
+
+
+def refuse_fused_main_grads(label: str, sources: Iterable[Source]) -> None:
+    """Raise RuntimeError if the backward of a module at ``sources`` adds to ``main_grad`` by itself."""
+    for source in sources:
+        if source.again is None and isinstance(source.obj, nn.Module):
+            fused = next((name for name in _FUSED if vars(source.obj).get(name) is True), None)
+            if fused and any(p.requires_grad for p in source.obj._parameters.values() if p is not None):
+                raise RuntimeError(
+                    f"{label}: {name_of(fused, source.name)} is True: its backward adds to main_grad with kernels of "
+                    f"its own, which warm-ups would do, too, and replays add there themselves: make it with "
+                    f"{fused}=False, for the same gradients, which a replay adds to main_grad in one launch"
+                )
 
 
 def reset_main_grads(parameters: Tensor | Iterable[Tensor]) -> None:

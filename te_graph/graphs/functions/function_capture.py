@@ -226,7 +226,7 @@ class _Attempt:
         names = self._walker.names
         function_guard = FunctionGuard(
             sources,
-            None if names.reads_addresses else used,
+            None if names.reads_addresses or names.calls_extensions else used,
             written,
             self._reads.asked,
             is_backward,

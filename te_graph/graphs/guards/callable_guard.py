@@ -193,7 +193,7 @@ def build_callable_guard(
     callable_guard = CallableGuard()
     root = sources[0].obj
     wanted = {*externals, *map(storage_key, leaves)}
-    found = [source for source in sources if _has_tensor_of(source, wanted)]
+    found = [source for source in sources if _has_tensor_of(source, wanted) or reader.may_use(source)]
     if missing := wanted - set(map(_storage_at, found)):
         found += _nearest(root, missing)
         _check_all_are_found(externals, found)
@@ -215,6 +215,7 @@ def build_callable_guard(
     for source in modules:
         _guard_tables(source, callable_guard, reader.goes_through_tables(source.obj))
     used = {id(source) for source in found}
+    sources = reader.compared(sources)
     tells_apart = reader.tells_tensors_apart(sources)
     for source in sources:
         if id(source) not in used and source.parent is not None:

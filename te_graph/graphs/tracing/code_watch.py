@@ -8,6 +8,8 @@ import functools
 import gc
 import inspect
 import itertools
+import operator
+import os
 import sys
 import threading
 import types
@@ -17,7 +19,8 @@ from typing import Any
 
 import torch
 
-from te_graph.common.dispatch import is_project_file, is_user_file
+from te_graph.common.dispatch import TORCH, is_project_file, is_user_file
+from te_graph.graphs.tracing.extensions import is_of_extension
 from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_making, is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region
@@ -25,6 +28,7 @@ from te_graph.graphs.tracing.source_lines import run_region
 _CALL = run_region.__code__  # below it runs what is watched
 _ASIDE = ("<frozen importlib", typing.__file__)
 _CALL_OF_ALIAS = typing._BaseGenericAlias.__call__.__code__  # ``C[int]()`` makes an object of C
+_COMPILER, _COMPILED = os.path.join(TORCH, "_dynamo", "eval_frame.py"), "compile_wrapper"
 _MAX_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
 _MAX_NAME_LENGTH = 64
 _MAX_STARTS = 64  # of one piece of code that are distinguished
@@ -44,7 +48,10 @@ class CodeWatch:
         names: of attributes that the user's code asks for by ``getattr`` and the like.
         looks_at_all: the user's code called a function of Python's that reads whatever attributes there are, but for
             one that makes an object, of which ``Names`` tell what it looks at.
-        reads_fields: it called one of Python's that goes through the fields of a dataclass.
+        field_readers: it called these of Python's, which go through the fields of a dataclass.
+        calls_extensions: some code called a function of an extension module that is neither of torch nor of Python: no
+            dispatcher need see what it does with tensors. Before Python 3.12 on this thread alone.
+        runs_compiled: it called what ``torch.compile`` made of a function.
         missing: names of attributes that the user's code asked for, in whatever way, and that were not there. Before
             Python 3.12 on this thread alone, and not under a debugger.
         codes: it, by identity: equal code may be there twice, with other globals.
@@ -57,7 +64,8 @@ class CodeWatch:
 
     def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
         self.names: set[str] = set()
-        self.looks_at_all = self.reads_fields = False
+        self.looks_at_all = self.calls_extensions = False
+        self.field_readers: set[str] = set()
         self.missing: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.variables: dict[int, list[tuple]] = {}
@@ -82,6 +90,10 @@ class CodeWatch:
 
     def __exit__(self, *failure: object) -> None:
         self._undo.close()
+
+    @property
+    def runs_compiled(self) -> bool:
+        return any(code.co_name == _COMPILED and code.co_filename == _COMPILER for code in self.codes.values())
 
     def users_codes(self) -> Iterator[tuple[int, types.CodeType]]:
         """What the user wrote of ``codes``, or had made from text outside of installed packages."""
@@ -119,14 +131,19 @@ class CodeWatch:
         if isinstance(name, str) and is_user_file(code.co_filename) and self._is_ours():
             self.missing.add(name)
 
+    def _note_call(self, function: Any) -> None:
+        """Of a call of what Python code did not write."""
+        if not self.calls_extensions and type(function) is not types.FunctionType:
+            self.calls_extensions = is_of_extension(function)
+
     def _note(self, frame: types.FrameType) -> None:
         """Of a function that starts."""
         code = frame.f_code
         if id(code) in CODES_OF_LOOKERS and not self.looks_at_all:
             above = frame.f_back.f_code
             self.looks_at_all = is_user_file(above.co_filename) and not is_making(above)
-        if id(code) in CODES_OF_FIELDS and not self.reads_fields:
-            self.reads_fields = is_user_file(frame.f_back.f_code.co_filename)
+        if id(code) in CODES_OF_FIELDS and is_user_file(frame.f_back.f_code.co_filename):
+            self.field_readers.add(CODES_OF_FIELDS[id(code)])
         is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
         if (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
             return
@@ -153,16 +170,23 @@ class CodeWatch:
         def note_error(code: types.CodeType, offset: int, error: BaseException) -> None:
             self._note_error(code, error)
 
+        def note_call(code: types.CodeType, offset: int, function: Any, first: Any) -> None:
+            if not self.calls_extensions and self._is_ours():
+                self._note_call(function)
+
+        events = monitoring.events
+        callbacks = {events.PY_START: note, events.RAISE: note_error, events.CALL: note_call}
+
         def stop() -> None:
             monitoring.set_events(tool, 0)
-            for event in (monitoring.events.PY_START, monitoring.events.RAISE):
+            for event in callbacks:
                 monitoring.register_callback(tool, event, None)
             monitoring.free_tool_id(tool)
 
         monitoring.use_tool_id(tool, "te_graph")
-        monitoring.register_callback(tool, monitoring.events.PY_START, note)
-        monitoring.register_callback(tool, monitoring.events.RAISE, note_error)
-        monitoring.set_events(tool, monitoring.events.PY_START | monitoring.events.RAISE)
+        for event, callback in callbacks.items():
+            monitoring.register_callback(tool, event, callback)
+        monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
         self.sees_all, self.hears_all = True, self._listens
         return stop
 
@@ -174,6 +198,8 @@ class CodeWatch:
         def note(frame: types.FrameType, event: str, given: Any) -> None:
             if event == "call":
                 self._note(frame)
+            elif event == "c_call":
+                self._note_call(given)
             if callable(outer):
                 outer(frame, event, given)
 

@@ -24,7 +24,8 @@ from te_graph.common.dispatch import is_project_file, is_user_file
 
 # Code that says one of these may look at attributes without naming them; ``dir`` tells names alone.
 LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "dumps"})
-FIELDS = frozenset({"fields", "asdict", "astuple"})  # of dataclasses, by whose names it may go on
+_READ_FIELDS = frozenset({"asdict", "astuple"})  # of dataclasses
+_TELL_FIELDS = frozenset({"fields"})  # by whose names code may go on, as can be heard
 _UNNAMED = LOOKS_AT_ALL | {"dir"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _FILLS_IN = frozenset({"format", "format_map", "vformat"})
@@ -40,6 +41,7 @@ _NOT_RUN = frozenset(
 )
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 _TELLS_APART = "(is)"  # stands for a comparison of two objects by identity
+_CALLS_EXTENSIONS = "(extension)"  # and for a call of a function that may take the memory of tensors
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", _TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
@@ -59,8 +61,10 @@ _LOOKERS_OF_PYTHON = (
 )
 TELLERS = frozenset(map(id, (id, hash, operator.is_, operator.is_not)))
 CODES_OF_LOOKERS = frozenset(id(looker.__code__) for looker in _LOOKERS_OF_PYTHON)
-_READERS_OF_FIELDS = (dataclasses.asdict, dataclasses.astuple, dataclasses.fields, dataclasses.replace)
-CODES_OF_FIELDS = frozenset(id(reader.__code__) for reader in _READERS_OF_FIELDS)
+CODES_OF_FIELDS = {
+    **{id(reader.__code__): "asdict" for reader in (dataclasses.asdict, dataclasses.astuple, dataclasses.replace)},
+    id(dataclasses.fields.__code__): "fields",
+}
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,11 @@ class Names:
         return not self.said.isdisjoint(_ADDRESSES)
 
     @property
+    def calls_extensions(self) -> bool:
+        """The code calls functions of extension modules, which may use tensors unseen: all of them count as used."""
+        return _CALLS_EXTENSIONS in self.said
+
+    @property
     def tells_objects_apart(self) -> bool:
         """The code asks which object something is, but for whether it is a constant such as None."""
         return self.reads_addresses or not self.said.isdisjoint(_IDENTITIES)
@@ -133,7 +142,7 @@ class Names:
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
         if PATTERN in said:
             said.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
-        if said & FIELDS:
+        if said & (_READ_FIELDS if self.is_all_heard else _READ_FIELDS | _TELL_FIELDS):
             said.update(name for kind in kinds for name in getattr(kind, _TABLE_OF_FIELDS, ()))
         return replace(self, said=frozenset(said), asked=frozenset(asked))
 
@@ -156,9 +165,13 @@ class Names:
         """These, and where ``are_read`` that code looks at attributes without naming them."""
         return replace(self, said=self.said | {"vars"}) if are_read else self
 
-    def with_fields(self, are_read: bool) -> Names:
-        """These, and where ``are_read`` that code goes through the fields of dataclasses."""
-        return replace(self, said=self.said | {"fields"}) if are_read else self
+    def with_fields(self, readers: Iterable[str]) -> Names:
+        """These, and ``readers`` of the fields of dataclasses, under whatever name code has called them."""
+        return replace(self, said=self.said.union(readers))
+
+    def with_extensions(self, are_called: bool) -> Names:
+        """These, and where ``are_called`` that code calls functions of extension modules."""
+        return replace(self, said=self.said | {_CALLS_EXTENSIONS}) if are_called else self
 
     def with_tellers(self, are_met: bool) -> Names:
         """These, and where ``are_met`` that code tells objects apart."""

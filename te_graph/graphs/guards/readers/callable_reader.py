@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.dispatch import is_project_file
+from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_strided
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
@@ -30,6 +30,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
+from te_graph.graphs.guards.readers.memos import outside_of_memos
 from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
@@ -148,6 +149,17 @@ class CallableReader(TensorReader):
         """Of the slots of the object at ``source`` those in which there is nothing, and which the code may read."""
         names = (name for name in slots_of(type(source.obj)) if self._reads(source, name))
         yield from (name for name in names if not hasattr(source.obj, name))
+
+    def may_use(self, source: Source) -> bool:
+        """Whether a tensor at ``source`` may be used where no dispatcher sees it: by functions of extension modules."""
+        tensor = source.obj
+        if not (self._names.calls_extensions and isinstance(tensor, Tensor)):
+            return False
+        return is_strided(tensor) and not has_subclass([type(tensor)]) and is_leaf(tensor) and _C.has_memory(tensor)
+
+    def compared(self, sources: list[Source]) -> list[Source]:
+        """Those of ``sources`` where something else matters to the code."""
+        return outside_of_memos(sources, self._names.ran)
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""

@@ -63,7 +63,7 @@ class SourceWalker:
             asked=self.names.asked | watch.missing,
         )
         names = names.with_strings(watch.names).with_all_attributes(watch.looks_at_all)
-        self.names = names.with_fields(watch.reads_fields)
+        self.names = names.with_fields(watch.field_readers).with_extensions(watch.calls_extensions)
 
     def explore(self, reader_of: Callable[..., Any], learns: bool = True) -> list[Source]:
         """All sources, near ones first.
