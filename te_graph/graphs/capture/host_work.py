@@ -56,6 +56,10 @@ class HostWork:
         self.drawn: str | None = None
         self.is_settled = False
 
+    def end(self) -> None:
+        """There are no more iterations: what explores, perhaps an owner of this, is let go."""
+        self._explore = list
+
     def _begin(self) -> None:
         self._effects, self._generators = SideEffects(self.sources), HostRandom(self.sources)
         self._settings = _C.Settings(self._device, with_modes=True)
