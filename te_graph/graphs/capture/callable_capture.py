@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,13 +29,7 @@ from te_graph.graphs.capture.capture_checks import (
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.fp8_regions import refuse_fp8, refuse_fp8_done
-from te_graph.graphs.capture.gradients import (
-    Destination,
-    Gradients,
-    gradients_of,
-    gradients_that_come,
-    leaves_outside,
-)
+from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, gradients_that_come, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_keywords
@@ -86,7 +81,7 @@ class CallableCapture:
         result: the nest of the results; with that of the arguments that are changed in place, where some are.
         changed: those arguments.
         sample_results: the results of the warm-up, as leaves, until the successor has been linked.
-        rounds: the iterations of the warm-up: more than one round where a tensor had to be looked for.
+        rounds: of the warm-up; several where a tensor had to be looked for.
         unnamed: tensors that no name in its code leads to.
         ignored: keyword arguments that it does not look at; None where that is unknown.
         computed: attributes that hooks of modules below compute inside the graph.
@@ -157,7 +152,7 @@ class CallableCapture:
 
     @property
     def first_of_chain(self) -> CallableCapture:
-        """The first of the callables that are linked with this one."""
+        """Of the callables that are linked with this one."""
         return self if self.predecessor is None else self.predecessor.first_of_chain
 
     def warm_up(self) -> None:
@@ -221,8 +216,7 @@ class CallableCapture:
         current = self.rounds[-1]
         work = HostWork(self.group.device, self.walker, self._explore, self._sources)
         self._iterate_once(current.watch_first(self.samples), work)
-        left = max(iterations - 2, 0 if work.is_settled else 1)
-        for _ in range(left):
+        for _ in range(max(iterations - 2, 0 if work.is_settled else 1)):
             is_watched = not work.is_settled or len(self.rounds) > 1
             self._iterate_once(current.watch_first(self.samples) if is_watched else contextlib.nullcontext(), work)
         if self._runs_compiled and self.backend.name == "cuda":
@@ -286,27 +280,22 @@ class CallableCapture:
 
     def undo(self) -> None:
         """Put back what warm-up and capture wrote into tensors outside."""
-        for watch in self._watches_backwards():
-            watch.restore()
+        self._restore(TensorWatch.restore)
 
     def undo_failure(self) -> None:
         """Put back, too, what they left in attributes and containers. After a success that stays: it may be in use."""
         self._containers.restore()
         self._bindings.restore()
-        for watch in self._watches_backwards():
-            watch.restore_grads()
+        self._restore(TensorWatch.restore_grads)
 
-    def _watches_backwards(self) -> list[TensorWatch]:
-        return [self._watch_beside, *(watch for each in self.rounds[::-1] for watch in each.backwards)]
+    def _restore(self, what: Callable[[TensorWatch], None]) -> None:
+        for watch in [self._watch_beside, *(watch for each in self.rounds[::-1] for watch in each.backwards)]:
+            what(watch)
 
     def is_saved(self, tensor: Tensor) -> bool:
         """True when autograd saves the external ``tensor`` [...] for the backward."""
         external = self.watch.externals.get(storage_key(tensor))
         return external is not None and external.saved
-
-    def is_saved_input(self, number: int) -> bool:
-        """True when autograd saves input ``number`` for the backward."""
-        return storage_key(self.samples[number]) in self.watch.saved_storages
 
     def capture_forward(self, pool: Any) -> None:
         """Capture the forward into a new slot."""

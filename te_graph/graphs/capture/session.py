@@ -17,6 +17,7 @@ from tqdm import tqdm
 from te_graph import _C
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
+from te_graph.common.dispatch import storage_key
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
@@ -325,12 +326,13 @@ def _parameter_specs(capture: CallableCapture) -> list[_C.ParameterSpec]:
 
 def _input_specs(capture: CallableCapture) -> list[_C.InputSpec]:
     gradients = capture.gradients
+    saved = capture.watch.saved_storages
     dependence = dict(zip(gradients.inputs, gradients.depends_on[len(gradients.parameters) :], strict=True))
     return [
         _C.InputSpec(
-            name, dependence.get(i, []), i in capture.links, capture.is_saved_input(i), capture.is_cast_anew[i]
+            name, dependence.get(i, []), i in capture.links, storage_key(sample) in saved, capture.is_cast_anew[i]
         )
-        for i, name in enumerate(capture.signature.distinct_names)
+        for i, (name, sample) in enumerate(zip(capture.signature.distinct_names, capture.samples, strict=True))
     ]
 
 
