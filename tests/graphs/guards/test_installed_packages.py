@@ -1,4 +1,4 @@
-"""Patterns of TransformerEngine, in a package that is installed: what of it matters to a callable, and what does not."""
+"""Patterns of TransformerEngine, in an installed package: what of it matters to a callable, and what does not."""
 
 from __future__ import annotations
 
@@ -156,12 +156,12 @@ def test_layers_of_two_shapes_are_captured_one_after_the_other(engine: types.Mod
 def test_a_tensor_in_a_memo_is_compared(engine: types.ModuleType) -> None:
     module, _ = graphed(engine.Layer())
     engine.offsets[4] = engine.offsets[4].clone()
-    with pytest.raises(RuntimeError, match="offsets.* since capture"):
+    with pytest.raises(RuntimeError, match=r"offsets.* since capture"):
         module(batch())
 
 
 def test_a_counter_in_a_memo_is_refused(engine: types.ModuleType) -> None:
-    with pytest.raises(RuntimeError, match="the forward changes .*calls"):
+    with pytest.raises(RuntimeError, match=r"the forward changes .*calls"):
         graphed(engine.Counting())
 
 
