@@ -160,6 +160,10 @@ class Names:
         found = {string for string in strings if string.isidentifier()}
         return replace(told, said=told.said | found, asked=told.asked | found)
 
+    def with_heard(self, names: Iterable[str]) -> Names:
+        """These, and ``names`` that code was heard to ask for by ``getattr`` and the like."""
+        return replace(self, said=self.said.union(names), asked=self.asked.union(names))
+
     def with_getters(self, getters: Iterable[Any]) -> Names:
         """These, and the names in objects of ``operator`` that read attributes or call methods."""
         return replace(self, said=self.said.union(*map(names_of_getter, getters)))

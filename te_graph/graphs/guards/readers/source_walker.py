@@ -29,7 +29,7 @@ class SourceWalker:
     """
 
     def __init__(self, names: Names | None = None) -> None:
-        self.names = self._to_begin_with = names or Names()
+        self.names = self._observed = names or Names()  # the latter without what code says
         self._ran: dict[int, types.CodeType] = {}  # by identity
         self._running: dict[types.CodeType, None] = {}  # the user's, of that
         self._seen_to_run: dict[types.FunctionType, None] = {}
@@ -45,25 +45,30 @@ class SourceWalker:
     @property
     def known(self) -> tuple[Names, int]:
         """What the next walk goes by: equal while nothing new was noted."""
-        return self.names, len(self._seen_to_run)
+        return self._observed, len(self._seen_to_run)
 
     def note(self, watch: CodeWatch) -> None:
         """Remember what was seen to run, by identity, and to be asked for by name."""
-        if not self._ran and watch.sees_all:  # what was named and did not run is forgotten
-            self.names = replace(self._to_begin_with, is_all_seen=True)
+        is_first = not self._ran
         at_sources = [function for weak in self._at_sources if (function := weak()) is not None]
         self._seen_to_run.update(dict.fromkeys(functions_of(watch, at_sources)))
         self._ran.update(watch.codes)
         self._running.update((code, None) for _, code in watch.users_codes())
-        names = replace(
-            self.names,
+        is_all_seen = watch.sees_all and (is_first or self._observed.is_all_seen)
+        observed = replace(
+            self._observed.with_heard(watch.names),
             ran=frozenset(self._ran),
-            is_all_seen=self.names.is_all_seen and watch.sees_all,
-            is_all_heard=self.names.is_all_seen and watch.hears_all,
-            asked=self.names.asked | watch.missing,
+            is_all_seen=is_all_seen,
+            is_all_heard=is_all_seen and watch.hears_all,
         )
-        names = names.with_strings(watch.names).with_all_attributes(watch.looks_at_all)
-        self.names = names.with_fields(watch.field_readers).with_extensions(watch.calls_extensions)
+        observed = replace(observed, asked=observed.asked | watch.missing)
+        observed = observed.with_all_attributes(watch.looks_at_all).with_fields(watch.field_readers)
+        observed = observed.with_extensions(watch.calls_extensions)
+        if observed != self._observed:
+            # Once all is seen that runs, what other code has said is forgotten.
+            said, asked = (frozenset(), frozenset()) if is_all_seen else (self.names.said, self.names.asked)
+            self._observed = observed
+            self.names = replace(observed, said=observed.said | said, asked=observed.asked | asked)
 
     def explore(self, reader_of: Callable[..., Any], learns: bool = True) -> list[Source]:
         """All sources, near ones first.
