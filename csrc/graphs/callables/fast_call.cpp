@@ -156,9 +156,9 @@ PyTypeObject* graphed_call_type() {
             {Py_tp_dealloc, reinterpret_cast<void*>(&graphed_call_free)},
             {0, nullptr},
         };
-        static PyType_Spec spec = {
-            "te_graph._C.GraphedCall", sizeof(GraphedCall), 0,
-            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR, slots};
+        static PyType_Spec spec = {"te_graph._C.GraphedCall", sizeof(GraphedCall), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+                                   slots};
         PyObject* const made = PyType_FromSpec(&spec);
         if (!made) throw py::error_already_set();
         return reinterpret_cast<PyTypeObject*>(made);

@@ -181,8 +181,9 @@ std::optional<ReplayMiss> GraphedCallable::check_saved_tensor_hooks() const {
     }
     return ReplayMiss{
         hooks == SavedTensorHooks::kCheckpoint ? ReplayMiss::Kind::kCheckpoint : ReplayMiss::Kind::kMode,
-        name_ + ": called inside activation checkpointing, where a replay would save no memory, for it keeps what its "
-                "backward needs: checkpoint inside the callable (torch.utils.checkpoint in its forward)"};
+        name_ +
+            ": called inside activation checkpointing, where a replay would save no memory, for it keeps what its "
+            "backward needs: checkpoint inside the callable (torch.utils.checkpoint in its forward)"};
 }
 
 // All that can speak against a replay, cheap things first. Nothing has been launched or changed until it has passed.
