@@ -33,9 +33,9 @@ enum class StepKind : uint8_t {
     kReferent,  // the dictionary under a view of one, or under a mappingproxy
     kContextVar,     // the value of a ContextVar in the present context; NotImplemented: none
     kWeakReference,  // what a weak reference refers to; None: it is gone
-    kCached,  // what a functools.lru_cache keeps under `key`; index: 1 where it has a size, and lets go of others
-    kConstant,       // the object `key`, which belongs to the process
-    kNever,          // nothing that can be compared: no check passes, and `subject` is the reason
+    kCached,    // what a functools.lru_cache keeps under `key`; index: 1 where it has a size, and lets go of others
+    kConstant,  // the object `key`, which belongs to the process
+    kNever,     // nothing that can be compared: no check passes, and `subject` is the reason
 };
 
 // The object that a step leads to, borrowed from its container, or nullptr when it is not there.
