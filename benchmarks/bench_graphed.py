@@ -224,8 +224,7 @@ def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         if name in missing:
             parser.error(f"--shapes: expected what can be measured here, got {name}: {missing[name]}")
     every_shape = [name for name in SHAPES if (name == CPU_SHAPE) != is_cuda]
-    if options.shapes is None:
-        options.not_measured |= {SHAPES[name].label: missing[name] for name in every_shape if name in missing}
+    # That the package is missing is said of the variant that needs it.
     options.shapes = list(dict.fromkeys(options.shapes or [name for name in every_shape if name not in missing]))
     options.sampling = QUICK if options.quick else FULL
 

@@ -233,6 +233,8 @@ def test_transformer_engine_is_measured_where_it_is_installed_and_named_where_no
     others = ["eager", "torch_graphed", "te_graph_unchained", "te_graph", "whole_graph"]
     assert [name for name in options.variants if name != "transformer_engine"] == others
     assert ("transformer_engine" in options.variants) is is_installed
+    layers = [name for name in options.shapes if name.startswith("te-")]
+    assert layers == (["te-h2048-t2048", "te-h2048-t512", "te-h512-t256"] if is_installed else [])
     label = bench.VARIANTS["transformer_engine"].label
     if is_installed:
         assert options.not_measured == {} and label == "TransformerEngine 1.2 of transformer_engine"
@@ -240,6 +242,8 @@ def test_transformer_engine_is_measured_where_it_is_installed_and_named_where_no
         assert options.not_measured == {"TransformerEngine": "transformer_engine is not installed"}
         words = "got transformer_engine: transformer_engine is not installed"
         assert words in refused(capsys, "--variants", "transformer_engine")
+        words = "got te-h512-t256: transformer_engine is not installed"
+        assert words in refused(capsys, "--shapes", "te-h512-t256")
 
 
 def test_wrong_options_are_refused(monkeypatch, capsys):

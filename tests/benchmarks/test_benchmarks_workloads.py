@@ -98,6 +98,25 @@ def test_eager_layers_are_not_measured_as_te_graph(monkeypatch, seed):
         VARIANTS["te_graph"].build(tiny_workload(seed))
 
 
+def test_layers_of_transformer_engine_take_the_place_of_blocks(monkeypatch, seed):
+    made = []
+
+    def make_layer(hidden, inner, heads, **options):
+        made.append((hidden, inner, heads, options["layer_number"]))
+        return torch.nn.Linear(hidden, hidden, dtype=options["params_dtype"])
+
+    engine = types.ModuleType("transformer_engine.pytorch")
+    engine.TransformerLayer = make_layer
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    shape = workloads.Shape(hidden=16, heads=2, tokens=4, package="transformer_engine")
+    assert shape.label == "TransformerLayer of TransformerEngine, h 16, 4 tokens"
+    workload = workloads.block_workload(shape, 2, "cpu", seed)
+    assert made == [(16, 64, 2, 1), (16, 64, 2, 2)] and len(workload.leaves) == 5
+    workload.step()
+    assert workload.x.grad.shape == (1, 4, 16)
+
+
 def test_transformer_engine_gets_the_same_layers_with_a_sample_for_each(monkeypatch, seed):
     given = []
     engine = types.ModuleType("transformer_engine.pytorch")
