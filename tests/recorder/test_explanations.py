@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     """The device of a capture that fails in one of three ways."""
 
     @contextlib.contextmanager
-    def capture(self: RecorderBackend, pool: None) -> Iterator[Recorder]:
+    def capture(self: RecorderBackend, pool: None, states: object = None) -> Iterator[Recorder]:
         with CudaStandIn() as mode:
             yield Recorder()
         if mode.is_lost:
