@@ -364,6 +364,8 @@ class Run:
         self.model.around = rng.choice(around_in(self.program.whole))
 
     def _hook(self, rng: random.Random) -> None:
+        if "compile" in self.program.whole:
+            return  # torch.compile does not look for hooks that come later
         block = rng.choice(list(self.model.blocks))
         kind = rng.choice(("forward", "pre", "tensor"))
         if kind == "forward":

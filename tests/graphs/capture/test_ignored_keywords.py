@@ -65,7 +65,8 @@ MANY = [{}, {"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(9)}, 
 def test_what_is_ignored_may_be_given_or_not(device: str, kind: type[nn.Module], given: dict[str, Any]) -> None:
     module = kind().to(device)
     twin = eager_copy(module)
-    tg.make_graphed_callables(module, (batch(device),), sample_kwargs=given)
+    sample = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+    tg.make_graphed_callables(module, (batch(device),), sample_kwargs=sample)
     for more in MANY:
         x = batch(device)
         assert_bitwise_equal(run(lambda x, kw=more: module(x, **kw), x), run(lambda x, kw=more: twin(x, **kw), x))
