@@ -134,9 +134,10 @@ format: $(BUILT) lint-tools
 	clang-format -i $(CXX_FILES)
 	$(PY) -m ruff check --fix .
 
-# te_graph is installed by now, so pip only adds what these extras name; nothing is fetched when all is there.
+# te_graph is installed by now, so pip only adds what these extras name; nothing is fetched when all is there. torch
+# is named, too: torchvision, which timm needs, would bring its own.
 tools: $(BUILT)
-	@$(PY) -m pip install --quiet 'te_graph[test,compat]'
+	@$(PY) -m pip install --quiet '$(TORCH)' 'te_graph[test,compat]'
 	@cmake --version >/dev/null 2>&1 || $(PY) -m pip install --quiet cmake
 lint-tools: $(BUILT)
 	@$(PY) -m pip install --quiet 'te_graph[lint]'
