@@ -80,7 +80,6 @@ class Names:
             it is compared.
         is_all_heard: and no other names were given to ``getattr`` and the like than are among these.
         around: methods that run around a replay: they count once another object was seen to run them.
-        looked_up: attributes that code may look up in dictionaries of instances alone, whatever classes have.
     """
 
     said: frozenset[str] = _OF_TORCH
@@ -89,7 +88,6 @@ class Names:
     is_all_seen: bool = False
     is_all_heard: bool = False
     around: frozenset[types.CodeType] = frozenset()
-    looked_up: frozenset[str] = frozenset()
 
     @property
     def is_enough(self) -> bool:
@@ -130,7 +128,7 @@ class Names:
     def with_code(self, running: Iterable[types.CodeType], types_met: Iterable[type]) -> Names:
         """These, and those in the code that is ``running`` and of the methods of ``types_met`` that it names."""
         kinds = dict.fromkeys(types_met)
-        said, asked, looked_up = set(self.said), set(self.asked), set(self.looked_up)
+        said, asked = set(self.said), set(self.asked)
         done: set[types.CodeType] = set()
         methods = [pair for kind in kinds for pair in _methods(kind)]
         codes = [code for code in running if is_user_file(code.co_filename) and not self.is_around(code)]
@@ -138,7 +136,6 @@ class Names:
         while codes:
             for code in codes:
                 said |= _said_in(code)
-                looked_up |= _named_in_dict(code) or set()
                 if not self.is_all_heard or is_project_file(code.co_filename):  # else it is known what was not there
                     asked |= _asked_in(code)
             done.update(codes)
@@ -147,7 +144,7 @@ class Names:
             said.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
         if said & (_READ_FIELDS if self.is_all_heard else _READ_FIELDS | _TELL_FIELDS):
             said.update(name for kind in kinds for name in getattr(kind, _TABLE_OF_FIELDS, ()))
-        return replace(self, said=frozenset(said), asked=frozenset(asked), looked_up=frozenset(looked_up))
+        return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
         """These, and ``strings``, which code may pass to ``getattr`` or fill in, if any code does."""
@@ -318,15 +315,12 @@ def _constants_in(code: types.CodeType) -> frozenset[str]:
         if isinstance(constant, types.CodeType):
             found |= _constants_in(constant)
         else:
-            found |= _strings_of(constant)
+            parts = constant if isinstance(constant, tuple | frozenset) else (constant,)
+            for part in parts:
+                if isinstance(part, str):
+                    found.add(part)
+                    found.update(_attributes_in_format(part))
     return frozenset(found)
-
-
-def _strings_of(constant: Any) -> set[str]:
-    """The strings in a constant of code, and the attributes that they name as formats."""
-    parts = constant if isinstance(constant, tuple | frozenset) else (constant,)
-    strings = [part for part in parts if isinstance(part, str)]
-    return set(strings).union(*map(_attributes_in_format, strings))
 
 
 def _attributes_in_format(text: str) -> Iterator[str]:
@@ -339,55 +333,17 @@ def _attributes_in_format(text: str) -> Iterator[str]:
 def _said_in(code: types.CodeType) -> frozenset[str]:
     """All of the object that it makes it may look at: others see nothing of it but what they name."""
     said = strings_in(code) - _only_of_self(code) if is_making(code) else strings_in(code)
-    return said - {"__dict__"} if "__dict__" in said and _named_in_dict(code) is not None else said
+    return said - {"__dict__"} if "__dict__" in said and _only_sets_items(code) else said
 
 
-@functools.lru_cache(maxsize=4096)
-def _named_in_dict(code: types.CodeType) -> frozenset[str] | None:
-    """Where it says ``__dict__`` only to set what it names there, as in ``self.__dict__[name] = value``, or to look up
-    constants, as in ``self.__dict__.get("size")``: those constants. Otherwise None."""
+def _only_sets_items(code: types.CodeType) -> bool:
+    """Whether it says ``__dict__`` only to set what it names there, as in ``self.__dict__[name] = value``."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    others = (constant for constant in code.co_consts if not isinstance(constant, str) or constant != "__dict__")
-    if "__dict__" in frozenset().union(*map(strings_in, inner), *map(_strings_of, others)):
-        return None
+    if "__dict__" in _constants_in(code).union(*map(strings_in, inner)):
+        return False
     steps = _steps_of(code)
-    named: set[str] = set()
-    for number, step in enumerate(steps):
-        if step.argval != "__dict__":
-            continue
-        following = steps[number + 1 :]
-        if step.opname == "LOAD_CONST":  # of super().__getattribute__("__dict__")
-            is_got = any(before.argval == "__getattribute__" for before in steps[max(number - 2, 0) : number])
-            if not (is_got and following[0].opname == "CALL"):
-                return None
-            following = following[1:]
-        if _sets_item(following):
-            continue
-        name = _looked_up(following)
-        if name is None:
-            return None
-        named.add(name)
-    return frozenset(named)
-
-
-def _sets_item(steps: list[dis.Instruction]) -> bool:
-    """Whether ``steps`` set an item of what lies on the stack."""
-    return len(steps) > 1 and _loads_plainly(steps[0]) and steps[1].opname == "STORE_SUBSCR"
-
-
-def _looked_up(steps: list[dis.Instruction]) -> str | None:
-    """The constant that ``steps`` look up in the dictionary on the stack, by ``[]`` or ``get``, if they do."""
-    kinds = [step.opname for step in steps[:4]]
-    names = [step.argval for step in steps[:4]]
-    if kinds[:2] == ["LOAD_CONST", "BINARY_SUBSCR"]:
-        found = names[0]
-    elif kinds[:1] in (["LOAD_ATTR"], ["LOAD_METHOD"]) and names[0] == "get" and kinds[1:2] == ["LOAD_CONST"]:
-        is_alone = kinds[2:3] == ["CALL"] and names[2] == 1
-        has_default = kinds[3:] == ["CALL"] and names[3] == 2 and _loads_plainly(steps[2])
-        found = names[1] if is_alone or has_default else None
-    else:
-        return None
-    return found if isinstance(found, str) and not found.startswith("__") else None
+    following = [steps[number + 1 : number + 3] for number, step in enumerate(steps) if step.argval == "__dict__"]
+    return all(len(pair) == 2 and _loads_plainly(pair[0]) and pair[1].opname == "STORE_SUBSCR" for pair in following)
 
 
 def _loads_plainly(step: dis.Instruction) -> bool:

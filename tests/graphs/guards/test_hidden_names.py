@@ -5,11 +5,7 @@ from __future__ import annotations
 import types
 
 import pytest
-import torch
 from text_cases import assert_change_is_seen, install, made_module, outcome_of_callable
-from torch import Tensor, nn
-
-from te_graph import make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -23,24 +19,7 @@ def _derived(value: str, base: str = "") -> str:
     return f"class A({base}):\n s = {value}\nclass B(A): pass\nclass C(B): pass\nc = C()"
 
 
-_IN_DICT = "class A:\n s = 2.0\n def f(self): return {}\nclass C(A): pass\nc = C()"
-_SHOWN = "class A:\n s = property(lambda self: self.__dict__.get('s', 2.0))\nc = A()"
-_GOT = _IN_DICT.format("super().__getattribute__('__dict__').get('s', 2.0)")
-
 CASES = {
-    "a number in a dictionary of attributes": (_IN_DICT.format("self.__dict__.get('s', 2.0)"), "c.f()", "c.s = 3.0"),
-    "a number in one that is asked for": (_GOT, "c.f()", "c.s = 3.0"),
-    "a number in one of a computed name": (
-        _IN_DICT.format("self.__dict__.get('%s' % 'q', 2.0)"),
-        "c.f()",
-        "c.q = 3.0",
-    ),
-    "a number in one behind a property": (_SHOWN, "c.s", "vars(c)['s'] = 3.0"),
-    "a number in one that is handed on": (
-        _IN_DICT.format("len(self.__dict__) + self.__dict__.get('s', 2.0)"),
-        "float(c.f())",
-        "c.q = 3.0",
-    ),
     "a number": (_derived("2.0"), "c.s", "B.s = 3.0"),
     "a number of a class": (_derived("2.0"), "C.s", "B.s = 3.0"),
     "a tensor": (_derived("torch.tensor(2.0)", "nn.Module"), "c.s", "B.s = torch.tensor(3.0)"),
@@ -99,33 +78,3 @@ def test_a_function_sees_it(module: types.ModuleType, setup: str, read: str, cha
 @pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
 def test_a_module_refuses_it(module: types.ModuleType, setup: str, read: str, change: str) -> None:
     assert outcome_of_callable(module, setup, read, change) == "refused"
-
-
-class Config:
-    """Looks into its own dictionary for one attribute, whatever is asked for."""
-
-    def __init__(self) -> None:
-        self.scale, self.title = 2.0, None
-
-    def __getattribute__(self, name: str) -> object:
-        if super().__getattribute__("__dict__").get("hidden") is not None:
-            raise AttributeError(name)
-        return super().__getattribute__(name)
-
-
-def test_who_looks_up_one_attribute_in_a_dictionary_does_not_read_the_others(device: str) -> None:
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:  # [2, 3] -> [2, 3]
-            return super().forward(x) * self.config.scale
-
-    model = Scaled(3, 3).to(device)
-    model.config = Config()
-    x = torch.randn(2, 3, device=device)
-    make_graphed_callables(model, (x,))
-    model.config.title = "others"
-    model.config.more = ["others"]
-    model(x)
-    assert model.te_graph.info()["forward_replays"] == 1
-    model.config.hidden = True
-    with pytest.raises(RuntimeError, match="hidden"):
-        model(x)

@@ -140,9 +140,8 @@ class CallableReader(TensorReader):
         own.update(name for base in bases_of(kind) for name in self._class_objects(base))
         asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
         tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
-        looked_up = self._names.looked_up
-        for name in sorted((own | asked | looked_up) - {"forward"}):
-            is_there = name in members or (name not in looked_up and any(name in table for table in tables))
+        for name in sorted((own | asked) - {"forward"}):
+            is_there = name in members or any(name in table for table in tables)
             if not (is_there or name.startswith("__") or self._is_ignored(source.name, name)):
                 yield name
 
