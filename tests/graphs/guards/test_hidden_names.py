@@ -12,6 +12,7 @@ pytestmark = pytest.mark.usefixtures("repeatable")
 _SUPER = "class A:\n s = {0}\nclass B(A): pass\nclass C(B):\n s = 1.0\n def f(self): return super().s\nc = C()"
 _META = "class Q(type):\n s = 2.0\n def f(cls): return cls.s\nclass R(Q): pass\nclass C(metaclass=R): pass"
 _WORDS = "class W({}):\n extra = 1.0\nw = W({})\nw.extra = 2.0"
+_IN_DICT = "class A:\n def f(self): return {}\nclass C(A): pass\nc = C()"
 _OWN = "class A:\n def __init__(self): self.s = 2.0\nclass B(A): pass\nb = B()"
 
 
@@ -53,6 +54,12 @@ CASES = {
         "Mode.A.extra = 3.0",
     ),
     "an attribute that a class lacks": (_derived("1.0"), "getattr(C, 'gain', 2.0)", "C.gain = 3.0"),
+    "a number in a dictionary of attributes": (_IN_DICT.format("self.__dict__.get('s', 2.0)"), "c.f()", "c.s = 3.0"),
+    "a number in one that is asked for": (
+        _IN_DICT.format("super().__getattribute__('__dict__').get('s', 2.0)"),
+        "c.f()",
+        "c.s = 3.0",
+    ),
     "a variable of a thread": ("t = threading.local()", "getattr(t, 'k', 2.0)", "t.k = 3.0"),
     "a global variable": ("def f():\n try: return GAIN\n except NameError: return 2.0", "f()", "GAIN = 3.0"),
     "an attribute of a dictionary": (_WORDS.format("dict", ""), "w.extra", "w.extra = 3.0"),

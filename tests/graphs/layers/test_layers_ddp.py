@@ -1,0 +1,53 @@
+"""graph_layers of what DistributedDataParallel wraps: the gradients are those of an eager one on the same batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from blocks import Block, InTurn, batch
+from ranks import WORLDS, Rank, Ranks, ranks_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from twins import eager_copy, gradients_of
+
+import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
+
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS[1:])
+
+
+class Norm(InTurn):
+    """Has a buffer, which DistributedDataParallel sends from the first rank to the others before a forward."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [n, 6]
+        return super().forward(self.norm(x))
+
+
+def train_two_steps(rank: Rank) -> None:
+    model = Norm(Block(), Block()).to(rank.device)
+    twin = eager_copy(model)
+    wrapped = [DistributedDataParallel(one, broadcast_buffers=True) for one in (model, twin)]
+    report = tg.graph_layers(wrapped[0], batch(rank.device))
+    assert report.layers == ("layers.0", "layers.1")
+    assert wrapped[0].require_backward_grad_sync
+    assert wrapped[0].require_forward_param_sync is wrapped[1].require_forward_param_sync
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in wrapped]
+    torch.manual_seed(rank.rank)  # unequal data
+    for _ in range(2):
+        x, seen = batch(rank.device), []
+        for one, optimizer in zip(wrapped, optimizers, strict=True):
+            one(x).square().mean().backward()
+            seen.append(gradients_of([*one.parameters()]))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_bitwise_equal(*seen)
+        assert_bitwise_equal(dict(model.state_dict()), dict(twin.state_dict()))
+    assert [layer.te_graph.info()["forward_replays"] for layer in model.layers] == [2, 2]
+
+
+def test_two_steps_on_unequal_batches(ranks: Ranks, seed: int) -> None:
+    ranks.run(train_two_steps, seed)
