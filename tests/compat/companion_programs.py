@@ -1,7 +1,6 @@
 """Random training programs of graphed blocks among companions: compilers, checkpoints, wrappers, scalers, copies.
 
-A program is drawn from its seed; it is run eagerly and graphed. ``PYTHONPATH=.:tests/helpers python
-tests/compat/companion_programs.py --seeds 0:500`` runs many, and makes small what differs.
+``PYTHONPATH=.:tests/helpers python tests/compat/companion_programs.py --seeds 0:500`` runs many, shrinks what differs.
 """
 
 from __future__ import annotations
