@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_dispatch_stack_at
+from torch.utils._python_dispatch import _get_dispatch_stack_at
 
 from te_graph import _C
+from te_graph.common.as_written import AsWrittenMode
 from te_graph.common.replay_checks import is_collecting
 
 
-class RecordingMode(TorchDispatchMode):
+class RecordingMode(AsWrittenMode):
     """A dispatch mode that records for a replay."""
 
 

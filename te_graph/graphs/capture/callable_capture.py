@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.as_written import as_written
 from te_graph.common.dispatch import storage_key, version_of
 from te_graph.graphs.arguments.signature import ResultNest, Signature, containers_kept
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
@@ -108,8 +108,8 @@ class CallableCapture:
         check_attributes(label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(label, sources)
         refuse_fused_main_grads(label, sources)
-        own = (source for source in sources if "global variable" not in source.name)
-        self._containers = ContainerState(itertools.chain(own, global_containers(self._sources)))
+        own = [source for source in sources if "global variable" not in source.name]
+        self._containers = ContainerState([*own, *global_containers(self._sources)])
         self._bindings = Bindings(variables(self._sources))
         below = [source.obj for source in sources if isinstance(source.obj, nn.Module) and source.obj is not root]
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
@@ -218,7 +218,7 @@ class CallableCapture:
         self._iterate_once(current.watch_first(self.samples), work)
         for _ in range(max(iterations - 2, 0 if work.is_settled else 1)):
             is_watched = not work.is_settled or len(self.rounds) > 1
-            self._iterate_once(current.watch_first(self.samples) if is_watched else contextlib.nullcontext(), work)
+            self._iterate_once(current.watch_first(self.samples) if is_watched else as_written, work)
         if self._runs_compiled and self.backend.name == "cuda":
             self._let_compile()
         tensors, in_backward = self._iterate_once(self.watch, work)
@@ -366,7 +366,7 @@ class CallableCapture:
             destination_dtypes=[*(one.dtype for one in destinations), *(tensor.dtype for tensor in added)],
             device=self.group.device,
         )
-        births = TensorWatch(restorable=False)
+        births = TensorWatch(restorable=False, runs_compiled=True)
         with self.backend.capture(pool, slot.states) as slot.backward:
             with births:
                 grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs)
@@ -442,7 +442,7 @@ class CallableCapture:
             return Gradients([], [], [], [])
         reached = [{id(leaf): leaf for leaf in leaves_below(output)} for output in outputs]
         made_inside = self.watch.produced_storages | set(map(storage_key, inputs))  # the latter: x.detach()
-        found = itertools.chain.from_iterable(leaves.values() for leaves in reached)
+        found = [leaf for leaves in reached for leaf in leaves.values()]
         leaves = {id(leaf): leaf for leaf in found if storage_key(leaf) not in made_inside}
         parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(TensorReader(self.root)), *self._explore()])
         self._leaves = leaves

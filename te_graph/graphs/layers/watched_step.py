@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +92,6 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
         stack.enter_context(_grads_kept(model))
         stack.callback(torch.clear_autocast_cache)  # whose casts lead to what the step computed
         stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
-        stack.enter_context(_compiler_off())
         stack.enter_context(calls)
         stack.enter_context(watch)
         yield watch
@@ -133,13 +131,3 @@ def _grads_kept(model: nn.Module) -> Iterator[None]:
                 parameter.grad = tensor
             elif tensor is not None:
                 parameter.main_grad = tensor
-
-
-@contextlib.contextmanager
-def _compiler_off() -> Iterator[None]:
-    """What torch.compile has compiled runs as it is written: hooks see nothing of compiled code."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

@@ -9,15 +9,16 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
 
 from te_graph.common.dispatch import is_user_file
+from te_graph.graphs.arguments.nest import own_attribute
 
 _KNOWN = frozenset({"numpy", "torch", "te_graph", *sys.stdlib_module_names})
 
 
 def is_of_extension(function: Any) -> bool:
     """True for functions and classes of extension modules other than those of torch, te_graph, NumPy and Python."""
-    module = getattr(function, "__self__", None)
+    module = own_attribute(function, "__self__")
     if not isinstance(module, types.ModuleType):
-        module = getattr(function, "__module__", None)
+        module = own_attribute(function, "__module__")
     if isinstance(module, types.ModuleType):
         return _is_extension(module.__name__, getattr(module, "__file__", None))
     if not isinstance(module, str) or module.partition(".")[0] in _KNOWN:

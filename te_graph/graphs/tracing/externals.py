@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from te_graph.common.as_written import AsWrittenMode
 from te_graph.common.dispatch import (
     base_name,
     belongs_to_torch,
@@ -52,7 +52,7 @@ class External:
     saved: bool = False
 
 
-class TensorWatch(TorchDispatchMode):
+class TensorWatch(AsWrittenMode):
     """Dispatch mode that finds the external tensors of a region and can undo the region's writes to them.
 
     A tensor is external when an operator takes it as an argument and its storage was neither made by an operator of
@@ -69,6 +69,7 @@ class TensorWatch(TorchDispatchMode):
     Args:
         owned: tensors [...] that belong to the region, such as its static inputs. Not mutated.
         restorable: False saves the clones, where nothing is to be undone: ``restore()`` then does nothing.
+        runs_compiled: as of ``AsWrittenMode``.
 
     Attributes:
         externals: storage identity -> External, in order of first use. The storages are kept alive.
@@ -77,8 +78,8 @@ class TensorWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, owned: Sequence[Tensor] = (), restorable: bool = True) -> None:
-        super().__init__()
+    def __init__(self, owned: Sequence[Tensor] = (), restorable: bool = True, runs_compiled: bool = False) -> None:
+        super().__init__(runs_compiled)
         self._restorable = restorable
         self.externals: dict[int, External] = {}
         self.mutated_owned: dict[int, tuple[str, str]] = {}

@@ -1,0 +1,62 @@
+"""Dispatch modes that see all operations: what ``torch.compile`` made of a function hides those of it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _AsWritten:
+    """While it is entered, on whatever threads, compiled functions run as they are written."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._stance = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._entered == 0 and get_eval_frame_callback() in (None, False):  # else it is compiled around
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._entered += 1
+
+    def __exit__(self, *failure: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if self._entered == 0:
+                self._stance.close()
+
+
+as_written = _AsWritten()  # of the process, as torch's stance is
+
+
+class AsWrittenMode(TorchDispatchMode):
+    """A mode under which compiled functions run as they are written. By itself torch would do the same, but then never
+    compile them, nor run what it had compiled, again.
+
+    Args:
+        runs_compiled: they run as eager calls do instead, and what they do inside is not seen.
+    """
+
+    def __init__(self, runs_compiled: bool = False) -> None:
+        super().__init__()
+        self._runs_compiled = runs_compiled
+
+    def ignore_compile_internals(self) -> bool:
+        """What torch asks of a mode before it compiles, or runs what is compiled."""
+        return self._runs_compiled
+
+    def __enter__(self) -> AsWrittenMode:
+        if not self._runs_compiled:
+            as_written.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        if not self._runs_compiled:
+            as_written.__exit__()
