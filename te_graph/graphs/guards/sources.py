@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import types
 import weakref
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from te_graph import _C
+from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.arguments.nest import instance_dict, own_attribute
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
@@ -281,7 +283,18 @@ def _function_contents(source: Source) -> Iterator[Source]:
     for key in ("__defaults__", "__kwdefaults__"):
         if getattr(function, key):
             yield source.child(getattr(function, key), f"default of {function.__name__}", _Kind.ATTRIBUTE, key)
-    scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+    scope = _scope_of(source)
     for variable in sorted(globals_of(function.__code__)):
         if variable in function.__globals__:
             yield scope.item(variable, f"global variable {variable}")
+
+
+def _scope_of(source: Source) -> Source:
+    """The global variables of a function. Those of installed packages, which hardly ever change, are found as
+    attributes of their modules, so that they are watched by name."""
+    function = source.obj
+    module = sys.modules.get(function.__module__)
+    if is_project_file(function.__code__.co_filename) or getattr(module, "__dict__", None) is not function.__globals__:
+        return source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+    known = source.child(module, module.__name__, _Kind.KNOWN, distance=0)
+    return known.child(function.__globals__, "", _Kind.INSTANCE_DICT, "__globals__")

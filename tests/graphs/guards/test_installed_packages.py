@@ -100,6 +100,23 @@ class Layer(nn.Module):
         return scaled(self.inner(x)) * sign + offsets_of(x.shape[0])[:, None]
 
 
+class Told:
+    once = False
+    mode = False
+
+
+def tell(rows):
+    if rows > 4 and not Told.once:
+        Told.once = True
+        Told.mode = rows > 5
+    return 2.0 if Told.mode else 1.0
+
+
+class Telling(Layer):
+    def forward(self, x):
+        return super().forward(x) * tell(x.shape[0])
+
+
 class Counting(Layer):
     def forward(self, x):
         calls["count"] = calls["count"] + 1
@@ -151,6 +168,20 @@ def test_layers_of_two_shapes_are_captured_one_after_the_other(engine: types.Mod
         for layer, twin, rows in zip(layers, twins, (4, 7), strict=True):
             x = batch(rows)
             assert_bitwise_equal(run(layer, x), run(twin, x))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="what ran is known by sys.monitoring")
+def test_what_a_library_does_once_may_be_done_in_between(engine: types.ModuleType) -> None:
+    module, twin = graphed(engine.Telling())
+    assert_replays(module, twin)
+    run(twin, batch(5))
+    assert engine.Told.once and not engine.Told.mode
+    assert_replays(module, twin)
+    engine.Told.once = False
+    run(twin, batch(7))
+    assert engine.Told.mode
+    with pytest.raises(RuntimeError, match=r"mode .*since capture"):
+        module(batch())
 
 
 def test_a_tensor_in_a_memo_is_compared(engine: types.ModuleType) -> None:

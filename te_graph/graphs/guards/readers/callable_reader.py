@@ -18,6 +18,7 @@ from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
+from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, slots_of
 from te_graph.graphs.guards.readers.library_names import names_in_library
 from te_graph.graphs.guards.readers.library_objects import inside
@@ -30,7 +31,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
-from te_graph.graphs.guards.readers.memos import outside_of_memos
+from te_graph.graphs.guards.readers.memos import latches, outside_of_memos
 from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
@@ -109,8 +110,10 @@ class CallableReader(TensorReader):
         super().__init__(root)
         self._ignored = _CHECKPOINTS.union(ignored)
         self._names = names
+        self._looks_at_all = not names.is_enough
         self._elsewhere = elsewhere
         self._holders = holders
+        self._latches: frozenset[tuple[int, str]] = frozenset()
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
 
     def beginnings(self) -> Iterator[Source]:
@@ -159,7 +162,12 @@ class CallableReader(TensorReader):
 
     def compared(self, sources: list[Source]) -> list[Source]:
         """Those of ``sources`` where something else matters to the code."""
-        return outside_of_memos(sources, self._names.ran)
+        self._latches = latches(sources, self._names.ran)
+        return [
+            source
+            for source in outside_of_memos(sources, self._names.ran)
+            if source.parent is None or (id(source.parent.obj), source.key) not in self._latches
+        ]
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
@@ -168,6 +176,13 @@ class CallableReader(TensorReader):
     def tells_tensors_apart(self, sources: Iterable[Source]) -> bool:
         """Whether the code may tell which object a tensor at ``sources`` is."""
         return tells_tensors_apart(self._names, sources)
+
+    def counts(self, sources: Iterable[Source]) -> Iterator[Source]:
+        """How many attributes objects at ``sources`` have, for code that may go through them."""
+        for source in sources if self._looks_at_all else ():
+            ignored = {name.removeprefix(f"{source.name}.") for name in self._ignored}
+            if source.again is None and (count := number_of_attributes(source, ignored)) is not None:
+                yield count
 
     def members(self, obj: Any) -> Iterator[tuple[str, Any]]:
         """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
@@ -183,7 +198,9 @@ class CallableReader(TensorReader):
         for name in sorted(found.keys() - around):
             is_method = isinstance(found[name], types.FunctionType) and is_implicit(name)
             is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
-            if (is_method or name in names) and is_shown and not self._is_ignored(kind.__name__, name):
+            if not (is_method or name in names) or not is_shown or (id(kind), name) in self._latches:
+                continue
+            if not self._is_ignored(kind.__name__, name):
                 yield name, found[name]
         asked = (self._asked_of(obj) | self._own_names(obj)) - found.keys()
         if isinstance(obj, type):  # what the class of the class has, until it is hidden
@@ -310,8 +327,6 @@ class CallableReader(TensorReader):
         else:
             yield from inside(source)
             if not is_library_class(type(obj)):
-                if self._names.said & LOOKS_AT_ALL and (members := source.attributes()) is not None:
-                    yield members  # for attributes that come later
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._inside_methods(source)
 
@@ -341,6 +356,8 @@ class CallableReader(TensorReader):
     def _inside_object(self, source: Source, owner: str) -> Iterator[Source]:
         """Attributes, of the object itself and in slots."""
         members = source.attributes()
+        if self._looks_at_all and members is not None and not isinstance(source.obj, types.ModuleType):
+            yield members  # for attributes that come later
         for key in list(members.obj) if members is not None else ():
             if self._reads(source, key) and not key.startswith("__"):
                 yield members.item(key, f"{owner}.{key}")
