@@ -216,9 +216,7 @@ class Run:
             chosen = tuple(self.model.blocks[i] for i in program.graphed)
             samples = self._samples()
             with self._autocast():
-                tg.make_graphed_callables(
-                    chosen, tuple(samples[i] for i in program.graphed), **dict(program.options)
-                )
+                tg.make_graphed_callables(chosen, tuple(samples[i] for i in program.graphed), **dict(program.options))
         if not program.wraps_first:
             self._wrap()
         self.model.around = program.around

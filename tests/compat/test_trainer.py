@@ -20,9 +20,7 @@ WORDS = 31
 
 def llama(layers: int) -> LlamaForCausalLM:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        vocab_size=WORDS, num_hidden_layers=layers, attention_dropout=0.1, use_cache=False, **sizes
-    )
+    config = LlamaConfig(vocab_size=WORDS, num_hidden_layers=layers, attention_dropout=0.1, use_cache=False, **sizes)
     return LlamaForCausalLM(config).train()
 
 

@@ -37,7 +37,17 @@ bool has_keys(PyObject* dict, PyObject* keys) {
     });
 }
 
-Py_ssize_t length_of(PyObject* container) {
+// Of a class: how many attributes it has of its own. `uncounted`: None, or of a dict a tuple of keys.
+Py_ssize_t length_of(PyObject* container, PyObject* uncounted) {
+    if (PyType_Check(container)) return PyDict_GET_SIZE(reinterpret_cast<PyTypeObject*>(container)->tp_dict);
+    if (PyTuple_Check(uncounted)) {
+        if (!PyDict_Check(container)) return -1;
+        Py_ssize_t length = PyDict_GET_SIZE(container);
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(uncounted); ++i) {
+            length -= PyDict_Contains(container, PyTuple_GET_ITEM(uncounted, i)) == 1;
+        }
+        return length;
+    }
     if (PyDict_Check(container)) return PyDict_GET_SIZE(container);
     if (PyList_Check(container)) return PyList_GET_SIZE(container);
     return PyTuple_Check(container) ? PyTuple_GET_SIZE(container) : PyObject_Size(container);
@@ -142,7 +152,7 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
             found = PyDict_Check(parent) && !PyDict_GetItemWithError(parent, key) ? parent : nullptr;
             break;
         case StepKind::kLength:
-            found = length_of(parent) == index ? parent : nullptr;
+            found = length_of(parent, key) == index ? parent : nullptr;
             break;
         case StepKind::kKeys:
             found = PyDict_Check(parent) && has_keys(parent, key) ? parent : nullptr;

@@ -12,7 +12,7 @@ enum class StepKind : uint8_t {
     kInstanceDict,  // the __dict__ of the parent
     kItem,          // parent[key] of a dict
     kAbsent,        // parent must be a dict without key
-    kLength,        // len(parent) of a dict, list or tuple must be `index`
+    kLength,        // len(parent), of a dict without the keys of the tuple `key` if it is one, must be `index`
     kKeys,          // the keys of a dict must be those of the tuple `key`, in this order
     kItemOf,        // parent[the object that step `index` reached] of a dict
     kPosition,      // parent[index] of a list or tuple

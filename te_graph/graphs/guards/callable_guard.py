@@ -220,10 +220,11 @@ def build_callable_guard(
     for source in sources:
         if id(source) not in used and source.parent is not None:
             guard_source(source, callable_guard, tells_apart)
-        # Another tensor may take the place of one that is not used.
-        if source.again is None and (id(source) in used or not isinstance(source.obj, Tensor)):
+        if source.again is None:
             _guard_absence(source, callable_guard, reader)
     _guard_code(sources, modules, callable_guard, reader)
+    for count in reader.counts(sources):
+        callable_guard.enter(count)
     return callable_guard
 
 
@@ -438,8 +439,12 @@ def _guard_container(source: Source, callable_guard: CallableGuard) -> None:
         callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif isinstance(obj, dict) and not any(issubclass(kind, Tensor) for kind in set(map(type, dict.values(obj)))):
-        # One that holds tensors may be a cache, which grows whenever other code runs.
+    elif isinstance(obj, dict) and (source.kind == _Kind.INSTANCE_DICT or not _holds_tensors(obj)):
         is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, dict.keys(obj)))
         kind, key = (_Kind.KEYS, tuple(key for key, _ in items_of(obj))) if is_few else (_Kind.LENGTH, None)
         callable_guard.enter(source.child(obj, f"keys of {name}", kind, key, index=len(obj)))
+
+
+def _holds_tensors(dictionary: dict) -> bool:
+    """True for what may be a cache, which grows whenever other code runs."""
+    return any(issubclass(kind, Tensor) for kind in set(map(type, dict.values(dictionary))))

@@ -73,8 +73,8 @@ class Names:
 
     Attributes:
         said: all of them.
-        asked: those of attributes that code may look for while they are not there: strings where it has ``getattr`` or
-            the like, all names where it may go on without.
+        asked: those of attributes that code may look for while they are not there: strings where it has ``getattr``,
+            ``__dict__`` or the like, all names where it may go on without.
         ran: identities of the code that was seen to run, by which methods count that Python calls by itself.
         is_all_seen: nothing else ran. Code of installed packages that did not run then does not count: what leads to
             it is compared.
@@ -136,7 +136,8 @@ class Names:
         while codes:
             for code in codes:
                 said |= _said_in(code)
-                if not self.is_all_heard or is_project_file(code.co_filename):  # else it is known what was not there
+                # Else it is known what was not there.
+                if not self.is_all_heard or is_project_file(code.co_filename) or _looks_up(code):
                     asked |= _asked_in(code)
             done.update(codes)
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
@@ -380,8 +381,14 @@ def _only_of_self(code: types.CodeType) -> frozenset[str]:
 def _asked_in(code: types.CodeType) -> frozenset[str]:
     strings = strings_in(code)
     named = {string for string in strings if not string.startswith("__")} if _may_do_without(code) else set()
-    found = named.union(() if strings.isdisjoint(BY_NAME) else _constants_in(code))
+    asks = not strings.isdisjoint(BY_NAME) or _looks_up(code)
+    found = named.union(_constants_in(code) if asks else ())
     return frozenset(string for string in found if string.isidentifier())
+
+
+def _looks_up(code: types.CodeType) -> bool:
+    """Whether it may look for attributes in dictionaries or lists of them."""
+    return not _said_in(code).isdisjoint(_UNNAMED)
 
 
 def _may_do_without(code: types.CodeType) -> bool:

@@ -161,9 +161,7 @@ class CudaStates(RandomStates):
         self.rewinds.append((generator, note.place))
         return generator
 
-    def _switch(
-        self, own: Callable[[Tensor], None], state: Tensor, stream: torch.Generator | None, note: Note
-    ) -> None:
+    def _switch(self, own: Callable[[Tensor], None], state: Tensor, stream: torch.Generator | None, note: Note) -> None:
         self._generator.graphsafe_set_state(self._own if stream is None else stream)
 
     def _refuse(self, own: Callable[[Tensor], None], state: Tensor) -> None:

@@ -137,14 +137,16 @@ ABOUT_CODE = {
     "the module of a class": ("class C: pass", "float(len(C.__module__))", "C.__module__ = 'aaaa'"),
 }
 _NUMBERS = "sum(v for n, v in list({}.items()) if type(v) is float and n < 'a')"
-ALL_NAMES = {
-    "globals": ("H = K = 2.0", _NUMBERS.format("globals()"), "J = 3.0"),
-    "a value of globals": ("A1 = 2.0", _NUMBERS.format("globals()"), "A1 = 3.0"),
+THROUGH_ALL = {
     "of a module": ("import sys\nme = sys.modules['MODULE']", _NUMBERS.format("vars(me)"), "J = 3.0"),
     "of a function": ("def g(): pass\ng.A = 2.0", "sum(vars(g).values())", "g.B = 3.0"),
     "of a class": ("class C:\n A = 2.0", _NUMBERS.format("vars(C)"), "C.B = 3.0"),
     "dir of a class": ("class C:\n A = 2.0", "float(len(dir(C)))", "C.B = 3.0"),
     "dir of a module": ("import sys\nme = sys.modules['MODULE']", "float(len(dir(me)))", "J = 3.0"),
+}
+ALL_NAMES = {
+    "globals": ("H = K = 2.0", _NUMBERS.format("globals()"), "J = 3.0"),
+    "a value of globals": ("A1 = 2.0", _NUMBERS.format("globals()"), "A1 = 3.0"),
     "bases": (
         "class A: pass\nclass B(A): pass\nclass C(A): pass\nclass D(C): pass",
         "float(len(D.__mro__))",
@@ -169,7 +171,7 @@ NOT_SEEN = {
         "class C(A): pass",
     ),
 }
-CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES, **OF_PYTHON, **ABOUT_CODE}
+CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES, **OF_PYTHON, **ABOUT_CODE, **THROUGH_ALL}
 
 
 @pytest.fixture

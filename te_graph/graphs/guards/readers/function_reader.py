@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import itertools
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
 from te_graph.common.own_objects import OwnObject
+from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.builtin_objects import builtin_contents
 from te_graph.graphs.guards.readers.class_members import ClassMembers
 from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
@@ -88,7 +90,9 @@ class FunctionReader:
         obj, is_value = source.obj, source.value is not None
         if isinstance(obj, dict) and not is_value and any(value_of(key) is None for key in dict.keys(obj)):
             self._waiting.append(source)
-        for child in self._contents_of_value(source) if is_value else self._contents(source):
+        children = self._contents_of_value(source) if is_value else self._contents(source)
+        count = None if self.names.is_enough or source.is_given else number_of_attributes(source)
+        for child in itertools.chain(children, filter(None, [count])):
             if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
                 yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
             elif isinstance(child.obj, UninitializedTensorMixin):  # torch refuses to tell anything about it
