@@ -100,19 +100,19 @@ class Layer(nn.Module):
         return scaled(self.inner(x)) * sign + offsets_of(x.shape[0])[:, None]
 
 
-class Told:
+class Noted:
     once = False
     mode = False
 
 
 def tell(rows):
-    if rows > 4 and not Told.once:
-        Told.once = True
-        Told.mode = rows > 5
-    return 2.0 if Told.mode else 1.0
+    if rows > 4 and not Noted.once:
+        Noted.once = True
+        Noted.mode = rows > 5
+    return 2.0 if Noted.mode else 1.0
 
 
-class Telling(Layer):
+class Noting(Layer):
     def forward(self, x):
         return super().forward(x) * tell(x.shape[0])
 
@@ -172,14 +172,14 @@ def test_layers_of_two_shapes_are_captured_one_after_the_other(engine: types.Mod
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="what ran is known by sys.monitoring")
 def test_what_a_library_does_once_may_be_done_in_between(engine: types.ModuleType) -> None:
-    module, twin = graphed(engine.Telling())
+    module, twin = graphed(engine.Noting())
     assert_replays(module, twin)
     run(twin, batch(5))
-    assert engine.Told.once and not engine.Told.mode
+    assert engine.Noted.once and not engine.Noted.mode
     assert_replays(module, twin)
-    engine.Told.once = False
+    engine.Noted.once = False
     run(twin, batch(7))
-    assert engine.Told.mode
+    assert engine.Noted.mode
     with pytest.raises(RuntimeError, match=r"mode .*since capture"):
         module(batch())
 
