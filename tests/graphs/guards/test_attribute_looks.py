@@ -43,10 +43,13 @@ LOOKS = {
     "loop": "sum(1.0 for name in c.__dict__)",
     "a loop over their names": "sum(1.0 for name in dir(c))",
 }
+_OF_NO_NAME = ("len", "loop", "a loop over their names")
+_MARKED = ("a parameter", "a tensor")  # torch.compile adds attributes to them: how many they have is not compared
 _PAIRS = [
     pytest.param(*case, look, id=f"{name}-{how}", marks=[] if (number + place) % len(LOOKS) == 0 else pytest.mark.full)
     for number, (name, case) in enumerate(HOLDERS.items())
     for place, (how, look) in enumerate(LOOKS.items())
+    if not (name in _MARKED and how in _OF_NO_NAME)
 ]
 
 
