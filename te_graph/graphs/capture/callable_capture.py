@@ -27,6 +27,7 @@ from te_graph.graphs.capture.capture_checks import (
     refuse_grad,
 )
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
+from te_graph.graphs.capture.engine_attention import refuse_wrong_attention
 from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.fp8_regions import refuse_fp8, refuse_fp8_done
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, gradients_that_come, leaves_outside
@@ -108,6 +109,7 @@ class CallableCapture:
         check_attributes(label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(label, sources)
         refuse_fused_main_grads(label, sources)
+        refuse_wrong_attention(label, (source.obj for source in sources))
         own = [source for source in sources if "global variable" not in source.name]
         self._containers = ContainerState([*own, *global_containers(self._sources)])
         self._bindings = Bindings(variables(self._sources))
@@ -228,8 +230,7 @@ class CallableCapture:
         return tensors, work
 
     def _let_compile(self) -> None:
-        """Run what ``torch.compile`` made of functions inside, for the compiler to be done before the capture, which
-        runs compiled code as eager calls do. Under a watch it does not run: it would hide its operations."""
+        """Let the compiler be done before the capture, which runs compiled functions; a watch has them as written."""
         outputs = self._call(self.samples, self.changed.given(self.samples))
         self._find_gradients([one for one in outputs if one.requires_grad], self.samples)
 
@@ -299,8 +300,7 @@ class CallableCapture:
 
     def capture_forward(self, pool: Any) -> None:
         """Capture the forward into a new slot."""
-        inputs = [self._static_input(number) for number in range(len(self.samples))]
-        slot = Slot(inputs, self.backend.new_states())
+        slot = Slot([self._static_input(number) for number in range(len(self.samples))], self.backend.new_states())
         self.slots.append(slot)
         before = [version_of(tensor) for tensor in self.callable_guard.tensors]
         with self.backend.capture(pool, slot.states) as slot.forward:

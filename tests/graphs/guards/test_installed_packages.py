@@ -228,6 +228,27 @@ def test_kernels_that_add_to_main_grad_are_refused_by_name() -> None:
     assert_replays(*graphed(module))
 
 
+@pytest.mark.parametrize(
+    ("cudnn", "setting", "is_refused"), [(91400, "1", True), (91400, "0", False), (91900, "1", False)]
+)
+def test_attention_on_a_cudnn_that_is_wrong_in_graphs_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, cudnn: int, setting: str, is_refused: bool
+) -> None:
+    class DotProductAttention(nn.Linear):
+        __module__ = "transformer_engine.pytorch.attention"
+
+    kernels = types.ModuleType("transformer_engine_torch")
+    kernels.get_cudnn_version = lambda: cudnn
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", setting)
+    module = nn.Sequential(DotProductAttention(3, 3))
+    if is_refused:
+        with pytest.raises(RuntimeError, match=r"Sequential: .* cuDNN 9\.14, .* NVTE_FUSED_ATTN=0"):
+            graphed(module)
+    else:
+        assert_replays(*graphed(module))
+
+
 @pytest.fixture
 def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module that looks like an extension module, with a function that is not of Python code."""
