@@ -29,8 +29,8 @@ def refuse_wrong_attention(label: str, modules: Iterable[Any]) -> None:
     if version in _WRONG:
         raise RuntimeError(
             f"{label}: TransformerEngine runs its attention on cuDNN {version // 10000}.{version % 10000 // 100}, "
-            "whose backward gives wrong gradients in CUDA graphs: let it load cuDNN 9.15 or newer, such as the one "
-            "that torch brought (LD_LIBRARY_PATH), or set NVTE_FUSED_ATTN=0"
+            "whose backward gives wrong gradients in CUDA graphs: let it load cuDNN 9.15 or newer (CUDNN_HOME names "
+            "the folder; torch brings one), or set NVTE_FUSED_ATTN=0"
         )
 
 

@@ -47,6 +47,7 @@ _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch c
 GETTERS = (operator.attrgetter, operator.methodcaller)
 _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+MARK_OF_COMPILER = "_dynamo_"  # with it begin attributes that torch.compile puts on what it meets, for itself
 PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 _TABLE_OF_FIELDS = "__dataclass_fields__"
 

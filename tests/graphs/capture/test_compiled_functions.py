@@ -92,6 +92,23 @@ def test_a_capture_leaves_them_compiled(is_called_before: bool, device: str) -> 
     assert layer.te_graph.info()["forward_replays"] == 4
 
 
+def test_marks_that_the_compiler_leaves_on_tensors_change_nothing(device: str) -> None:
+    layer = Layer(torch.relu).to(device)
+    twin = eager_copy(layer)
+    tg.make_graphed_callables(layer, (batch(device),))
+    function = tg.graphed(lambda x: x * vars(layer.first.weight).get("scale", 2.0))
+    x = torch.randn(5, device=device)
+    for _ in range(3):
+        function(x)
+    torch._dynamo.mark_static(layer.first.weight)
+    assert any(name.startswith("_dynamo_") for name in vars(layer.first.weight))
+    function(x)
+    assert function.info()["forward_replays"] == 3
+    steps = [[(batch(device),)]]
+    assert_bitwise_equal(train(layer, steps), train(twin, steps))
+    assert layer.te_graph.info()["forward_replays"] == 1
+
+
 def test_a_graphed_function_leaves_them_compiled(device: str) -> None:
     backend = Backend()
     compiled = torch.compile(gelu, backend=backend)

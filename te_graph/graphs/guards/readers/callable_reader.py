@@ -51,7 +51,7 @@ from te_graph.graphs.guards.sources import (
     submodules,
     tells_tensors_apart,
 )
-from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, codes_of, is_implicit, module_of
+from te_graph.graphs.tracing.names import LOOKS_AT_ALL, MARK_OF_COMPILER, Names, codes_of, is_implicit, module_of
 
 _Kind = _C.StepKind
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -244,7 +244,8 @@ class CallableReader(TensorReader):
         return name in self._library_names(type(source.obj))
 
     def _is_ignored(self, owner: str, name: str) -> bool:
-        return name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
+        is_named = name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
+        return is_named or name.startswith(MARK_OF_COMPILER)
 
     def _asked_of(self, obj: Any) -> set[str]:
         """Attributes that the code may ask ``obj`` for while it has them not."""

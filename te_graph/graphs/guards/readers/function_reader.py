@@ -36,7 +36,15 @@ from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.sources import HOOK_DICTS, contents, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
-from te_graph.graphs.tracing.names import Names, globals_of, is_implicit, module_of, strings_of, user_classes
+from te_graph.graphs.tracing.names import (
+    MARK_OF_COMPILER,
+    Names,
+    globals_of,
+    is_implicit,
+    module_of,
+    strings_of,
+    user_classes,
+)
 
 _Kind = _C.StepKind
 _MAX_DEPTH = 16
@@ -176,7 +184,8 @@ class FunctionReader:
             for key, value in hooks.items():
                 yield source.child(value, f"hooks on the gradient of {source.name}", _Kind.ATTRIBUTE, key)
         members = source.attributes()
-        yield from (members.item(key, name_of(key, source.name)) for key in list(members.obj))
+        keys = [key for key in members.obj if not key.startswith(MARK_OF_COMPILER)]
+        yield from (members.item(key, name_of(key, source.name)) for key in keys)
         expected = frozenset() if source.is_ephemeral else self.names.asked
         if is_parameter:
             expected |= {_MAIN_GRAD} & self.names.said
