@@ -100,16 +100,23 @@ class Layer(nn.Module):
         return scaled(self.inner(x)) * sign + offsets_of(x.shape[0])[:, None]
 
 
+class Version:
+    def __init__(self, text):
+        self.text = text
+
+
 class Noted:
     once = False
     mode = False
+    needed = Version("1.0")
 
 
 def tell(rows):
     if rows > 4 and not Noted.once:
         Noted.once = True
+        Noted.needed = Version("2.0")
         Noted.mode = rows > 5
-    return 2.0 if Noted.mode else 1.0
+    return 2.0 if Noted.mode else len(Noted.needed.text) / 3
 
 
 class Noting(Layer):
@@ -175,7 +182,7 @@ def test_what_a_library_does_once_may_be_done_in_between(engine: types.ModuleTyp
     module, twin = graphed(engine.Noting())
     assert_replays(module, twin)
     run(twin, batch(5))
-    assert engine.Noted.once and not engine.Noted.mode
+    assert engine.Noted.once and engine.Noted.needed.text == "2.0" and not engine.Noted.mode
     assert_replays(module, twin)
     engine.Noted.once = False
     run(twin, batch(7))

@@ -31,7 +31,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
-from te_graph.graphs.guards.readers.memos import latches, outside_of_memos
+from te_graph.graphs.guards.readers.memos import outside_of_memos, own_attributes
 from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
@@ -113,7 +113,7 @@ class CallableReader(TensorReader):
         self._looks_at_all = not names.is_enough
         self._elsewhere = elsewhere
         self._holders = holders
-        self._latches: frozenset[tuple[int, str]] = frozenset()
+        self._not_compared: frozenset[tuple[int, str]] = frozenset()
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
 
     def beginnings(self) -> Iterator[Source]:
@@ -162,12 +162,15 @@ class CallableReader(TensorReader):
 
     def compared(self, sources: list[Source]) -> list[Source]:
         """Those of ``sources`` where something else matters to the code."""
-        self._latches = latches(sources, self._names.ran)
-        return [
-            source
-            for source in outside_of_memos(sources, self._names.ran)
-            if source.parent is None or (id(source.parent.obj), source.key) not in self._latches
-        ]
+        self._not_compared = own_attributes(sources, self._names.ran)
+        return [one for one in outside_of_memos(sources, self._names.ran) if not self._is_librarys_own(one)]
+
+    def _is_librarys_own(self, source: Source) -> bool:
+        """Whether ``source`` is, or stands below, what its library sets by itself."""
+        above = source.parent
+        if above is None or not self._not_compared:
+            return False
+        return (id(above.obj), source.key) in self._not_compared or self._is_librarys_own(above)
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
@@ -198,7 +201,7 @@ class CallableReader(TensorReader):
         for name in sorted(found.keys() - around):
             is_method = isinstance(found[name], types.FunctionType) and is_implicit(name)
             is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
-            if not (is_method or name in names) or not is_shown or (id(kind), name) in self._latches:
+            if not (is_method or name in names) or not is_shown or (id(kind), name) in self._not_compared:
                 continue
             if not self._is_ignored(kind.__name__, name):
                 yield name, found[name]
