@@ -30,6 +30,7 @@ def record(cpu_run):
     return json.loads((cpu_run[1] / "flags.json").read_text())
 
 
+@pytest.mark.full
 def test_a_run_on_the_cpu_has_a_row_for_each_variant_and_number_of_nodes(cpu_run, record):
     process, out = cpu_run
     assert process.returncode == 0, process.stderr
@@ -95,6 +96,7 @@ def test_without_a_compiler_the_conditional_node_is_not_measured_and_the_record_
     assert bench.BENCHMARK.parse_args([]).not_measured == {"conditional IF node": "nvcc was not found"}
 
 
+@pytest.mark.full
 def test_the_table_has_a_row_for_each_variant_and_tells_what_failed(record):
     for number, row in enumerate(record["rows"]):
         row |= {"launch_sync_us": 100.4 + number, "host_us": 4.04}

@@ -69,6 +69,7 @@ def test_the_lists_are_those_of_the_models():
     assert all(found.nbytes < 2**21 for found in tensor_sets.SMALL_LISTS.values())
 
 
+@pytest.mark.full
 def test_a_run_on_the_cpu_has_a_row_for_each_list_operation_and_variant(cpu_run, record):
     process, out = cpu_run
     assert process.returncode == 0, process.stderr
@@ -90,6 +91,7 @@ def test_a_run_on_the_cpu_has_a_row_for_each_list_operation_and_variant(cpu_run,
     assert process.stdout.count("te_graph_plan") == 10
 
 
+@pytest.mark.full
 def test_the_floor_of_an_operation_is_its_bytes_at_the_bandwidth_measured(record):
     rates = {"read": 2e12, "copy": 1e12}
     floors = {op: variants.floor_seconds(op, 10**12, 2, rates) for op in bench.OPS}
@@ -239,6 +241,7 @@ def reached(record: dict, factor: float = 1.0) -> dict:
     return record | {"targets": targets.achieved(record)}
 
 
+@pytest.mark.full
 def test_targets_are_judged_by_the_worst_of_their_rows(record):
     assert [target["is_met"] for target in reached(record)["targets"]] == [True] * 8
     assert [target["is_met"] for target in reached(record, 1.01)["targets"]] == [False] * 8
@@ -255,6 +258,7 @@ def test_targets_are_judged_by_the_worst_of_their_rows(record):
 README = "# Title\n\n<!-- results:multi_tensor -->\nold\n<!-- /results -->\n\nThe end.\n"
 
 
+@pytest.mark.full
 def test_the_table_has_the_rows_shown_and_tells_what_else_was_found(record):
     record = reached(record, 1.01) | {"gpu": "Some GPU", "bandwidth_tb_per_s": {"copy": 4.27, "read": 4.36}}
     hp = {"list": "gpt3-1.3b-bf16", "op": "all", "device_us": 900.4, "host_us": 52.04, "launches": None}
@@ -272,6 +276,7 @@ def test_the_table_has_the_rows_shown_and_tells_what_else_was_found(record):
     assert f"Some GPU, torch {torch.__version__}" in text
 
 
+@pytest.mark.full
 def test_a_failed_cell_is_told_and_one_without_an_operation_is_empty(record):
     record = reached(record)
     record["rows"] = [row for row in record["rows"] if (row["op"], row["variant"]) != ("add", "te_graph")]
@@ -284,6 +289,7 @@ def test_a_failed_cell_is_told_and_one_without_an_operation_is_empty(record):
     assert "failed" not in render.render(README, {"multi_tensor": record})
 
 
+@pytest.mark.full
 def test_render_turns_what_a_run_leaves_into_a_table_and_check_tells_a_stale_one(cpu_run, record, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(README)
@@ -298,6 +304,7 @@ def test_render_turns_what_a_run_leaves_into_a_table_and_check_tells_a_stale_one
     assert math.isclose(found[-1], rows[0]["floor_us"], rel_tol=5e-3, abs_tol=0.06)
 
 
+@pytest.mark.full
 def test_without_results_and_without_a_block_nothing_is_stale(record, tmp_path):
     (tmp_path / "graphed.json").write_text((BENCHMARKS / "results" / "graphed.json").read_text())
     readme = tmp_path / "README.md"

@@ -56,6 +56,7 @@ def measured(record: dict) -> dict:
     return record | points | {"rows": rows, "gpu": "Some GPU"}
 
 
+@pytest.mark.full
 def test_a_run_on_the_cpu_has_a_row_for_each_point_and_ends_with_a_table(cpu_run, record):
     process, out = cpu_run
     assert process.returncode == 0, process.stderr
@@ -74,6 +75,7 @@ def test_a_run_on_the_cpu_has_a_row_for_each_point_and_ends_with_a_table(cpu_run
     assert [path.name for path in out.iterdir()] == ["graphed_sweep.json"]
 
 
+@pytest.mark.full
 def test_the_number_of_nodes_does_not_depend_on_that_of_parameters(record):
     assert len({row["nodes_per_callable"] for row in record["rows"]}) == 1
 
@@ -149,6 +151,7 @@ def test_wrong_options_are_refused(monkeypatch, capsys, options, words):
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_plot_has_a_line_for_each_variant_and_chain_and_is_drawn_alike_again(record):
     record = measured(record)
     svg = plots.sweep_svg(record)
@@ -163,6 +166,7 @@ def test_the_plot_has_a_line_for_each_variant_and_chain_and_is_drawn_alike_again
     assert not plots.is_current(svg.replace("<path", "<path ", 1), record)
 
 
+@pytest.mark.full
 def test_a_plot_that_another_matplotlib_drew_is_current_if_it_shows_the_same_results(record, monkeypatch):
     record = measured(record)
     svg = plots.sweep_svg(record).replace("Matplotlib v", "Matplotlib v0.", 1).replace("<path", "<path ", 1)
@@ -201,6 +205,7 @@ def test_render_draws_the_plot_and_shows_it_with_the_growth(folder):
     assert "All gradients equal eager ones bit for bit. Some GPU, torch" in text
 
 
+@pytest.mark.full
 def test_check_tells_a_plot_that_is_stale_missing_or_edited(folder, record, capsys):
     path, call = folder
     assert call() == 0

@@ -50,7 +50,7 @@ def calls_of(function, *inputs: Tensor) -> list[list[str]]:
 
 def test_random_programs_that_ranks_compile_differently(two_ranks) -> None:
     """Without inductor, which takes a minute to start where cores are few: ``python compiled_programs.py`` has it."""
-    two_ranks.run(scenario, 0, first_seed("compiled programs"), 6, "aot_eager")
+    two_ranks.run(scenario, 0, first_seed("compiled programs"), 3, "aot_eager")
 
 
 def test_what_is_not_used_runs_where_it_stands(group) -> None:

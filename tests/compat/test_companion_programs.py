@@ -14,7 +14,7 @@ from seeds import first_seed
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
-_PROGRAMS, _MOST_SECONDS = 12, 6.0
+_PROGRAMS, _MOST_SECONDS = 8, 4.0
 
 
 @pytest.fixture(scope="module", autouse=True)

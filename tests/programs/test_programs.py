@@ -30,7 +30,7 @@ from programs.run import Outcome, run
 from programs.shrink import shrink
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
-_PROGRAMS, _MOST_SECONDS = 60, 25.0
+_PROGRAMS, _MOST_SECONDS = 30, 10.0
 
 
 @pytest.fixture(params=["0", "1"], ids=["plain", "poison"])

@@ -10,7 +10,7 @@ from seeds import first_seed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
-_PROGRAMS, _MOST_SECONDS = 50, 15
+_PROGRAMS, _MOST_SECONDS = 25, 5
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -191,7 +191,7 @@ def run_from_one_seed(model: nn.Module, x: Tensor) -> Any:  # [ROWS, WIDTH]
 
 def test_hundreds_of_captures_replays_and_resets_of_a_module_leave_nothing_behind(device: str, live: Live) -> None:
     module, x = Layer().to(device), batch(device)
-    kept, late = [], 150 if device == "cpu" else 500
+    kept, late = [], 100 if device == "cpu" else 500
 
     def capture_replay_and_reset() -> None:
         tg.make_graphed_callables(module, (x,), num_warmup_iters=1)

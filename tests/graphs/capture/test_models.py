@@ -251,7 +251,7 @@ def text(device: str, padded: bool = False) -> tuple[Tensor, Tensor | None]:  # 
     return tokens, (torch.arange(TOKENS, device=device) < length).long()
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_language_model_with_graphed_layers_trains_as_eager(device: str, name: str, padded: bool, seed: int) -> None:
     model, layers = language_model(name, device)
@@ -259,8 +259,11 @@ def test_a_language_model_with_graphed_layers_trains_as_eager(device: str, name:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize(("on_mismatch", "reentrant"), [("capture", False), ("eager", False), ("eager", True)])
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+@pytest.mark.parametrize(
+    ("on_mismatch", "reentrant"),
+    [("capture", False), pytest.param("eager", False, marks=pytest.mark.full), ("eager", True)],
+)
+@pytest.mark.parametrize("name", [pytest.param("GPT-2", marks=pytest.mark.full), "Llama"])
 def test_gradient_checkpointing_that_is_switched_on_later_goes_inside_or_runs_eagerly(
     device: str, name: str, on_mismatch: str, reentrant: bool, seed: int
 ) -> None:

@@ -65,7 +65,7 @@ def test_threads_that_capture_at_once() -> None:
 
     def work(number: int) -> None:
         x = torch.full((4,), float(number))
-        for _ in range(20):
+        for _ in range(6):
             added = graphed(lambda t: t * 2 + number)
             for _ in range(3):
                 assert_bitwise_equal(added(x), x * 2 + number)

@@ -10,7 +10,7 @@ from seeds import first_seed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
-_PROGRAMS, _MOST_SECONDS = 15, 8
+_PROGRAMS, _MOST_SECONDS = 10, 4
 
 
 def test_random_changes_of_what_is_held_anywhere_are_seen() -> None:

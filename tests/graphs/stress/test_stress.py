@@ -60,8 +60,8 @@ def assert_that_all_was_done(world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_500_random_operations_leave_what_eager_execution_leaves(device: str, kind: str) -> None:
-    world = stress(device, kind, {}, steps=500)
+def test_hundreds_of_random_operations_leave_what_eager_execution_leaves(device: str, kind: str) -> None:
+    world = stress(device, kind, {}, steps=500 if device == "cuda" else 250)
     assert_that_all_was_done(world)
     assert world.calls["replayed"] > world.calls.total() / 2, f"calls of layers: {dict(world.calls)}"
     refused = {name for name, outcome in world.counts if outcome == "raised"}

@@ -20,7 +20,7 @@ from training_scripts import Event, Script, compare, draw, shrink
 import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-_SCRIPTS, _MOST_SECONDS = 40, 12.0
+_SCRIPTS, _MOST_SECONDS = 20, 5.0
 
 
 def test_random_training_scripts_leave_what_eager_execution_leaves() -> None:
