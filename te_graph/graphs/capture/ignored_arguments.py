@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from te_graph.common.dispatch import PACKAGE
+from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.tracing.keyword_uses import KeywordUses, collecting_variable, uses_of
 from te_graph.graphs.tracing.names import strings_in
 from te_graph.graphs.tracing.source_lines import run_region
@@ -90,7 +91,11 @@ def _uses_in(target: Any) -> tuple[types.CodeType | None, KeywordUses | None]:
 
 
 def _code_of(target: Any) -> types.CodeType | None:
-    function = target.forward if isinstance(target, nn.Module) else target
+    function = target
+    if isinstance(target, nn.Module):
+        handle = vars(target).get("te_graph")  # graphed already: the forward that it had before
+        kind = plain_class(type(target))
+        function = target.forward if handle is None else handle.own_forward or kind.forward
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
@@ -143,7 +148,8 @@ class _Followed:
 
     def _callbacks(self) -> dict[int, Callable[..., None]]:
         events = sys.monitoring.events
-        return {events.PY_START: self._on_start, events.CALL: self._on_call, events.LINE: self._on_line}
+        on_call = {events.PY_START: self._on_start, events.CALL: self._on_call}
+        return on_call | {events.LINE: self._on_line, events.RAISE: self._on_raise}
 
     def _on_start(self, code: types.CodeType, offset: int) -> None:
         self._is_inside |= code is run_region.__code__
@@ -176,6 +182,10 @@ class _Followed:
     def _on_line(self, code: types.CodeType, line: int) -> None:
         uses = self._receivers.get(code)
         self._is_passed_on &= uses is None or line not in uses.other_lines
+
+    def _on_raise(self, code: types.CodeType, offset: int, error: BaseException) -> None:
+        """Of a call that gets it and fails before its code begins: it may take other names."""
+        self._is_passed_on &= code not in self._receivers
 
 
 def _is_of_python(function: Any) -> bool:

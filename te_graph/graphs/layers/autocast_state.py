@@ -19,6 +19,11 @@ class AutocastState:
     dtypes: tuple[torch.dtype, ...]
     caches: bool
 
+    @property
+    def casts_once(self) -> bool:
+        """Whether a weight is cast once for all its uses."""
+        return self.caches and any(self.enabled)
+
     @classmethod
     def now(cls) -> AutocastState:
         """That of this thread."""

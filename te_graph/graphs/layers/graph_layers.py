@@ -7,7 +7,6 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from te_graph.graphs.capture.wrappers import reason_to_refuse_module, without_wr
 from te_graph.graphs.guards.effects.rollback import ContainerState
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.layers.choice import Selection
+from te_graph.graphs.layers.held import holders_in
 from te_graph.graphs.layers.layer_calls import LayerCall, LayerCalls
 from te_graph.graphs.layers.layer_captures import LayerCaptures
 from te_graph.graphs.layers.report import GraphedLayers, several
@@ -31,7 +31,6 @@ _NAME = "graph_layers"
 _log = logging.getLogger("te_graph")
 _OPTIONS = {field.name for field in dataclasses.fields(Options)} | {"step_state"}
 _DEFAULTS = {"chain": True, "on_mismatch": "capture", "on_exhausted": "eager", "allow_unused_input": True}
-_CONTAINERS = (dict, list, set, deque)
 _MAX_REASONS = 3  # in the message when nothing is captured
 
 
@@ -177,7 +176,7 @@ def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterato
     Other objects keep what a first call sets in them, as a configuration does: put back, it would change once more,
     behind the back of the graphs.
     """
-    state = ContainerState(Source(one, "") for one in [*_contents(model), *model.parameters()])
+    state = ContainerState(Source(one, "") for one in [*holders_in(model), *model.parameters()])
     try:
         yield
     except BaseException:
@@ -185,24 +184,6 @@ def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterato
         raise
     if not only_on_failure:
         state.restore()
-
-
-def _contents(model: nn.Module) -> list[Any]:
-    """The modules of ``model``, and the containers that are their attributes or lie in these."""
-    found: dict[int, Any] = {id(module): module for module in model.modules()}
-    queue = list(found.values())
-    while queue:
-        one = queue.pop()
-        values = one.values() if isinstance(one, dict) else one if isinstance(one, _CONTAINERS) else vars(one).values()
-        inner = [value for value in values if _is_container(value) and id(value) not in found]
-        found.update((id(value), value) for value in inner)
-        queue += inner
-    return list(found.values())
-
-
-def _is_container(value: Any) -> bool:
-    """Also a weak proxy says that it is one; what it stands for belongs to others, or is gone."""
-    return type(value) not in weakref.ProxyTypes and isinstance(value, _CONTAINERS)
 
 
 def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeError:

@@ -168,14 +168,14 @@ class LayerCaptures:
         for name, parameter in call.module.named_parameters():
             inside, outside = self._uses_of(parameter, call.module)
             casts = sum(use.is_cast for use in inside)
-            count = len(inside) - max(casts - 1, 0) if call.autocast.caches else len(inside)
+            count = len(inside) - max(casts - 1, 0) if call.autocast.casts_once else len(inside)
             if count > 1 and outside:
                 return (
                     f"its {name} is used several times inside, and outside as well, and autograd adds the gradients of "
                     "all these uses one by one"
                 )
             is_cast = [any(use.is_cast for use in uses) for uses in (inside, outside)]
-            if all(is_cast) and call.autocast.caches:
+            if all(is_cast) and call.autocast.casts_once:
                 return f"its {name} is used outside as well, and autocast casts it once for all uses"
         return None
 

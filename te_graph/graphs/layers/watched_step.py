@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.graphs.guards.effects.random_generators import HostRandom
+from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.layers.held import values_held_by
 from te_graph.graphs.layers.layer_calls import LayerCalls, in_backward
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.source_lines import user_site
 
 _NAME = "graph_layers"
+_APPLY = torch.autograd.Function.apply.__func__.__code__
 _ADVICE = "give what comes before it: the forward, or forward and backward (lambda: loss_fn(model(x), y).backward())"
 
 
@@ -51,7 +55,7 @@ class StepWatch(TensorWatch):
         self._weights = {storage_key(p): name for name, p in model.named_parameters() if is_strided(p)}
         self._parameters = {id(p) for p in model.parameters()}
         grads = (getattr(p, name, None) for p in model.parameters() for name in ("grad", "main_grad"))
-        others = (t for t in (*model.buffers(), *grads) if isinstance(t, Tensor) and is_strided(t))
+        others = (t for t in (*values_held_by(model), *grads) if isinstance(t, Tensor) and is_strided(t))
         self._kept = {*self._weights, *map(storage_key, others)}
         self._op = ""
         self.uses: dict[int, list[Use]] = {}
@@ -67,14 +71,26 @@ class StepWatch(TensorWatch):
                 f"{_NAME}: the step changes {self._weights[key]} ({self._op}), and one step before the training begins "
                 f"must leave the weights alone: {_ADVICE}; at {user_site()}"
             )
-        if key in self._kept:
+        if key in self._kept or in_backward():  # which adds to gradients
             super().keep(tensor)
 
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
-        if id(tensor) in self._parameters and tensor.requires_grad and torch.is_grad_enabled() and not in_backward():
-            is_cast = op.startswith("aten._to_copy")
+        is_parameter = id(tensor) in self._parameters and tensor.requires_grad and not in_backward()
+        # Within an autograd Function gradients are off. It is one use, but may be counted as several.
+        if is_parameter and (torch.is_grad_enabled() or _is_given_to_function(tensor)):
+            is_cast = op.startswith("aten._to_copy") and torch.is_grad_enabled()
             self.uses.setdefault(id(tensor), []).append(Use(frozenset(self._calls.under_way), is_cast))
         super()._see(tensor, op, keeps)
+
+
+def _is_given_to_function(tensor: Tensor) -> bool:
+    """Whether an autograd Function that is under way got ``tensor`` [...]."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _APPLY and any(one is tensor for one in frame.f_locals["args"]):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager
@@ -87,9 +103,10 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
     """
     watch = StepWatch(model, calls)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_generators_kept())
+        stack.enter_context(_generators_kept(model))
         stack.callback(watch.restore)
         stack.enter_context(_grads_kept(model))
+        stack.callback(watch.restore_grads)
         stack.callback(torch.clear_autocast_cache)  # whose casts lead to what the step computed
         stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
         stack.enter_context(calls)
@@ -105,8 +122,8 @@ def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    others = HostRandom(())
+def _generators_kept(model: nn.Module) -> Iterator[None]:
+    others = HostRandom((Source(value, "") for value in values_held_by(model)), with_torch=True)
     host, has_cuda = torch.get_rng_state(), torch.cuda.is_available() and torch.cuda.is_initialized()
     states = torch.cuda.get_rng_state_all() if has_cuda else []
     try:

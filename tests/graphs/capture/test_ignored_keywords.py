@@ -222,3 +222,41 @@ def test_random_calls_with_keywords() -> None:
         count += 1
     print(f"{count} programs, seeds from {first}, {replayed} replays with other keywords")
     assert count > 1
+
+
+def scaled(x: Tensor, *, scale: float) -> Tensor:  # [...]
+    return x * scale
+
+
+class Trying(Plain):
+    """What it passes the keywords on to may not take them."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        y = self.linear(x)
+        try:
+            return scaled(y, **kwargs)
+        except TypeError:
+            return y
+
+
+def test_a_keyword_that_a_failed_call_was_given_is_not_ignored(device: str) -> None:
+    module = Trying().to(device)
+    twin = eager_copy(module)
+    tg.make_graphed_callables(module, (batch(device),), on_mismatch="eager")
+    x = batch(device)
+    for given in ({}, {"scale": 2.0}, {}):
+        assert_bitwise_equal(run(module, x, **given), run(twin, x, **given))
+
+
+@pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
+def test_a_capture_at_the_first_call_and_later_ones_ignore_the_same(device: str, on_mismatch: str) -> None:
+    module = Plain().to(device)
+    twin = eager_copy(module)
+    tg.make_graphed_callables(module, on_mismatch=on_mismatch)
+    rows = (3, 4) if on_mismatch == "capture" else (3,)
+    for number in rows:
+        for given in MANY:
+            x = torch.randn(number, 5, device=device, requires_grad=True)
+            assert_bitwise_equal(run(module, x, **given), run(twin, x, **given))
+    info = module.te_graph.info()
+    assert info["signatures"] == len(rows) and not info["eager_calls"]

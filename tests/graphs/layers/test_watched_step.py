@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from blocks import Block, InTurn, batch
 from torch import Tensor, nn
-from twins import snapshot
+from twins import eager_copy, run, snapshot
 
 import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
@@ -149,3 +151,79 @@ def test_activations_of_the_step_are_gone_before_the_first_capture(
         hook.remove()
     assert len(made) > 6
     assert alive == [0]
+
+
+class Drawing(InTurn):
+    """Changes tensors that are no buffers, a list in a tuple, and draws from generators of its own."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.steps, self.history = torch.zeros(1), {"all": [torch.zeros(2)]}
+        self.pair = ([0], "kept")
+        self.own, self.generator = random.Random(1), torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 6]
+        self.steps += 1
+        self.history["all"][0].add_(1)
+        self.pair[0][0] += 1
+        return super().forward(x * self.own.random() + torch.rand(1, generator=self.generator)) * self.steps
+
+
+def test_other_tensors_and_generators_of_the_model_are_put_back() -> None:
+    torch.manual_seed(1)
+    model = Drawing(Block(), Block())
+    twin = eager_copy(model)
+    tg.graph_layers(model, (batch("cpu"),))
+    x = batch("cpu")
+    assert_bitwise_equal(run(model, x), run(twin, x))
+    assert_bitwise_equal([model.steps, model.history, model.pair], [twin.steps, twin.history, twin.pair])
+
+
+def test_gradients_of_leaves_beside_the_model_are_put_back(device: str) -> None:
+    model, scale, shift = InTurn(Block(), Block()).to(device), nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))
+    shift.grad = torch.full((6,), 3.0)
+    kept = shift.grad
+    tg.graph_layers(model, lambda: (model(batch(device)).cpu() * scale + shift).sum().backward())
+    assert scale.grad is None and shift.grad is kept
+    assert_bitwise_equal(kept, torch.full((6,), 3.0))
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:  # [n, 6], [6]
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+class Twice(nn.Module):
+    """Uses a weight twice that others use as well."""
+
+    def __init__(self, w: nn.Parameter, times: Callable) -> None:
+        super().__init__()
+        self.linear, self.w, self.times = nn.Linear(6, 6), w, times
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 6]
+        return self.times(torch.tanh(self.times(self.linear(x), self.w)), self.w)
+
+
+def cast_and_multiply(x: Tensor, w: Tensor) -> Tensor:  # [n, 6], [6]
+    return (x.bfloat16() * w.to(torch.bfloat16)).float()
+
+
+@pytest.mark.parametrize("times", [torch.mul, Times.apply, cast_and_multiply], ids=["op", "function", "cast"])
+def test_layers_that_use_a_shared_weight_several_times_stay_eager(times: Callable) -> None:
+    w = nn.Parameter(torch.randn(6))
+    model = InTurn(Block(), Block(), Twice(w, times), Twice(w, times))
+    twin = eager_copy(model)
+    report = tg.graph_layers(model, (batch("cpu"),), layers=[Block, Twice])
+    assert len(report.layers) == 2 and all("several times" in why for why in report.left_out.values())
+    for _ in range(4):
+        x = batch("cpu")
+        assert_bitwise_equal(run(model, x), run(twin, x))
+    assert_bitwise_equal(*(dict(one.named_parameters()) for one in (model, twin)))
+    assert_bitwise_equal(*({n: p.grad for n, p in one.named_parameters()} for one in (model, twin)))

@@ -1,0 +1,40 @@
+"""What a model holds in attributes of its modules, and in containers there."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+_CONTAINERS = (dict, list, tuple, set, deque)
+
+
+def holders_in(model: nn.Module) -> list[Any]:
+    """The modules of ``model``, and the containers that are their attributes or lie in these."""
+    found: dict[int, Any] = {id(module): module for module in model.modules()}
+    queue = list(found.values())
+    while queue:
+        inner = [value for value in _values(queue.pop()) if _is_container(value) and id(value) not in found]
+        found.update((id(value), value) for value in inner)
+        queue += inner
+    return list(found.values())
+
+
+def values_held_by(model: nn.Module) -> list[Any]:
+    """All that lies there: parameters, buffers, other tensors, generators of random numbers, ..."""
+    held = (value for holder in holders_in(model) for value in _values(holder))
+    return [value for value in held if type(value) not in weakref.ProxyTypes]
+
+
+def _values(holder: Any) -> Iterable[Any]:
+    if isinstance(holder, _CONTAINERS):
+        return holder.values() if isinstance(holder, dict) else holder
+    return vars(holder).values()
+
+
+def _is_container(value: Any) -> bool:
+    """Also a weak proxy says that it is one; what it stands for belongs to others, or is gone."""
+    return type(value) not in weakref.ProxyTypes and isinstance(value, _CONTAINERS)
