@@ -392,7 +392,7 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: Callab
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = source.attributes()
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
-        for absent in itertools.chain(absent_names(source), absent_globals(source)):
+        for absent in itertools.chain(absent_names(source), absent_globals(source), reader.absent_globals(source)):
             callable_guard.enter(absent)
     is_code = isinstance(source.obj, _CODE) and not isinstance(source.obj, types.ModuleType)
     if is_code or (is_value(source.obj) and members is None):

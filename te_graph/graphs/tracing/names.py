@@ -383,8 +383,20 @@ def _asked_in(code: types.CodeType) -> frozenset[str]:
     strings = strings_in(code)
     named = {string for string in strings if not string.startswith("__")} if _may_do_without(code) else set()
     asks = not strings.isdisjoint(BY_NAME) or _looks_up(code)
-    found = named.union(_constants_in(code) if asks else ())
+    found = named.union(_constants_in(code) if asks else _asked_by_in(code))
     return frozenset(string for string in found if string.isidentifier())
+
+
+def _asked_by_in(code: types.CodeType) -> Iterator[str]:
+    """Strings that it asks for by ``in``, perhaps of a namespace."""
+    steps = _steps_of(code)
+    for number, step in enumerate(steps):
+        if step.opname == "CONTAINS_OP":
+            found = next(
+                (one for one in reversed(steps[max(number - 4, 0) : number]) if one.opcode in dis.hasconst), None
+            )
+            if found is not None and isinstance(found.argval, str):
+                yield found.argval
 
 
 def _looks_up(code: types.CodeType) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_strided
 from te_graph.graphs.arguments.nest import instance_dict
-from te_graph.graphs.graphed_class import plain_class
+from te_graph.graphs.graphed_class import graphed_class, own_attributes_of, plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, slots_of
@@ -25,6 +25,7 @@ from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.lookups import (
     asked_of_module,
     descriptions,
+    globals_by_name,
     is_project_module,
     is_readable_module,
     modules_of,
@@ -148,6 +149,11 @@ class CallableReader(TensorReader):
             if not (is_there or name.startswith("__") or self._is_ignored(source.name, name)):
                 yield name
 
+    def absent_globals(self, function: Source) -> Iterator[Source]:
+        """Global variables that are not there, and for which ``function`` may ask by ``globals()``."""
+        found = globals_by_name(function, self._names.said) if self._is_followed(function.obj) else ()
+        return (child for child in found if child.kind == _Kind.ABSENT)
+
     def empty_slots(self, source: Source) -> Iterator[str]:
         """Of the slots of the object at ``source`` those in which there is nothing, and which the code may read."""
         names = (name for name in slots_of(type(source.obj)) if self._reads(source, name))
@@ -181,7 +187,14 @@ class CallableReader(TensorReader):
         return tells_tensors_apart(self._names, sources)
 
     def counts(self, sources: Iterable[Source]) -> Iterator[Source]:
-        """How many attributes objects at ``sources`` have, for code that may go through them."""
+        """What is set through ``type(module)`` of a graphed one, which is a class of ours; and how many attributes
+        objects at ``sources`` have, for code that may go through them."""
+        if isinstance(self.root, nn.Module):
+            kind = Source(self.root, "").child(None, "class", _Kind.TYPE)
+            count = own_attributes_of(graphed_class(plain_class(type(self.root))))
+            yield kind.child(
+                None, f"number of attributes of type({type(self.root).__name__})", _Kind.LENGTH, index=count
+            )
         for source in sources if self._looks_at_all else ():
             ignored = {name.removeprefix(f"{source.name}.") for name in self._ignored}
             if source.again is None and (count := number_of_attributes(source, ignored)) is not None:
@@ -313,6 +326,8 @@ class CallableReader(TensorReader):
                 yield source.child(function, source.name, _Kind.KNOWN)
             elif function is not None and self._is_followed(function):
                 yield from (child for child in contents(source) if not self._is_ignored_variable(child))
+                found = globals_by_name(source, self._names.said)
+                yield from (child for child in found if child.kind == _Kind.ITEM)
                 yield from modules_of(source, self._names.said)
                 yield from descriptions(source, self._names.said)
                 yield from self._inside_object(source, obj.__name__)

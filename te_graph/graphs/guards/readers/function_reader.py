@@ -27,6 +27,7 @@ from te_graph.graphs.guards.readers.lookups import (
     absent_names,
     asked_of_module,
     descriptions,
+    globals_by_name,
     is_project_module,
     is_readable_module,
     modules_of,
@@ -227,12 +228,7 @@ class FunctionReader:
         for variable in sorted(globals_of(code) - function.__globals__.keys()):  # of Python, until another one hides it
             yield scope.child(None, f"global variable {variable}", _Kind.ABSENT, variable)
         yield from self._attributes_of_function(source, function.__name__)
-        if "globals" in code.co_names:
-            named = {key for key in self.names.said - globals_of(code) if not is_implicit(key)}
-            for key in sorted(named):
-                variable = f"global variable {key}"
-                is_there = key in scope.obj
-                yield scope.item(key, variable) if is_there else scope.child(None, variable, _Kind.ABSENT, key)
+        yield from globals_by_name(source, self.names.said)
         yield from modules_of(source, self.names.said)
         yield from absent_names(source)
 

@@ -19,6 +19,7 @@ from te_graph.graphs.tracing.names import (
     Names,
     globals_of,
     imports_of,
+    is_implicit,
     is_users_module,
     strings_in,
     user_classes,
@@ -118,6 +119,20 @@ def absent_globals(source: Source) -> Iterator[Source]:
     scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
     for variable in sorted(globals_of(function.__code__) - scope.obj.keys() - vars(builtins).keys()):
         yield scope.child(scope.obj, f"global variable {variable}", _Kind.ABSENT, variable)
+
+
+def globals_by_name(source: Source, said: Collection[str]) -> Iterator[Source]:
+    """Global variables that the function at ``source`` may look up by ``globals()``, among the names ``said``: those
+    that are there, and those that are not."""
+    function = source.obj
+    if "globals" not in function.__code__.co_names:
+        return
+    scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
+    for key in sorted(set(said) - globals_of(function.__code__)):
+        if not is_implicit(key):
+            name = f"global variable {key}"
+            is_there = key in scope.obj
+            yield scope.item(key, name) if is_there else scope.child(scope.obj, name, _Kind.ABSENT, key)
 
 
 def _asks_for_modules(code: types.CodeType) -> bool:
