@@ -135,7 +135,7 @@ void GraphedCallable::note_layout(std::vector<bool>& noted, size_t number, const
                captured.strides(),
                ", as at capture: kernels that choose by memory layout may round otherwise than in eager execution. "
                "Capture with samples that lie in memory as the arguments do, or call .contiguous() on arguments and "
-               "results");
+               "results; of graph_layers, name in layers= what is around this module");
 }
 
 // Megatron-LM has a hook that adds `.grad` to `main_grad`: then this is right, and what eager execution does.

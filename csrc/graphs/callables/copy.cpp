@@ -36,9 +36,20 @@ bool lie_in_other_order(const at::Tensor& one, const at::Tensor& other) {
     const auto is_dense = [](const at::Tensor& tensor) {
         return has_memory(tensor) && tensor.unsafeGetTensorImpl()->is_non_overlapping_and_dense();
     };
-    if (!is_dense(one) || !is_dense(other)) return false;
+    const bool are_dense = is_dense(one) && is_dense(other);
+    if (!has_memory(one) || !has_memory(other)) return false;
     for (int64_t dim = 0; dim < one.dim(); ++dim) {
-        if (one.size(dim) > 1 && one.stride(dim) != other.stride(dim)) return true;
+        if (one.size(dim) < 2) continue;
+        if (are_dense && one.stride(dim) != other.stride(dim)) return true;
+        // With gaps, as in a part of the gradient of a cat: by which dimension comes after which. Where one is expanded
+        // its order says nothing.
+        for (int64_t next = dim + 1; next < one.dim() && !are_dense; ++next) {
+            if (one.size(next) < 2 ||
+                one.stride(dim) * one.stride(next) * other.stride(dim) * other.stride(next) == 0) {
+                continue;
+            }
+            if ((one.stride(dim) < one.stride(next)) != (other.stride(dim) < other.stride(next))) return true;
+        }
     }
     return false;
 }

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +67,21 @@ def _ignored_by_all(target: Any, run: Callable[[dict[str, Any]], Any]) -> Ignore
     code, uses = _uses_in(target)
     if uses is None or not hasattr(sys, "monitoring"):
         return None
-    with contextlib.suppress(Exception), _Followed() as followed:
+    with contextlib.suppress(Exception), _without_logs(), _Followed() as followed:
         run({_PROBE: None})
         return IgnoredKeywords(frozenset(followed.taken)) if followed.proves(code) else None
     return None
+
+
+@contextlib.contextmanager
+def _without_logs() -> Iterator[None]:
+    """Libraries tell of keywords that they do not know; this one is nobody's."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def orderless_parameters(target: Any) -> frozenset[str]:

@@ -117,7 +117,12 @@ def check_callable(target: Any, name: str, earlier: tuple[Any, ...] = ()) -> Non
     Raises:
         TypeError, ValueError: says why.
     """
-    if isinstance(target, torch.jit.ScriptModule) or not callable(target) or isinstance(target, type):
+    if isinstance(target, torch.jit.ScriptModule):
+        raise TypeError(
+            f"{_NAME}: expected {name} to be written in Python, got a ScriptModule, which keeps its parameters where a "
+            "guard cannot follow them: give the module that it was made of"
+        )
+    if not callable(target) or isinstance(target, type):
         hint = ": give a tuple(...) of it" if isinstance(target, Iterable) and not callable(target) else ""
         raise TypeError(
             f"{_NAME}: expected {name} to be an nn.Module, a function, or a tuple of them, got "
