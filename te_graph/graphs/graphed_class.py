@@ -22,7 +22,6 @@ from te_graph.common.opaque import opaque
 from te_graph.graphs.class_layout import below_layout
 
 _BASE = "_te_graph_base"  # in the dictionary of each class made here: the class below
-_SIZE = "_te_graph_size"
 _real_class = object.__dict__["__class__"]
 
 
@@ -60,13 +59,7 @@ def graphed_class(base: type[nn.Module]) -> type[nn.Module]:
     maker = ABCMeta if issubclass(metaclass, ABCMeta) else type
     made = maker.__new__(metaclass, base.__name__, (_shield(base), base), members, is_ours=True)
     type.__setattr__(made, "__call__", _C.make_fast_call(_call))
-    type.__setattr__(made, _SIZE, len(vars(made)) + 1)
     return made
-
-
-def own_attributes_of(made: type[nn.Module]) -> int:
-    """How many attributes a class made here has, while nobody has set others through ``type(module)``."""
-    return vars(made)[_SIZE]
 
 
 @opaque

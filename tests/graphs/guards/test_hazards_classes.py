@@ -408,26 +408,3 @@ def test_the_first_capture_of_a_process_is_of_a_module_that_names_a_class_of_ten
         print(net.te_graph.info()["forward_replays"])
     """
     assert run_alone(program).split() == ["2"]
-
-
-@pytest.mark.parametrize("change", ["a value", "a method"])
-def test_what_is_set_through_the_type_of_a_graphed_module_is_named(change: str, device: str) -> None:
-    class Scaled(nn.Linear):
-        scale = 2.0
-
-        def gain(self) -> float:
-            return self.scale
-
-        def forward(self, x: Tensor) -> Tensor:  # [n, 3]
-            return super().forward(x) * self.gain()
-
-    module = Scaled(3, 3).to(device)
-    x = torch.randn(2, 3, device=device, requires_grad=True)
-    make_graphed_callables(module, (torch.randn_like(x, requires_grad=True),))
-    module(x).sum().backward()
-    if change == "a value":
-        type(module).scale = 3.0
-    else:
-        type(module).gain = lambda self: 3.0
-    with pytest.raises(RuntimeError, match=r"number of attributes of type\(Scaled\) changed since capture"):
-        module(x)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_strided
 from te_graph.graphs.arguments.nest import instance_dict
-from te_graph.graphs.graphed_class import graphed_class, own_attributes_of, plain_class
+from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, slots_of
@@ -187,14 +187,7 @@ class CallableReader(TensorReader):
         return tells_tensors_apart(self._names, sources)
 
     def counts(self, sources: Iterable[Source]) -> Iterator[Source]:
-        """What is set through ``type(module)`` of a graphed one, which is a class of ours; and how many attributes
-        objects at ``sources`` have, for code that may go through them."""
-        if isinstance(self.root, nn.Module):
-            kind = Source(self.root, "").child(None, "class", _Kind.TYPE)
-            count = own_attributes_of(graphed_class(plain_class(type(self.root))))
-            yield kind.child(
-                None, f"number of attributes of type({type(self.root).__name__})", _Kind.LENGTH, index=count
-            )
+        """How many attributes objects at ``sources`` have, for code that may go through them."""
         for source in sources if self._looks_at_all else ():
             ignored = {name.removeprefix(f"{source.name}.") for name in self._ignored}
             if source.again is None and (count := number_of_attributes(source, ignored)) is not None:
