@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 _KERNELS = "transformer_engine_torch"
-_WRONG = range(
-    91300, 91500
-)  # its backward reads wrong memory in a replay, whoever captured it; since 9.15 it is mended
+# Whoever captured it, its backward reads wrong memory in a replay. 9.15 mended that.
+_WRONG = range(91300, 91500)
 
 
 def refuse_wrong_attention(label: str, modules: Iterable[Any]) -> None:
