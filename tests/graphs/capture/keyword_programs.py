@@ -30,7 +30,7 @@ _USES = (
     "y = y + 1.0 if kwargs else y",
     "y = y * 2.0 if next(iter(kwargs), None) == 'count' else y",
     "y = y * float(sum(isinstance(v, float) for v in kwargs.values()) + 1)",
-    "y = y * 3.0 if (kwargs.get('count') or 0) > 1 else y",
+    "y = y * 3.0 if isinstance(kwargs.get('count'), int) and kwargs['count'] > 1 else y",
     "more = dict(kwargs); y = y + (1.0 if 'count' in more else 0.0)",
     "y = y + float(dict(y=1.0, **kwargs).get(NAME, 0.5) is not None)",
     "key = 'co' + 'unt'; y = y + (1.0 if key in kwargs else 0.0)",
