@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from companions import assert_replayed, graph_layers, state_of
+from companions import assert_replayed, capture_in_place, state_of
 from ranks import WORLDS, Rank, Ranks, ranks_of
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ def trained(model: Net, data: Tensor, rank: Rank, is_graphed: bool) -> dict[str,
         wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         if is_graphed:
             with accelerator.autocast():
-                graph_layers(model.layers, lambda: model(data[0]))
+                capture_in_place(model.layers, lambda: model(data[0]))
         torch.manual_seed(7 + rank.rank)
         for batch in data:
             with accelerator.accumulate(wrapped):

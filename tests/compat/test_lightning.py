@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as lightning
 import pytest
 import torch
-from companions import assert_replayed, graph_layers, state_of
+from companions import assert_replayed, capture_in_place, state_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,7 +42,7 @@ class Graphs(lightning.Callback):
 
     def on_train_start(self, trainer: Any, module: Encoder) -> None:
         with torch.random.fork_rng():
-            graph_layers(module.layers, lambda: module(torch.randn(2, 5, 6)))
+            capture_in_place(module.layers, lambda: module(torch.randn(2, 5, 6)))
 
 
 @pytest.mark.filterwarnings("ignore")  # about loggers, workers and deprecations of its own

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from companions import assert_replayed, graph_layers, state_of
+from companions import assert_replayed, capture_in_place, state_of
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
 def net_and_twin(device: str, **options: object) -> tuple[Net, Net]:
     model = Net().to(device)
     twin = copy.deepcopy(model)
-    graph_layers(model.blocks, lambda: model(batch(device)), **options)
+    capture_in_place(model.blocks, lambda: model(batch(device)), **options)
     return model, twin
 
 
@@ -45,7 +45,7 @@ def test_autocast_and_grad_scaler(device: str) -> None:
     model = Net().to(device)
     twin = copy.deepcopy(model)
     with torch.autocast(device, torch.float16):
-        graph_layers(model.blocks, lambda: model(batch(device)))
+        capture_in_place(model.blocks, lambda: model(batch(device)))
     scalers = [torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2) for _ in range(2)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, twin)]
     for step in range(6):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from companions import assert_replayed, graph_layers, state_of
+from companions import assert_replayed, capture_in_place, state_of
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -37,7 +37,7 @@ class Graphs(TrainerCallback):
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         count = torch.tensor(8.0)
         with torch.random.fork_rng():
-            graph_layers(
+            capture_in_place(
                 model.model.layers,
                 lambda: model(input_ids=self._batch, labels=self._batch, num_items_in_batch=count),
                 on_mismatch="capture",
@@ -81,7 +81,7 @@ def test_peft_adapters_switched_and_merged() -> None:
     model.add_adapter("other", peft.LoraConfig(r=3, **options))
     twin, tokens = copy.deepcopy(model.train()), text(2)
     layer = model.base_model.model.model.layers[0]
-    graph_layers([layer], lambda: model(input_ids=tokens), on_mismatch="capture")
+    capture_in_place([layer], lambda: model(input_ids=tokens), on_mismatch="capture")
 
     def both(change: Any) -> None:
         seen = []

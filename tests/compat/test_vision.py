@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from companions import assert_replayed, graph_layers, state_of
+from companions import assert_replayed, capture_in_place, state_of
 from torch import Tensor, nn
 
 from te_graph.testing import assert_bitwise_equal
@@ -22,7 +22,7 @@ def assert_trains_as_eager(
 ) -> None:
     """``loss_of``: what a model gives in a step."""
     with torch.random.fork_rng():
-        graph_layers(blocks(model), lambda: loss_of(model, 0))
+        capture_in_place(blocks(model), lambda: loss_of(model, 0))
     twin = copy.deepcopy(model)  # eager, with the running statistics that the call above has moved
     seen = []
     for each in (model, twin):

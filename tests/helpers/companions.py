@@ -1,4 +1,4 @@
-"""What tests share that put graphed layers into models of other libraries, as docs/interfaces.md shows."""
+"""What tests share that graph layers of models of other libraries by ``make_graphed_callables``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from te_graph import make_graphed_callables
 
 
-def graph_layers(layers: Sequence[nn.Module], call: Callable[[], Any], **options: Any) -> None:
+def capture_in_place(layers: Sequence[nn.Module], call: Callable[[], Any], **options: Any) -> None:
     """Capture ``layers`` where they are, with the arguments that they get in ``call``."""
     seen: dict[nn.Module, tuple[tuple, dict]] = {}
 
