@@ -9,6 +9,7 @@ import copy
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -286,8 +287,10 @@ class Program:
         batch: Any = self.batch_of(0)
         if self.batch == "dict":
             batch = dict(zip(("tokens", "mask", "scale"), batch, strict=True))
-        elif self.batch in ("call", "step"):
-            batch = lambda: self.loss(model, 0) if self.batch == "call" else self.loss(model, 0).backward()  # noqa: E731
+        elif self.batch == "call":
+            batch = partial(self.loss, model, 0)
+        elif self.batch == "step":
+            batch = lambda: self.loss(model, 0).backward()  # noqa: E731
         layers: Any = {"types": KINDS, "names": ("stack*.parts.*",), "function": lambda name, one: type(one) in KINDS}
         inside = self.autocast is not None and (self.autocast == "around" or not callable(batch))
         with torch.autocast("cpu", torch.bfloat16, enabled=inside):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from twins import eager_copy, run, snapshot
 
 import te_graph as tg
+from te_graph.graphs.layers import layer_captures
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
@@ -128,8 +129,6 @@ def test_a_step_that_fails_leaves_everything_as_it_was(device: str, why: str) ->
 def test_activations_of_the_step_are_gone_before_the_first_capture(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from te_graph.graphs.layers import layer_captures
-
     alive: list[int] = []
     made: list = []
     capture = layer_captures.capture_and_install
@@ -140,8 +139,6 @@ def test_activations_of_the_step_are_gone_before_the_first_capture(
 
     monkeypatch.setattr(layer_captures, "capture_and_install", seen)
     model = InTurn(Block(), Block()).to(device)
-    import weakref
-
     hook = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, result: made.append(weakref.ref(result)) if not alive else None
     )
