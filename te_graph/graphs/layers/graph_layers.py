@@ -23,7 +23,7 @@ from te_graph.graphs.layers.choice import Selection
 from te_graph.graphs.layers.held import holders_in
 from te_graph.graphs.layers.layer_calls import LayerCall, LayerCalls
 from te_graph.graphs.layers.layer_captures import LayerCaptures
-from te_graph.graphs.layers.report import GraphedLayers, several
+from te_graph.graphs.layers.report import GraphedLayers, said_by_reason
 from te_graph.graphs.layers.watched_step import Use, watched
 from te_graph.graphs.step_state import StepState
 
@@ -192,10 +192,7 @@ def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeErr
             f"{_NAME}: found no layers: expected two or more modules of one class that a forward of the model calls "
             "once each; name them with layers="
         )
-    reasons: dict[str, list[str]] = {}
-    for module, reason in captures.left_out.items():
-        reasons.setdefault(reason, []).append(names[module])
-    said = [f"{several(each)}: {reason}" for reason, each in reasons.items()]
+    said = said_by_reason({names[module]: reason for module, reason in captures.left_out.items()})
     more = f"; and {len(said) - _MAX_REASONS} more reasons" if len(said) > _MAX_REASONS else ""
     error = RuntimeError(f"{_NAME}: could not capture a layer: {'; '.join(said[:_MAX_REASONS])}{more}")
     error.__cause__ = next(iter(captures.errors.values()), None)

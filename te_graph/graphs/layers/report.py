@@ -1,4 +1,4 @@
-"""What ``graph_layers`` has captured, and what not."""
+"""What ``graph_layers`` has captured, and what it has left out."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-_MAX_SHOWN = 12  # of what is left out
+_MAX_SHOWN = 12  # reasons why layers are left out
 
 
-def several(names: Sequence[str]) -> str:
-    """``names`` in short."""
+def said_by_reason(left_out: dict[str, str]) -> list[str]:
+    """One text for each reason in ``left_out`` (name -> reason), with the names of all that it holds for, in short."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return [f"{_in_short(each)}: {reason}" for reason, each in names.items()]
+
+
+def _in_short(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -25,8 +32,8 @@ class GraphedLayers:
         chains: those that hand on their results without a copy, chain by chain.
         left_out: names of modules that stay eager -> why.
         graphs: how many there are: a forward and a backward for each layer and slot.
-        bytes: of memory that belongs to the graphs.
-        seconds: that the step and all captures took.
+        bytes: memory of the graphs.
+        seconds: what the step and all captures took.
     """
 
     layers: tuple[str, ...]
@@ -54,11 +61,8 @@ class GraphedLayers:
         lines += [f"  chain of {len(chain)}: {chain[0]} ... {chain[-1]}" for chain in self.chains]
         alone = [name for name in self.layers if not any(name in chain for chain in self.chains)]
         lines += [f"  {name}" for name in alone]
-        reasons: dict[str, list[str]] = {}
-        for name, reason in self.left_out.items():
-            reasons.setdefault(reason, []).append(name)
-        for reason, names in list(reasons.items())[:_MAX_SHOWN]:
-            lines.append(f"  eager: {several(names)}: {reason}")
+        reasons = said_by_reason(self.left_out)
+        lines += [f"  eager: {reason}" for reason in reasons[:_MAX_SHOWN]]
         if len(reasons) > _MAX_SHOWN:
             lines.append(f"  eager: {len(reasons) - _MAX_SHOWN} more reasons in left_out")
         return "\n".join(lines)
