@@ -80,31 +80,39 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
     Stream and capture: synchronizes the device. Refused inside another capture.
     """
     started = time.perf_counter()
-    chosen = _Arguments(model, batch, layers, options)
-    with _attributes_kept(chosen.model):
-        top, uses, computed_again = chosen.watch_step()
-    with _attributes_kept(chosen.model, only_on_failure=True):
-        choice = chosen.selection.choose(top, computed_again)
-        captures = LayerCaptures(chosen.names, uses, chosen.options, chosen.step_state)
+    arguments = _Arguments(model, batch, layers, options)
+    with _attributes_kept(arguments.model):
+        top, uses, computed_again = arguments.watch_step()
+    with _attributes_kept(arguments.model, only_on_failure=True):
+        choice = arguments.selection.choose(top, computed_again)
+        captures = LayerCaptures(arguments.names, uses, arguments.options, arguments.step_state)
         captures.left_out.update(choice.left_out)
         try:
             failed = captures.capture(choice.calls)
             while failed:
-                inner = [call for one in failed for call in chosen.selection.choose_inside(one).calls]
+                inner = [call for one in failed for call in arguments.selection.choose_inside(one).calls]
                 failed = captures.capture(inner)
-            if not captures.layers:
-                raise _nothing(captures, chosen.names)
+            if not captures.captured:
+                raise _nothing_captured(captures, arguments.names)
         except BaseException:
-            for call in captures.layers:
+            for call in captures.captured:
                 call.module.te_graph.reset()
             raise
-    report = _report(captures, chosen.names, started)
+    report = _report(captures, arguments.names, started)
     _log.info("graph_layers: %s", report)
     return report
 
 
 class _Arguments:
-    """The arguments of ``graph_layers``, checked."""
+    """The arguments of ``graph_layers``, checked.
+
+    Attributes:
+        model: without its wrappers.
+        names: of its modules, in messages.
+        selection: which modules may be captured.
+        options: for all captures.
+        step_state: as given.
+    """
 
     def __init__(self, model: nn.Module, batch: Any, layers: Any, options: dict[str, Any]) -> None:
         if not isinstance(model, nn.Module):
@@ -112,8 +120,9 @@ class _Arguments:
         self._given, self._batch = model, batch
         self.model = without_wrappers(model)
         _check_model(self.model)
-        self.names = {module: name or type(module).__name__ for name, module in self.model.named_modules()}
-        self.selection = Selection(layers, {module: name for name, module in self.model.named_modules()})
+        names = {module: name for name, module in self.model.named_modules()}
+        self.names = {module: name or type(module).__name__ for module, name in names.items()}
+        self.selection = Selection(layers, names)
         if unknown := sorted(options.keys() - _OPTIONS):
             raise TypeError(f"{_NAME}: got an option {unknown[0]!r}, which make_graphed_callables does not have")
         options = {**_DEFAULTS, **options}
@@ -186,7 +195,7 @@ def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterato
         state.restore()
 
 
-def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeError:
+def _nothing_captured(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeError:
     if not captures.left_out:
         return RuntimeError(
             f"{_NAME}: found no layers: expected two or more modules of one class that a forward of the model calls "
@@ -200,7 +209,7 @@ def _nothing(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeErr
 
 
 def _report(captures: LayerCaptures, names: dict[nn.Module, str], started: float) -> GraphedLayers:
-    calls = sorted(captures.layers, key=lambda call: call.number)
+    calls = sorted(captures.captured, key=lambda call: call.number)
     infos = [call.module.te_graph.info() for call in calls]
     return GraphedLayers(
         layers=tuple(names[call.module] for call in calls),

@@ -1,4 +1,4 @@
-"""Captures of layers that a step has been seen to call: together where that goes, without those that cannot be."""
+"""Captures of the layers that a step called: together where possible, and without those that cannot be captured."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ class LayerCaptures:
         names: of all modules of the model.
         uses: of parameters, as a ``StepWatch`` saw them.
         options: for all captures.
+        step_state: as ``make_graphed_callables`` takes it.
 
     Attributes:
-        layers: the captured calls.
+        captured: the calls whose layers are captured.
         chains: those that were captured as a chain, chain by chain.
         left_out: modules that could not be captured -> why.
+        errors: modules among these -> what was raised, where an error is the reason.
     """
 
     names: dict[nn.Module, str]
     uses: dict[int, list[Use]]
     options: Options
     step_state: StepState | None
-    layers: list[LayerCall] = field(default_factory=list)
+    captured: list[LayerCall] = field(default_factory=list)
     chains: list[list[LayerCall]] = field(default_factory=list)
     left_out: dict[nn.Module, str] = field(default_factory=dict)
     errors: dict[nn.Module, Exception] = field(default_factory=dict)
@@ -54,18 +56,19 @@ class LayerCaptures:
 
     def capture(self, calls: Sequence[LayerCall]) -> list[LayerCall]:
         """Capture the layers of ``calls``, in the order of the calls; returns those that could not be."""
-        fit = [call for call in calls if self._is_fit(call)]
+        fit = [call for call in calls if self._prepare_or_leave_out(call)]
         for segment in self._segments(fit):
             self._capture_chain(segment)
-        rest = [call for call in fit if call not in self.layers and call.module not in self.left_out]
+        rest = [call for call in fit if call not in self.captured and call.module not in self.left_out]
         groups: dict[tuple, list[LayerCall]] = {}
         for call in rest:
-            groups.setdefault(self._circumstances(call), []).append(call)
+            groups.setdefault(self._conditions(call), []).append(call)
         for group in groups.values():
             self._capture_apart(group)
         return [call for call in calls if call.module in self.left_out]
 
-    def _is_fit(self, call: LayerCall) -> bool:
+    def _prepare_or_leave_out(self, call: LayerCall) -> bool:
+        """Whether the layer of ``call`` can be tried; where not, ``left_out`` says why."""
         obstacle = call.obstacle or self._obstacle_of_parameters(call)
         if obstacle is not None:
             self.left_out[call.module] = obstacle
@@ -78,7 +81,7 @@ class LayerCaptures:
         return True
 
     def _prepare(self, call: LayerCall) -> None:
-        """Make what its capture needs.
+        """Make what the capture of the layer needs.
 
         Raises:
             TypeError, ValueError, RuntimeError: it cannot be captured.
@@ -94,15 +97,15 @@ class LayerCaptures:
     def _label(self, module: nn.Module) -> str:
         return f"{self.names[module]} ({_kind(module).__name__})"
 
-    def _circumstances(self, call: LayerCall) -> tuple:
-        """What all layers of one capture have in common."""
+    def _conditions(self, call: LayerCall) -> tuple:
+        """Device and modes, which all layers of one capture have in common."""
         return self._devices[call], call.autocast, call.grad_enabled
 
     def _segments(self, calls: Sequence[LayerCall]) -> Iterator[list[LayerCall]]:
         """Those of ``calls`` of which each feeds the next, two or more."""
         segment: list[LayerCall] = []
         for call in calls if self.options.chain else ():
-            if segment and segment[-1] in call.fed_by and self._circumstances(segment[-1]) == self._circumstances(call):
+            if segment and segment[-1] in call.fed_by and self._conditions(segment[-1]) == self._conditions(call):
                 segment.append(call)
                 continue
             if len(segment) > 1:
@@ -119,7 +122,7 @@ class LayerCaptures:
         if error is None:
             self.chains.append(calls)
             return
-        if self._has_failed_before(calls[number], error):
+        if self._note_failure(calls[number], error):
             self._leave_out(calls[number:], calls[number], error)
         self._capture_chain(calls[:number])
         self._capture_chain(calls[number + 1 :])
@@ -130,7 +133,7 @@ class LayerCaptures:
             if error is None:
                 return
             bad = calls[number]
-            self._leave_out(calls if self._has_failed_before(bad, error) else [bad], bad, error)
+            self._leave_out(calls if self._note_failure(bad, error) else [bad], bad, error)
             calls = [call for call in calls if call.module not in self.left_out]
 
     def _try(self, calls: list[LayerCall], is_chain: bool) -> tuple[int, Exception | None]:
@@ -144,7 +147,7 @@ class LayerCaptures:
         except Exception as error:
             labels = [job.label for job in jobs]
             return (labels.index(group.at_work) if group.at_work in labels else 0), error
-        self.layers += calls
+        self.captured += calls
         return 0, None
 
     def _for_autograd(self, calls: list[LayerCall]) -> tuple[weakref.ref[Tensor], ...]:
@@ -179,7 +182,8 @@ class LayerCaptures:
                 return f"its {name} is used outside as well, and autocast casts it once for all uses"
         return None
 
-    def _has_failed_before(self, call: LayerCall, error: Exception) -> bool:
+    def _note_failure(self, call: LayerCall, error: Exception) -> bool:
+        """Count a capture that failed; whether enough alike did for the others of the class not to be tried."""
         key = (_kind(call.module), self._reason(call, error))
         self._alike[key] += 1
         return self._alike[key] >= _MAX_ALIKE
