@@ -1,4 +1,4 @@
-"""The state of autocast at a call, to capture under the same."""
+"""The state of autocast at a call, so that the capture runs under the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AutocastState:
 
     @classmethod
     def now(cls) -> AutocastState:
-        """That of this thread."""
+        """The present state of this thread."""
         return cls(
             tuple(torch.is_autocast_enabled(kind) for kind in _KINDS),
             tuple(torch.get_autocast_dtype(kind) for kind in _KINDS),
@@ -35,7 +35,7 @@ class AutocastState:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Bring it about inside, as within ``with torch.autocast``: what ends an inner region keeps its casts."""
+        """Restore it for what runs inside, as one autocast region: the end of an inner one does not clear the casts."""
         before = AutocastState.now()
         self._set()
         torch.autocast_increment_nesting()

@@ -1,4 +1,4 @@
-"""Arguments of a call without the call: what samples like them are made of later."""
+"""The arguments of a call, kept so that samples like them can be made once the call is over."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CallArguments:
     leaves: tuple[Any, ...]
 
     def samples(self) -> tuple[tuple, dict[str, Any]]:
-        """Positional and keyword arguments like those of the call. What was one tensor is one; several samples may
-        share their memory."""
+        """Positional and keyword arguments like those of the call. A tensor that was given twice is one sample, given
+        twice; samples of several calls may share memory."""
         made: dict[int, Tensor] = {}
         leaves = [leaf.sample(made) if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
         return unflatten(leaves, self.shape)
@@ -41,7 +41,7 @@ class _Tensor:
     """A tensor among arguments.
 
     Attributes:
-        number: the same for places where the very same object was.
+        number: the same wherever the same object was given.
         value: [...] of the same shape, dtype and device.
     """
 
@@ -63,15 +63,15 @@ class UnfitArgumentError(Exception):
 
 @dataclass
 class SampleValues:
-    """Values for samples. Of floating point numbers any will do that came where they stand, so calls of one class share
-    them; those of integers and booleans may be positions, or tell what to leave out, and are kept as they were.
+    """Values for samples. What floating-point tensors hold does not matter, so all calls of one class share what came
+    first at each place. Integers and booleans may be positions or masks, and are kept as they were.
     """
 
     _shared: dict[tuple, Tensor] = field(default_factory=dict)
     _own: dict[tuple, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
 
     def arguments(self, owner: type, args: tuple, kwargs: dict[str, Any]) -> CallArguments:
-        """Those of a call of an ``owner``.
+        """The arguments of a call of a module of class ``owner``.
 
         Raises:
             UnfitArgumentError: names the argument, and says what to write instead.
@@ -107,7 +107,7 @@ class SampleValues:
 
 
 def _unfit(tensor: Tensor) -> str | None:
-    """What to say of ``tensor`` [...] if no sample can be like it."""
+    """What ``tensor`` [...] is, in messages, if no sample can be like it."""
     if not is_strided(tensor):
         return f"tensor of layout {tensor.layout}"
     if tensor.has_names():

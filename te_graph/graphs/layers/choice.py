@@ -26,21 +26,22 @@ class Choice:
     left_out: dict[nn.Module, str] = field(default_factory=dict)
 
 
-def is_small(module: nn.Module) -> bool:
+def _is_small(module: nn.Module) -> bool:
     """Whether ``module`` launches a kernel or two: a layer of torch's without modules inside."""
     is_torchs = type(module).__module__.startswith("torch.nn.") and not isinstance(module, nn.RNNBase)
     return is_torchs and not any(module.children())
 
 
 class Selection:
-    """What the ``layers`` of the user say.
+    """Which modules may be captured, as the user's ``layers`` say.
 
     Args:
         layers: as documented in ``graph_layers``.
         names: of all modules of the model.
 
     Raises:
-        TypeError, ValueError: they are no names, types or function, or name nothing.
+        TypeError: they are neither names, nor classes, nor a function.
+        ValueError: they choose no module of the model.
     """
 
     def __init__(self, layers: Any, names: dict[nn.Module, str]) -> None:
@@ -63,7 +64,7 @@ class Selection:
                 near = difflib.get_close_matches(one, self._names.values(), n=3)
                 hint = f": perhaps {' or '.join(map(repr, near))}" if near else ""
                 raise ValueError(f"{_NAME}: expected layers to name modules of the model, got {one!r}{hint}")
-            # Containers stand for what is in them, where nothing else does.
+            # Nobody calls a container: its members are meant.
             self._chosen.update([*found, *(member for module in found for member in _members(module))])
         elif isinstance(one, type):
             self._chosen.update(module for module in self._names if isinstance(module, one))
@@ -80,12 +81,16 @@ class Selection:
         return self.is_default or module in self._chosen
 
     def choose(self, top: LayerCall, computed_again: set[nn.Module]) -> Choice:
-        """Of the calls below ``top``."""
+        """Of the calls below ``top`` those to capture.
+
+        Args:
+            computed_again: modules that the backward of the step called.
+        """
         counts = Counter(call.module for call in top.below())
         if self.is_default:
             choice = Choice()
             for is_large in (True, False):
-                _choose_runs(top, counts, choice, lambda module, large=is_large: is_small(module) is not large)
+                _choose_runs(top, counts, choice, lambda module, large=is_large: _is_small(module) is not large)
                 if choice.calls:
                     break
         else:
@@ -96,7 +101,7 @@ class Selection:
         return choice
 
     def choose_inside(self, call: LayerCall) -> Choice:
-        """Of the calls that ``call``, which could not be captured, makes."""
+        """Of the calls below ``call``, which could not be captured, those to capture instead."""
         choice = Choice()
         if self.is_default:
             counts = Counter(inner.module for inner in call.below())
@@ -135,9 +140,11 @@ def _outermost(call: LayerCall, is_chosen: Callable[[nn.Module], bool]) -> Itera
 def _choose_runs(
     top: LayerCall, counts: Counter[nn.Module], choice: Choice, is_wanted: Callable[[nn.Module], bool]
 ) -> None:
-    """Runs of two or more modules of one class that one forward calls once each; inside of the others likewise.
+    """Add to ``choice`` the runs below ``top``: two or more modules of one class that one forward calls once each. What
+    is in no run is searched for runs inside.
 
-    Stacks that do not feed each other, an encoder and a decoder, give way to the chains that they hold.
+    Where the modules of a run do not feed each other (an encoder and a decoder) and each holds chains, the chains are
+    chosen instead.
     """
     by_class: dict[type, list[LayerCall]] = {}
     for call in top.inner:

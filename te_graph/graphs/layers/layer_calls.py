@@ -28,11 +28,11 @@ class LayerCall:
     """One call of a module.
 
     Attributes:
-        module: that is called; None for the step itself.
+        module: what is called; None for the step itself.
         number: in the order of the calls.
         arguments: None where ``obstacle`` says why, or where they are not wanted.
-        obstacle: why such a call cannot be captured.
-        fed_by: the calls whose first result is the first argument, by position, of this one, as it was.
+        obstacle: why the call cannot be captured.
+        fed_by: the calls whose first result is, unchanged, the first positional argument of this one.
         inner: the calls that its forward makes.
     """
 
@@ -53,11 +53,11 @@ class LayerCall:
 
 
 class LayerCalls:
-    """Follows the calls of modules on the thread that makes it, while entered.
+    """While entered, follows the calls of modules on the thread that made this object.
 
     Args:
-        modules: whose calls are followed.
-        is_wanted: whether the arguments of calls of a module are.
+        modules: those whose calls are followed.
+        is_wanted: whether the arguments of a module's calls are kept.
 
     Attributes:
         top: the step, and all calls inside it.
@@ -96,7 +96,7 @@ class LayerCalls:
         return [call.module for call in self._stack[1:]]
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        torch.clear_autocast_cache()  # else only the first module that uses a weight would be seen to
+        torch.clear_autocast_cache()  # else only the first module that uses a weight would be seen to cast it
         if in_backward():
             self.computed_again.add(module)
             return
@@ -139,7 +139,7 @@ def in_backward() -> bool:
 
 
 def _obstacle() -> str | None:
-    """What is around the call that is being made and a replay would not do."""
+    """Why what is around the call that begins now does not go with a replay, if so."""
     if torch.is_inference_mode_enabled():
         return "it is called in inference mode"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

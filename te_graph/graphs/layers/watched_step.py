@@ -1,4 +1,4 @@
-"""One step of a model, run for real and watched: which layers it calls with what. The model is afterwards as before."""
+"""One step of a model, run for real and watched for uses of parameters; afterwards the model is as it was before."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _ADVICE = "give what comes before it: the forward, or forward and backward (lamb
 
 @dataclass(frozen=True)
 class Use:
-    """One operator that took a parameter.
+    """One operator that was given a parameter.
 
     Attributes:
         inside: the modules that were under way.
-        is_cast: it was cast to another dtype, as autocast does.
+        is_cast: the operator casts it to another dtype, as autocast does.
     """
 
     inside: frozenset[nn.Module]
@@ -39,14 +39,14 @@ class Use:
 
 
 class StepWatch(TensorWatch):
-    """A ``TensorWatch`` of a step that puts back what belongs to a model, and nothing else.
+    """A ``TensorWatch`` of a step that puts back the tensors of a model, and no others.
 
     Args:
         model: whose weights, buffers and gradients are put back.
         calls: of its modules.
 
     Attributes:
-        uses: of each parameter that gradients are computed for, by identity, in order.
+        uses: of each parameter that requires a gradient, by identity, in order.
     """
 
     def __init__(self, model: nn.Module, calls: LayerCalls) -> None:
@@ -137,7 +137,7 @@ def _generators_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grads_kept(model: nn.Module) -> Iterator[None]:
-    """The gradient tensors; what was in them is the watch's to put back."""
+    """Put back which tensors the gradients are; the watch puts back their values."""
     names = ("grad", "main_grad")
     before = [(p, name, vars(p).get(name) if name != "grad" else p.grad) for p in model.parameters() for name in names]
     try:
