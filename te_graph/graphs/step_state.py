@@ -195,3 +195,13 @@ class StepState:
                 f"weak references, got {caller!r:.100}"
             ) from None
         return False
+
+
+def check_step_state(step_state: Any, function: str) -> None:
+    """Refuse, in the name of ``function``, what was given as ``step_state`` and is none.
+
+    Raises:
+        TypeError: neither a ``StepState`` nor None.
+    """
+    if step_state is not None and not isinstance(step_state, StepState):
+        raise TypeError(f"{function}: expected step_state to be a StepState, got {type(step_state).__name__}")

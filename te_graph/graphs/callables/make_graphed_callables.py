@@ -13,7 +13,7 @@ from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import Request
 from te_graph.graphs.capture.wrappers import bypass_compiler, without_compiler
-from te_graph.graphs.step_state import StepState
+from te_graph.graphs.step_state import StepState, check_step_state
 
 GraphCallable = nn.Module | Callable[..., Any]
 
@@ -145,10 +145,7 @@ def make_graphed_callables(
         still holds and for new ``.grad`` tensors, and do not synchronize. A call that captures again does what this
         function does.
     """
-    if step_state is not None and not isinstance(step_state, StepState):
-        raise TypeError(
-            f"make_graphed_callables: expected step_state to be a StepState, got {type(step_state).__name__}"
-        )
+    check_step_state(step_state, "make_graphed_callables")
     options = Options(
         num_warmup_iters=num_warmup_iters,
         allow_unused_input=allow_unused_input,

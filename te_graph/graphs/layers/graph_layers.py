@@ -25,7 +25,7 @@ from te_graph.graphs.layers.layer_calls import LayerCall, LayerCalls
 from te_graph.graphs.layers.layer_captures import LayerCaptures
 from te_graph.graphs.layers.report import GraphedLayers, said_by_reason
 from te_graph.graphs.layers.watched_step import Use, watched
-from te_graph.graphs.step_state import StepState
+from te_graph.graphs.step_state import check_step_state
 
 _NAME = "graph_layers"
 _log = logging.getLogger("te_graph")
@@ -127,9 +127,7 @@ class _Arguments:
             raise TypeError(f"{_NAME}: got an option {unknown[0]!r}, which make_graphed_callables does not have")
         options = {**_DEFAULTS, **options}
         self.step_state = options.pop("step_state", None)
-        if self.step_state is not None and not isinstance(self.step_state, StepState):
-            kind = type(self.step_state).__name__
-            raise TypeError(f"{_NAME}: expected step_state to be a StepState, got {kind}")
+        check_step_state(self.step_state, _NAME)
         options["autograd_params"] = chosen_parameters(self.model, options.get("autograd_params", ()))
         self.options = Options(**options)
 
