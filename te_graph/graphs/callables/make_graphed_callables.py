@@ -172,10 +172,14 @@ def make_graphed_callables(
     else:
         group = CaptureGroup(request.device, options)
         graphed = capture_and_install(jobs, group, is_chain=options.chain, step_state=step_state)
-    if not request.is_tuple:
-        callables = (callables,)
-    for wrapper, job in zip(callables, jobs, strict=True):
-        if wrapper is not job.target:
-            bypass_compiler(wrapper)
-    results = tuple(g if job.target is c else c for c, job, g in zip(callables, jobs, graphed, strict=True))
+    given = callables if request.is_tuple else (callables,)
+    results = tuple(_what_replays(one, job.target, g) for one, job, g in zip(given, jobs, graphed, strict=True))
     return results if request.is_tuple else results[0]
+
+
+def _what_replays(given: GraphCallable, original: GraphCallable, graphed: GraphCallable) -> GraphCallable:
+    """``graphed``, or what ``torch.compile`` made of ``original``, where that was given: it then calls the original."""
+    if given is original:
+        return graphed
+    bypass_compiler(given)
+    return given
