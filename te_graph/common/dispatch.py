@@ -31,6 +31,11 @@ def function_modes() -> Sequence[Any]:
     return [torch._C._get_function_stack_at(index) for index in range(count)] if count else ()
 
 
+def is_in_backward() -> bool:
+    """True where the autograd engine runs this code, on whichever thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield the leaves of nested lists, tuples and dicts (the containers a dispatcher call can hold), in order."""
     if isinstance(tree, list | tuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 from te_graph.common.dispatch import (
     base_name,
     has_subclass,
+    is_in_backward,
     is_operator,
     is_strided,
     storage_key,
@@ -90,7 +91,7 @@ class RegionWatch(TensorWatch):
                 raise
             raise self.refusals.error(str(func), first_line(error)) from error
         self.devices.update(tensor.device for tensor in tensors_in((args, kwargs, result)))
-        self.runs_backward |= torch._C._current_graph_task_id() != -1
+        self.runs_backward |= is_in_backward()
         self.multiplies |= is_operator(func) and any(part in base_name(func) for part in ("mm", "mv", "dot", "linear"))
         return result
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from te_graph.common.dispatch import version_of
+from te_graph.common.dispatch import is_in_backward, version_of
 from te_graph.graphs.arguments.nest import flatten
 from te_graph.graphs.layers.autocast_state import AutocastState
 from te_graph.graphs.layers.call_arguments import CallArguments, SampleValues, UnfitArgumentError
@@ -97,7 +97,7 @@ class LayerCalls:
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         torch.clear_autocast_cache()  # else only the first module that uses a weight would be seen to cast it
-        if in_backward():
+        if is_in_backward():
             self.computed_again.add(module)
             return
         if threading.get_ident() != self._thread:
@@ -120,7 +120,7 @@ class LayerCalls:
 
     def _end(self, module: nn.Module, args: tuple, result: Any) -> None:
         torch.clear_autocast_cache()
-        if in_backward() or threading.get_ident() != self._thread:
+        if is_in_backward() or threading.get_ident() != self._thread:
             return
         while len(self._stack) > 1:
             call = self._stack.pop()
@@ -131,11 +131,6 @@ class LayerCalls:
             known = self._results.setdefault(id(tensor), [])
             known[:] = [one for one in known if one[0]() is tensor]
             known.append((weakref.ref(tensor), version_of(tensor), call))
-
-
-def in_backward() -> bool:
-    """Whether a backward runs this code."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _obstacle() -> str | None:

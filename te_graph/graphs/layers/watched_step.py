@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from te_graph.common.dispatch import is_strided, storage_key
+from te_graph.common.dispatch import is_in_backward, is_strided, storage_key
 from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.layers.held import values_held_by
-from te_graph.graphs.layers.layer_calls import LayerCalls, in_backward
+from te_graph.graphs.layers.layer_calls import LayerCalls
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.source_lines import user_site
 
@@ -75,7 +75,7 @@ class StepWatch(TensorWatch):
             super().keep(tensor)
 
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
-        is_parameter = id(tensor) in self._parameters and tensor.requires_grad and not in_backward()
+        is_parameter = id(tensor) in self._parameters and tensor.requires_grad and not is_in_backward()
         # Within an autograd Function gradients are off. It is one use, but may be counted as several.
         if is_parameter and (torch.is_grad_enabled() or _is_given_to_function(tensor)):
             is_cast = op.startswith("aten._to_copy") and torch.is_grad_enabled()

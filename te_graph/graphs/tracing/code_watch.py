@@ -17,9 +17,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
-
-from te_graph.common.dispatch import TORCH, is_project_file, is_user_file
+from te_graph.common.dispatch import TORCH, is_in_backward, is_project_file, is_user_file
 from te_graph.graphs.tracing.extensions import is_of_extension
 from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_making, is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
@@ -119,7 +117,7 @@ class CodeWatch:
 
     def _is_ours(self) -> bool:
         """Whether what happens on this thread belongs to what is watched."""
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        return threading.get_ident() == self._thread or is_in_backward()
 
     def _note_name(self, name: str) -> None:
         if len(name) < _MAX_NAME_LENGTH and name.isidentifier() and self._is_ours():

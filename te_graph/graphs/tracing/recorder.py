@@ -19,6 +19,7 @@ from te_graph.common.dispatch import (
     base_name,
     bypass_modes,
     has_subclass,
+    is_in_backward,
     leaves,
     map_tensors,
     storage_key,
@@ -285,7 +286,7 @@ class Recorder:
             self._grad_enabled = not self._grad_enabled
             self._program.append((partial(torch._C._set_grad_enabled, self._grad_enabled), None))
         # Ranks compare whether a collective was called in a backward.
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = is_in_backward()
         if func.namespace == "te_graph" and in_backward != self._in_backward:
             self._in_backward = in_backward
             self._program.append((partial(_C.set_in_backward, in_backward), None))

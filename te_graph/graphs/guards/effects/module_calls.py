@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from te_graph.common.dispatch import is_in_backward
 from te_graph.common.own_objects import OwnObject
 
 
@@ -35,6 +35,6 @@ class ModuleCalls(OwnObject):
         self._handle.remove()
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        if threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1:
+        if threading.get_ident() == self._thread or is_in_backward():
             self._check(module)
             self.called.add(id(module))
