@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
 from te_graph.graphs.guards.callable_guard import CallableGuard, guard_module, guard_source
-from te_graph.graphs.guards.sources import Source, tells_tensors_apart
+from te_graph.graphs.guards.sources import MODULE_TABLES, Source, tells_tensors_apart
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, strings_in
 
 _Kind = _C.StepKind
 _CALL_OF_MODULES = id(nn.Module._call_impl.__code__)
-_OWNERS = ("__globals__", "_parameters", "_buffers", "_modules")
+_OWNERS = ("__globals__", *MODULE_TABLES)
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
 _WITHIN = ("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__")
 

@@ -30,6 +30,7 @@ HOOK_DICTS = {
     "_backward_hooks": "backward hooks",
     "_backward_pre_hooks": "backward pre-hooks",
 }
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")  # attributes of a module that it looks names up in
 MAX_OBJECTS = 100_000
 _OPAQUE = (str, bytes, int, float, complex, type, type(None), types.ModuleType, types.BuiltinFunctionType, torch.dtype)
 _Kind = _C.StepKind

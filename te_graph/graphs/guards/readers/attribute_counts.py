@@ -18,12 +18,12 @@ from te_graph.graphs.tracing.names import user_classes
 _Kind = _C.StepKind
 _OF_LIBRARIES = (nn.Module, functools.partial, BaseException)
 _OF_HANDLES = ("te_graph", "forward")  # te_graph adds its handle to a module, and keeps the forward of its own there
-_Any = TypeVar("_Any", bound=Source)
+_AnySource = TypeVar("_AnySource", bound=Source)
 
 
-def number_of_attributes(source: _Any, ignored: Iterable[str] = ()) -> _Any | None:
-    """What the guard compares of the modules, functions and classes of users: with those that are there compared one by
-    one, that none is added. None for other objects; torch.compile marks tensors by attributes.
+def number_of_attributes(source: _AnySource, ignored: Iterable[str] = ()) -> _AnySource | None:
+    """What a guard compares to see that a module, function or class of the user gets no more attributes: those that are
+    there it compares one by one. None for other objects, tensors among them, which torch.compile marks by attributes.
 
     Args:
         source: where the object stands.
@@ -33,12 +33,12 @@ def number_of_attributes(source: _Any, ignored: Iterable[str] = ()) -> _Any | No
     if isinstance(obj, type):
         return source.child(obj, name, _Kind.LENGTH, index=len(vars(obj))) if user_classes(obj)[:1] == [obj] else None
     if isinstance(obj, types.FunctionType):
-        is_told = is_user_file(obj.__code__.co_filename)
+        is_counted = is_user_file(obj.__code__.co_filename)
     elif isinstance(obj, types.ModuleType):
-        is_told = is_project_module(obj)
+        is_counted = is_project_module(obj)
     else:
-        is_told = isinstance(obj, _OF_LIBRARIES)
-    members = source.attributes() if is_told else None
+        is_counted = isinstance(obj, _OF_LIBRARIES)
+    members = source.attributes() if is_counted else None
     if members is None:
         return None
     uncounted = {*ignored, *_OF_HANDLES}

@@ -43,6 +43,7 @@ from te_graph.graphs.guards.readers.user_classes import (
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
     MAX_OBJECTS,
+    MODULE_TABLES,
     Source,
     TensorReader,
     contents,
@@ -61,7 +62,6 @@ _METHODS = (
     *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
-_TABLES = ("_parameters", "_buffers", "_modules")
 _GOES_THROUGH_TABLES = frozenset(
     (
         *("_modules", "_parameters", "_buffers", "children", "named_children", "modules", "named_modules"),
@@ -143,7 +143,7 @@ class CallableReader(TensorReader):
         own.update(name for base in bases_of(kind) for name in self._class_values(base))
         own.update(name for base in bases_of(kind) for name in self._class_objects(base))
         asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
-        tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
+        tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
         for name in sorted((own | asked) - {"forward"}):
             is_there = name in members or any(name in table for table in tables)
             if not (is_there or name.startswith("__") or self._is_ignored(source.name, name)):
@@ -273,7 +273,7 @@ class CallableReader(TensorReader):
         members = instance_dict(obj)
         if members is None or isinstance(obj, type):
             return set()
-        tables = [members[table] for table in _TABLES] if isinstance(obj, nn.Module) else []
+        tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
         return set().union(*(self._names.said & table.keys() for table in (members, *tables)))
 
     def _class_values(self, kind: type) -> dict[str, Any]:
@@ -298,7 +298,7 @@ class CallableReader(TensorReader):
         yield from members_of_users(source)
         if isinstance(obj, _CONTAINERS) and bases_of(type(obj)):
             yield from self._inside_object(source, source.name)
-            yield from self._inside_methods(source)
+            yield from self._classes_of(source)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(source)
         elif isinstance(obj, Tensor):
@@ -340,7 +340,7 @@ class CallableReader(TensorReader):
             yield from inside(source)
             if not is_library_class(type(obj)):
                 yield from self._inside_object(source, source.name or "self")
-                yield from self._inside_methods(source)
+                yield from self._classes_of(source)
 
     def _shows(self, module: types.ModuleType, key: str) -> bool:
         """Whether what ``module`` has under ``key`` is looked at."""
@@ -351,12 +351,12 @@ class CallableReader(TensorReader):
         for key, value in list(members.obj.items()):
             if key == "_modules":
                 yield from submodules(source)
-            elif key in _TABLES and isinstance(value, dict):  # those of TorchScript are not
+            elif key in MODULE_TABLES and isinstance(value, dict):  # those of TorchScript are not
                 table = members.item(key, name_of(key, source.name), distance=0)
                 yield from (table.item(name, name_of(name, source.name), distance=0) for name in value)
             elif key not in HOOK_DICTS and key not in ("training", "forward") and self._reads(source, key):
                 yield members.item(key, name_of(key, source.name))
-        yield from self._inside_methods(source)
+        yield from self._classes_of(source)
 
     def _inside_tensor(self, source: Source) -> Iterator[Source]:
         """What was put on a parameter or another tensor, and the code names."""
@@ -393,9 +393,9 @@ class CallableReader(TensorReader):
         if issubclass(source.obj, enum.Enum):  # code may go through them
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in source.obj)
         yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(source.obj)[1:])
-        yield from self._inside_methods(source)
+        yield from self._classes_of(source)
 
-    def _inside_methods(self, source: Source) -> Iterator[Source]:
+    def _classes_of(self, source: Source) -> Iterator[Source]:
         """The classes of an object, which lead to what their methods refer to."""
         yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(source.obj)))
 

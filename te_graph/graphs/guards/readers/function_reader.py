@@ -34,7 +34,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
-from te_graph.graphs.guards.sources import HOOK_DICTS, contents, items_of, name_of
+from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.names import (
@@ -52,7 +52,6 @@ _MAX_DEPTH = 16
 _MAIN_GRAD = "main_grad"
 _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HISTORY = frozenset({"is_leaf", "grad_fn"})
-_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass
@@ -134,7 +133,7 @@ class FunctionReader:
             for child in contents(source):
                 child.name = f"argument {child.index if name == 'arguments' else child.key}"
                 yield child
-        elif source.key in _TABLES and isinstance(source.parent.parent.obj, nn.Module):
+        elif source.key in MODULE_TABLES and isinstance(source.parent.parent.obj, nn.Module):
             yield from _table_contents(source)
         elif isinstance(obj, Inlined):
             yield source.attributes().item("__wrapped__", name)
@@ -197,7 +196,7 @@ class FunctionReader:
     def _module_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         members = source.attributes()
         for key in list(members.obj):
-            if key in _TABLES:
+            if key in MODULE_TABLES:
                 yield members.item(key, name_of(key.strip("_"), source.name))
             elif key != "te_graph" and self._reads(source.obj, key):
                 yield members.item(key, name_of(HOOK_DICTS.get(key, key), source.name))
@@ -274,7 +273,7 @@ class FunctionReader:
         yield above
         if members is None:
             return
-        tables = [members.obj[table] for table in _TABLES] if isinstance(source.obj, nn.Module) else []
+        tables = [members.obj[table] for table in MODULE_TABLES] if isinstance(source.obj, nn.Module) else []
         read = {key for table in (members.obj, *tables) for key in self.names.said & table.keys()}
         for key in sorted(read - self._not_in_class.setdefault(kind, set())):
             self._not_in_class[kind].add(key)

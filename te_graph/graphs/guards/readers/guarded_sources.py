@@ -27,9 +27,11 @@ _Kind = _C.StepKind
 _ENDS = frozenset(
     [_Kind.GRAD, _Kind.ABSENT, _Kind.TYPE_ABSENT, _Kind.TYPE_VERSION, _Kind.NO_ATTRIBUTE, _Kind.LENGTH, _Kind.NEVER]
 )
-VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
-ORDERED_VIEWS = tuple(type(getattr(collections.OrderedDict(), name)()) for name in ("keys", "values", "items"))
-VIEWS = (*VIEWS, *ORDERED_VIEWS)
+_KINDS_OF_VIEWS = ("keys", "values", "items")
+VIEWS = (
+    types.MappingProxyType,
+    *(type(getattr(kind(), name)()) for kind in (dict, collections.OrderedDict) for name in _KINDS_OF_VIEWS),
+)
 WRAPPERS = {property: ("fget", "fset"), staticmethod: ("__func__",), classmethod: ("__func__",)}
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _TRANSPARENT = (list, tuple, dict, collections.deque, types.CellType, *_FUNCTIONS, *VIEWS, *WRAPPERS, weakref.ref)

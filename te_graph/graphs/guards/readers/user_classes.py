@@ -35,10 +35,9 @@ def bases_of(kind: type) -> list[type]:
     def is_theirs(base: type) -> bool:
         if is_library_class(base) or _package_of(base) != "torch":
             return not is_library_class(base)
+        # A class that is made by text which ran in a module of torch names that module: its functions tell whose it is.
         functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
-        return bool(functions) and all(
-            map(written_by_user, functions)
-        )  # said to be of torch, as text that ran in it is
+        return bool(functions) and all(map(written_by_user, functions))
 
     return [base for base in kind.__mro__ if is_theirs(base)]
 
