@@ -1,4 +1,4 @@
-"""Dispatch modes that see all operations: what ``torch.compile`` made of a function hides those of it."""
+"""Running compiled functions as they are written: what ``torch.compile`` made hides operations from dispatch modes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _AsWritten:
-    """While it is entered, on whatever threads, compiled functions run as they are written."""
+    """Context in which compiled functions run as they are written. Several threads may be in it at once: what the first
+    of them sets for the process stays until the last has left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,15 +33,15 @@ class _AsWritten:
                 self._stance.close()
 
 
-as_written = _AsWritten()  # of the process, as torch's stance is
+as_written = _AsWritten()  # one for the process, as torch's stance is
 
 
 class AsWrittenMode(TorchDispatchMode):
-    """A mode under which compiled functions run as they are written. By itself torch would do the same, but then never
-    compile them, nor run what it had compiled, again.
+    """A mode under which compiled functions run as they are written. Under other modes torch does that, too, but from
+    then on never compiles these functions again, nor runs what it had compiled of them.
 
     Args:
-        runs_compiled: they run as eager calls do instead, and what they do inside is not seen.
+        runs_compiled: compiled functions run as in eager calls instead; the mode does not see their operations.
     """
 
     def __init__(self, runs_compiled: bool = False) -> None:
