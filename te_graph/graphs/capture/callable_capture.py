@@ -29,7 +29,7 @@ from te_graph.graphs.capture.capture_checks import (
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.engine_attention import refuse_wrong_attention
 from te_graph.graphs.capture.first_call import FirstCallWatch
-from te_graph.graphs.capture.fp8_regions import refuse_fp8, refuse_fp8_done
+from te_graph.graphs.capture.fp8_regions import refuse_fp8_after, refuse_fp8_before
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, gradients_that_come, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
@@ -430,10 +430,10 @@ class CallableCapture:
         function = self.root.forward if isinstance(self.root, nn.Module) else self.root
         values = values_of(self.root, kwargs.pop(ARGUMENT, ()))
         hooked = taken_away(self._computable)
-        refuse_fp8(self.label, self.root)
+        refuse_fp8_before(self.label, self.root)
         with containers_kept(self.label, args, kwargs), own_casts(), values, hooked as self.computed:
             result = run_region(function, args, kwargs)
-        refuse_fp8_done(self.label, self.root)
+        refuse_fp8_after(self.label, self.root)
         return result
 
     def _find_gradients(self, outputs: list[Tensor], inputs: list[Tensor]) -> Gradients:

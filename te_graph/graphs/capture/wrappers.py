@@ -1,6 +1,6 @@
-"""Modules that wrap others and do more than a forward, known by name: a replay would leave out what they add.
+"""Modules that wrap others and do more than a forward: a replay would leave out what they add.
 
-By name, because torch.distributed and torch._dynamo need not be there, nor be imported to find out.
+They are known by name: torch.distributed and torch._dynamo need not be there, and looking for them imports nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from te_graph import _C
 from te_graph.common.opaque import opaque
-from te_graph.graphs.capture.fp8_regions import refuse_fp8
+from te_graph.graphs.capture.fp8_regions import refuse_fp8_before
 
 _SHARDED = (
     "gathers its parameters for each call and frees them after it, and a graph's addresses are fixed: leave it eager, "
@@ -83,7 +83,7 @@ def without_compiler(target: Any) -> Any:
 
 
 def without_wrappers(model: nn.Module) -> nn.Module:
-    """The module that was given to ``torch.compile`` and DistributedDataParallel, where ``model`` came of that."""
+    """The module inside ``model``, where that is what ``torch.compile`` or DistributedDataParallel made of it."""
     while True:
         inner = without_compiler(model)
         if any(name == "DistributedDataParallel" for name, _ in _names(type(inner))):
@@ -111,11 +111,11 @@ def bypass_compiler(wrapper: nn.Module) -> None:
 
 @contextlib.contextmanager
 def watching_wrappers() -> Iterator[None]:
-    """Around warm-ups and captures on this thread: a module that is called there and cannot be held is refused, however
-    the callable got hold of it, and one that torch.compile made runs what it was made of.
+    """Around warm-ups and captures on this thread: a module that is called there and that no graph can hold is refused,
+    however the callable got hold of it, and one that torch.compile made runs what it was made of.
 
     Raises:
-        TypeError: such a module was called.
+        TypeError: a module was called that no graph can hold.
         RuntimeError: a module of TransformerEngine was called in FP8.
     """
     watch = register_module_forward_pre_hook(_refuse)
@@ -164,6 +164,6 @@ def _calling_the_original(call: Any) -> Any:
 def _refuse(module: nn.Module, args: tuple) -> None:
     if not _C.in_session():
         return
-    refuse_fp8(type(module).__name__, module)
+    refuse_fp8_before(type(module).__name__, module)
     if (reason := reason_to_refuse_module(module)) is not None:
         raise TypeError(f"make_graphed_callables: the callable calls a {type(module).__name__}: {reason}")
