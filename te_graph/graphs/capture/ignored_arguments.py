@@ -1,4 +1,4 @@
-"""What of its arguments a callable provably cannot tell: keywords that ``**kwargs`` collects and nobody looks at, and
+"""What a callable provably does not depend on: keyword arguments that ``**kwargs`` collects and no code looks at, and
 the order of dictionaries."""
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CALL_OF_MODULES = nn.Module._call_impl.__code__
 
 @dataclass(frozen=True)
 class IgnoredKeywords:
-    """What is ignored of what a callable collects: everything but some names.
+    """The keyword arguments that a callable ignores: all but some names.
 
     Attributes:
-        taken: names that its code says, or takes as parameters.
+        taken: those names: what its code says, or takes as parameters.
     """
 
     taken: frozenset[str]
@@ -49,10 +49,10 @@ def ignored_keywords(
     """What ``target``, a module or function, ignores; None where that cannot be proved.
 
     Args:
-        run: calls it as a capture will, with the keyword arguments that it is given besides; may raise.
-        may_follow: what it passes on reaches nothing but functions, no hooks of modules.
+        run: calls ``target`` as a capture will, with these keyword arguments besides; may raise.
+        may_follow: what ``target`` passes on may be followed: it reaches functions alone, no hooks of modules.
     """
-    return ignored_at_once(target) or (_ignored_by_all(target, run) if may_follow else None)
+    return ignored_at_once(target) or (_ignored_by_receivers(target, run) if may_follow else None)
 
 
 def ignored_at_once(target: Any) -> IgnoredKeywords | None:
@@ -62,14 +62,14 @@ def ignored_at_once(target: Any) -> IgnoredKeywords | None:
     return None if has_to_run else IgnoredKeywords(_taken_by(code))
 
 
-def _ignored_by_all(target: Any, run: Callable[[dict[str, Any]], Any]) -> IgnoredKeywords | None:
-    """What ``target`` ignores and everything that it passes it on to."""
+def _ignored_by_receivers(target: Any, run: Callable[[dict[str, Any]], Any]) -> IgnoredKeywords | None:
+    """What ``target`` ignores, and so does every function that it passes keyword arguments on to."""
     code, uses = _uses_in(target)
     if uses is None or not hasattr(sys, "monitoring"):
         return None
-    with contextlib.suppress(Exception), _without_logs(), _Followed() as followed:
+    with contextlib.suppress(Exception), _without_logs(), _ProbeWatch() as watch:
         run({_PROBE: None})
-        return IgnoredKeywords(frozenset(followed.taken)) if followed.proves(code) else None
+        return IgnoredKeywords(frozenset(watch.taken)) if watch.proves(code) else None
     return None
 
 
@@ -85,8 +85,8 @@ def _without_logs() -> Iterator[None]:
 
 
 def orderless_parameters(target: Any) -> frozenset[str]:
-    """Those parameters of ``target`` that its code does nothing with but to read what a dictionary has under constant
-    keys: it cannot tell their order."""
+    """The parameters of ``target`` of which its code does nothing but read items by constant keys: the order of a
+    dictionary that is given there makes no difference."""
     code = _code_of(target)
     if code is None:
         return frozenset()
@@ -112,32 +112,33 @@ def _code_of(target: Any) -> types.CodeType | None:
 
 
 def _taken_by(code: types.CodeType) -> frozenset[str]:
-    """Whatever it names: a parameter, a key, a keyword that it gives itself."""
+    """All that ``code`` names: parameters, keys, keywords that it gives in calls."""
     count = code.co_argcount + code.co_kwonlyargcount
     return strings_in(code).union(code.co_varnames[:count])
 
 
-class _Followed:
-    """Context that follows a keyword argument that no code names through all calls to which it is passed on.
+class _ProbeWatch:
+    """Context that follows the probe, a keyword argument that no code names, through all calls that pass it on.
 
     Attributes:
-        taken: what the functions name that get it.
+        taken: names in the functions that get it.
     """
 
     def __init__(self) -> None:
         self.taken: set[str] = set()
         self._receivers: dict[types.CodeType, KeywordUses | None] = {}
-        self._is_passed_on = True  # by all of them, and nothing else is done with it
-        self._is_inside = False  # of what is captured
+        self._is_passed_on = True  # so far: all functions that get it do nothing else with it
+        self._is_inside = False  # of the callable
         self._makes_partials = self._may_open_partials = False
         self._tool = -1
 
     def proves(self, code: types.CodeType) -> bool:
-        """Whether ``code``, where it begins, and all that get it pass it on to functions of Python's, or do nothing."""
+        """Whether ``code``, which is given the probe first, and all that get it from there do nothing with it but pass
+        it on to functions written in Python."""
         is_hidden = self._makes_partials and self._may_open_partials
         return code in self._receivers and self._is_passed_on and not is_hidden
 
-    def __enter__(self) -> _Followed:
+    def __enter__(self) -> _ProbeWatch:
         monitoring = sys.monitoring
         self._tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), -1)
         if self._tool < 0:
@@ -179,7 +180,7 @@ class _Followed:
         if gets_it:
             self._receivers[code] = uses
             self.taken.update(_taken_by(code), (key for key in keys if isinstance(key, str)))
-            # Hooks alone get it from torch's call of a module, and modules with such are not captured.
+            # Torch's call of a module gives it to ``forward``, and to hooks: modules with these are not followed.
             is_known = code is _CALL_OF_MODULES or uses is not None
             self._is_passed_on &= is_known and all(key is None or type(key) is str for key in keys)
             self._on_line(code, frame.f_lineno)
@@ -201,7 +202,7 @@ class _Followed:
 
 
 def _is_of_python(function: Any) -> bool:
-    """Whether a call of ``function`` begins with code of Python's, which is then looked at."""
+    """Whether a call of ``function`` runs code written in Python, which can be looked at."""
     while isinstance(function, types.MethodType):
         function = function.__func__
     return isinstance(function, types.FunctionType) or isinstance(type(function).__call__, types.FunctionType)
