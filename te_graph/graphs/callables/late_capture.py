@@ -18,7 +18,7 @@ from te_graph.graphs.capture.request import common_device
 
 
 class LateCaptures:
-    """What callables share that are given to one ``make_graphed_callables`` without samples.
+    """What callables share that one ``make_graphed_callables`` is given without samples.
 
     Args:
         options: as the user gave them.
@@ -29,7 +29,7 @@ class LateCaptures:
         self._group: CaptureGroup | None = None
 
     def reason_to_wait(self, target: nn.Module | Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> str | None:
-        """Why a call of ``target`` runs eagerly and is no sample, if so."""
+        """Why a call of ``target`` is not captured yet and runs eagerly, if so."""
         if isinstance(target, nn.Module) and not target.training:
             return "called in eval mode, not captured yet"
         if not torch.is_grad_enabled():
@@ -44,10 +44,10 @@ class LateCaptures:
         return None
 
     def group_for(self, label: str, target: nn.Module | Callable[..., Any], samples: list[Tensor]) -> CaptureGroup:
-        """In which ``target``, which messages call ``label``, is captured with ``samples``, [...] each.
+        """The group in which ``target``, which messages call ``label``, is captured with ``samples``, [...] each.
 
         Raises:
-            ValueError: their device is none of a graph's, or another one than that of the other callables.
+            ValueError: they are on a device without graphs, or on another one than the callables captured before.
         """
         device = common_device((label,), (target,), [samples])
         if self._group is None:

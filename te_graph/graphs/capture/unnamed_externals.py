@@ -1,4 +1,4 @@
-"""Tensors that a callable uses and that no name in its code leads to: looked for in libraries, or held by an option."""
+"""Tensors that a callable uses and that no name in its code leads to: found in libraries, or held by an option."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from te_graph.graphs.tracing.externals import External, TensorWatch
 
 _log = logging.getLogger("te_graph")
 _Kind = _C.StepKind
-KEEPS = "keep"  # what externals= is to be for that
+KEEPS = "keep"  # the value of externals= by which they are held
 
 
 class UnnamedExternals:
-    """What one callable uses and cannot be found by the names in its code.
+    """The external tensors of one callable that the names in its code do not lead to.
 
     Args:
         label: of the callable.
         root: the callable.
         options: as the user gave them.
-        reported: what the callables that are captured together hold already.
+        reported: warnings that the callables captured together have given.
 
     Attributes:
         holders: where libraries keep such tensors.
         reader_of: makes readers that know the holders.
-        kept: those that nobody finds, with how often they were changed in place, if the options want that.
+        kept: tensors that are found nowhere, each with its version counter, if the options say to hold them.
     """
 
     def __init__(self, label: str, root: Any, options: Options, reported: Reported) -> None:
@@ -50,9 +50,10 @@ class UnnamedExternals:
         self.reader_of = functools.partial(CallableReader, root, options.ignore_attributes, holders=self.holders)
 
     def look_for(self, sources: list[Source], walker: SourceWalker, watch: TensorWatch) -> bool:
-        """Look for what the last iteration, seen by ``watch``, used and no source leads to.
+        """Look in libraries for what the last iteration, seen by ``watch``, used and no source leads to.
 
-        Returns whether another warm-up has to tell more: whether what was found changes, or all use the same.
+        Returns:
+            Whether another warm-up is needed, to see whether what was found changes and iterations use the same.
         """
         missing = unnamed(sources, watch.externals.keys())
         if missing:
@@ -61,11 +62,12 @@ class UnnamedExternals:
         return bool(missing) and (bool(self.holders) or self._options.externals == KEEPS)
 
     def keep(self, sources: list[Source], last: TensorWatch, others: Iterable[TensorWatch]) -> list[Source]:
-        """``sources``, and of their own what the last iteration used and none of them leads to, where that is kept.
+        """``sources``, and with ``externals="keep"`` one more for each tensor that the last iteration used and none of
+        them leads to.
 
         Args:
-            last: has seen the last iteration.
-            others: have seen some before it, all of which found what the callable keeps.
+            last: saw the last iteration.
+            others: saw earlier ones that found, as later calls do, what the callable keeps.
 
         Raises:
             RuntimeError: a tensor cannot be held: another iteration used another one, or a replay would change it.
@@ -92,13 +94,13 @@ class UnnamedExternals:
 
 
 def _uses(sources: list[Source], watch: TensorWatch) -> list[External]:
-    """What was used and cannot be named, in order."""
+    """What ``watch`` saw used and ``sources`` do not lead to, in order."""
     keys = unnamed(sources, watch.externals.keys())
     return [external for key, external in watch.externals.items() if key in keys]
 
 
 def _check_same(label: str, lost: list[External], others: list[External]) -> None:
-    """Refuse that two iterations use other tensors, or the same at other places."""
+    """Refuse two iterations that use different tensors, or the same ones at different places."""
     one, other = (list(map(_place_of, some)) for some in (lost, others))
     if one != other:
         shared = set(one) & set(other)
