@@ -64,22 +64,24 @@ class Handle:
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
         self.own_forward: Callable[..., Any] | None = None
         self._group: CaptureGroup | None = None
+        self._grad_mode = True  # of the capture, as is the next
+        self._training: bool | None = None
         self._late: LateCaptures | None = None
         self._is_due = False  # the first call that trains captures
         self._not_graphed = "not graphed"
         self._entry: CallableEntry | None = None  # the one that was replayed last
         self._others: list[CallableEntry] = []
         self.fast_call: Any = None
-        self._captures = 0  # that have succeeded, but for the first
-        self._refused = RefusedCaptures()  # since the last of them
-        self._past_replays: Counter[str] = Counter()  # of entries that are no more
+        self._captures = 0  # how many succeeded after the first
+        self._refused = RefusedCaptures()  # since the last one that succeeded
+        self._past_replays: Counter[str] = Counter()  # of entries that were replaced or freed
         self._eager_calls = ReasonCounts()
         self._reported = Reported()
         self._is_disabled = is_disabled()
         register(self)
 
     def arm(self, entry: CallableEntry, group: CaptureGroup) -> None:
-        """From now on calls replay ``entry``, and what the options of ``group`` say if that does not fit."""
+        """From now on calls replay ``entry``; where that does not fit, they do what the options of ``group`` say."""
         self._group = group
         self._grad_mode = torch.is_grad_enabled()
         self._training = self._target().training if self._is_module else None
@@ -205,7 +207,7 @@ class Handle:
         return [], self._fall_back(miss.message)
 
     def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:
-        """``message`` about the arguments, and what lets such calls run, which an eager call has to be able to."""
+        """``message`` about the arguments, with what lets such calls run, where they can run at all."""
         advice = 'on_mismatch="eager" or "capture" lets such calls run'
         if not self._entry.form.is_possible(args, kwargs):
             return message
@@ -278,7 +280,7 @@ class Handle:
         return message.removeprefix(f"{self.label}: ")
 
     def _refuse_for_main_grads(self, reason: str) -> None:
-        """Refuse an eager call whose backward would not add to ``main_grad``. Captures that the call belongs to do."""
+        """Refuse an eager call whose backward would not add to ``main_grad``; inside a capture it does."""
         if not torch.is_grad_enabled() or is_capturing_callables():
             return
         is_late = self._late is not None and not self._is_disabled
