@@ -132,7 +132,7 @@ class _Arguments:
         self.options = Options(**options)
 
     def watch_step(self) -> tuple[LayerCall, dict[int, list[Use]], set[nn.Module]]:
-        """Run the step: its calls, the uses of parameters, and the modules that its backward called."""
+        """Run the step; returns its calls, the uses of parameters, and the modules that its backward called."""
         modules = [module for module in self.names if not isinstance(module, torch.jit.ScriptModule)]
         calls = LayerCalls(modules, self.selection.is_candidate)
         with watched(self.model, calls) as watch:
@@ -151,7 +151,7 @@ class _Arguments:
             self._call_model(batch)
 
     def _call_model(self, *args: Any, **kwargs: Any) -> None:
-        """A forward without its backward, of which DistributedDataParallel is to know nothing."""
+        """Run a forward that no backward follows, without DistributedDataParallel preparing for one."""
         alone = getattr(self._given, "no_sync", contextlib.nullcontext)
         synced = vars(self._given).get("require_forward_param_sync")
         with alone() if self._given is not self.model else contextlib.nullcontext():
@@ -178,10 +178,10 @@ def _check_model(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterator[None]:
-    """Attributes of the modules, containers among them, and flags of modules and tensors are afterwards as before.
+    """Put back the attributes of the modules, what containers among these hold, and flags of modules and tensors.
 
-    Other objects keep what a first call sets in them, as a configuration does: put back, it would change once more,
-    behind the back of the graphs.
+    Other objects, such as a configuration, keep what a first call sets in them: if that were put back, the next call
+    would set it again, after the capture, and guards would find it changed.
     """
     state = ContainerState(Source(one, "") for one in [*holders_in(model), *model.parameters()])
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-_CONTAINERS = (dict, list, tuple, set, deque)
+from te_graph.graphs.guards.effects.rollback import CONTAINERS
+
+_HOLDERS = (*CONTAINERS, tuple)
 
 
 def holders_in(model: nn.Module) -> list[Any]:
@@ -30,11 +31,11 @@ def values_held_by(model: nn.Module) -> list[Any]:
 
 
 def _values(holder: Any) -> Iterable[Any]:
-    if isinstance(holder, _CONTAINERS):
+    if isinstance(holder, _HOLDERS):
         return holder.values() if isinstance(holder, dict) else holder
     return vars(holder).values()
 
 
 def _is_container(value: Any) -> bool:
-    """Also a weak proxy says that it is one; what it stands for belongs to others, or is gone."""
-    return type(value) not in weakref.ProxyTypes and isinstance(value, _CONTAINERS)
+    """Not so a weak proxy, which says that it is of the class behind it: that object belongs to others, or is gone."""
+    return type(value) not in weakref.ProxyTypes and isinstance(value, _HOLDERS)

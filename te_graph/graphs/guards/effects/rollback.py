@@ -17,7 +17,7 @@ from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source, items_of
 
-_CONTAINERS = (dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque)
 
 
 class ContainerState:
@@ -41,7 +41,7 @@ class ContainerState:
             self._classes.append((obj, type(obj)))
         elif isinstance(obj, Tensor) and is_leaf(obj):
             self._flags.append((obj, obj.requires_grad))
-        if isinstance(obj, _CONTAINERS):
+        if isinstance(obj, CONTAINERS):
             self._keep(obj)
         elif (members := instance_dict(obj)) is not None:
             self._keep(members)
@@ -52,7 +52,7 @@ class ContainerState:
 
     def _keep(self, container: dict | list | set | deque) -> None:
         # Of the plain kinds: copy() of a derived class may be the user's, or miss.
-        kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+        kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
         self._kept.append((container, kind(items_of(container) if kind is dict else container)))
 
     def restore(self) -> None:
