@@ -71,7 +71,7 @@ class StepWatch(TensorWatch):
                 f"{_NAME}: the step changes {self._weights[key]} ({self._op}), and one step before the training begins "
                 f"must leave the weights alone: {_ADVICE}; at {user_site()}"
             )
-        if key in self._kept or in_backward():  # which adds to gradients
+        if key in self._kept or is_in_backward():  # which adds to gradients
             super().keep(tensor)
 
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
