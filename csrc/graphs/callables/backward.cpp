@@ -70,8 +70,11 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
             TORCH_CHECK(grad.layout() == at::kStrided, name_, ": expected a dense gradient of output ",
                         differentiable_[number], ", got one of layout ", grad.layout(), ": call .to_dense() on it");
             if (lie_in_other_order(grad, staging.tensor)) {
-                const std::string what = "the gradient of output " + std::to_string(differentiable_[number]);
-                note_layout(reordered_grads_, number, what, grad, staging.tensor);
+                note_layout(
+                    reordered_grads_, number, "the gradient of output " + std::to_string(differentiable_[number]), grad,
+                    staging.tensor,
+                    "Give graph_layers a step with its backward, which shows how gradients lie, or capture what "
+                    "is around this callable");
             }
             copy_into(staging.tensor, grad);
             grad.reset();
@@ -127,15 +130,13 @@ void GraphedCallable::warn_of_autocast() {
 
 // Tells, once for each tensor, that the graph reads what is `given` in another layout than eager execution would.
 void GraphedCallable::note_layout(std::vector<bool>& noted, size_t number, const std::string& what,
-                                  const at::Tensor& given, const at::Tensor& captured) const {
+                                  const at::Tensor& given, const at::Tensor& captured, const char* advice) const {
     noted.resize(std::max(noted.size(), number + 1));
     if (noted[number]) return;
     noted[number] = true;
-    TORCH_WARN(name_, ": ", what, " has strides ", given.strides(), ", and the graph reads it with ",
-               captured.strides(),
-               ", as at capture: kernels that choose by memory layout may round otherwise than in eager execution. "
-               "Capture with samples that lie in memory as the arguments do, or call .contiguous() on arguments and "
-               "results; of graph_layers, name in layers= what is around this module");
+    TORCH_WARN(
+        name_, ": ", what, " has strides ", given.strides(), ", and the graph reads it with ", captured.strides(),
+        ", as at capture: kernels that choose by memory layout may round otherwise than in eager execution. ", advice);
 }
 
 // Megatron-LM has a hook that adds `.grad` to `main_grad`: then this is right, and what eager execution does.

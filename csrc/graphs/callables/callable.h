@@ -151,7 +151,7 @@ private:
     void warn_of_autocast();
     void note_main_grad_unused(size_t number) const;  // of the parameter
     void note_layout(std::vector<bool>& noted, size_t number, const std::string& what, const at::Tensor& given,
-                     const at::Tensor& captured) const;
+                     const at::Tensor& captured, const char* advice) const;
     bool repeats_last(const PendingBackward& pending) const;
     void note_for_repetition(const PendingBackward& pending);
     GradientTable::EntryWrite write_of_parameter(const PendingBackward& pending, size_t parameter) const;

@@ -236,7 +236,9 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
         for (size_t i = 0; i < inputs.size(); ++i) {
             if (inputs_[i].is_linked) continue;
             if (lie_in_other_order(inputs[i], slot.inputs[i])) {
-                note_layout(reordered_inputs_, i, inputs_[i].name, inputs[i], slot.inputs[i]);
+                note_layout(reordered_inputs_, i, inputs_[i].name, inputs[i], slot.inputs[i],
+                            "Capture with samples that lie in memory as the arguments do, or call .contiguous() on "
+                            "arguments");
             }
             copy_into(slot.inputs[i], inputs[i]);
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import logging
 import weakref
 from collections import Counter
@@ -45,20 +44,18 @@ _MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be l
 class Handle:
     """What ``.te_graph`` of a graphed callable is.
 
+    Args:
+        job: what is graphed.
+        step_state: as ``make_graphed_callables`` takes it.
+
     Attributes:
         label: what messages call the callable.
         fast_call: what a call needs that replays without coming here; None where that is not possible.
     """
 
-    def __init__(
-        self,
-        label: str,
-        target: nn.Module | Callable[..., Any],
-        parameters: inspect.Signature | None = None,
-        step_state: StepState | None = None,
-    ) -> None:
-        self.label = label
-        self._parameters = parameters
+    def __init__(self, job: Job, step_state: StepState | None = None) -> None:
+        self.label, target = job.label, job.target
+        self._parameters, self._grad_orders = job.parameters, job.grad_orders
         self._step_state = step_state
         self._is_module = isinstance(target, nn.Module)
         self._target = weakref.ref(target) if self._is_module else (lambda: target)
@@ -261,7 +258,7 @@ class Handle:
     ) -> CallableEntry:
         counted = ReasonCounts(self._eager_calls)  # without those that the capture makes
         try:
-            job = Job(self.label, self._target(), sample, kwargs, self._parameters)
+            job = Job(self.label, self._target(), sample, kwargs, self._parameters, self._grad_orders)
             return capture_all(group, [job], is_chain=False)[0]
         finally:
             self._eager_calls = counted

@@ -57,7 +57,7 @@ def capture_and_install(
     """
     prepare([job.target for job in jobs])
     entries = [] if is_disabled() else capture_all(group, jobs, is_chain)
-    handles = [Handle(job.label, job.target, job.parameters, step_state) for job in jobs]
+    handles = [Handle(job, step_state) for job in jobs]
     try:
         for handle, entry in zip(handles, entries, strict=False):
             handle.arm(entry, group)
@@ -80,7 +80,7 @@ def install_late(
     late = LateCaptures(options)
     graphed = []
     for job in jobs:
-        handle = Handle(job.label, job.target, job.parameters, step_state)
+        handle = Handle(job, step_state)
         handle.wait(late)
         graphed.append(install(job.target, handle))
     return tuple(graphed)

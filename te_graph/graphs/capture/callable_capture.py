@@ -38,6 +38,7 @@ from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
 from te_graph.graphs.capture.links import check_links
 from te_graph.graphs.capture.main_grads import main_grad_of, refuse_fused_main_grads
+from te_graph.graphs.capture.request import Job
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.capture.unnamed_externals import UnnamedExternals
@@ -63,13 +64,14 @@ class CallableCapture:
     """Takes one callable through warm-up and capture.
 
     Args:
-        label: what messages call it.
-        root: the module or function, where the guard starts.
+        job: what is captured.
         group: what it shares with the callables that are captured with it.
         signature: of the sample arguments.
         samples: their tensors; copied, not kept.
 
     Attributes:
+        label: what messages call it.
+        root: the module or function, where the guard starts.
         links: which inputs lie where the predecessor's results are: number of the input -> number of the result.
         walker: over what its code can get to.
         gradients: what the backward computes, once warmed up.
@@ -88,9 +90,8 @@ class CallableCapture:
         computed: attributes that hooks of modules below compute inside the graph.
     """
 
-    def __init__(self, label: str, root: Any, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
-        self.label = label
-        self.root = root
+    def __init__(self, job: Job, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
+        self.label, self.root, self._grad_orders = job.label, job.target, job.grad_orders
         self.group = group
         self.backend = group.backend
         self.signature = signature
@@ -101,19 +102,19 @@ class CallableCapture:
         self.changed = ChangedInputs()
         self.ignored: IgnoredKeywords | None = None
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
-        self.unnamed = UnnamedExternals(label, root, group.options, group.reported)
+        self.unnamed = UnnamedExternals(self.label, self.root, group.options, group.reported)
         self._reader_of = self.unnamed.reader_of
-        self.walker = SourceWalker(names_around(root))
-        sources = list(walk(TensorReader(root)))
+        self.walker = SourceWalker(names_around(self.root))
+        sources = list(walk(TensorReader(self.root)))
         self._sources = self._explore()
-        check_attributes(label, signature.distinct_names, samples, self.walker.names.said)
-        check_cache(label, sources)
-        refuse_fused_main_grads(label, sources)
-        refuse_wrong_attention(label, (source.obj for source in sources))
+        check_attributes(self.label, signature.distinct_names, samples, self.walker.names.said)
+        check_cache(self.label, sources)
+        refuse_fused_main_grads(self.label, sources)
+        refuse_wrong_attention(self.label, (source.obj for source in sources))
         own = [source for source in sources if "global variable" not in source.name]
         self._containers = ContainerState([*own, *global_containers(self._sources)])
         self._bindings = Bindings(variables(self._sources))
-        below = [source.obj for source in sources if isinstance(source.obj, nn.Module) and source.obj is not root]
+        below = [source.obj for source in sources if isinstance(source.obj, nn.Module) and source.obj is not self.root]
         self._computable = [attribute for module in below for attribute in computed_by_hooks(module)]
         # Hooks are there to look, or freeze what they compute: what else they do is not repeated.
         self._hooks = [hook for module in below for key in HOOK_DICTS for hook in vars(module).get(key, {}).values()]
@@ -336,7 +337,8 @@ class CallableCapture:
             outputs = {i: self.layout.output_that_is(result) for i, result in successor.links.items()}
             lent = {output: gradients[i] for i, output in outputs.items() if gradients[i] is not None}
         outputs = [slot.live_outputs[i] for i in self.output_numbers]
-        own = self.group.stagings([slot.live_outputs[i] for i in self.output_numbers if i not in lent])
+        orders = {i: self.layout.order_of_gradient(i, self._grad_orders) for i in self.output_numbers}
+        own = self.group.stagings((slot.live_outputs[i], order) for i, order in orders.items() if i not in lent)
         slot.grad_outputs = [_C.Staging(lent[i], is_lent=True) if i in lent else next(own) for i in self.output_numbers]
         if outputs:
             self._capture_backward(slot, pool, outputs, [staging.tensor for staging in slot.grad_outputs])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.reasons import Reported
+from te_graph.graphs.capture.layout import zeros_in_order
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.tracing.backends import CudaBackend, RecorderBackend
 
@@ -42,17 +43,17 @@ class CaptureGroup:
         self.at_work: str | None = None
         self._stagings: dict[tuple, _C.Staging] = {}
 
-    def stagings(self, outputs: list[Tensor]) -> Iterator[_C.Staging]:
-        """Where backward graphs read the gradients of ``outputs`` [...], one each.
+    def stagings(self, outputs: Iterable[tuple[Tensor, tuple[int, ...] | None]]) -> Iterator[_C.Staging]:
+        """Where backward graphs read the gradients of ``outputs`` [...], one each, and each with the order in which the
+        dimensions of its gradient lie; None: as its own.
 
         Every replay fills them anew and replays do not overlap, so all callables use the same ones.
         """
         uses: Counter[tuple] = Counter()
-        for output in outputs:
-            kind = (output.shape, output.stride(), output.dtype)
+        for output, order in outputs:
+            kind = (output.shape, output.stride(), output.dtype, order)
             key = (*kind, uses[kind])
             uses[kind] += 1
             if key not in self._stagings:
-                zeros = torch.zeros_like(output, requires_grad=False)
-                self._stagings[key] = _C.Staging(zeros, is_lent=False)
+                self._stagings[key] = _C.Staging(zeros_in_order(output, order), is_lent=False)
             yield self._stagings[key]

@@ -1,4 +1,4 @@
-"""Copies of tensors that lie in memory as the originals do."""
+"""How tensors lie in memory, and copies that lie there as the originals do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ def static_copy(sample: Tensor) -> Tensor:
     """A copy of ``sample`` [...] in memory of its own, with its layout if that is dense."""
     copy = torch.empty_like(sample, requires_grad=False).copy_(sample.detach())
     return copy.requires_grad_(sample.requires_grad)
+
+
+def order_of_dims(tensor: Tensor) -> tuple[int, ...] | None:
+    """The dimensions of ``tensor`` [...] as they lie in memory, outermost first; None where one of them is expanded."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return None
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.shape[dim] > 1 and -tensor.stride(dim), dim)))
+
+
+def zeros_in_order(like: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Zeros of the shape and dtype of ``like`` [...], whose dimensions lie in ``order``; None: as those of ``like``."""
+    if order is None:
+        return torch.zeros_like(like, requires_grad=False)
+    return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device).zero_()
 
 
 def copy_with_gaps(tensor: Tensor) -> Tensor:

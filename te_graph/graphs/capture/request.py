@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Job:
         sample: signature and tensors of its arguments; None: the results of the one before, and ``kwargs``, or, without
             samples, not known yet.
         parameters: of the callable, from ``parameters_of``.
+        grad_orders: number of a result -> the order in which the dimensions of its gradient lie, where that is known to
+            be another one than its own.
     """
 
     label: str
@@ -37,6 +39,7 @@ class Job:
     sample: tuple[Signature, list[Tensor]] | None
     kwargs: dict[str, Any]
     parameters: inspect.Signature | None
+    grad_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

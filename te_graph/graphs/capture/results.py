@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,11 @@ class ResultLayout:
         """The number of the output that is result ``number`` itself; None where there is none."""
         result = self.results[number]
         return result.number if result.origin == _Origin.OUTPUT and result.view is None else None
+
+    def order_of_gradient(self, number: int, orders: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
+        """That of the dimensions of the gradient of output ``number``, where ``orders`` has it for its result."""
+        output = self.outputs[number]
+        return None if output.is_base else orders.get(output.result)
 
     def results_that_are(self, outputs: Collection[int]) -> set[int]:
         """The numbers of the results that are one of ``outputs`` themselves."""

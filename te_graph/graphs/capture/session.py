@@ -112,7 +112,7 @@ def _begin(
     if values := sample_values(job.target):
         args, kwargs = signature.unflatten(tensors)
         signature, tensors = sample_of(job.label, args, {**kwargs, ARGUMENT: values})
-    capture = CallableCapture(job.label, job.target, group, signature, tensors)
+    capture = CallableCapture(job, group, signature, tensors)
     if predecessor is not None:
         capture.link_to(predecessor, everything=job.sample is None)
     return capture

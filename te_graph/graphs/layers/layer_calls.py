@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from te_graph.common.dispatch import is_in_backward, version_of
+from te_graph.common.dispatch import is_in_backward, is_strided, version_of
 from te_graph.graphs.arguments.nest import flatten
+from te_graph.graphs.capture.layout import order_of_dims
 from te_graph.graphs.layers.autocast_state import AutocastState
 from te_graph.graphs.layers.call_arguments import CallArguments, SampleValues, UnfitArgumentError
 
@@ -34,6 +36,8 @@ class LayerCall:
         obstacle: why the call cannot be captured.
         fed_by: the calls whose first result is, unchanged, the first positional argument of this one.
         inner: the calls that its forward makes.
+        grad_orders: number of a result -> the order of the dimensions of its gradient, where the backward gave one in
+            another order than the result's own.
     """
 
     module: nn.Module | None = None
@@ -44,6 +48,19 @@ class LayerCall:
     grad_enabled: bool = True
     fed_by: list[LayerCall] = field(default_factory=list)
     inner: list[LayerCall] = field(default_factory=list)
+    grad_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def note_gradients(self, results: Sequence[Tensor]) -> None:
+        """Let the backward note how the gradients of ``results`` [...] lie."""
+        for number, result in enumerate(results):
+            if result.grad_fn is not None and is_strided(result):
+                result.register_hook(functools.partial(self._note_gradient, number, order_of_dims(result)))
+
+    def _note_gradient(self, number: int, own: tuple[int, ...] | None, grad: Tensor) -> None:
+        self.grad_orders.pop(number, None)
+        order = order_of_dims(grad) if is_strided(grad) else None
+        if order is not None and order != own:
+            self.grad_orders[number] = order
 
     def below(self) -> Iterator[LayerCall]:
         """The calls inside, in order."""
@@ -126,8 +143,11 @@ class LayerCalls:
             call = self._stack.pop()
             if call.module is module:
                 break
-        tensor = next((leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)), None)
-        if tensor is not None:
+        tensors = list({id(leaf): leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)}.values())
+        if self._is_wanted(module):
+            call.note_gradients(tensors)
+        if tensors:
+            tensor = tensors[0]
             known = self._results.setdefault(id(tensor), [])
             known[:] = [one for one in known if one[0]() is tensor]
             known.append((weakref.ref(tensor), version_of(tensor), call))
