@@ -371,9 +371,9 @@ class CallableCapture:
         births = TensorWatch(restorable=False, runs_compiled=True)
         with self.backend.capture(pool, slot.states) as slot.backward:
             with births:
-                grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs)
+                grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs, len(self.slots))
                 input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)
-            input_grads = [self._owned(slot, grad, births) for grad in input_grads]
+            input_grads = [slot.owned(grad, births.produced_storages) for grad in input_grads]
             parameter_grads = [
                 _C.lay_out(grad, parameter, main_grad_of(parameter) if one.is_in_table else None)
                 for grad, parameter, one in zip(grads, parameters, destinations, strict=False)
@@ -401,15 +401,6 @@ class CallableCapture:
         """True where autograd sums the gradient of ``parameter`` [...], as that of one that is a result as well."""
         is_result = self.layout.returns_parameter(parameter) and main_grad_of(parameter) is None
         return is_result or self.group.options.is_for_autograd(parameter)
-
-    def _owned(self, slot: Slot, grad: Tensor, births: TensorWatch) -> Tensor:
-        """``grad`` [...] of an input, to be handed out: a clone where it lies in memory that is written by others, or
-        before what is handed out is protected. The backward's own memory is not; neither is the successor's input
-        gradient, which is protected like ours."""
-        if storage_key(grad) in births.produced_storages or storage_key(grad) in slot.lent_storages:
-            return grad
-        slot.clones += 1
-        return grad.clone()
 
     def _call(self, inputs: list[Tensor], given: list[Tensor], as_leaves: bool = False) -> list[Tensor]:
         """Run the callable on ``given`` [...], which stand for ``inputs`` [...]; return the tensors of its result.

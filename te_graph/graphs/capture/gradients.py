@@ -35,10 +35,11 @@ class Gradients:
 
 
 def gradients_of(
-    label: str, outputs: list[Tensor], targets: list[Tensor], grad_outputs: list[Tensor]
+    label: str, outputs: list[Tensor], targets: list[Tensor], grad_outputs: list[Tensor], in_flight: int = 1
 ) -> list[Tensor | None]:
     """Gradients of ``targets``, which are leaves, [...] each like its tensor, without running their hooks; None for
-    those that the ``outputs`` [...] do not depend on. ``label`` is what messages call the callable.
+    those that the ``outputs`` [...] do not depend on. ``label`` is what messages call the callable, of which
+    ``in_flight`` calls were made before.
 
     Autocast is off, as where backward() is usually called; the ops that forward ran keep their dtypes.
     """
@@ -49,6 +50,11 @@ def gradients_of(
         with torch.autocast(outputs[0].device.type, enabled=False):
             grads = list(torch.autograd.grad(outputs, targets, grad_outputs, retain_graph=True, allow_unused=True))
     except RuntimeError as error:
+        if in_flight > 1 and "modified by an inplace operation" in str(error):
+            raise RuntimeError(
+                f"{label}: each call changes in place what the backward of the one before it reads, so no two calls "
+                f"can be in flight (in eager execution neither), and max_in_flight={in_flight} asks for that: {error}"
+            ) from error
         if "use_reentrant" not in str(error):
             raise
         raise RuntimeError(

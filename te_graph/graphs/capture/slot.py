@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,3 +36,12 @@ class Slot:
     def lent_storages(self) -> set:
         """Of the successor's input gradients, where the backward reads its own."""
         return {storage_key(staging.tensor) for staging in self.grad_outputs if staging.is_lent}
+
+    def owned(self, grad: Tensor, own_storages: Container[int]) -> Tensor:
+        """``grad`` [...] of an input, to be handed out: a clone where it lies in memory that is written by others, or
+        before what is handed out is protected. Not so the ``own_storages`` of the backward, nor the successor's input
+        gradient, which is protected like ours."""
+        if storage_key(grad) in own_storages or storage_key(grad) in self.lent_storages:
+            return grad
+        self.clones += 1
+        return grad.clone()

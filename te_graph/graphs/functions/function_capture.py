@@ -280,8 +280,8 @@ class _Attempt:
         source = next((one for one in known if one.obj is tensor), None)
         if (not has_lost_history(tensor) and tensor.grad_fn is not None) or (tensor.requires_grad and source is None):
             raise CaptureError(
-                f"{self._label}: {name} requires a gradient, which a replay does not record: compute it under "
-                "torch.no_grad(), or use make_graphed_callables"
+                f"{self._label}: {name} requires a gradient, which a replay does not record: return it detached "
+                "(loss.detach()), compute it under torch.no_grad(), or use make_graphed_callables"
             )
         if source is None:
             self._check_attributes(name, tensor)

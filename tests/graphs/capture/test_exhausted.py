@@ -253,3 +253,26 @@ def test_exhausted_slots_of_a_function_with_gradients_there_before(device):
         assert_bitwise_equal(*seen)
     info = graphed.te_graph.info()
     assert (info["forward_replays"], list(info["eager_calls"].values())) == (6, [6])
+
+
+class Counting(nn.Module):
+    """Reads in its backward a buffer that its next forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("steps", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:  # [4, 6]
+        self.steps.add_(1)
+        return self.linear(x) * self.steps
+
+
+def test_calls_that_cannot_be_in_flight_together_are_refused_and_one_at_a_time_replays(device: str) -> None:
+    model = Counting().to(device)
+    twin = eager_copy(model)
+    with pytest.raises(RuntimeError, match=r"^Counting: each call changes in place .* max_in_flight=2 asks for that"):
+        make_graphed_callables(model, (batch(device),), max_in_flight=2)
+    make_graphed_callables(model, (batch(device),))
+    x = batch(device)
+    assert_bitwise_equal(run(model, x), run(twin, x))
