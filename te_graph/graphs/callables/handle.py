@@ -27,6 +27,7 @@ from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
 from te_graph.graphs.capture.session import capture_all
+from te_graph.graphs.capture.wrappers import reason_to_refuse_module
 from te_graph.graphs.graphed_class import plain_class, set_class
 from te_graph.graphs.guards.sources import plain_call_guard
 from te_graph.graphs.step_state import StepState
@@ -200,8 +201,14 @@ class Handle:
             if kind == _Kind.CHECKPOINT:
                 raise RuntimeError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run, eagerly')
             advice = _CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in miss.message else ""
-            raise RuntimeError(explain_fp8(self.label, miss.message) + advice)
+            raise RuntimeError(explain_fp8(self.label, miss.message) + (advice or self._wrapped_since(root)))
         return [], self._fall_back(miss.message)
+
+    def _wrapped_since(self, root: Any) -> str:
+        """What ``root`` has become that no graph can hold, as a further sentence of a message; or nothing."""
+        reasons = map(reason_to_refuse_module, root.modules() if self._is_module else ())
+        reason = next(filter(None, reasons), None)
+        return "" if reason is None else f". Since then it has been wrapped: {reason}"
 
     def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:
         """``message`` about the arguments, with what lets such calls run, where they can run at all."""
