@@ -7,10 +7,11 @@ import os
 
 import pytest
 import torch
-from companions import assert_replayed, capture_in_place, state_of
+from companions import assert_replayed, state_of
 from ranks import WORLDS, Rank, Ranks, ranks_of
 from torch import Tensor, nn
 
+import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -46,7 +47,7 @@ def trained(model: Net, data: Tensor, rank: Rank, is_graphed: bool) -> dict[str,
         wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
         if is_graphed:
             with accelerator.autocast():
-                capture_in_place(model.layers, lambda: model(data[0]))
+                tg.graph_layers(model, data[0])
         torch.manual_seed(7 + rank.rank)
         for batch in data:
             with accelerator.accumulate(wrapped):

@@ -8,10 +8,11 @@ from typing import Any
 import lightning.pytorch as lightning
 import pytest
 import torch
-from companions import assert_replayed, capture_in_place, state_of
+from companions import assert_replayed, state_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -41,8 +42,7 @@ class Graphs(lightning.Callback):
     """Captures the layers when training begins."""
 
     def on_train_start(self, trainer: Any, module: Encoder) -> None:
-        with torch.random.fork_rng():
-            capture_in_place(module.layers, lambda: module(torch.randn(2, 5, 6)))
+        tg.graph_layers(module, torch.zeros(2, 5, 6))
 
 
 @pytest.mark.filterwarnings("ignore")  # about loggers, workers and deprecations of its own

@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
-from companions import assert_replayed, capture_in_place, state_of
+from companions import assert_replayed, state_of
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -30,10 +31,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def net_and_twin(device: str, **options: object) -> tuple[Net, Net]:
+def net_and_twin(device: str, on_mismatch: str = "raise") -> tuple[Net, Net]:
     model = Net().to(device)
     twin = copy.deepcopy(model)
-    capture_in_place(model.blocks, lambda: model(batch(device)), **options)
+    tg.graph_layers(model, batch(device), on_mismatch=on_mismatch)
     return model, twin
 
 
@@ -45,7 +46,7 @@ def test_autocast_and_grad_scaler(device: str) -> None:
     model = Net().to(device)
     twin = copy.deepcopy(model)
     with torch.autocast(device, torch.float16):
-        capture_in_place(model.blocks, lambda: model(batch(device)))
+        tg.graph_layers(model, batch(device))
     scalers = [torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2) for _ in range(2)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, twin)]
     for step in range(6):
@@ -75,7 +76,7 @@ def test_functional_call_with_other_parameters(device: str) -> None:
 def test_functional_call_with_other_parameters_is_refused_by_name(device: str) -> None:
     model, _ = net_and_twin(device)
     other = {name: (tensor * 2).requires_grad_() for name, tensor in state_of(model).items()}
-    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): weight of 0 "):
+    with pytest.raises(RuntimeError, match=r"blocks.0 \(Sequential\): weight of 0 "):
         functional_call(model, other, (batch(device),))
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from companions import assert_replayed, capture_in_place, state_of
+from companions import assert_replayed, state_of
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -35,13 +36,8 @@ class Graphs(TrainerCallback):
         self._batch = batch
 
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
-        count = torch.tensor(8.0)
-        with torch.random.fork_rng():
-            capture_in_place(
-                model.model.layers,
-                lambda: model(input_ids=self._batch, labels=self._batch, num_items_in_batch=count),
-                on_mismatch="capture",
-            )
+        batch = {"input_ids": self._batch, "labels": self._batch, "num_items_in_batch": torch.tensor(8.0)}
+        tg.graph_layers(model, batch)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -81,7 +77,7 @@ def test_peft_adapters_switched_and_merged() -> None:
     model.add_adapter("other", peft.LoraConfig(r=3, **options))
     twin, tokens = copy.deepcopy(model.train()), text(2)
     layer = model.base_model.model.model.layers[0]
-    capture_in_place([layer], lambda: model(input_ids=tokens), on_mismatch="capture")
+    tg.graph_layers(model, {"input_ids": tokens}, layers=type(layer))
 
     def both(change: Any) -> None:
         seen = []
