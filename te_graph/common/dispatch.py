@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +147,7 @@ def belongs_to_torch(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> 
     return {id(tensor) for argument, value in given if argument.name == "dropout_state" for tensor in tensors_in(value)}
 
 
+@functools.lru_cache(maxsize=4096)
 def is_user_file(filename: str) -> bool:
     """False for the files of torch, this package and the standard library."""
     if filename.startswith((TORCH, PACKAGE, "<frozen")):

@@ -17,19 +17,21 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from te_graph.common.dispatch import TORCH, is_in_backward, is_project_file, is_user_file
+from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_file, is_user_file
 from te_graph.graphs.tracing.extensions import is_of_extension
 from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_making, is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region
 
 _CALL = run_region.__code__  # below it runs what is watched
+_CALLERS = os.path.join(PACKAGE, "graphs", "callables", "")
 _ASIDE = ("<frozen importlib", typing.__file__)
 _CALL_OF_ALIAS = typing._BaseGenericAlias.__call__.__code__  # ``C[int]()`` makes an object of C
 _COMPILER, _COMPILED = os.path.join(TORCH, "_dynamo", "eval_frame.py"), "compile_wrapper"
 _MAX_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
 _MAX_NAME_LENGTH = 64
 _MAX_STARTS = 64  # of one piece of code that are distinguished
+_LASTING = (type, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
 
 class CodeWatch:
@@ -70,7 +72,10 @@ class CodeWatch:
         self.scopes: dict[int, dict[str, Any]] = {}
         self._thread = threading.get_ident()
         self._undo = contextlib.ExitStack()
-        self._aside = {_code_of(callback) for callback in (*gc.callbacks, *aside)}
+        self._aside = {id(code): code for code in map(_code_of, (*gc.callbacks, *aside))}
+        self._settled: set[int] = set()  # those of ``codes`` whose further starts tell nothing
+        self._own: set[int] = set()  # those of ``codes`` that are of this package
+        self._known_calls: dict[int, Any] = {}  # what was called and is of no extension module, and lives for long
         self._collects_on: int | None = None  # thread
         self.sees_all = self.hears_all = False
         self._listens = listens
@@ -110,7 +115,7 @@ class CodeWatch:
             return True
         while frame is not None and frame.f_code is not _CALL:
             code = frame.f_code
-            if (code.co_filename.startswith(_ASIDE) and code is not _CALL_OF_ALIAS) or code in self._aside:
+            if id(code) in self._aside or (_is_aside_file(code.co_filename) and code is not _CALL_OF_ALIAS):
                 return True
             frame = frame.f_back
         return False
@@ -131,8 +136,11 @@ class CodeWatch:
 
     def _note_call(self, function: Any) -> None:
         """Of a call of what Python code did not write."""
-        if not self.calls_extensions and type(function) is not types.FunctionType:
-            self.calls_extensions = is_of_extension(function)
+        if self.calls_extensions or type(function) is types.FunctionType or id(function) in self._known_calls:
+            return
+        self.calls_extensions = is_of_extension(function)
+        if isinstance(function, _LASTING):
+            self._known_calls[id(function)] = function
 
     def _note(self, frame: types.FrameType) -> None:
         """Of a function that starts."""
@@ -143,10 +151,14 @@ class CodeWatch:
         if id(code) in CODES_OF_FIELDS and is_user_file(frame.f_back.f_code.co_filename):
             self.field_readers.add(CODES_OF_FIELDS[id(code)])
         is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
-        if (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
+        if _is_own(code):
+            self._own.add(id(code))
+        elif (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
             return
         self.codes[id(code)] = code
         self.scopes.setdefault(id(code), frame.f_globals)
+        if not is_closure and id(code) not in CODES_OF_LOOKERS and id(code) not in CODES_OF_FIELDS:
+            self._settled.add(id(code))
         if is_closure and len(starts := self.variables.setdefault(id(code), [])) < _MAX_STARTS:
             held = frame.f_locals
             starts.append(tuple(held.get(name) for name in code.co_freevars))
@@ -161,22 +173,27 @@ class CodeWatch:
         if tool is None:
             return self._profiled()
 
-        def note(code: types.CodeType, offset: int) -> None:
+        def note(code: types.CodeType, offset: int) -> object:
             if self._is_ours():
                 self._note(sys._getframe(1))
+            return monitoring.DISABLE if id(code) in self._settled else None
 
         def note_error(code: types.CodeType, offset: int, error: BaseException) -> None:
             self._note_error(code, error)
 
-        def note_call(code: types.CodeType, offset: int, function: Any, first: Any) -> None:
+        def note_call(code: types.CodeType, offset: int, function: Any, first: Any) -> object:
+            if _is_own(code):
+                return monitoring.DISABLE
             if not self.calls_extensions and self._is_ours():
                 self._note_call(function)
+            return None
 
         events = monitoring.events
         callbacks = {events.PY_START: note, events.RAISE: note_error, events.CALL: note_call}
 
         def stop() -> None:
             monitoring.set_events(tool, 0)
+            monitoring.restart_events()
             for event in callbacks:
                 monitoring.register_callback(tool, event, None)
             monitoring.free_tool_id(tool)
@@ -185,6 +202,7 @@ class CodeWatch:
         for event, callback in callbacks.items():
             monitoring.register_callback(tool, event, callback)
         monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
+        monitoring.restart_events()  # what others had enough of under this number
         self.sees_all, self.hears_all = True, self._listens
         return stop
 
@@ -195,8 +213,9 @@ class CodeWatch:
 
         def note(frame: types.FrameType, event: str, given: Any) -> None:
             if event == "call":
-                self._note(frame)
-            elif event == "c_call":
+                if id(frame.f_code) not in self._settled:
+                    self._note(frame)
+            elif event == "c_call" and id(frame.f_code) not in self._own:
                 self._note_call(given)
             if callable(outer):
                 outer(frame, event, given)
@@ -219,6 +238,16 @@ class CodeWatch:
             self._note_error(frame.f_code, given[1])
         frame.f_trace_lines = False
         return self._trace if is_user_file(frame.f_code.co_filename) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_aside_file(filename: str) -> bool:
+    return filename.startswith(_ASIDE)
+
+
+def _is_own(code: types.CodeType) -> bool:
+    """True for code of this package, but for that which calls what the user gave it."""
+    return code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(_CALLERS) and code is not _CALL
 
 
 def _code_of(callback: Any) -> types.CodeType | None:

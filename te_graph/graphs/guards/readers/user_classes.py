@@ -14,6 +14,16 @@ from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
 from te_graph.graphs.tracing.names import codes_of, module_of
 
+# Of functions.
+_HOLDERS = (
+    types.FunctionType,
+    staticmethod,
+    classmethod,
+    property,
+    functools.cached_property,
+    functools.partialmethod,
+    functools._lru_cache_wrapper,
+)
 _STANDARD = frozenset({*sys.stdlib_module_names, "builtins", "te_graph"})
 
 
@@ -47,7 +57,7 @@ def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
     found: dict[str, types.FunctionType] = {}
     for base in reversed(kind.__mro__):
         for name, member in vars(base).items():
-            if isinstance(function := written_by_user(_function_behind(member)), types.FunctionType):
+            if isinstance(member, _HOLDERS) and (function := written_by_user(_function_behind(member))) is not None:
                 found[name] = function
     return found
 
@@ -78,6 +88,8 @@ def members_below(kind: type, ran: Container[int], said: Container[str]) -> Iter
 
 def _function_behind(member: Any) -> Any:
     """The function of a method, class or static method, or property."""
+    if isinstance(member, types.FunctionType):
+        return member
     if isinstance(member, staticmethod | classmethod):
         return member.__func__
     if isinstance(member, property):
