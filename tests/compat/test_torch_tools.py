@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -99,3 +100,15 @@ def test_export_by_the_compiler_is_refused(device: str) -> None:
     model, _ = net_and_twin(device)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="te_graph replays a graph there"):
         torch.export.export(model, (batch(device),), strict=True)
+
+
+def test_compiled_autograd_is_refused(device: str) -> None:
+    model, twin = net_and_twin(device)
+    compiled = partial(torch._dynamo.compiled_autograd._enable, torch.compile(backend="eager"))
+    with (
+        compiled(),
+        pytest.raises(RuntimeError, match=r"^blocks.1 .* does not support compiled autograd, which traces"),
+    ):
+        model(batch(device)).sum().backward()
+    with compiled(), pytest.raises(RuntimeError, match=r"^graph_layers: called where compiled autograd is on"):
+        tg.graph_layers(twin, batch(device))

@@ -22,6 +22,12 @@ bool is_batched(const at::Tensor& grad) {
 
 }  // namespace
 
+void refuse_compiled_autograd(const std::string& label) {
+    TORCH_CHECK(false, label,
+                ": does not support compiled autograd, which traces each backward: leave it off "
+                "(torch._dynamo.config.compiled_autograd) where graphed callables train");
+}
+
 torch::autograd::variable_list ReplayNode::apply(torch::autograd::variable_list&& grads) {
     BackwardResults results;
     {

@@ -10,6 +10,9 @@
 
 namespace te_graph::graphs {
 
+// Compiled autograd would trace what a node does.
+[[noreturn]] void refuse_compiled_autograd(const std::string& label);
+
 // Holds the slots until the backward has run without retain_graph, or until it can no longer run.
 //
 // A node begins with one pending backward. In a chain it takes over the node below it as soon as nothing else refers to
@@ -22,6 +25,7 @@ public:
     torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
     void release_variables() override;
     std::string name() const override { return "GraphedBackward(" + label_ + ")"; }
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(label_); }
     void set_label(const std::string& label) { label_ = label; }
 
     // How many gradients of `leaf` the running backward leads to: one for each pending backward of a callable that has
@@ -49,6 +53,7 @@ public:
     explicit ResultNode(std::string label) : label_(std::move(label)) {}
     torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override { return std::move(grads); }
     std::string name() const override { return "GraphedResult(" + label_ + ")"; }
+    void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(label_); }
 
 private:
     const std::string label_;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,3 +229,6 @@ def check_circumstances(device: torch.device, name: str = _NAME) -> None:
         raise RuntimeError(f"{name}: called inside another capture")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{name}: called under torch.inference_mode(); use torch.no_grad()")
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.compiled_autograd_enabled:
+        raise RuntimeError(f"{name}: called where compiled autograd is on, which traces each backward: turn it off")
