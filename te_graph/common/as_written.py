@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
 from typing import Any
 
@@ -18,19 +18,21 @@ class _AsWritten:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entered = 0
-        self._stance = contextlib.ExitStack()
+        self._set: Any = None  # the stance
 
     def __enter__(self) -> None:
         with self._lock:
             if self._entered == 0 and get_eval_frame_callback() in (None, False):  # else it is compiled around
-                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+                self._set = torch.compiler.set_stance("force_eager")
             self._entered += 1
 
     def __exit__(self, *failure: object) -> None:
         with self._lock:
             self._entered -= 1
-            if self._entered == 0:
-                self._stance.close()
+            if self._entered == 0 and self._set is not None:
+                if sys.modules["torch._dynamo.eval_frame"]._stance is self._set.stance:
+                    self._set.__exit__(None, None, None)  # else another thread has chosen one meanwhile
+                self._set = None
 
 
 as_written = _AsWritten()  # one for the process, as torch's stance is

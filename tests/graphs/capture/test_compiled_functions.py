@@ -3,15 +3,18 @@ eager calls run them; a capture changes nothing in how they run outside."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from twins import eager_copy, train
 
 import te_graph as tg
+from te_graph.common.as_written import as_written
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -90,6 +93,20 @@ def test_a_capture_leaves_them_compiled(is_called_before: bool, device: str) -> 
     steps = [[(batch(device),) for _ in range(2)] for _ in range(2)]
     assert_bitwise_equal(train(layer, steps), train(twin, steps))
     assert layer.te_graph.info()["forward_replays"] == 4
+
+
+def test_a_stance_that_another_thread_chooses_meanwhile_stays() -> None:
+    def choose() -> None:
+        torch.compiler.set_stance("eager_on_recompile")
+
+    try:
+        with as_written:
+            thread = threading.Thread(target=choose)
+            thread.start()
+            thread.join()
+        assert eval_frame._stance.stance == "eager_on_recompile"
+    finally:
+        torch.compiler.set_stance("default")
 
 
 def test_marks_that_the_compiler_leaves_on_tensors_change_nothing(device: str) -> None:
