@@ -13,15 +13,18 @@ def static_copy(sample: Tensor) -> Tensor:
 
 
 def order_of_dims(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of ``tensor`` [...] as they lie in memory, outermost first; None where one of them is expanded."""
-    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    """The dimensions of ``tensor`` [...] as they lie in memory, outermost first; None where one of them is expanded, or
+    nothing lies there."""
+    strides = tensor.stride()
+    if tensor.numel() == 0 or any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, strides, strict=True)):
         return None
-    return tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.shape[dim] > 1 and -tensor.stride(dim), dim)))
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
 def zeros_in_order(like: Tensor, order: tuple[int, ...] | None) -> Tensor:
-    """Zeros of the shape and dtype of ``like`` [...], whose dimensions lie in ``order``; None: as those of ``like``."""
-    if order is None:
+    """Zeros of the shape and dtype of ``like`` [...], whose dimensions lie in ``order``, or, where
+    that is None or of another number of dimensions, as those of ``like``."""
+    if order is None or len(order) != like.dim():
         return torch.zeros_like(like, requires_grad=False)
     return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device).zero_()
 

@@ -183,7 +183,7 @@ def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterato
     Other objects, such as a configuration, keep what a first call sets in them: if that were put back, the next call
     would set it again, after the capture, and guards would find it changed.
     """
-    state = ContainerState(Source(one, "") for one in [*holders_in(model), *model.parameters()])
+    state = ContainerState(Source(one, "") for one in holders_in(model))
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""What a model holds in attributes of its modules, and in containers there."""
+"""What a model holds in attributes of its modules and parameters, and in containers there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _HOLDERS = (*CONTAINERS, tuple)
 
 
 def holders_in(model: nn.Module) -> list[Any]:
-    """The modules of ``model``, and the containers that are their attributes or lie in these."""
-    found: dict[int, Any] = {id(module): module for module in model.modules()}
+    """The modules of ``model``, its parameters, and the containers that are attributes of these or lie in such."""
+    found: dict[int, Any] = {id(one): one for one in (*model.modules(), *model.parameters())}
     queue = list(found.values())
     while queue:
         inner = [value for value in _values(queue.pop()) if _is_container(value) and id(value) not in found]

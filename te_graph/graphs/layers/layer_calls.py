@@ -59,7 +59,10 @@ class LayerCall:
     def _note_gradient(self, number: int, own: tuple[int, ...] | None, grad: Tensor) -> None:
         self.grad_orders.pop(number, None)
         order = order_of_dims(grad) if is_strided(grad) else None
-        if order is not None and order != own:
+        if order is None or own is None:
+            return
+        is_long = [size > 1 for size in grad.shape]  # where one of size 1 lies makes no difference
+        if [dim for dim in order if is_long[dim]] != [dim for dim in own if is_long[dim]]:
             self.grad_orders[number] = order
 
     def below(self) -> Iterator[LayerCall]:

@@ -63,7 +63,7 @@ class Model(nn.Module):
             x = layer(x)
             if isinstance(x, dict):
                 x = torch.cat([x["one"][0], x["other"]], dim=1)[:, 1:4] * x["other"].contiguous()
-            x = self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            x = self.norm(x.movedim(1, -1)).movedim(-1, 1)
         return x
 
 
@@ -73,7 +73,7 @@ class Chain(Model):
     def forward(self, x: Tensor) -> Tensor:  # [n, 3, h, w]
         for layer in self.layers:
             x = layer(x)
-        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -86,19 +86,32 @@ def batch(device: str, rows: int = 2) -> Tensor:  # [rows, 3, 5, 7]
     return torch.randn(rows, _CHANNELS, 5, 7, device=device)
 
 
-@pytest.mark.parametrize(("model", "kind"), [(Model, Block), (Model, Pair), (Chain, Block)])
-def test_gradients_reach_the_graph_as_they_lie_in_the_step(device: str, model: type[Model], kind: type[Block]) -> None:
+@pytest.mark.parametrize(
+    ("model", "kind", "rows"), [(Model, Block, 2), (Model, Block, 1), (Model, Pair, 2), (Chain, Block, 2)]
+)
+def test_gradients_reach_the_graph_as_they_lie_in_the_step(
+    device: str, model: type[Model], kind: type[Block], rows: int
+) -> None:
     model = model(kind).to(device)
     twin = eager_copy(model)
-    sample = batch(device)
+    sample = batch(device, rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = tg.graph_layers(model, lambda: step(model, sample))
-        for rows in (2, 2, 3):  # the last one is captured as it comes
-            x = batch(device, rows)
+        for count in (rows, rows, 3):  # the last one is captured as it comes
+            x = batch(device, count)
             assert_bitwise_equal(step(model, x), step(twin, x))
     assert len(report.layers) == 2
     assert all(layer.te_graph.info()["backward_replays"] == 3 for layer in model.layers)
+
+
+def test_with_another_number_of_dimensions_gradients_are_read_as_results_lie(device: str) -> None:
+    model = Model(Block).to(device)
+    tg.graph_layers(model, lambda: step(model, batch(device)))
+    with pytest.warns(UserWarning, match=r"gradient of output 0 has strides \[15, 1, 3\].* reads it with \[15, 5, 1\]"):
+        step(model, torch.randn(2, _CHANNELS, 5, device=device))
+    info = model.layers[0].te_graph.info()
+    assert (info["backward_replays"], info["recaptures"], info["eager_calls"]) == (1, 1, {})
 
 
 def test_a_step_without_a_backward_shows_no_order_and_a_warning_says_so(device: str) -> None:

@@ -163,6 +163,7 @@ class Drawing(InTurn):
         self.steps += 1
         self.history["all"][0].add_(1)
         self.pair[0][0] += 1
+        self.last.weight.average.lerp_(self.last.weight[0].detach(), 0.1)
         return super().forward(x * self.own.random() + torch.rand(1, generator=self.generator)) * self.steps
 
 
@@ -170,10 +171,13 @@ def test_other_tensors_and_generators_of_the_model_are_put_back() -> None:
     torch.manual_seed(1)
     model = Drawing(Block(), Block())
     twin = eager_copy(model)
+    for each in (model, twin):
+        each.last.weight.average = torch.zeros(6)
     tg.graph_layers(model, (batch("cpu"),))
     x = batch("cpu")
     assert_bitwise_equal(run(model, x), run(twin, x))
-    assert_bitwise_equal([model.steps, model.history, model.pair], [twin.steps, twin.history, twin.pair])
+    seen = [[one.steps, one.history, one.pair, one.last.weight.average] for one in (model, twin)]
+    assert_bitwise_equal(*seen)
 
 
 def test_gradients_of_leaves_beside_the_model_are_put_back(device: str) -> None:
