@@ -394,8 +394,7 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: Callab
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
         for absent in itertools.chain(absent_names(source), absent_globals(source), reader.absent_globals(source)):
             callable_guard.enter(absent)
-    is_code = isinstance(source.obj, _CODE) and not isinstance(source.obj, types.ModuleType)
-    if is_code or (is_value(source.obj) and members is None):
+    if isinstance(source.obj, types.BuiltinFunctionType | type) or (is_value(source.obj) and members is None):
         return
     for name in reader.absent(source) if members is not None else ():
         callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))

@@ -28,6 +28,7 @@ _READ_FIELDS = frozenset({"asdict", "astuple"})  # of dataclasses
 _TELL_FIELDS = frozenset({"fields"})  # by whose names code may go on, as can be heard
 _UNNAMED = LOOKS_AT_ALL | {"dir"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+_ASKING = BY_NAME | {"getattr_static"}
 _FILLS_IN = frozenset({"format", "format_map", "vformat"})
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
 _MADE_BY = frozenset({"__init__", "__post_init__"})
@@ -382,7 +383,7 @@ def _only_of_self(code: types.CodeType) -> frozenset[str]:
 def _asked_in(code: types.CodeType) -> frozenset[str]:
     strings = strings_in(code)
     named = {string for string in strings if not string.startswith("__")} if _may_do_without(code) else set()
-    asks = not strings.isdisjoint(BY_NAME) or _looks_up(code)
+    asks = not strings.isdisjoint(_ASKING) or _looks_up(code)
     found = named.union(_constants_in(code) if asks else _asked_by_in(code))
     return frozenset(string for string in found if string.isidentifier())
 

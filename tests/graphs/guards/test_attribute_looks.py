@@ -22,6 +22,9 @@ HOLDERS = {  # what makes ``c``, and a change of its attributes
     "a parameter": ("c = nn.Parameter(torch.ones(2))", "c.s = 3.0"),
     "a tensor": ("c = torch.ones(2)", "c.s = 3.0"),
     "a function": ("def c(): pass", "c.s = 3.0"),
+    "a lambda": ("c = lambda: None", "c.s = 3.0"),
+    "a cached function": ("c = functools.cache(lambda: None)", "c.s = 3.0"),
+    "a thread's own": ("import threading\nc = threading.local()", "c.s = 3.0"),
     "a partial": ("c = functools.partial(print)", "c.s = 3.0"),
     "a class": ("class c: pass", "c.s = 3.0"),
     "a class of modules": ("class c(nn.Module): pass", "c.s = 3.0"),
@@ -32,7 +35,7 @@ HOLDERS = {  # what makes ``c``, and a change of its attributes
     "a dictionary with attributes": ("class D(dict): pass\nc = D()", "c.s = 3.0"),
     "an exception": ("c = ValueError()", "c.s = 3.0"),
 }
-_ASK = "def ask(o):\n try: vars(o)['s']; return 3.0\n except KeyError: return 2.0"
+_ASK = "import inspect\ndef ask(o):\n try: vars(o)['s']; return 3.0\n except KeyError: return 2.0"
 _TAKE = "def take(o):\n v = o.__dict__.get('s', 2.0)\n return v if isinstance(v, float) else 1.0"
 LOOKS = {
     "get": "take(c)",
@@ -40,6 +43,9 @@ LOOKS = {
     "missing": "ask(c)",
     "len": "float(len(vars(c)))",
     "dir": "3.0 if 's' in dir(c) else 2.0",
+    "getattr": "getattr(c, 's', 2.0)",
+    "hasattr": "3.0 if hasattr(c, 's') else 2.0",
+    "getattr_static": "3.0 if inspect.getattr_static(c, 's', None) else 2.0",
     "loop": "sum(1.0 for name in c.__dict__)",
     "a loop over their names": "sum(1.0 for name in dir(c))",
 }

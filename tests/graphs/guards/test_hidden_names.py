@@ -63,6 +63,12 @@ CASES = {
     "a variable of a thread": ("t = threading.local()", "getattr(t, 'k', 2.0)", "t.k = 3.0"),
     "a global variable": ("def f():\n try: return GAIN\n except NameError: return 2.0", "f()", "GAIN = 3.0"),
     "a global variable by its name": ("GAIN = 2.0\ndef f(): return globals()['GAIN']", "f()", "GAIN = 3.0"),
+    "one by its name in a generator": (
+        "GAIN = 2.0\ndef f(): return sum(globals()[name] for name in ('GAIN',))",
+        "f()",
+        "GAIN = 3.0",
+    ),
+    "one by its name in a lambda": ("GAIN = 2.0\ndef f(): return (lambda: globals()['GAIN'])()", "f()", "GAIN = 3.0"),
     "one that is not there": ("def f(): return globals().get('GAIN', 2.0)", "f()", "GAIN = 3.0"),
     "a name in a namespace": ("a = argparse.Namespace()", "a.s if 's' in a else 2.0", "a.s = 3.0"),
     "an attribute of a dictionary": (_WORDS.format("dict", ""), "w.extra", "w.extra = 3.0"),

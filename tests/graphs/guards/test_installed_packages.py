@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from twins import eager_copy, run
 
 import te_graph as tg
+from te_graph.graphs.guards.readers import memos
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
@@ -107,16 +108,17 @@ class Version:
 
 class Noted:
     once = False
-    mode = False
     needed = Version("1.0")
+    instance = None
 
 
 def tell(rows):
     if rows > 4 and not Noted.once:
         Noted.once = True
         Noted.needed = Version("2.0")
-        Noted.mode = rows > 5
-    return 2.0 if Noted.mode else len(Noted.needed.text) / 3
+    if Noted.instance is None:
+        Noted.instance = Version("one")
+    return 2.0 if Noted.once else len(Noted.needed.text) * len(Noted.instance.text) / 3
 
 
 class Noting(Layer):
@@ -177,17 +179,36 @@ def test_layers_of_two_shapes_are_captured_one_after_the_other(engine: types.Mod
             assert_bitwise_equal(run(layer, x), run(twin, x))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="what ran is known by sys.monitoring")
-def test_what_a_library_does_once_may_be_done_in_between(engine: types.ModuleType) -> None:
+def test_what_a_library_sets_for_its_messages_alone_may_be_set_in_between(
+    engine: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(memos._FOR_MESSAGES, "an_engine.Noted", ("once", "needed"))
+    module, _ = graphed(engine.Noting())
+    engine.tell(5)
+    assert engine.Noted.once and engine.Noted.needed.text == "2.0"
+    module(batch())
+    assert module.te_graph.info()["forward_replays"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda engine: engine.tell(5), "Noted.once"),
+        (lambda engine: setattr(engine.Noted, "needed", engine.Version("3.0.0")), "Noted.needed"),
+        (lambda engine: setattr(engine.Noted, "instance", engine.Version("other")), "Noted.instance"),
+        (lambda engine: setattr(engine.Noted.instance, "text", "other"), "Noted.instance.text"),
+    ],
+)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_a_library_puts_on_its_classes_is_compared(
+    engine: types.ModuleType, is_there: bool, change: Callable[[types.ModuleType], Any], name: str
+) -> None:
+    if is_there:
+        engine.tell(1)
     module, twin = graphed(engine.Noting())
     assert_replays(module, twin)
-    run(twin, batch(5))
-    assert engine.Noted.once and engine.Noted.needed.text == "2.0" and not engine.Noted.mode
-    assert_replays(module, twin)
-    engine.Noted.once = False
-    run(twin, batch(7))
-    assert engine.Noted.mode
-    with pytest.raises(RuntimeError, match=r"mode .*since capture"):
+    change(engine)
+    with pytest.raises(RuntimeError, match=rf"{name} .*since capture"):
         module(batch())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 import types
 from collections.abc import Iterable
 from typing import TypeVar
@@ -16,7 +18,7 @@ from te_graph.graphs.guards.sources import Source, name_of
 from te_graph.graphs.tracing.names import user_classes
 
 _Kind = _C.StepKind
-_OF_LIBRARIES = (nn.Module, functools.partial, BaseException)
+_OF_LIBRARIES = (nn.Module, functools.partial, BaseException, threading.local)
 _OF_HANDLES = ("te_graph", "forward")  # te_graph adds its handle to a module, and keeps the forward of its own there
 _AnySource = TypeVar("_AnySource", bound=Source)
 
@@ -32,8 +34,9 @@ def number_of_attributes(source: _AnySource, ignored: Iterable[str] = ()) -> _An
     obj, name = source.obj, name_of("number of attributes", source.name)
     if isinstance(obj, type):
         return source.child(obj, name, _Kind.LENGTH, index=len(vars(obj))) if user_classes(obj)[:1] == [obj] else None
-    if isinstance(obj, types.FunctionType):
-        is_counted = is_user_file(obj.__code__.co_filename)
+    if isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
+        code = getattr(inspect.unwrap(obj), "__code__", None)
+        is_counted = code is not None and is_user_file(code.co_filename)
     elif isinstance(obj, types.ModuleType):
         is_counted = is_project_module(obj)
     else:

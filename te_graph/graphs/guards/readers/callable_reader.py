@@ -6,7 +6,6 @@ import enum
 import functools
 import itertools
 import sys
-import threading
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
-from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, slots_of
+from te_graph.graphs.guards.readers.guarded_sources import slots_of
 from te_graph.graphs.guards.readers.library_names import names_in_library
 from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.lookups import (
@@ -32,7 +31,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
-from te_graph.graphs.guards.readers.memos import outside_of_memos, own_attributes
+from te_graph.graphs.guards.readers.memos import is_for_messages, outside_of_memos
 from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
@@ -114,7 +113,6 @@ class CallableReader(TensorReader):
         self._looks_at_all = not names.is_enough
         self._elsewhere = elsewhere
         self._holders = holders
-        self._not_compared: frozenset[tuple[int, str]] = frozenset()
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
 
     def beginnings(self) -> Iterator[Source]:
@@ -168,15 +166,7 @@ class CallableReader(TensorReader):
 
     def compared(self, sources: list[Source]) -> list[Source]:
         """Those of ``sources`` where something else matters to the code."""
-        self._not_compared = own_attributes(sources, self._names.ran)
-        return [one for one in outside_of_memos(sources, self._names.ran) if not self._is_librarys_own(one)]
-
-    def _is_librarys_own(self, source: Source) -> bool:
-        """Whether ``source`` is, or stands below, what its library sets by itself."""
-        above = source.parent
-        if above is None or not self._not_compared:
-            return False
-        return (id(above.obj), source.key) in self._not_compared or self._is_librarys_own(above)
+        return outside_of_memos(sources, self._names.ran)
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
@@ -207,7 +197,7 @@ class CallableReader(TensorReader):
         for name in sorted(found.keys() - around):
             is_method = isinstance(found[name], types.FunctionType) and is_implicit(name)
             is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
-            if not (is_method or name in names) or not is_shown or (id(kind), name) in self._not_compared:
+            if not (is_method or name in names) or not is_shown or is_for_messages(kind, name):
                 continue
             if not self._is_ignored(kind.__name__, name):
                 yield name, found[name]
@@ -263,8 +253,12 @@ class CallableReader(TensorReader):
         kind = type(obj)
         if any("__getattr__" in vars(base) for base in bases_of(kind)):
             return self._names.said
-        kinds = (nn.Module, Tensor, threading.local, *NAMESPACES)
-        is_asked = isinstance(obj, kinds) or self.is_users(obj if isinstance(obj, type) else kind)
+        is_asked = True
+        if isinstance(obj, type):
+            is_asked = self.is_users(obj)
+        elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):  # of libraries there are too many
+            function = written_by_user(obj)
+            is_asked = function is not None and is_project_file(function.__code__.co_filename)
         return self._names.asked if is_asked else set()
 
     def _own_names(self, obj: Any) -> set[str]:
@@ -278,20 +272,18 @@ class CallableReader(TensorReader):
 
     def _class_values(self, kind: type) -> dict[str, Any]:
         """Constants that the class itself holds, not one below it, and that the code names."""
-        return {
-            key: value
-            for key, value in vars(kind).items()
-            if key in self._names.said and not key.startswith("__") and (is_value(value) or is_bulk(value))
-        }
+        return {key: value for key, value in self._said_in(kind) if is_value(value) or is_bulk(value)}
 
     def _class_objects(self, kind: type) -> dict[str, Any]:
         """Tensors, containers and objects of the user's that the class itself holds, and that the code names."""
         values = self._class_values(kind)
-        return {
-            key: value
-            for key, value in vars(kind).items()
-            if key in self._names.said and key not in values and not key.startswith("__") and _holds_more(value)
-        }
+        return {key: value for key, value in self._said_in(kind) if key not in values and _holds_more(value)}
+
+    def _said_in(self, kind: type) -> Iterator[tuple[str, Any]]:
+        """What the class itself holds, not one below it, and the code names."""
+        for key, value in vars(kind).items():
+            if key in self._names.said and not key.startswith("__") and not is_for_messages(kind, key):
+                yield key, value
 
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj

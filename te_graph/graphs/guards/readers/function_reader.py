@@ -262,6 +262,9 @@ class FunctionReader:
         for key in list(members.obj) if members is not None else ():
             if key in named and not is_implicit(key):
                 yield members.item(key, f"{source.name}.{key}")
+        for key in sorted(self.names.asked - members.obj.keys()) if members is not None else ():
+            if not hasattr(type(source.obj), key):
+                yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
         for key in slots_of(type(source.obj)):
             if key in named:
                 yield _slot(source, f"{source.name}.{key}", key)

@@ -125,7 +125,7 @@ def globals_by_name(source: Source, said: Collection[str]) -> Iterator[Source]:
     """Global variables that the function at ``source`` may look up by ``globals()``, among the names ``said``: those
     that are there, and those that are not."""
     function = source.obj
-    if "globals" not in function.__code__.co_names:
+    if "globals" not in globals_of(function.__code__):
         return
     scope = source.child(function.__globals__, "", _Kind.ATTRIBUTE, "__globals__")
     for key in sorted(set(said) - globals_of(function.__code__)):

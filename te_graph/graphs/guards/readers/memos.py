@@ -1,29 +1,33 @@
-"""Memos of libraries: module-level dictionaries that an installed package fills while it is called, flags of its
-classes by which it does something once, and objects that it puts there.
+"""Memos of libraries: module-level dictionaries that an installed package fills while it is called.
 
 What such a library finds in one it has put there itself, for calls like this one or for others, and it puts it there
 again where something else stands. So a replay need not find in it what was there at the capture. The tensors that a
 capture uses are compared wherever they stand.
 
-A flag (``Settings.has_warned``) is False until code of the library's, which ran in the warm-ups as well, sets it to
-True; nothing of that code sets it to anything else. What is done when it is set was not part of the capture. An object
-there (``Settings.needed = Version("2.4")``) is such code's as well where all that it puts there is made of constants.
+What classes of theirs hold is compared, but for what a library, known by name, sets and reads for its messages alone.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import itertools
 import types
 from collections.abc import Collection, Iterable, Iterator
 
 from te_graph.common.dispatch import is_project_file
-from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.sources import Source
 
 _LOADS_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-_WITHOUT_EFFECT = ("CACHE", "PUSH_NULL", "PRECALL")
+_ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention.utils"
+_FOR_MESSAGES = {
+    f"{_ATTENTION}.AttentionLogging": ("_is_logging_setup", "_log_level"),
+    f"{_ATTENTION}.FlashAttentionUtils": (
+        "version_required",
+        "warning_printed",
+        "v3_warning_printed",
+        "v4_warning_printed",
+    ),
+}
 
 
 def outside_of_memos(sources: list[Source], ran: Collection[int]) -> list[Source]:
@@ -70,42 +74,9 @@ def filled_globals(code: types.CodeType) -> frozenset[str]:
     return frozenset(found.union(*map(filled_globals, inner)))
 
 
-def own_attributes(sources: Iterable[Source], ran: Collection[int]) -> frozenset[tuple[int, str]]:
-    """Those flags that are False still, and those objects, as (identity of the class, name)."""
-    return frozenset(
-        (id(kind), name)
-        for source in sources
-        if isinstance(source.obj, types.FunctionType)
-        and id(source.obj.__code__) in ran
-        and not is_project_file(source.obj.__code__.co_filename)
-        for (holder, name), is_flag in constants_set(source.obj.__code__).items()
-        if isinstance(kind := source.obj.__globals__.get(holder), type)
-        and (vars(kind).get(name) is False if is_flag else name in vars(kind) and not is_value(vars(kind)[name]))
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def constants_set(code: types.CodeType) -> dict[tuple[str, str], bool]:
-    """Attributes of global variables, as (variable, name), that ``code`` sets to True alone (True), or to the results
-    of calls with constants alone (False)."""
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _WITHOUT_EFFECT]
-    found: dict[tuple[str, str], set[bool | None]] = {}
-    for number, (holder, store) in enumerate(itertools.pairwise(steps)):
-        if store.opname == "STORE_ATTR" and holder.opname in _LOADS_GLOBAL:
-            found.setdefault((holder.argval, store.argval), set()).add(_is_flag(steps[:number]))
-    return {key: kinds.pop() for key, kinds in found.items() if len(kinds) == 1 and None not in kinds}
-
-
-def _is_flag(steps: list[dis.Instruction]) -> bool | None:
-    """True where ``steps`` end with True on the stack, False for what a call made of constants; else None."""
-    last = steps[-1] if steps else None
-    if last is not None and last.opname == "LOAD_CONST" and last.argval is True:
-        return True
-    if last is None or last.opname != "CALL" or len(steps) < last.argval + 2:
-        return None
-    function, *given = steps[-2 - last.argval : -1]
-    is_made = function.opname in _LOADS_GLOBAL and all(one.opname == "LOAD_CONST" for one in given)
-    return False if is_made else None
+def is_for_messages(kind: type, name: str) -> bool:
+    """True for an attribute of a class that its library sets in calls like this one and others, for messages."""
+    return name in _FOR_MESSAGES.get(f"{kind.__module__}.{kind.__qualname__}", ())
 
 
 def _holder(steps: list[dis.Instruction]) -> dis.Instruction | None:
