@@ -75,6 +75,16 @@ CASES = {
     "an attribute of a list": (_WORDS.format("list", ""), "w.extra", "w.extra = 3.0"),
     "an attribute of a tuple of objects": (_WORDS.format("tuple", "[Plain()]"), "w.extra", "w.extra = 3.0"),
     "a key that is a weak reference": ("p = Plain(); p.k = 2.0\nd = {weakref.ref(p): 1}", "[*d][0]().k", "p.k = 3.0"),
+    "a method that is weakly held": (
+        "class C:\n def f(self): return self.k\nc = C(); c.k = 2.0\nr = weakref.WeakMethod(c.f)",
+        "r()()",
+        "c.k = 3.0",
+    ),
+    "the code of one": (
+        "class C:\n def f(self): return 2.0\nc = C()\nr = weakref.WeakMethod(c.f)",
+        "r()()",
+        "C.f.__code__ = (lambda self: 3.0).__code__",
+    ),
     "a format in a variable": ("p = Plain(); p.k = 2.0\nt = '{0.k}'", "float(t.format(p))", "p.k = 3.0"),
 }
 

@@ -64,7 +64,9 @@ def inside(source: Source) -> Iterator[Source]:
     elif isinstance(obj, VIEWS):
         yield source.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)
     elif isinstance(obj, weakref.ref):
-        yield source.child(obj(), name, _Kind.WEAK_REFERENCE)
+        yield source.child(weakref.ref.__call__(obj), name, _Kind.WEAK_REFERENCE)
+        if isinstance(obj, weakref.WeakMethod):  # of a new object at each call
+            yield source.child(obj._func_ref, name, _Kind.ATTRIBUTE, "_func_ref")
     elif isinstance(obj, weakref.ProxyTypes):
         if hasattr(obj, "__dict__"):
             yield source.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
