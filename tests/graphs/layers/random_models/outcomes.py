@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import te_graph as tg
 from te_graph.testing import deterministic, find_differences
@@ -46,6 +47,8 @@ def outcome_of(train: Callable[[bool], tuple[list[Any], int]]) -> Outcome:
             eager, _ = train(False)
         except Exception as error:
             return Outcome("invalid", f"{type(error).__name__}: {error}")
+        if not all(tensor.isfinite().all() for tensor in pytree.tree_leaves(eager) if isinstance(tensor, Tensor)):
+            return Outcome("invalid", "values left the range of their dtype: the sign of NaN is not defined")
         try:
             graphed, replays = train(True)
         except Exception:
