@@ -45,8 +45,9 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
             and ``torch.compile`` its layers are captured, and the wrapper goes on.
         batch: what the step is. A dictionary (any ``Mapping``, such as a ``BatchEncoding``) is given to the model by
             keyword, a tuple by position, and a function without arguments is called: ``lambda:
-            loss_fn(model(x), y).backward()``, or more of a training step, but not the optimizer's step. Anything else
-            (a tensor, a list) is the one argument of the model. The step runs under the autocast of the caller or its
+            loss_fn(model(x), y).backward()``, or more of a training step, but not the optimizer's step. A step with its
+            backward also shows how gradients of results lie in memory, and graphs read them so. Anything else (a
+            tensor, a list) is the one argument of the model. The step runs under the autocast of the caller or its
             own.
         layers: which modules are captured, the outermost of them: names as in ``named_modules()``, with wildcards as
             ``model.layers.*``; classes; a function ``(name, module) -> bool``; or several of these. None: each run of

@@ -51,19 +51,12 @@ class LayerCall:
     grad_orders: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def note_gradients(self, results: Sequence[Tensor]) -> None:
-        """Let the backward note how the gradients of ``results`` [...] lie."""
+        """Let the backward note how the gradients of ``results`` [...] lie. A graph of autograd that the step leaves
+        holds no more of the call than ``grad_orders``."""
         for number, result in enumerate(results):
             if result.grad_fn is not None and is_strided(result):
-                result.register_hook(functools.partial(self._note_gradient, number, order_of_dims(result)))
-
-    def _note_gradient(self, number: int, own: tuple[int, ...] | None, grad: Tensor) -> None:
-        self.grad_orders.pop(number, None)
-        order = order_of_dims(grad) if is_strided(grad) else None
-        if order is None or own is None:
-            return
-        is_long = [size > 1 for size in grad.shape]  # where one of size 1 lies makes no difference
-        if [dim for dim in order if is_long[dim]] != [dim for dim in own if is_long[dim]]:
-            self.grad_orders[number] = order
+                own = order_of_dims(result)
+                result.register_hook(functools.partial(_note_gradient, self.grad_orders, number, own))
 
     def below(self) -> Iterator[LayerCall]:
         """The calls inside, in order."""
@@ -154,6 +147,17 @@ class LayerCalls:
             known = self._results.setdefault(id(tensor), [])
             known[:] = [one for one in known if one[0]() is tensor]
             known.append((weakref.ref(tensor), version_of(tensor), call))
+
+
+def _note_gradient(orders: dict[int, tuple[int, ...]], number: int, own: tuple[int, ...] | None, grad: Tensor) -> None:
+    """Enter into ``orders`` how ``grad`` [...] of result ``number`` lies, unless in the result's ``own`` order."""
+    orders.pop(number, None)
+    order = order_of_dims(grad) if is_strided(grad) else None
+    if order is None or own is None:
+        return
+    is_long = [size > 1 for size in grad.shape]  # where one of size 1 lies makes no difference
+    if [dim for dim in order if is_long[dim]] != [dim for dim in own if is_long[dim]]:
+        orders[number] = order
 
 
 def _obstacle() -> str | None:
