@@ -23,16 +23,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from twins import leaf_copy
 
 import te_graph as tg
 from te_graph.testing import find_differences
 
 WIDTH = 8
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """A leaf [...] of its own that requires a gradient where ``tensor`` does."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 class Plain(nn.Sequential):
@@ -242,7 +238,7 @@ class Run:
         """What the blocks of a copy are given."""
         probe, samples = copy.deepcopy(self.model), []
         for block in probe.blocks:
-            block.register_forward_pre_hook(lambda module, args: samples.append((_like(args[0]),)))
+            block.register_forward_pre_hook(lambda module, args: samples.append((leaf_copy(args[0]),)))
         with self._autocast():
             probe(torch.randn(4, 5))
         return samples

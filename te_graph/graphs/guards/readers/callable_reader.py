@@ -253,12 +253,13 @@ class CallableReader(TensorReader):
         kind = type(obj)
         if any("__getattr__" in vars(base) for base in bases_of(kind)):
             return self._names.said
-        is_asked = True
         if isinstance(obj, type):
             is_asked = self.is_users(obj)
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):  # of libraries there are too many
             function = written_by_user(obj)
             is_asked = function is not None and is_project_file(function.__code__.co_filename)
+        else:
+            is_asked = True
         return self._names.asked if is_asked else set()
 
     def _own_names(self, obj: Any) -> set[str]:
