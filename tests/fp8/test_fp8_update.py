@@ -237,8 +237,8 @@ def test_histories_may_be_transposed_or_every_second_row(device, rng):
         assert same_bits(whole.history, before)
 
 
-def test_no_module_at_all_is_no_error(device):
-    update(random_state(4, 0, device, random.Random()), no_mask(device), True, 448.0)
+def test_no_module_at_all_is_no_error(device, rng):
+    update(random_state(4, 0, device, rng), no_mask(device), True, 448.0)
 
 
 # A4: one capture, and a flag that the device writes.

@@ -18,8 +18,9 @@ def run(program: Any, count: int, most_seconds: float) -> None:
         assert not outcomes[-1].is_wrong, f"{seed}: {outcomes[-1].verdict}: {outcomes[-1].detail}\n{program(seed)}"
         if time.monotonic() - started > most_seconds and tally(outcomes)["replayed"]:
             break
-    print(dict(tally(outcomes)))
-    assert tally(outcomes)["replayed"] * 2 > len(outcomes)
+    replayed = tally(outcomes)["replayed"]
+    # On a slow machine few run, of which a chance majority may change something in each step.
+    assert replayed and (len(outcomes) < 20 or replayed * 2 > len(outcomes)), dict(tally(outcomes))
 
 
 PROGRAMS = pytest.mark.parametrize("program", [training_programs.Program, dag_programs.Program])
