@@ -133,6 +133,8 @@ def make_extension():
         "te_graph._C",
         sources,
         include_dirs=[str(ROOT / "csrc")],
+        # The one that torch has loaded, by its name.
+        libraries=["cublasLt"] if CUDA_VERSION else [],
         define_macros=[("AT_PER_OPERATOR_HEADERS", None), *([("TE_GRAPH_CUDA", None)] if CUDA_VERSION else [])],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         depends=sources_of(".h", ".cuh", ".cpp"),

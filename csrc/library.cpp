@@ -94,6 +94,22 @@ TORCH_LIBRARY(te_graph, m) {
     def("fp8_cast_weights_table_(Tensor table, Tensor tiles, Tensor(a!) state, Tensor(b!)[] written, *, "
         "int kind=0, Tensor? noop=None) -> ()");
 
+    // Products of FP8 matrices: a [M, K] by b [N, K], both with rows of K contiguous; out: [M, N] fp32, fp16 or bf16.
+    // a_scale_inv, b_scale_inv: [] or [1], fp32; bias: [N].
+    def("fp8_gemm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, ScalarType dtype, *, Tensor? bias=None, "
+        "bool fast_accum=False) -> Tensor");
+    def("fp8_gemm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, *, "
+        "Tensor? bias=None, bool fast_accum=False, bool accumulate=False) -> ()");
+
+    // The two directions of a linear layer. x: [..., I], grad: [..., O]: fp32, fp16 or bf16; weight: [O, I], weight_t:
+    // [I, O], x_t: [I, tokens rounded up to 16]: FP8; scale: of the cast of x or grad, None for current scaling.
+    // Results: y, x_t ([0] unless asked for), x_scale_inv; gradients of x, weight, bias, as far as output_mask asks.
+    def("fp8_linear_forward(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? scale, "
+        "Tensor(a!)? amax, ScalarType dtype, bool with_transposed) -> (Tensor, Tensor, Tensor)");
+    def("fp8_linear_backward(Tensor grad, Tensor? weight_t, Tensor? weight_scale_inv, Tensor? x_t, "
+        "Tensor? x_scale_inv, Tensor? scale, Tensor(a!)? amax, ScalarType grad_dtype, ScalarType x_dtype, "
+        "ScalarType weight_dtype, bool[3] output_mask) -> (Tensor, Tensor, Tensor)");
+
     // Scales. amax_history: [H, n]; scale, scale_inv: [n]; non_weight_mask: [n] bool, or [0] where nothing is a weight.
     def("amax_and_scale_update_inplace(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "
         "Tensor non_weight_mask, Tensor update_weight_scale_inv, float fp8_max, float margin=0.0, "

@@ -21,6 +21,7 @@ from te_graph.collectives.ops import (
     reduce_scatter_out,
 )
 from te_graph.collectives.peer_group import PeerGroup
+from te_graph.fp8.autocast import fp8_autocast
 from te_graph.fp8.casts import (
     amax_and_scale_update_inplace,
     fp8_cast,
@@ -34,6 +35,10 @@ from te_graph.fp8.casts import (
     fp8_dequantize_out,
     fp8_scale,
 )
+from te_graph.fp8.convert import ConversionReport, convert_to_fp8, fp8_state_dict, load_fp8_state_dict, unconvert
+from te_graph.fp8.gemm import fp8_gemm, fp8_gemm_out, fp8_plans
+from te_graph.fp8.linear import Linear
+from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Format
 from te_graph.fp8.weights import Fp8Weights
 from te_graph.graphs.callables.make_graphed_callables import make_graphed_callables
 from te_graph.graphs.capture.main_grads import reset_main_grads
@@ -52,8 +57,13 @@ from te_graph.report import info
 
 __all__ = [
     "CaptureError",
+    "ConversionReport",
+    "DelayedScaling",
+    "Float8CurrentScaling",
+    "Format",
     "Fp8Weights",
     "KernelNode",
+    "Linear",
     "MultiTensorPlan",
     "PeerGroup",
     "Recorder",
@@ -69,7 +79,9 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grads_with_norm_",
     "clip_tensors_by_global_norm",
+    "convert_to_fp8",
     "create_graph",
+    "fp8_autocast",
     "fp8_cast",
     "fp8_cast_out",
     "fp8_cast_transpose",
@@ -79,12 +91,17 @@ __all__ = [
     "fp8_current_scale",
     "fp8_dequantize",
     "fp8_dequantize_out",
+    "fp8_gemm",
+    "fp8_gemm_out",
+    "fp8_plans",
     "fp8_scale",
+    "fp8_state_dict",
     "get_global_norm_of_tensors",
     "get_total_norm",
     "graph_layers",
     "graphed",
     "info",
+    "load_fp8_state_dict",
     "make_graphed_callables",
     "multi_tensor_norms",
     "new_sum_squares",
@@ -96,5 +113,6 @@ __all__ = [
     "reset_main_grads",
     "tensor_parallel",
     "testing",
+    "unconvert",
     "update_hp_grads",
 ]

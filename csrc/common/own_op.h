@@ -7,8 +7,8 @@ namespace te_graph {
 
 // Signature: of the C++ function, as at::Tensor(const at::Tensor&, double). name: "te_graph::...".
 template <typename Signature>
-c10::TypedOperatorHandle<Signature> own_op(const char* name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+c10::TypedOperatorHandle<Signature> own_op(const char* name, const char* overload = "") {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload).typed<Signature>();
 }
 
 }  // namespace te_graph

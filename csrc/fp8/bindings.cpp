@@ -1,12 +1,73 @@
 #include <torch/csrc/utils/pybind.h>
 
+#include "fp8/gemm.h"
+#include "fp8/linear.h"
 #include "fp8/weights.h"
 
 namespace py = pybind11;
 
 namespace te_graph::fp8 {
+namespace {
+
+using TablePointer = std::shared_ptr<ScaleTable>;
+
+// A function of Python that may be called, and dropped, on any thread.
+ScaleTable::Reduce with_gil(py::function function) {
+    const auto drop = [](py::function* held) {
+        const py::gil_scoped_acquire gil;
+        delete held;
+    };
+    const std::shared_ptr<py::function> held(new py::function(std::move(function)), drop);
+    return [held](const at::Tensor& row) {
+        const py::gil_scoped_acquire gil;
+        (*held)(row);
+    };
+}
+
+py::dict as_dict(const GemmPlanInfo& info) {
+    const auto name = [](Format format) { return format == Format::kE4M3 ? "float8_e4m3fn" : "float8_e5m2"; };
+    const auto dtype = info.shape.dtype == DType::kFloat32   ? "float32"
+                       : info.shape.dtype == DType::kFloat16 ? "float16"
+                                                             : "bfloat16";
+    using py::operator""_a;
+    return py::dict("device"_a = info.device, "rows"_a = info.shape.rows, "columns"_a = info.shape.columns,
+                    "inner"_a = info.shape.inner, "a_dtype"_a = name(info.shape.a_format),
+                    "b_dtype"_a = name(info.shape.b_format), "dtype"_a = dtype, "bias"_a = info.shape.has_bias,
+                    "fast_accum"_a = info.shape.fast_accum, "accumulate"_a = info.shape.accumulate,
+                    "algorithm"_a = info.algorithm, "tile"_a = info.tile, "stages"_a = info.stages,
+                    "split_k"_a = info.split_k, "workspace"_a = info.workspace);
+}
+
+}  // namespace
 
 void bind(py::module_& m) {
+    const auto unlocked = py::call_guard<py::gil_scoped_release>();
+    py::class_<ScaleTable, TablePointer>(m, "ScaleTable")
+        .def(py::init<at::Tensor, at::Tensor, at::Tensor, double, double, std::string>(), py::arg("history"),
+             py::arg("scale"), py::arg("scale_inv"), py::arg("fp8_max"), py::arg("margin"),
+             py::arg("amax_compute_algo"))
+        .def("set_reduce", [](ScaleTable& table, py::function function) { table.set_reduce(with_gil(function)); })
+        .def("use", &ScaleTable::use, py::arg("column"), unlocked)
+        .def("update", &ScaleTable::update, unlocked)
+        .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
+    py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
+        .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, TablePointer input,
+                         int64_t input_column, TablePointer grad, int64_t grad_column, at::ScalarType grad_dtype) {
+                 return std::make_shared<Linear>(std::move(weight), std::move(weight_t), std::move(weight_scale_inv),
+                                                 ScaleColumn{std::move(input), input_column},
+                                                 ScaleColumn{std::move(grad), grad_column}, grad_dtype);
+             }),
+             py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("input"),
+             py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"))
+        .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
+        .def("note_cast", &Linear::note_cast, py::arg("weight"), py::arg("is_recorded"))
+        .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"), unlocked);
+    m.def("fp8_gemm_plans", [] {
+        py::list plans;
+        for (const GemmPlanInfo& info : gemm_plans()) plans.append(as_dict(info));
+        return plans;
+    });
+    m.def("cublaslt_version", &cublaslt_version);
     using Tensors = WeightTable::Tensors;
     py::class_<WeightTable>(m, "WeightTable")
         .def(py::init([](Tensors weights, Tensors out, Tensors out_t, at::Tensor scale, at::Tensor scale_inv,

@@ -24,7 +24,7 @@ enum Count { kSaturated, kUnderflowed, kNotFinite, kCounts };
 struct alignas(16) Cast {
     const void* input;   // [rows, columns], of `dtype`
     uint8_t* out;        // [rows, columns]
-    uint8_t* out_t;      // [columns, rows]; nullptr: none
+    uint8_t* out_t;      // [columns, rows], a row of out_t_stride() bytes; nullptr: none
     const float* scale;  // [1]
     float* scale_inv;    // [1], written; nullptr: none
     float* amax;         // [1]; nullptr: none
@@ -32,9 +32,19 @@ struct alignas(16) Cast {
     int64_t rows, columns;
     DType dtype;
     Format format;
-    uint8_t reserved[6];
+    bool pads_out_t;  // rows of out_t end in zeros up to a multiple of 16
+    uint8_t reserved[5];
 };
 static_assert(sizeof(Cast) == 80);
+
+// What FP8 matrix products want rows to be multiples of, so that sums go over whole pieces.
+constexpr int64_t kPaddedRows = 16;
+TE_GRAPH_HOST_DEVICE constexpr int64_t padded(int64_t rows) {
+    return (rows + kPaddedRows - 1) / kPaddedRows * kPaddedRows;
+}
+TE_GRAPH_HOST_DEVICE constexpr int64_t out_t_stride(const Cast& cast) {
+    return cast.pads_out_t ? padded(cast.rows) : cast.rows;
+}
 
 // Matrices are cast in tiles of this many rows and columns.
 constexpr int64_t kTile = 128;

@@ -1,4 +1,5 @@
 // Casts to FP8 and back on the CPU: the executable specification.
+#include <algorithm>
 #include <vector>
 
 #include "fp8/cast.h"
@@ -22,12 +23,19 @@ void cast_elements(const Cast& cast, Findings& findings) {
             const float x = widen(input[i]), product = x * scale;
             const uint8_t result = to_fp8(product, cast.format);
             cast.out[i] = result;
-            if (cast.out_t) cast.out_t[column * cast.rows + row] = result;
+            if (cast.out_t) cast.out_t[column * out_t_stride(cast) + row] = result;
             if (std::fabs(x) > findings.amax) findings.amax = std::fabs(x);
             findings.counts[kNotFinite] += !std::isfinite(x);
             findings.counts[kSaturated] += std::isfinite(x) && std::fabs(product) > largest;
             findings.counts[kUnderflowed] += x != 0 && scale != 0 && (result & 0x7F) == 0;
         }
+    }
+}
+
+void pad_transposed(const Cast& cast) {
+    for (int64_t column = 0; cast.out_t && column < cast.columns; ++column) {
+        uint8_t* const out = cast.out_t + column * out_t_stride(cast);
+        std::fill(out + cast.rows, out + out_t_stride(cast), to_fp8(0 * *cast.scale, cast.format));
     }
 }
 
@@ -55,6 +63,7 @@ void cast_cpu(const Cast& cast, const Flag& noop) {
     if (is_set(noop)) return;
     Findings findings;
     with_input(cast.dtype, [&]<typename T>() { cast_elements<T>(cast, findings); });
+    pad_transposed(cast);
     if (cast.amax && findings.amax > *cast.amax) *cast.amax = findings.amax;
     if (cast.scale_inv) *cast.scale_inv = 1 / *cast.scale;
     for (int i = 0; cast.counts && i < kCounts; ++i) cast.counts[i] += findings.counts[i];

@@ -110,7 +110,8 @@ __device__ void read_tile(const Cast& cast, const ColumnSums& column_sums, const
 
 template <Extra kExtra>
 __device__ void write_transposed(const Cast& cast, const Corner& corner, const Shared<kExtra>& shared) {
-    const bool is_aligned = cast.rows % 16 == 0 && reinterpret_cast<uintptr_t>(cast.out_t) % 16 == 0;
+    const int64_t stride = out_t_stride(cast);
+    const bool is_aligned = stride % 16 == 0 && reinterpret_cast<uintptr_t>(cast.out_t) % 16 == 0;
     constexpr int kPieces = kTile / 16;  // of a column
 #pragma unroll
     for (int i = threadIdx.x; i < kTile * kPieces; i += kThreads) {
@@ -118,13 +119,13 @@ __device__ void write_transposed(const Cast& cast, const Corner& corner, const S
         uint4 bytes = reinterpret_cast<const uint4*>(shared.transposed[column])[piece ^ (swizzle >> 1)];
         if (swizzle & 1) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
         const int64_t row = corner.top + piece * 16, at = corner.left + column;
-        if (at >= cast.columns || row >= cast.rows) continue;
-        uint8_t* const out = cast.out_t + at * cast.rows + row;
+        if (at >= cast.columns || row >= stride) continue;
+        uint8_t* const out = cast.out_t + at * stride + row;
         if (is_aligned) {
             *reinterpret_cast<uint4*>(out) = bytes;
         } else {
-            store_eight<false>(out, {bytes.x, bytes.y}, cast.rows - row);
-            store_eight<false>(out + 8, {bytes.z, bytes.w}, cast.rows - row - 8);
+            store_eight<false>(out, {bytes.x, bytes.y}, stride - row);
+            store_eight<false>(out + 8, {bytes.z, bytes.w}, stride - row - 8);
         }
     }
 }

@@ -6,6 +6,7 @@
 #include "common/note_writes.h"
 #include "common/run_on.h"
 #include "fp8/arguments.h"
+#include "fp8/operand.h"
 
 namespace te_graph::fp8 {
 namespace {
@@ -50,6 +51,7 @@ Cast cast_of(const char* op, const at::Tensor& x,  // [...]
             .columns = x.dim() == 2 ? x.size(1) : x.numel(),
             .dtype = wide_dtype_of(op, "x", x.scalar_type()),
             .format = {},
+            .pads_out_t = false,
             .reserved = {}};
 }
 
@@ -108,25 +110,6 @@ void cast_out(const at::Tensor& out,         // [...]
     note_writes({out, scale_inv, amax, counts});
 }
 
-// What the sums need on x's device.
-struct Sums {
-    ColumnSums sums;
-    at::Tensor scratch;
-};
-Sums sums_into(const at::Tensor& dbias,  // [N] or undefined
-               const at::Tensor& x)      // [M, N]
-{
-    Sums result;
-    if (!dbias.defined()) return result;
-    if (!x.device().is_cpu()) {
-        result.scratch = at::empty({tiles_in(x.size(0)), x.size(1)}, x.options().dtype(at::kFloat));
-        result.sums.partial = static_cast<float*>(result.scratch.data_ptr());
-    }
-    result.sums.out = dbias.data_ptr();
-    result.sums.dtype = wide_dtype_of(kTransposeOut, "dbias", dbias.scalar_type());
-    return result;
-}
-
 // A cast with a transposed copy into new tensors. Everything is checked and nothing written.
 struct PreparedTranspose {
     at::Tensor input, out, out_t, scale_inv;
@@ -172,14 +155,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> cast_transpose_dbias(
 {
     const PreparedTranspose made = prepare_transpose(kDbias, x, scale, dtype, amax, counts);
     const at::Tensor dbias = at::empty({x.size(1)}, x.options());
-    const Sums column = sums_into(dbias, x);
+    const Sums column = sums_into(kDbias, dbias, x);
     TE_GRAPH_RUN(x.device(), cast_transpose, made.cast, column.sums, {});
     note_writes({amax, counts});
     return {made.out, made.out_t, made.scale_inv, dbias};
 }
 
 void cast_transpose_out(const at::Tensor& out,         // [M, N]
-                        const at::Tensor& out_t,       // [N, M]
+                        const at::Tensor& out_t,       // [N, M], or [N, padded(M)]
                         const at::Tensor& x,           // [M, N]
                         const at::Tensor& scale,       // [] or [1]
                         const MaybeTensor& scale_inv,  // [] or [1]
@@ -196,7 +179,8 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
     work.format = format_of(kOp, "out", out.scalar_type());
     check_dtype(kOp, "out_t", out_t, out.scalar_type());
     set_out(kOp, "out", out, x.sizes(), x, work.out);
-    set_out(kOp, "out_t", out_t, {x.size(1), x.size(0)}, x, work.out_t);
+    work.pads_out_t = out_t.dim() == 2 && out_t.size(1) != x.size(0);
+    set_out(kOp, "out_t", out_t, {x.size(1), out_t_stride(work)}, x, work.out_t);
     if (dbias) {
         TORCH_CHECK_TYPE(dbias->scalar_type() == at::kFloat || dbias->scalar_type() == x.scalar_type(), kOp,
                          ": expected dbias of dtype torch.float32 or ", dtype_name(x.scalar_type()), ", got ",
@@ -215,7 +199,7 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
                       {"dbias", dbias, true},
                       {"counts", counts, true},
                       {"noop", noop, false}});
-    const Sums column = sums_into(dbias.value_or(at::Tensor()), x);
+    const Sums column = sums_into(kOp, dbias.value_or(at::Tensor()), x);
     TE_GRAPH_RUN(x.device(), cast_transpose, work, column.sums, flag);
     note_writes({out, out_t, scale_inv, amax, dbias, counts});
 }

@@ -145,6 +145,7 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
              .columns = weight.size(1),
              .dtype = dtype,
              .format = format,
+             .pads_out_t = false,
              .reserved = {}});
     }
     check_lists_apart(op, out, out_t, weights, vectors);

@@ -133,6 +133,7 @@ public:
                              .columns = matrix.shape.columns,
                              .dtype = matrix.dtype,
                              .format = matrix.format,
+                             .pads_out_t = false,
                              .reserved = {}});
         }
         return casts;

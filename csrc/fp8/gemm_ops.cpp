@@ -1,0 +1,229 @@
+// Registration of the products of FP8 matrices.
+#include "fp8/gemm_ops.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include "common/no_derivative.h"
+#include "common/note_writes.h"
+#include "common/run_on.h"
+#include "fp8/arguments.h"
+#include "fp8/gemm.h"
+
+#ifdef TE_GRAPH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace te_graph::fp8 {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+constexpr const char* kGemm = "fp8_gemm";
+constexpr const char* kGemmOut = "fp8_gemm_out";
+
+// In fp32, of the elements as they are, so that each product is exact; the scales come last, as in cuBLASLt.
+// As multiply().
+void multiply_in_fp32(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
+                      const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool accumulate) {
+    at::Tensor sum = at::mm(a.to(at::kFloat), b.to(at::kFloat).t());
+    sum.mul_(a_scale_inv.mul(b_scale_inv));
+    if (bias) sum.add_(bias->to(at::kFloat));
+    if (accumulate) sum.add_(out.to(at::kFloat));
+    out.copy_(sum);
+}
+
+#ifdef TE_GRAPH_CUDA
+void check_aligned(const char* op, const char* argument, const void* data) {
+    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(data) % kGemmAlignment == 0, op, ": expected ", argument,
+                      " at a multiple of ", kGemmAlignment, " bytes, got one at an offset of ",
+                      reinterpret_cast<uintptr_t>(data) % kGemmAlignment);
+}
+
+bool is_stream_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+}
+
+// As multiply(), but `bias` is of out's dtype, which has 16 bits.
+void multiply_by_cublaslt(const char* op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                          const at::Tensor& a_scale_inv, const at::Tensor& b_scale_inv, const MaybeTensor& bias,
+                          bool fast_accum, bool accumulate) {
+    const c10::cuda::CUDAGuard guard(out.device());
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const Gemm work{.a = static_cast<const uint8_t*>(a.const_data_ptr()),
+                    .b = static_cast<const uint8_t*>(b.const_data_ptr()),
+                    .a_scale_inv = a_scale_inv.const_data_ptr<float>(),
+                    .b_scale_inv = b_scale_inv.const_data_ptr<float>(),
+                    .bias = bias ? bias->const_data_ptr() : nullptr,
+                    .out = out.data_ptr(),
+                    .shape = {.rows = out.size(0),
+                              .columns = out.size(1),
+                              .inner = a.size(1),
+                              .a_stride = a.stride(0),
+                              .b_stride = b.stride(0),
+                              .a_format = format_of(op, "a", a.scalar_type()),
+                              .b_format = format_of(op, "b", b.scalar_type()),
+                              .dtype = wide_dtype_of(op, "out", out.scalar_type()),
+                              .has_bias = bias.has_value(),
+                              .fast_accum = fast_accum,
+                              .accumulate = accumulate}};
+    check_aligned(op, "a", work.a);
+    check_aligned(op, "b", work.b);
+    check_aligned(op, "out", work.out);
+    check_aligned(op, "a_scale_inv", work.a_scale_inv);
+    check_aligned(op, "b_scale_inv", work.b_scale_inv);
+    if (bias) check_aligned(op, "bias", work.bias);
+    const auto plan = gemm_plan(work.shape, !is_stream_capturing(stream));
+    TORCH_CHECK(plan != nullptr, op, ": expected a product of ", a.sizes(), " by ", b.sizes(),
+                " that was computed before, since a kernel for it cannot be chosen inside a capture; call it once "
+                "outside");
+    // From torch's allocator, which lets no two streams and no two graphs that may run at once have the same.
+    const size_t bytes = workspace_of(*plan);
+    const at::Tensor workspace =
+        bytes == 0 ? at::Tensor() : at::empty({static_cast<int64_t>(bytes)}, out.options().dtype(at::kByte));
+    C10_CUDA_CHECK(launch_gemm(work, *plan, bytes == 0 ? nullptr : workspace.data_ptr(), stream));
+}
+#endif
+
+// What both forms take; returns the size of the result. a: [M, K], b: [N, K].
+std::array<int64_t, 2> check_operands(const char* op, const at::Tensor& a, const at::Tensor& b,
+                                      const at::Tensor& a_scale_inv,  // [] or [1]
+                                      const at::Tensor& b_scale_inv,  // [] or [1]
+                                      const MaybeTensor& bias,        // [N]
+                                      at::ScalarType dtype) {
+    for (const auto& [name, tensor] : {std::pair{"a", a}, std::pair{"b", b}}) {
+        check_strided(op, name, tensor);
+        format_of(op, name, tensor.scalar_type());
+        TORCH_CHECK_VALUE(tensor.dim() == 2, op, ": expected ", name, " of two dimensions, got shape ", tensor.sizes());
+        check_device(op, name, tensor, a.device());
+        const bool is_dense = tensor.size(1) <= 1 || tensor.stride(1) == 1;
+        TORCH_CHECK_VALUE(is_dense && tensor.stride(0) >= tensor.size(1), op, ": expected ", name,
+                          " with contiguous rows that do not overlap, got shape ", tensor.sizes(), " with strides ",
+                          tensor.strides());
+    }
+    TORCH_CHECK_VALUE(a.size(1) == b.size(1), op, ": expected a and b with rows of one length, got ", a.sizes(),
+                      " and ", b.sizes());
+    TORCH_CHECK_TYPE(a.scalar_type() != at::kFloat8_e5m2 || b.scalar_type() != at::kFloat8_e5m2, op,
+                     ": expected a or b of dtype torch.float8_e4m3fn, got two of torch.float8_e5m2");
+    scalar_of(op, "a_scale_inv", a_scale_inv, a.device());
+    scalar_of(op, "b_scale_inv", b_scale_inv, a.device());
+    wide_dtype_of(op, "dtype", dtype);
+    if (bias) {
+        wide_dtype_of(op, "bias", bias->scalar_type());
+        check_shape(op, "bias", *bias, {b.size(0)});
+        check_contiguous(op, "bias", *bias);
+        check_device(op, "bias", *bias, a.device());
+    }
+    if (multiplies_fp8(a.device())) {
+        const int64_t row = b.size(0) * static_cast<int64_t>(c10::elementSize(dtype));
+        TORCH_CHECK_VALUE(row % kGemmAlignment == 0, op, ": expected a result with rows of a multiple of ",
+                          kGemmAlignment, " bytes, got ", b.size(0), " columns of ", dtype_name(dtype));
+        for (const auto& [name, tensor] : {std::pair{"a", a}, std::pair{"b", b}}) {
+            TORCH_CHECK_VALUE(tensor.size(1) % kGemmAlignment == 0 && tensor.stride(0) % kGemmAlignment == 0, op,
+                              ": expected ", name, " with rows and strides of multiples of ", kGemmAlignment,
+                              ", got shape ", tensor.sizes(), " with strides ", tensor.strides());
+        }
+    }
+    return {a.size(0), b.size(0)};
+}
+
+at::Tensor gemm(const at::Tensor& a,            // [M, K]
+                const at::Tensor& b,            // [N, K]
+                const at::Tensor& a_scale_inv,  // [] or [1]
+                const at::Tensor& b_scale_inv,  // [] or [1]
+                at::ScalarType dtype,
+                const MaybeTensor& bias,  // [N]
+                bool fast_accum) {
+    const auto sizes = check_operands(kGemm, a, b, a_scale_inv, b_scale_inv, bias, dtype);
+    const at::Tensor out = at::empty(sizes, a.options().dtype(dtype));
+    multiply(kGemm, out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, false);
+    return out;
+}
+
+void gemm_out(const at::Tensor& out,          // [M, N]
+              const at::Tensor& a,            // [M, K]
+              const at::Tensor& b,            // [N, K]
+              const at::Tensor& a_scale_inv,  // [] or [1]
+              const at::Tensor& b_scale_inv,  // [] or [1]
+              const MaybeTensor& bias,        // [N]
+              bool fast_accum, bool accumulate) {
+    wide_dtype_of(kGemmOut, "out", out.scalar_type());
+    const auto sizes = check_operands(kGemmOut, a, b, a_scale_inv, b_scale_inv, bias, out.scalar_type());
+    check_shape(kGemmOut, "out", out, sizes);
+    check_contiguous(kGemmOut, "out", out);
+    check_device(kGemmOut, "out", out, a.device());
+    check_apart(kGemmOut, {{"out", out, true},
+                           {"a", a, false},
+                           {"b", b, false},
+                           {"a_scale_inv", a_scale_inv, false},
+                           {"b_scale_inv", b_scale_inv, false},
+                           {"bias", bias, false}});
+    multiply(kGemmOut, out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, accumulate);
+    note_writes({out});
+}
+
+// a [M, K]; b [N, K]; a_scale_inv, b_scale_inv [] or [1]; bias [N] -> [M, N].
+at::Tensor gemm_meta(const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
+                     const at::Tensor& b_scale_inv, at::ScalarType dtype, const MaybeTensor& bias, bool) {
+    check_devices(kGemm, a.device(),
+                  {{"b", b}, {"a_scale_inv", a_scale_inv}, {"b_scale_inv", b_scale_inv}, {"bias", bias}});
+    return at::empty_symint({a.sym_size(0), b.sym_size(0)}, a.options().dtype(dtype));
+}
+// out [M, N]; the others as above.
+void gemm_out_meta(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
+                   const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool, bool) {
+    check_devices(kGemmOut, a.device(),
+                  {{"out", out}, {"b", b}, {"a_scale_inv", a_scale_inv}, {"b_scale_inv", b_scale_inv}, {"bias", bias}});
+}
+
+}  // namespace
+
+bool multiplies_fp8([[maybe_unused]] at::Device device) {
+#ifdef TE_GRAPH_CUDA
+    return device.is_cuda() && has_fp8_gemm(device.index());
+#else
+    return false;
+#endif
+}
+
+void multiply([[maybe_unused]] const char* op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+              const at::Tensor& a_scale_inv, const at::Tensor& b_scale_inv, const MaybeTensor& bias,
+              [[maybe_unused]] bool fast_accum, bool accumulate) {
+    if (out.numel() == 0) return;
+    if (a.size(1) == 0 || !multiplies_fp8(out.device())) {
+        return multiply_in_fp32(out, a, b, a_scale_inv, b_scale_inv, bias, accumulate);
+    }
+#ifdef TE_GRAPH_CUDA
+    // Only a bias of 16 bits, and of the result's dtype, is added by the product itself.
+    const bool is_wide = out.scalar_type() == at::kFloat;
+    const MaybeTensor inside = bias && !is_wide ? MaybeTensor(bias->to(out.scalar_type())) : std::nullopt;
+    multiply_by_cublaslt(op, out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate);
+    if (bias && is_wide) out.add_(*bias);
+#endif
+}
+
+#ifndef TE_GRAPH_CUDA
+std::vector<GemmPlanInfo> gemm_plans() { return {}; }
+int64_t cublaslt_version() { return 0; }
+#endif
+
+TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
+    m.impl(kGemm, gemm);
+    m.impl(kGemmOut, gemm_out);
+}
+
+TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
+    m.impl(kGemm, gemm_meta);
+    m.impl(kGemmOut, gemm_out_meta);
+}
+
+// No formulas: what comes from a cast has no gradient that one could mean.
+TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
+    for (const char* name : {kGemm, kGemmOut}) m.impl(name, no_derivative());
+}
+
+}  // namespace te_graph::fp8

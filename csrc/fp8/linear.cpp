@@ -1,0 +1,126 @@
+#include "fp8/linear.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <array>
+
+#include "common/no_derivative.h"
+#include "common/note_writes.h"
+#include "common/own_op.h"
+
+namespace te_graph::fp8 {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+namespace {
+
+constexpr const char* kLinear = "te_graph.Linear";
+
+using MaybeTensor = std::optional<at::Tensor>;
+using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// x [..., I]; weight [O, I]; weight_scale_inv [1]; bias [O]; scale, amax [1] -> [..., O], [I, padded(M)] or [0], [1].
+Three call_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& weight_scale_inv,
+                   const MaybeTensor& bias, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType dtype,
+                   bool with_transposed) {
+    static const auto op =
+        own_op<Three(const at::Tensor&, const at::Tensor&, const at::Tensor&, const MaybeTensor&, const MaybeTensor&,
+                     const MaybeTensor&, at::ScalarType, bool)>("te_graph::fp8_linear_forward");
+    return op.call(x, weight, weight_scale_inv, bias, scale, amax, dtype, with_transposed);
+}
+
+// tensor: [...] or undefined.
+MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
+
+}  // namespace
+
+struct LinearFunction : torch::autograd::Function<LinearFunction> {
+    // x: [..., I]; weight: [O, I]; bias: [O] or undefined -> [..., O].
+    static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
+                              const at::Tensor& bias, std::shared_ptr<Linear> linear, at::ScalarType dtype) {
+        const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
+        const at::AutoDispatchBelowADInplaceOrView below;
+        const auto [scale, amax] = Linear::scaling_of(linear->input_, true);
+        auto [y, x_t, x_scale_inv] =
+            call_forward(x, linear->weight_, linear->weight_scale_inv_, maybe(bias), scale, amax, dtype, needs_weight);
+        // The version of weight_t shows, too, whether the scale of its cast has changed, which has one with others.
+        context->save_for_backward({needs_x ? linear->weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
+                                    needs_weight ? x_scale_inv : at::Tensor()});
+        context->set_materialize_grads(false);
+        auto& saved = context->saved_data;
+        saved["linear"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(std::move(linear)));
+        saved["x_dtype"] = static_cast<int64_t>(x.scalar_type());
+        saved["weight_dtype"] = static_cast<int64_t>(weight.scalar_type());
+        saved["needs_bias"] = bias.defined() && bias.requires_grad();
+        return y;
+    }
+
+    // gradients: [..., O] -> [..., I], [O, I], [O].
+    static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+        const at::Tensor& grad = gradients[0];
+        if (!grad.defined()) return variable_list(5);
+        auto& saved = context->saved_data;
+        const Linear& linear = *static_cast<Holder*>(saved["linear"].toCapsule().get())->linear;
+        const variable_list tensors = context->get_saved_variables();
+        const std::array<bool, 3> mask{context->needs_input_grad(0), context->needs_input_grad(1),
+                                       saved["needs_bias"].toBool() && context->needs_input_grad(2)};
+        const auto [scale, amax] = Linear::scaling_of(linear.grad_, true);
+        static const auto op =
+            own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                         const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType,
+                         at::ScalarType, std::array<bool, 3>)>("te_graph::fp8_linear_backward");
+        auto [grad_x, grad_weight, grad_bias] =
+            op.call(grad, maybe(tensors[0]), linear.weight_scale_inv_, maybe(tensors[1]), maybe(tensors[2]), scale,
+                    amax, linear.grad_dtype_, static_cast<at::ScalarType>(saved["x_dtype"].toInt()),
+                    static_cast<at::ScalarType>(saved["weight_dtype"].toInt()), mask);
+        return {grad_x, grad_weight, grad_bias, at::Tensor(), at::Tensor()};
+    }
+
+private:
+    struct Holder : torch::CustomClassHolder {
+        explicit Holder(std::shared_ptr<Linear> linear) : linear(std::move(linear)) {}
+        const std::shared_ptr<Linear> linear;
+    };
+};
+
+Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
+               at::ScalarType grad_dtype)
+    : weight_(std::move(weight)),
+      weight_t_(std::move(weight_t)),
+      weight_scale_inv_(std::move(weight_scale_inv)),
+      input_(std::move(input)),
+      grad_(std::move(grad)),
+      grad_dtype_(grad_dtype) {}
+
+Linear::Scaling Linear::scaling_of(const ScaleColumn& column, bool records) {
+    if (column.table == nullptr) return {};
+    if (records) column.table->use(column.column);
+    const at::Tensor scale = column.table->scale().narrow(0, column.column, 1);
+    if (!records) return {scale, std::nullopt};
+    return {scale, column.table->history().select(0, 0).narrow(0, column.column, 1)};
+}
+
+bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
+    return weight.const_data_ptr() == cast_address_ && version_of(weight) == cast_version_ &&
+           (is_recorded_ || !is_recorded);
+}
+
+void Linear::note_cast(const at::Tensor& weight, bool is_recorded) {
+    cast_address_ = weight.const_data_ptr();
+    cast_version_ = version_of(weight);
+    is_recorded_ = is_recorded;
+}
+
+at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                           at::ScalarType dtype) {
+    check_no_tangent(kLinear, "x", x);
+    if (at::GradMode::is_enabled()) {
+        return LinearFunction::apply(x, weight, bias.value_or(at::Tensor()), shared_from_this(), dtype);
+    }
+    const auto [scale, amax] = scaling_of(input_, false);
+    return std::get<0>(call_forward(x, weight_, weight_scale_inv_, bias, scale, amax, dtype, false));
+}
+
+}  // namespace te_graph::fp8

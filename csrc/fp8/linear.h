@@ -1,0 +1,53 @@
+// What the FP8 products of one linear layer use beside its parameters, and its differentiable call.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <optional>
+
+#include "fp8/scale_table.h"
+
+namespace te_graph::fp8 {
+
+// One tensor's place in a table. No table: current scaling.
+struct ScaleColumn {
+    std::shared_ptr<ScaleTable> table;
+    int64_t column = 0;
+};
+
+class Linear : public std::enable_shared_from_this<Linear> {
+public:
+    // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where they
+    // are. input, grad: of the casts. grad_dtype: of the cast of gradients.
+    Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
+           at::ScalarType grad_dtype);
+
+    // x: [..., I]; weight: [O, I], of which `weight_` is the cast, and which gets the gradient; bias: [O] -> [..., O] of
+    // `dtype`. Magnitudes are recorded for delayed scaling where gradients are.
+    at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                       at::ScalarType dtype);
+
+    // Whether weight [O, I] is as it was when it was cast, and its magnitude was recorded if that is wanted.
+    bool is_cast(const at::Tensor& weight, bool is_recorded) const;
+    // It has been cast just now.
+    void note_cast(const at::Tensor& weight, bool is_recorded);
+
+private:
+    friend struct LinearFunction;
+    struct Scaling {
+        std::optional<at::Tensor> scale, amax;  // [1]
+    };
+    // Of the next cast, which is told to the table if it `records` its magnitude.
+    static Scaling scaling_of(const ScaleColumn& column, bool records);
+
+    const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
+    const ScaleColumn input_, grad_;
+    const at::ScalarType grad_dtype_;
+    // Of the weight at its last cast.
+    const void* cast_address_ = nullptr;
+    uint32_t cast_version_ = 0;
+    bool is_recorded_ = false;
+};
+
+}  // namespace te_graph::fp8

@@ -1,0 +1,200 @@
+// Registration of the two directions of a linear layer in FP8.
+//
+//   forward   x8, x8ᵀ = cast(x);       y = x8 · w8ᵀ + bias
+//   backward  g8, g8ᵀ = cast(grad);    dx = g8 · w8,  dw = g8ᵀ · x8,  dbias = column sums of grad
+//
+// Any number of tokens: rows of the transposed copies end in zeros up to a multiple of 16, which add nothing.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <array>
+
+#include "common/no_derivative.h"
+#include "common/note_writes.h"
+#include "fp8/arguments.h"
+#include "fp8/gemm_ops.h"
+#include "fp8/operand.h"
+
+namespace te_graph::fp8 {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+constexpr const char* kLinearForward = "fp8_linear_forward";
+constexpr const char* kLinearBackward = "fp8_linear_backward";
+
+// x: [..., N] -> [M, N], contiguous.
+at::Tensor as_matrix(const at::Tensor& x) {
+    const int64_t columns = x.size(-1);
+    return x.reshape({columns == 0 ? 0 : x.numel() / columns, columns}).contiguous();
+}
+
+// x: [..., N], weight: FP8 [size, N] or [N, size], along `dim` -> [..., size].
+template <typename Size>
+std::vector<Size> with_last(c10::ArrayRef<Size> shape, Size size) {
+    std::vector<Size> result = shape.vec();
+    result.back() = size;
+    return result;
+}
+
+void check_weight(const char* op, const char* argument, const at::Tensor& weight,  // [O, I]
+                  const at::Tensor& weight_scale_inv,                              // [] or [1]
+                  const at::Tensor& x,                                             // [..., inner]
+                  int64_t inner) {
+    check_contiguous(op, argument, weight);
+    format_of(op, argument, weight.scalar_type());
+    check_device(op, argument, weight, x.device());
+    scalar_of(op, "weight_scale_inv", weight_scale_inv, x.device());
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == inner, op, ": expected ", argument,
+                      " of two dimensions with rows of ", inner, ", as the input's last one, got ", weight.sizes());
+    TORCH_CHECK_VALUE(weight.size(0) % 16 == 0 && inner % 16 == 0, op, ": expected ", argument,
+                      " of sizes that 16 divides, got ", weight.sizes());
+}
+
+// x: [...] with at least one dimension, of a dtype that can be cast.
+void check_tokens(const char* op, const char* argument, const at::Tensor& x) {
+    check_strided(op, argument, x);
+    TORCH_CHECK_VALUE(x.dim() >= 1, op, ": expected ", argument, " of at least one dimension, got a scalar");
+    wide_dtype_of(op, argument, x.scalar_type());
+}
+
+// Results are y [..., O], the transposed cast of x [I, padded(M)], or [0] without, and its scale_inv [1].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& x,                 // [..., I]
+                                                              const at::Tensor& weight,            // [O, I] FP8
+                                                              const at::Tensor& weight_scale_inv,  // [] or [1]
+                                                              const MaybeTensor& bias,             // [O]
+                                                              const MaybeTensor& scale,            // [] or [1]
+                                                              const MaybeTensor& amax,             // [] or [1]
+                                                              at::ScalarType dtype, bool with_transposed) {
+    check_tokens(kLinearForward, "x", x);
+    check_weight(kLinearForward, "weight", weight, weight_scale_inv, x, x.size(-1));
+    wide_dtype_of(kLinearForward, "dtype", dtype);
+    if (bias) {
+        check_contiguous(kLinearForward, "bias", *bias);
+        check_shape(kLinearForward, "bias", *bias, {weight.size(0)});
+        check_device(kLinearForward, "bias", *bias, x.device());
+    }
+    check_apart(kLinearForward, {{"x", x, false}, {"scale", scale, false}, {"amax", amax, true}});
+    const at::Tensor matrix = as_matrix(x);
+    const Operand input = cast_operand(kLinearForward, matrix, {scale, amax, weight.scalar_type()}, with_transposed);
+    const at::Tensor y = at::empty({matrix.size(0), weight.size(0)}, x.options().dtype(dtype));
+    multiply(kLinearForward, y, input.data, weight, input.scale_inv, weight_scale_inv, bias, true, false);
+    note_writes({amax});
+    const at::Tensor transposed = with_transposed ? input.transposed : at::empty({0}, input.data.options());
+    return {y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
+}
+
+// Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor& grad,               // [..., O]
+                                                               const MaybeTensor& weight_t,          // [I, O] FP8
+                                                               const MaybeTensor& weight_scale_inv,  // [] or [1]
+                                                               const MaybeTensor& x_t,               // [I, padded(M)]
+                                                               const MaybeTensor& x_scale_inv,       // [] or [1]
+                                                               const MaybeTensor& scale,             // [] or [1]
+                                                               const MaybeTensor& amax,              // [] or [1]
+                                                               at::ScalarType format, at::ScalarType x_dtype,
+                                                               at::ScalarType weight_dtype,
+                                                               std::array<bool, 3> output_mask) {
+    const auto [needs_x, needs_weight, needs_bias] = output_mask;
+    check_tokens(kLinearBackward, "grad", grad);
+    format_of(kLinearBackward, "dtype", format);
+    const at::Tensor matrix = as_matrix(grad);
+    if (needs_x) {
+        TORCH_CHECK_VALUE(weight_t && weight_scale_inv, kLinearBackward,
+                          ": expected weight_t and weight_scale_inv for the gradient of the input, got none");
+        check_weight(kLinearBackward, "weight_t", *weight_t, *weight_scale_inv, grad, grad.size(-1));
+    }
+    if (needs_weight) {
+        TORCH_CHECK_VALUE(x_t && x_scale_inv, kLinearBackward,
+                          ": expected x_t and x_scale_inv for the gradient of the weight, got none");
+        check_contiguous(kLinearBackward, "x_t", *x_t);
+        format_of(kLinearBackward, "x_t", x_t->scalar_type());
+        check_device(kLinearBackward, "x_t", *x_t, grad.device());
+        scalar_of(kLinearBackward, "x_scale_inv", *x_scale_inv, grad.device());
+        TORCH_CHECK_VALUE(x_t->dim() == 2 && x_t->size(1) == padded(matrix.size(0)), kLinearBackward,
+                          ": expected x_t of two dimensions with rows of ", padded(matrix.size(0)),
+                          ", the number of tokens rounded up, got ", x_t->sizes());
+    }
+    check_apart(kLinearBackward, {{"grad", grad, false}, {"scale", scale, false}, {"amax", amax, true}});
+    at::Tensor grad_x, grad_weight;
+    const at::Tensor grad_bias = needs_bias ? at::empty({grad.size(-1)}, grad.options()) : at::Tensor();
+    if (!needs_x && !needs_weight) {
+        if (needs_bias) cast_operand(kLinearBackward, matrix, {scale, amax, format}, false, grad_bias);
+        note_writes({amax});
+        return {grad_x, grad_weight, grad_bias};
+    }
+    const Operand operand = cast_operand(kLinearBackward, matrix, {scale, amax, format}, needs_weight, grad_bias);
+    if (needs_x) {
+        const int64_t inputs = weight_t->size(0);
+        const at::Tensor out = at::empty({matrix.size(0), inputs}, grad.options().dtype(x_dtype));
+        multiply(kLinearBackward, out, operand.data, *weight_t, operand.scale_inv, *weight_scale_inv, std::nullopt,
+                 false, false);
+        grad_x = out.view(with_last(grad.sizes(), inputs));
+    }
+    if (needs_weight) {
+        grad_weight = at::empty({grad.size(-1), x_t->size(0)}, grad.options().dtype(weight_dtype));
+        multiply(kLinearBackward, grad_weight, operand.transposed, *x_t, operand.scale_inv, *x_scale_inv, std::nullopt,
+                 false, false);
+    }
+    note_writes({amax});
+    return {grad_x, grad_weight, grad_bias};
+}
+
+// Shapes as of the ops themselves.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Tensor& x, const at::Tensor& weight,
+                                                                   const at::Tensor& weight_scale_inv,
+                                                                   const MaybeTensor& bias, const MaybeTensor& scale,
+                                                                   const MaybeTensor& amax, at::ScalarType dtype,
+                                                                   bool with_transposed) {
+    check_devices(
+        kLinearForward, x.device(),
+        {{"weight", weight}, {"weight_scale_inv", weight_scale_inv}, {"bias", bias}, {"scale", scale}, {"amax", amax}});
+    const c10::SymInt columns = x.sym_size(-1);
+    const c10::SymInt rows = x.sym_numel() / columns, padding = (rows + kPaddedRows - 1) / kPaddedRows * kPaddedRows;
+    const auto options = weight.options();
+    return {at::empty_symint(with_last(x.sym_sizes(), weight.sym_size(0)), x.options().dtype(dtype)),
+            with_transposed ? at::empty_symint({columns, padding}, options) : at::empty({0}, options),
+            at::empty({1}, x.options().dtype(at::kFloat))};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
+    const at::Tensor& grad, const MaybeTensor& weight_t, const MaybeTensor& weight_scale_inv, const MaybeTensor& x_t,
+    const MaybeTensor& x_scale_inv, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType,
+    at::ScalarType x_dtype, at::ScalarType weight_dtype, std::array<bool, 3> output_mask) {
+    check_devices(kLinearBackward, grad.device(),
+                  {{"weight_t", weight_t},
+                   {"weight_scale_inv", weight_scale_inv},
+                   {"x_t", x_t},
+                   {"x_scale_inv", x_scale_inv},
+                   {"scale", scale},
+                   {"amax", amax}});
+    at::Tensor grad_x, grad_weight, grad_bias;
+    if (output_mask[0]) {
+        grad_x = at::empty_symint(with_last(grad.sym_sizes(), weight_t->sym_size(0)), grad.options().dtype(x_dtype));
+    }
+    if (output_mask[1]) {
+        grad_weight = at::empty_symint({grad.sym_size(-1), x_t->sym_size(0)}, grad.options().dtype(weight_dtype));
+    }
+    if (output_mask[2]) grad_bias = at::empty_symint({grad.sym_size(-1)}, grad.options());
+    return {grad_x, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
+    m.impl(kLinearForward, linear_forward);
+    m.impl(kLinearBackward, linear_backward);
+}
+
+TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
+    m.impl(kLinearForward, linear_forward_meta);
+    m.impl(kLinearBackward, linear_backward_meta);
+}
+
+// The derivative is that of te_graph.Linear (linear.cpp), which knows both directions' scales.
+TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
+    for (const char* name : {kLinearForward, kLinearBackward}) m.impl(name, no_derivative());
+}
+
+}  // namespace te_graph::fp8

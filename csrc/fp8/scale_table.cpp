@@ -1,0 +1,49 @@
+#include "fp8/scale_table.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include "common/own_op.h"
+
+namespace te_graph::fp8 {
+
+ScaleTable::ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_inv, double fp8_max, double margin,
+                       std::string amax_compute_algo)
+    : history_(std::move(history)),
+      scale_(std::move(scale)),
+      scale_inv_(std::move(scale_inv)),
+      fp8_max_(fp8_max),
+      margin_(margin),
+      algorithm_(std::move(amax_compute_algo)),
+      has_run_(static_cast<size_t>(scale_.size(0))) {}
+
+void ScaleTable::use(int64_t column) {
+    const std::lock_guard lock(mutex_);
+    const auto index = static_cast<size_t>(column);
+    if (has_run_[index]) update_locked();
+    has_run_[index] = has_any_run_ = true;
+}
+
+void ScaleTable::update() {
+    const std::lock_guard lock(mutex_);
+    if (has_any_run_) update_locked();
+}
+
+bool ScaleTable::has_run(int64_t column) {
+    const std::lock_guard lock(mutex_);
+    return has_run_[static_cast<size_t>(column)];
+}
+
+void ScaleTable::update_locked() {
+    static const auto op =
+        own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, bool, double, double,
+                    const std::string&, bool)>("te_graph::amax_and_scale_update_inplace", "Scalar");
+    const at::NoGradGuard no_grad;
+    if (reduce_) reduce_(history_[0]);
+    const at::Tensor no_mask = at::empty({0}, scale_.options().dtype(at::kBool));
+    op.call(history_, scale_, scale_inv_, no_mask, true, fp8_max_, margin_, algorithm_, false);
+    has_run_.assign(has_run_.size(), false);
+    has_any_run_ = false;
+}
+
+}  // namespace te_graph::fp8

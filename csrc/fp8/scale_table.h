@@ -1,0 +1,49 @@
+// The scales of delayed scaling for many tensors, each a column, and when they are updated.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace te_graph::fp8 {
+
+// A column is rolled once between two casts of its tensor: when all that run in a region are through, or sooner, where
+// a tensor is cast again. Columns that no cast has touched stay as they are, so that it does not matter which columns
+// one launch updates together.
+class ScaleTable {
+public:
+    // history: [H, n], scale, scale_inv: [n], all fp32; zeros and ones. Addresses stay.
+    ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_inv, double fp8_max, double margin,
+               std::string amax_compute_algo);
+
+    // Before each update, with the row that holds the newest magnitudes, [n]: makes them those of all ranks.
+    using Reduce = std::function<void(const at::Tensor&)>;
+    void set_reduce(Reduce reduce) { reduce_ = std::move(reduce); }
+
+    // The tensor of `column` is about to be cast. Updates, if it was cast since the last update.
+    void use(int64_t column);
+    // Updates, if a tensor was cast since the last time.
+    void update();
+    // Whether that of `column` was.
+    bool has_run(int64_t column);
+
+    // [H, n], [n].
+    const at::Tensor& history() const { return history_; }
+    const at::Tensor& scale() const { return scale_; }
+
+private:
+    void update_locked();
+
+    const at::Tensor history_, scale_, scale_inv_;  // [H, n], [n], [n]
+    const double fp8_max_, margin_;
+    const std::string algorithm_;
+    Reduce reduce_;
+    std::mutex mutex_;  // forwards and backwards run on threads of their own
+    std::vector<bool> has_run_;
+    bool has_any_run_ = false;
+};
+
+}  // namespace te_graph::fp8

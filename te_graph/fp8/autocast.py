@@ -1,0 +1,97 @@
+"""Regions in which te_graph's modules compute in FP8."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_graph.fp8.recipes import DelayedScaling, Recipe
+from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
+
+
+class fp8_autocast(ContextDecorator):  # noqa: N801: TransformerEngine's name, and torch.autocast is written so
+    """A region in which ``te_graph.Linear`` multiplies in FP8.
+
+    Backwards run outside of it, as under ``torch.autocast``, and go by what their forwards noted. Of nested regions the
+    inner one counts. An object may be entered again, and is a decorator, too.
+
+    Args:
+        enabled: False computes in high precision, inside a region that is on, too.
+        calibrating: with ``enabled=False``, record magnitudes for delayed scaling all the same.
+        recipe: a ``DelayedScaling`` or ``Float8CurrentScaling``; ``DelayedScaling()`` if None. Equal ones are the same,
+            so that one may be made in each step. Another one is in force from the next call of a module on.
+        amax_reduction_group: process group whose ranks share the scales of delayed scaling. All of them call the same
+            modules in the same order.
+        fp8_recipe, fp8_group: older names of the last two.
+
+    Raises:
+        TypeError: an argument is of another type, or given by both of its names.
+        ValueError: this rank is not in the group.
+
+    Stream and capture: leaving the outermost region launches an update of the scales if a module has recorded
+        magnitudes in it, and, with a group, a collective.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: dist.ProcessGroup | None = None,
+        *,
+        fp8_recipe: Recipe | None = None,
+        fp8_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        for name, old, new in (
+            ("recipe", fp8_recipe, recipe),
+            ("amax_reduction_group", fp8_group, amax_reduction_group),
+        ):
+            if old is not None and new is not None:
+                raise TypeError(f"fp8_autocast: expected {name} by one of its names, got both")
+        self.enabled, self.calibrating = bool(enabled), bool(calibrating)
+        self.recipe = next((given for given in (recipe, fp8_recipe) if given is not None), None) or DelayedScaling()
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(
+                "fp8_autocast: expected recipe to be a te_graph.DelayedScaling or te_graph.Float8CurrentScaling, got "
+                f"{type(self.recipe).__name__}"
+            )
+        self.group = fp8_group if amax_reduction_group is None else amax_reduction_group
+        if self.group is not None and dist.get_rank(self.group) < 0:
+            raise ValueError("fp8_autocast: expected an amax_reduction_group that this rank is in, got one without it")
+        self._outer: list[Token[fp8_autocast | None]] = []
+        self._scopes: dict[torch.device, ScalingScope] = {}
+
+    def __enter__(self) -> fp8_autocast:
+        self._outer.append(_region.set(self))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
+        _region.reset(self._outer.pop())
+        # What an exception left unfinished is updated where a module is called again.
+        if kind is None and _region.get() is None:
+            scaling_scopes.update()
+
+    def scope_on(self, device: torch.device) -> ScalingScope:
+        """The scope of this region's recipe and group on ``device``."""
+        scope = self._scopes.get(device)
+        if scope is None:
+            scope = self._scopes[device] = scaling_scopes.find(self.recipe, device, self.group)
+        return scope
+
+
+_region: ContextVar[fp8_autocast | None] = ContextVar("the innermost fp8_autocast of this thread", default=None)
+
+
+def current_region() -> fp8_autocast | None:
+    """The innermost region that this thread is in."""
+    return _region.get()
+
+
+def is_fp8_enabled() -> bool:
+    """Whether modules that are called now compute in FP8."""
+    region = _region.get()
+    return region is not None and region.enabled

@@ -1,0 +1,199 @@
+"""Turning the linear layers of a model into FP8 ones, and back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from te_graph.fp8.linear import MULTIPLE, Linear
+
+# Names of layers whose results are probabilities, where the precision of FP8 tells.
+_HEADS = re.compile(r"(^|[._])(lm_head|head|output|embed_out|score|classifier|router|gate|cls|pooler)$")
+_ADAPTERS = re.compile(r"(^|[._])lora_([ab]|embedding_[ab]|magnitude_vector)([._]|$)", re.IGNORECASE)
+_BLOCK = re.compile(r"^(.*?[._]|)(?:layers?|blocks?|h)[._](\d+)[._]")
+
+
+class ConvertedLinear(Linear):
+    """What ``convert_to_fp8`` makes of a ``torch.nn.Linear``: keys of its state dict stay those of that."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What ``convert_to_fp8`` did.
+
+    Attributes:
+        converted: names of the modules that compute in FP8 now.
+        skipped: names of the other linear layers, with the reason.
+    """
+
+    converted: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.converted)} layers converted to FP8, {len(self.skipped)} left as they are"]
+        return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in self.skipped.items())])
+
+
+def convert_to_fp8(
+    model: nn.Module,
+    filter: Callable[[str, nn.Linear], bool] | None = None,
+    min_features: int = 512,
+    first_last_bf16: bool = False,
+) -> ConversionReport:
+    """Let the linear layers of ``model`` compute in FP8 inside ``fp8_autocast``.
+
+    Modules and parameters stay the objects that they are, and so do hooks, ties, optimizers, and keys of the state
+    dict: a layer gets another class. Left as they are: heads, routers and gates by their names, weights that an
+    embedding or another layer uses too, adapters of LoRA, layers of fewer than ``min_features`` features or of numbers
+    of them that 16 does not divide, subclasses of ``torch.nn.Linear``, and parametrized or hooked weights. Converting
+    again changes nothing.
+
+    Args:
+        model: mutated.
+        filter: called with the name of each layer that would be converted and the layer; False leaves it.
+        min_features: of inputs and of outputs; casts of smaller layers cost more than their products gain.
+        first_last_bf16: leave the first and the last block of each stack of blocks ("layers.0", ...).
+
+    Returns:
+        Which layers were converted, and why the others were not.
+
+    Raises:
+        RuntimeError: a layer is graphed, or the model is wrapped by FSDP or DistributedDataParallel; convert first.
+        TypeError: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_to_fp8: expected a torch.nn.Module, got {type(model).__name__}")
+    _check_can_be_changed(model)
+    users = _users_of_weights(model)
+    edges = _first_and_last_blocks(model) if first_last_bf16 else set()
+    report = ConversionReport()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or isinstance(module, Linear):
+            continue
+        reason = _reason_to_skip(name, module, users, min_features)
+        if reason is None and _block_of(name) in edges:
+            reason = "in the first or the last block"
+        if reason is None and filter is not None and not filter(name, module):
+            reason = "left by filter"
+        if reason is not None:
+            report.skipped[name] = reason
+            continue
+        module.__class__ = ConvertedLinear
+        module._begin()
+        report.converted.append(name)
+    return report
+
+
+def unconvert(model: nn.Module) -> list[str]:
+    """Make of what ``convert_to_fp8`` converted ``torch.nn.Linear`` again.
+
+    Args:
+        model: mutated.
+
+    Returns:
+        Names of the modules.
+
+    Raises:
+        RuntimeError: a layer is graphed.
+    """
+    _check_can_be_changed(model)
+    names = []
+    for name, module in model.named_modules():
+        if type(module) is ConvertedLinear:
+            module._end()
+            module.__class__ = nn.Linear
+            names.append(name)
+    return names
+
+
+def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The scales and histories of the FP8 layers of ``model`` by name, [3, 8 + at least 1024] fp32 each: what a resumed
+    training needs beside the state dict. Copies."""
+    return {
+        name: Linear.get_extra_state(module) for name, module in model.named_modules() if isinstance(module, Linear)
+    }
+
+
+def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Take what ``fp8_state_dict`` returned of a model with the same FP8 layers.
+
+    Args:
+        model: mutated.
+        state: [3, ...] fp32 each.
+
+    Raises:
+        KeyError: the names are not those of the model's FP8 layers.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    if modules.keys() != state.keys():
+        odd = sorted(modules.keys() ^ state.keys())
+        raise KeyError(f"load_fp8_state_dict: expected the names of the model's FP8 layers, differing are {odd[:5]}")
+    for name, module in modules.items():
+        Linear.set_extra_state(module, state[name])
+
+
+def _check_can_be_changed(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        label = name or "the model"
+        if getattr(module, "te_graph", None) is not None:
+            raise RuntimeError(
+                f"convert_to_fp8: {label} is graphed: call its te_graph.reset() first, or convert before"
+            )
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if kinds & {"FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel"}:
+            raise RuntimeError(
+                f"convert_to_fp8: {label} is wrapped by {type(module).__name__}: convert the model before it is wrapped"
+            )
+
+
+def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
+    """Names of the modules that hold each parameter, by its identity."""
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(name)
+    return users
+
+
+def _reason_to_skip(name: str, module: nn.Linear, users: dict[int, list[str]], min_features: int) -> str | None:
+    """Why ``module`` stays as it is; None: it does not."""
+    if type(module) is not nn.Linear:
+        return f"of the subclass {type(module).__name__}"
+    if "weight" not in module._parameters or module._parameters["weight"] is None:
+        return "its weight is made of other parameters"
+    weight = module.weight
+    others = [user for user in users[id(weight)] if user != name]
+    reasons: Iterator[tuple[bool, str]] = iter(
+        (
+            (type(weight) is not nn.Parameter, f"its weight is a {type(weight).__name__}"),
+            (bool(others), f"its weight is that of {', '.join(others)}, too"),
+            (bool(_HEADS.search(name)), "a head or a router, by its name"),
+            (bool(_ADAPTERS.search(name)), "an adapter of LoRA"),
+            (not weight.is_floating_point(), f"its weight is of dtype {weight.dtype}"),
+            (any(size % MULTIPLE for size in weight.shape), f"{MULTIPLE} does not divide {list(weight.shape)}"),
+            (min(weight.shape) < min_features, f"fewer than {min_features} features: {list(weight.shape)}"),
+            (bool(module._forward_pre_hooks and hasattr(module, "weight_orig")), "its weight is made by a hook"),
+        )
+    )
+    return next((reason for is_so, reason in reasons if is_so), None)
+
+
+def _block_of(name: str) -> tuple[str, int] | None:
+    """The stack and the number of the block that a module of ``name`` is in."""
+    found = _BLOCK.match(name)
+    return None if found is None else (found[1], int(found[2]))
+
+
+def _first_and_last_blocks(model: nn.Module) -> set[tuple[str, int] | None]:
+    numbers: dict[str, set[int]] = {}
+    for name, _ in model.named_modules():
+        if (block := _block_of(f"{name}.")) is not None:
+            numbers.setdefault(block[0], set()).add(block[1])
+    return {(stack, edge) for stack, found in numbers.items() for edge in (min(found), max(found))}

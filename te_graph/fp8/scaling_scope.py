@@ -1,0 +1,296 @@
+"""The scales, and the FP8 copies of weights, of all modules that compute by one recipe."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.common.own_objects import OwnObject
+from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
+from te_graph.fp8.recipes import DelayedScaling, Recipe
+
+_ops = torch.ops.te_graph
+_FIRST_CAPACITY = 32
+INPUT, WEIGHT, GRAD = range(3)  # tensors of a module that are cast
+_VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
+
+
+class HasWeight(Protocol):
+    """A module that computes in FP8: ``weight`` [out, in]."""
+
+    weight: nn.Parameter
+
+
+class _Block:
+    """Columns for a number of modules. They never move, so kernels of graphs find them.
+
+    Attributes:
+        forward, backward: scales of (input and weight) and of gradients; None under current scaling.
+        history, scale: of both directions, [H, n] and [n] each; empty under current scaling.
+        weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
+        free: numbers that no module has, the next one last.
+    """
+
+    def __init__(self, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.weight_scale_inv = torch.ones(capacity, 4, device=device)
+        self.free = list(reversed(range(capacity)))
+        self.tables: list[_C.ScaleTable | None] = [None, None]
+        self.history: list[Tensor] = []
+        self.scale: list[Tensor] = []
+        if not isinstance(recipe, DelayedScaling):
+            return
+        formats = recipe.fp8_format.forward_dtype, recipe.fp8_format.backward_dtype
+        for direction, (columns, dtype) in enumerate(zip((2 * capacity, capacity), formats, strict=True)):
+            self.history.append(torch.zeros(recipe.amax_history_len, columns, device=device))
+            self.scale.append(torch.ones(columns, device=device))
+            table = _C.ScaleTable(
+                self.history[direction],
+                self.scale[direction],
+                torch.ones(columns, device=device),
+                torch.finfo(dtype).max,
+                recipe.margin,
+                recipe.amax_compute_algo,
+            )
+            if group is not None and recipe.reduce_amax:
+                table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, group))
+            self.tables[direction] = table
+
+    def place(self, number: int, tensor: int) -> tuple[int, int]:
+        """Direction and column of ``tensor`` (INPUT, WEIGHT or GRAD) of module ``number``."""
+        return (1, number) if tensor == GRAD else (0, 2 * number + tensor)
+
+
+def new_state(device: torch.device, length: int = 0) -> Tensor:
+    """What ``Member.state`` returns of a module that has no magnitudes yet, [3, 8 + at least 1024] fp32.
+
+    Args:
+        device: where it is.
+        length: of the histories; 0: none.
+    """
+    state = torch.zeros(3, _HEADER + max(length, _USUAL_LENGTH), device=device)
+    state[:, 0], state[:, 1], state[:, 2] = _VERSION, length, 1
+    return state
+
+
+class Member:
+    """What one module has in a scope.
+
+    Args:
+        module: not kept alive.
+        scope: keeps the member's place until it is dropped.
+        block, number: its place.
+
+    Attributes:
+        linear: the products.
+        data, transposed: FP8 copies of the weight, [out, in] and [in, out].
+    """
+
+    def __init__(self, module: HasWeight, scope: ScalingScope, block: _Block, number: int) -> None:
+        weight, formats = module.weight, scope.recipe.fp8_format
+        self.scope, self.block, self.number = scope, block, number
+        self._module = weakref.ref(module)
+        options = {"dtype": formats.forward_dtype, "device": weight.device}
+        self.data = torch.zeros(weight.shape, **options)
+        self.transposed = torch.zeros(weight.shape[::-1], **options)
+        forward, backward = block.tables
+        self.linear = _C.Linear(
+            self.data,
+            self.transposed,
+            block.weight_scale_inv[number, :1],
+            forward,
+            block.place(number, INPUT)[1],
+            backward,
+            block.place(number, GRAD)[1],
+            formats.backward_dtype,
+        )
+        weakref.finalize(self, block.free.append, number)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[out, in]: that of the module, if it is still there."""
+        module = self._module()
+        return None if module is None else module.weight
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether the copies are of the shape and device of ``weight`` [out, in]."""
+        return self.data.shape == weight.shape and self.data.device == weight.device
+
+    def history(self, tensor: int) -> tuple[Tensor, Tensor]:
+        """Views of the history [H] and the scale [1] of INPUT, WEIGHT or GRAD; of delayed scaling only."""
+        direction, column = self.block.place(self.number, tensor)
+        return self.block.history[direction][:, column], self.block.scale[direction][column : column + 1]
+
+    def state(self) -> Tensor:
+        """A copy of the histories and scales, which ``load_`` takes: [3, 8 + at least 1024] fp32, row by row of INPUT,
+        WEIGHT and GRAD the version of the format, the length of the history, the scale, five zeros, and the history.
+        """
+        length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
+        state = new_state(self.data.device, length)
+        for tensor in (INPUT, WEIGHT, GRAD) if length else ():
+            history, scale = self.history(tensor)
+            state[tensor, 2:3] = scale
+            state[tensor, _HEADER : _HEADER + length] = history
+        return state
+
+    def load_(self, state: Tensor) -> None:
+        """Take histories and scales from ``state`` [3, ...], which ``state()`` returned here or elsewhere.
+
+        Of a longer history the newest magnitudes are taken.
+
+        Raises:
+            ValueError: it is of another form.
+        """
+        if state.dim() != 2 or len(state) != 3 or state.shape[1] <= _HEADER or state[0, 0] != _VERSION:
+            raise ValueError(
+                f"te_graph.Linear: expected FP8 state of version {_VERSION}, got shape {list(state.shape)}"
+            )
+        saved = int(state[0, 1])
+        if not self.scope.is_delayed or not saved:
+            return
+        for tensor in (INPUT, WEIGHT, GRAD):
+            history, scale = self.history(tensor)
+            rows = state[tensor, _HEADER : _HEADER + saved].to(history)
+            kept = min(len(history), saved) - 1  # beside row 0, what was recorded since the last update
+            history.zero_()
+            history[:1] = rows[:1]
+            history[len(history) - kept :] = rows[saved - kept :]
+            scale.copy_(state[tensor, 2:3])
+            self.use(tensor)
+
+    def use(self, tensor: int) -> None:
+        """Say that ``tensor`` is about to be cast, and its magnitude recorded."""
+        direction, column = self.block.place(self.number, tensor)
+        self.block.tables[direction].use(column)
+
+
+class ScalingScope(OwnObject):
+    """All modules that compute by one recipe on one device, in one amax reduction group.
+
+    One launch updates all their scales of a direction. Which modules share a scope changes no bit: columns of modules
+    that have not run stay as they are.
+
+    Args:
+        recipe: how scales are found.
+        device: where the modules' weights are.
+        group: whose ranks share the scales, or None.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.recipe, self.device, self.group = recipe, device, group
+        self._blocks: list[_Block] = []
+        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        optimizer_step_watch().watch(self)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether scales come from histories."""
+        return isinstance(self.recipe, DelayedScaling)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """[out, in] each, those that the modules have now."""
+        return [weight for member in list(self._members) if (weight := member.weight) is not None]
+
+    def add(self, module: HasWeight) -> Member:
+        """A place for ``module``, whose scales are 1 and histories empty."""
+        block = next((block for block in self._blocks if block.free), None)
+        if block is None:
+            with torch.inference_mode(False), torch.no_grad():
+                capacity = _FIRST_CAPACITY << len(self._blocks)
+                block = _Block(capacity, self.recipe, self.device, self.group)
+            self._blocks.append(block)
+        with torch.inference_mode(False), torch.no_grad():
+            member = Member(module, self, block, block.free.pop())
+            for tensor in (INPUT, WEIGHT, GRAD) if self.is_delayed else ():
+                history, scale = member.history(tensor)  # another module may have had the place
+                history.zero_()
+                scale.fill_(1)
+        self._members.add(member)
+        return member
+
+    def update(self) -> None:
+        """Update the scales of what forwards have cast since the last time."""
+        for block in self._blocks:
+            if block.tables[0] is not None:
+                block.tables[0].update()
+
+    def cast_weights(self, records: bool) -> None:
+        """Cast all weights that have changed since they were cast, [out, in] each.
+
+        Args:
+            records: whether magnitudes are recorded for delayed scaling. A weight that was cast without is cast again.
+        """
+        stale = [
+            (member, weight)
+            for member in list(self._members)
+            if (weight := member.weight) is not None and not member.linear.is_cast(weight, records)
+        ]
+        stale = [(member, weight) for member, weight in stale if member.fits(weight)]
+        records = records and self.is_delayed
+        with torch.inference_mode(False), torch.no_grad():
+            if records:
+                for member, _ in stale:
+                    member.use(WEIGHT)
+            for block, run in _runs(stale):
+                self._cast(block, run, records)
+        for member, weight in stale:
+            member.linear.note_cast(weight, records or not self.is_delayed)
+
+    def _cast(self, block: _Block, run: Sequence[tuple[Member, Tensor]], records: bool) -> None:
+        """Cast the weights of members whose numbers follow each other in ``block``."""
+        weights = [weight.detach().contiguous() for _, weight in run]
+        first, end = run[0][0].number, run[-1][0].number + 1
+        amax = torch.zeros(len(run), device=self.device)
+        if self.is_delayed:
+            columns = slice(2 * first + WEIGHT, 2 * end, 2)
+            scale = block.scale[0][columns]
+            amax = block.history[0][0, columns] if records else amax
+        else:
+            largest = _ops.multi_tensor_norms(weights, float("inf"))
+            scale = _ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype)
+        _ops.fp8_cast_weights_(
+            [member.data for member, _ in run],
+            [member.transposed for member, _ in run],
+            weights,
+            scale,
+            block.weight_scale_inv[first:end, 0],
+            amax,
+        )
+
+
+def _runs(stale: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[_Block, list[tuple[Member, Tensor]]]]:
+    """Members with their weights [out, in], by blocks, in runs of numbers that follow each other."""
+    ordered = sorted(stale, key=lambda pair: (id(pair[0].block), pair[0].number))
+    for _, run in groupby(enumerate(ordered), key=lambda item: (id(item[1][0].block), item[1][0].number - item[0])):
+        pairs = [pair for _, pair in run]
+        yield pairs[0][0].block, pairs
+
+
+class ScalingScopes(OwnObject):
+    """The scopes of a process; one is there for as long as a module is in it."""
+
+    def __init__(self) -> None:
+        self._scopes: weakref.WeakValueDictionary[tuple[Any, ...], ScalingScope] = weakref.WeakValueDictionary()
+
+    def find(self, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> ScalingScope:
+        """The scope of these, made if there is none."""
+        key = (recipe, device, group)
+        scope = self._scopes.get(key)
+        if scope is None:
+            scope = self._scopes[key] = ScalingScope(recipe, device, group)
+        return scope
+
+    def update(self) -> None:
+        """Update the scales of all scopes in which forwards have recorded magnitudes."""
+        for scope in list(self._scopes.values()):
+            scope.update()
+
+
+scaling_scopes = ScalingScopes()  # one for the process: modules of several models share a launch
