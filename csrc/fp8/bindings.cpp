@@ -2,6 +2,7 @@
 
 #include "fp8/gemm.h"
 #include "fp8/linear.h"
+#include "fp8/region.h"
 #include "fp8/weights.h"
 
 namespace py = pybind11;
@@ -12,15 +13,16 @@ namespace {
 using TablePointer = std::shared_ptr<ScaleTable>;
 
 // A function of Python that may be called, and dropped, on any thread.
-ScaleTable::Reduce with_gil(py::function function) {
+template <typename... Arguments>
+std::function<void(Arguments...)> with_gil(py::function function) {
     const auto drop = [](py::function* held) {
         const py::gil_scoped_acquire gil;
         delete held;
     };
     const std::shared_ptr<py::function> held(new py::function(std::move(function)), drop);
-    return [held](const at::Tensor& row) {
+    return [held](Arguments... arguments) {
         const py::gil_scoped_acquire gil;
-        (*held)(row);
+        (*held)(arguments...);
     };
 }
 
@@ -46,7 +48,8 @@ void bind(py::module_& m) {
         .def(py::init<at::Tensor, at::Tensor, at::Tensor, double, double, std::string>(), py::arg("history"),
              py::arg("scale"), py::arg("scale_inv"), py::arg("fp8_max"), py::arg("margin"),
              py::arg("amax_compute_algo"))
-        .def("set_reduce", [](ScaleTable& table, py::function function) { table.set_reduce(with_gil(function)); })
+        .def("set_reduce",
+             [](ScaleTable& table, py::function function) { table.set_reduce(with_gil<const at::Tensor&>(function)); })
         .def("use", &ScaleTable::use, py::arg("column"), unlocked)
         .def("update", &ScaleTable::update, unlocked)
         .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
@@ -59,9 +62,13 @@ void bind(py::module_& m) {
              }),
              py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("input"),
              py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"))
+        .def("set_cast_weights",
+             [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("note_cast", &Linear::note_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"), unlocked);
+    m.def("set_fp8_region", &set_region, py::arg("number"));
+    m.def("note_fp8_region", &note_region);
     m.def("fp8_gemm_plans", [] {
         py::list plans;
         for (const GemmPlanInfo& info : gemm_plans()) plans.append(as_dict(info));

@@ -31,6 +31,39 @@ Three call_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tens
     return op.call(x, weight, weight_scale_inv, bias, scale, amax, dtype, with_transposed);
 }
 
+// Before a replay that casts the tensor of a column.
+class ColumnStep : public HostStep {
+public:
+    explicit ColumnStep(const ScaleColumn& column) : column_(column) {}
+    void run() override { column_.table->use(column_.column); }
+    const void* identity() const override {
+        return static_cast<const float*>(column_.table->scale().const_data_ptr()) + column_.column;
+    }
+
+private:
+    const ScaleColumn column_;
+};
+
+// Before a replay that reads the cast of a weight.
+class WeightStep : public HostStep {
+public:
+    // weight: [O, I].
+    WeightStep(std::shared_ptr<Linear> linear, const at::Tensor& weight, bool is_recorded)
+        : linear_(std::move(linear)), weight_(weight.getIntrusivePtr()), is_recorded_(is_recorded) {}
+    void run() override {
+        const auto held = weight_.lock();
+        if (held == nullptr) return;
+        if (!linear_->is_cast(at::Tensor(held), is_recorded_)) linear_->cast_weights(is_recorded_);
+    }
+    const void* identity() const override { return linear_.get(); }
+
+private:
+    const std::shared_ptr<Linear> linear_;
+    // A module that is gone does not call its graph any more.
+    const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
+    const bool is_recorded_;
+};
+
 // tensor: [...] or undefined.
 MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
 
@@ -39,10 +72,11 @@ MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTen
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
     // x: [..., I]; weight: [O, I]; bias: [O] or undefined -> [..., O].
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                              const at::Tensor& bias, std::shared_ptr<Linear> linear, at::ScalarType dtype) {
+                              const at::Tensor& bias, std::shared_ptr<Linear> linear, at::ScalarType dtype,
+                              std::shared_ptr<HostSteps> steps) {
         const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
         const at::AutoDispatchBelowADInplaceOrView below;
-        const auto [scale, amax] = Linear::scaling_of(linear->input_, true);
+        const auto [scale, amax] = linear->scaling_of(linear->input_, true, steps.get(), true);
         auto [y, x_t, x_scale_inv] =
             call_forward(x, linear->weight_, linear->weight_scale_inv_, maybe(bias), scale, amax, dtype, needs_weight);
         // The version of weight_t shows, too, whether the scale of its cast has changed, which has one with others.
@@ -50,7 +84,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                                     needs_weight ? x_scale_inv : at::Tensor()});
         context->set_materialize_grads(false);
         auto& saved = context->saved_data;
-        saved["linear"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(std::move(linear)));
+        saved["linear"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(std::move(linear), std::move(steps)));
         saved["x_dtype"] = static_cast<int64_t>(x.scalar_type());
         saved["weight_dtype"] = static_cast<int64_t>(weight.scalar_type());
         saved["needs_bias"] = bias.defined() && bias.requires_grad();
@@ -60,13 +94,15 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     // gradients: [..., O] -> [..., I], [O, I], [O].
     static variable_list backward(AutogradContext* context, const variable_list& gradients) {
         const at::Tensor& grad = gradients[0];
-        if (!grad.defined()) return variable_list(5);
+        if (!grad.defined()) return variable_list(6);
         auto& saved = context->saved_data;
-        const Linear& linear = *static_cast<Holder*>(saved["linear"].toCapsule().get())->linear;
+        const auto holder = saved["linear"].toCapsule();
+        const auto& [linear_pointer, steps] = static_cast<Holder*>(holder.get())->held;
+        Linear& linear = *linear_pointer;
         const variable_list tensors = context->get_saved_variables();
         const std::array<bool, 3> mask{context->needs_input_grad(0), context->needs_input_grad(1),
                                        saved["needs_bias"].toBool() && context->needs_input_grad(2)};
-        const auto [scale, amax] = Linear::scaling_of(linear.grad_, true);
+        const auto [scale, amax] = linear.scaling_of(linear.grad_, true, steps.get(), false);
         static const auto op =
             own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                          const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType,
@@ -75,13 +111,14 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
             op.call(grad, maybe(tensors[0]), linear.weight_scale_inv_, maybe(tensors[1]), maybe(tensors[2]), scale,
                     amax, linear.grad_dtype_, static_cast<at::ScalarType>(saved["x_dtype"].toInt()),
                     static_cast<at::ScalarType>(saved["weight_dtype"].toInt()), mask);
-        return {grad_x, grad_weight, grad_bias, at::Tensor(), at::Tensor()};
+        return {grad_x, grad_weight, grad_bias, at::Tensor(), at::Tensor(), at::Tensor()};
     }
 
 private:
     struct Holder : torch::CustomClassHolder {
-        explicit Holder(std::shared_ptr<Linear> linear) : linear(std::move(linear)) {}
-        const std::shared_ptr<Linear> linear;
+        Holder(std::shared_ptr<Linear> linear, std::shared_ptr<HostSteps> steps)
+            : held(std::move(linear), std::move(steps)) {}
+        const std::pair<std::shared_ptr<Linear>, std::shared_ptr<HostSteps>> held;
     };
 };
 
@@ -94,12 +131,19 @@ Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_i
       grad_(std::move(grad)),
       grad_dtype_(grad_dtype) {}
 
-Linear::Scaling Linear::scaling_of(const ScaleColumn& column, bool records) {
-    if (column.table == nullptr) return {};
-    if (records) column.table->use(column.column);
-    const at::Tensor scale = column.table->scale().narrow(0, column.column, 1);
-    if (!records) return {scale, std::nullopt};
-    return {scale, column.table->history().select(0, 0).narrow(0, column.column, 1)};
+Linear::Scaling Linear::scaling_of(const ScaleColumn& column, bool is_recorded, HostSteps* steps, bool is_forward) {
+    const auto& [table, number] = column;
+    if (table == nullptr) return {};
+    if (is_recorded && steps == nullptr) table->use(number);
+    if (is_recorded && steps != nullptr) {
+        auto step = std::make_shared<ColumnStep>(column);
+        const bool is_first = is_forward ? steps->add_forward(std::move(step)) : steps->add_backward(std::move(step));
+        // What comes once more in one graph is updated there in between.
+        if (!is_first) table->launch_update();
+    }
+    const at::Tensor scale = table->scale().narrow(0, number, 1);
+    if (!is_recorded) return {scale, std::nullopt};
+    return {scale, table->history().select(0, 0).narrow(0, number, 1)};
 }
 
 bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
@@ -116,10 +160,13 @@ void Linear::note_cast(const at::Tensor& weight, bool is_recorded) {
 at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                            at::ScalarType dtype) {
     check_no_tangent(kLinear, "x", x);
-    if (at::GradMode::is_enabled()) {
-        return LinearFunction::apply(x, weight, bias.value_or(at::Tensor()), shared_from_this(), dtype);
+    const bool is_recorded = at::GradMode::is_enabled();
+    const std::shared_ptr<HostSteps> steps = HostSteps::current();
+    if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, is_recorded));
+    if (is_recorded) {
+        return LinearFunction::apply(x, weight, bias.value_or(at::Tensor()), shared_from_this(), dtype, steps);
     }
-    const auto [scale, amax] = scaling_of(input_, false);
+    const auto [scale, amax] = scaling_of(input_, false, nullptr, true);
     return std::get<0>(call_forward(x, weight_, weight_scale_inv_, bias, scale, amax, dtype, false));
 }
 

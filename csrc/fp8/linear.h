@@ -3,9 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 
+#include "common/host_steps.h"
 #include "fp8/scale_table.h"
 
 namespace te_graph::fp8 {
@@ -28,6 +30,12 @@ public:
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::ScalarType dtype);
 
+    // Casts all weights that have changed, with this one among them; records their magnitudes if that is wanted.
+    using CastWeights = std::function<void(bool is_recorded)>;
+    void set_cast_weights(CastWeights cast_weights) { cast_weights_ = std::move(cast_weights); }
+
+    void cast_weights(bool is_recorded) const { cast_weights_(is_recorded); }
+
     // Whether weight [O, I] is as it was when it was cast, and its magnitude was recorded if that is wanted.
     bool is_cast(const at::Tensor& weight, bool is_recorded) const;
     // It has been cast just now.
@@ -38,12 +46,14 @@ private:
     struct Scaling {
         std::optional<at::Tensor> scale, amax;  // [1]
     };
-    // Of the next cast, which is told to the table if it `records` its magnitude.
-    static Scaling scaling_of(const ScaleColumn& column, bool records);
+    // Of the next cast. If its magnitude `is_recorded`, the table is told of it, before each replay where it is
+    // captured: `is_forward` in the forward of `steps`, or in its backward.
+    Scaling scaling_of(const ScaleColumn& column, bool is_recorded, HostSteps* steps, bool is_forward);
 
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const ScaleColumn input_, grad_;
     const at::ScalarType grad_dtype_;
+    CastWeights cast_weights_;
     // Of the weight at its last cast.
     const void* cast_address_ = nullptr;
     uint32_t cast_version_ = 0;

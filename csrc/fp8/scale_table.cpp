@@ -35,6 +35,12 @@ bool ScaleTable::has_run(int64_t column) {
 }
 
 void ScaleTable::update_locked() {
+    launch_update();
+    has_run_.assign(has_run_.size(), false);
+    has_any_run_ = false;
+}
+
+void ScaleTable::launch_update() const {
     static const auto op =
         own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, bool, double, double,
                     const std::string&, bool)>("te_graph::amax_and_scale_update_inplace", "Scalar");
@@ -42,8 +48,6 @@ void ScaleTable::update_locked() {
     if (reduce_) reduce_(history_[0]);
     const at::Tensor no_mask = at::empty({0}, scale_.options().dtype(at::kBool));
     op.call(history_, scale_, scale_inv_, no_mask, true, fp8_max_, margin_, algorithm_, false);
-    has_run_.assign(has_run_.size(), false);
-    has_any_run_ = false;
 }
 
 }  // namespace te_graph::fp8

@@ -27,6 +27,8 @@ public:
     void use(int64_t column);
     // Updates, if a tensor was cast since the last time.
     void update();
+    // Updates all columns, which is captured, and changes nothing of what this object knows.
+    void launch_update() const;
     // Whether that of `column` was.
     bool has_run(int64_t column);
 

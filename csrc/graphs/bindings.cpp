@@ -6,6 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/check.h"
+#include "common/host_steps.h"
 #include "graphs/callables/callable.h"
 #include "graphs/callables/fast_call.h"
 #include "graphs/callables/observers.h"
@@ -49,6 +50,21 @@ Tensors written_aliases(const Tensors& tensors) {
         aliases.emplace_back(impl->shallow_copy_and_detach(impl->version_counter(), true));
     }
     return aliases;
+}
+
+// Of a graph that holds forwards and backwards.
+std::string change_of_steps(const HostSteps& steps) {
+    for (const auto* list : {&steps.forward(), &steps.backward()}) {
+        for (const auto& step : *list) {
+            if (std::string change = step->change(); !change.empty()) return change;
+        }
+    }
+    return {};
+}
+void run_steps(const HostSteps& steps) {
+    for (const auto* list : {&steps.forward(), &steps.backward()}) {
+        for (const auto& step : *list) step->run();
+    }
 }
 
 std::vector<at::ScalarType> dtypes_of(const std::vector<py::object>& dtypes) {
@@ -109,6 +125,18 @@ void collect_garbage_through_guards(PyHeapTypeObject* heap_type) {
 
 void bind(py::module_& m) {
     prepare_fast_calls();
+    py::class_<HostSteps, std::shared_ptr<HostSteps>>(m, "HostSteps")
+        .def(py::init<>())
+        .def_static("is_noting", [] { return HostSteps::current() != nullptr; })
+        .def("__enter__",
+             [](const std::shared_ptr<HostSteps>& steps) {
+                 HostSteps::enter(steps);
+                 return steps;
+             })
+        .def("__exit__", [](const HostSteps&, const py::args&) { HostSteps::leave(); })
+        .def("__len__", [](const HostSteps& steps) { return steps.forward().size() + steps.backward().size(); })
+        .def("change", &change_of_steps)
+        .def("run", &run_steps);
     m.def("enter_session", &enter_session);
     m.def("leave_session", &leave_session);
     m.def("in_session", &in_session);
@@ -330,11 +358,11 @@ void bind(py::module_& m) {
         .def(py::init<std::string, at::Device, std::shared_ptr<ReplayOrder>, std::shared_ptr<CallableGuard>,
                       std::vector<InputSpec>, std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>,
                       std::vector<bool>, std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>,
-                      std::shared_ptr<CallableGuard>, bool>(),
+                      std::shared_ptr<CallableGuard>, bool, std::vector<std::shared_ptr<HostSteps>>>(),
              py::arg("name"), py::arg("device"), py::arg("replay_order"), py::arg("guard"), py::arg("inputs"),
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
              py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"), py::arg("backward_guard"),
-             py::arg("compares_autocast_cache"))
+             py::arg("compares_autocast_cache"), py::arg("host_steps"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
              py::arg("summed_inputs"), py::arg("table"), py::arg("rewinds"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ContextDecorator
-from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from te_graph import _C
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
@@ -62,17 +63,21 @@ class fp8_autocast(ContextDecorator):  # noqa: N801: TransformerEngine's name, a
         self.group = fp8_group if amax_reduction_group is None else amax_reduction_group
         if self.group is not None and dist.get_rank(self.group) < 0:
             raise ValueError("fp8_autocast: expected an amax_reduction_group that this rank is in, got one without it")
-        self._outer: list[Token[fp8_autocast | None]] = []
+        self._number = scaling_scopes.number_of(self.enabled, self.calibrating, self.recipe, self.group)
         self._scopes: dict[torch.device, ScalingScope] = {}
 
     def __enter__(self) -> fp8_autocast:
-        self._outer.append(_region.set(self))
+        _regions.entered.append((self, _C.HostSteps.is_noting()))
+        _C.set_fp8_region(self._number)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
-        _region.reset(self._outer.pop())
-        # What an exception left unfinished is updated where a module is called again.
-        if kind is None and _region.get() is None:
+        _regions.entered.pop()
+        outer = current_region()
+        _C.set_fp8_region(0 if outer is None else outer._number)
+        # What an exception left unfinished is updated where a module is called again; so is what is captured, before
+        # its replays.
+        if kind is None and outer is None and not _C.HostSteps.is_noting():
             scaling_scopes.update()
 
     def scope_on(self, device: torch.device) -> ScalingScope:
@@ -83,15 +88,29 @@ class fp8_autocast(ContextDecorator):  # noqa: N801: TransformerEngine's name, a
         return scope
 
 
-_region: ContextVar[fp8_autocast | None] = ContextVar("the innermost fp8_autocast of this thread", default=None)
+class _Regions(threading.local):
+    """The regions that a thread is in, outermost first, and whether it entered them inside a capture."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[fp8_autocast, bool]] = []
+
+
+_regions = _Regions()
 
 
 def current_region() -> fp8_autocast | None:
     """The innermost region that this thread is in."""
-    return _region.get()
+    return _regions.entered[-1][0] if _regions.entered else None
+
+
+def note_region() -> None:
+    """Called by modules that compute as the present region says: what is captured does so as well, and is right in
+    such regions alone, unless the region began in what is captured."""
+    if not (_regions.entered and _regions.entered[-1][1]):
+        _C.note_fp8_region()
 
 
 def is_fp8_enabled() -> bool:
     """Whether modules that are called now compute in FP8."""
-    region = _region.get()
+    region = current_region()
     return region is not None and region.enabled

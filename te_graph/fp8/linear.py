@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812: torch's own name for it
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from te_graph.fp8.autocast import current_region, fp8_autocast
+from te_graph import _C
+from te_graph.common.before_capture import ReadyForCapture
+from te_graph.fp8.autocast import current_region, fp8_autocast, note_region
 from te_graph.fp8.scaling_scope import INPUT, WEIGHT, Member, new_state
 
 _log = logging.getLogger("te_graph")
@@ -19,7 +21,7 @@ MULTIPLE = 16  # of features, which FP8 tensor cores want
 _EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state returns
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, ReadyForCapture):
     """``y = x W^T + b``, as ``torch.nn.Linear``; inside ``fp8_autocast`` all three products of forward and backward are
     made of FP8 operands.
 
@@ -80,9 +82,24 @@ class Linear(nn.Linear):
         """``input`` [..., in] -> [..., out], of its dtype or that of ``torch.autocast``."""
         bias = None if self.return_bias else self.bias
         region = current_region()
+        note_region()
         is_calm = region is None or not (region.enabled or region.calibrating)
         y = F.linear(input, self.weight, bias) if is_calm else _in_region(self, region, input, bias)
         return (y, self.bias) if self.return_bias else y
+
+    def make_ready_for_capture(self) -> None:
+        """Have a place in the scope of the present region, and cast weights."""
+        region = current_region()
+        if region is not None and region.enabled:
+            member = self._fp8
+            if (
+                member is None
+                or member.scope is not region.scope_on(self.weight.device)
+                or not member.fits(self.weight)
+            ):
+                _member_of(self, region)
+        if self._fp8 is not None and self._fp8.fits(self.weight):
+            self._fp8.scope.cast_weights(torch.is_grad_enabled())
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""
@@ -123,7 +140,7 @@ def _in_region(module: Linear, region: fp8_autocast, x: Tensor, bias: Tensor | N
     dtype = _dtype_of_result(x, weight)
     records = torch.is_grad_enabled()
     if not member.linear.is_cast(weight, records):
-        member.scope.cast_weights(records)
+        member.scope.cast_weights(records, is_noted=not _C.HostSteps.is_noting())
     return member.linear.forward(x, weight, bias, dtype)
 
 
@@ -146,6 +163,11 @@ def _member_of(module: Linear, region: fp8_autocast) -> Member | None:
                 MULTIPLE,
             )
         return None
+    if _C.HostSteps.is_noting():
+        raise RuntimeError(
+            "te_graph.Linear: expected a layer that was called in fp8_autocast before it is captured in it, got the first "
+            "call of one that the captured code does not lead to: call it once outside of the capture"
+        )
     state = module.get_extra_state() if module._fp8 is not None or module._loaded_state is not None else None
     module._fp8 = region.scope_on(weight.device).add(module)
     if state is not None:

@@ -110,6 +110,7 @@ class Member:
             block.place(number, GRAD)[1],
             formats.backward_dtype,
         )
+        self.linear.set_cast_weights(scope.cast_weights)
         weakref.finalize(self, block.free.append, number)
 
     @property
@@ -221,11 +222,12 @@ class ScalingScope(OwnObject):
             if block.tables[0] is not None:
                 block.tables[0].update()
 
-    def cast_weights(self, records: bool) -> None:
+    def cast_weights(self, records: bool, is_noted: bool = True) -> None:
         """Cast all weights that have changed since they were cast, [out, in] each.
 
         Args:
             records: whether magnitudes are recorded for delayed scaling. A weight that was cast without is cast again.
+            is_noted: False for a cast that is captured, or undone by a capture.
         """
         stale = [
             (member, weight)
@@ -235,12 +237,12 @@ class ScalingScope(OwnObject):
         stale = [(member, weight) for member, weight in stale if member.fits(weight)]
         records = records and self.is_delayed
         with torch.inference_mode(False), torch.no_grad():
-            if records:
+            if records and is_noted:
                 for member, _ in stale:
                     member.use(WEIGHT)
             for block, run in _runs(stale):
                 self._cast(block, run, records)
-        for member, weight in stale:
+        for member, weight in stale if is_noted else ():
             member.linear.note_cast(weight, records or not self.is_delayed)
 
     def _cast(self, block: _Block, run: Sequence[tuple[Member, Tensor]], records: bool) -> None:
@@ -278,6 +280,12 @@ class ScalingScopes(OwnObject):
 
     def __init__(self) -> None:
         self._scopes: weakref.WeakValueDictionary[tuple[Any, ...], ScalingScope] = weakref.WeakValueDictionary()
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def number_of(self, enabled: bool, calibrating: bool, recipe: Recipe, group: dist.ProcessGroup | None) -> int:
+        """A number, not 0, that regions have in common in which modules compute alike."""
+        key = (enabled, calibrating, recipe, None if group is None else group.group_name)
+        return self._numbers.setdefault(key, len(self._numbers) + 1)
 
     def find(self, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> ScalingScope:
         """The scope of these, made if there is none."""

@@ -8,7 +8,8 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
                                  std::vector<int> differentiable, std::vector<bool> saved_outputs,
                                  std::vector<bool> inner_outputs, std::vector<ResultSpec> results,
                                  const std::shared_ptr<GraphedCallable>& predecessor,
-                                 std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache)
+                                 std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache,
+                                 const std::vector<std::shared_ptr<HostSteps>>& host_steps)
     : name_(std::move(name)),
       device_(device),
       replay_order_(std::move(replay_order)),
@@ -30,6 +31,7 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
         if (externals[i].saved) saved_.push_back(i);
         if (externals[i].written) written_.push_back(i);
     }
+    for (const auto& steps : host_steps) host_steps_.add(*steps);
 }
 
 void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {

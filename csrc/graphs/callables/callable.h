@@ -17,6 +17,7 @@
 #include <variant>
 #include <vector>
 
+#include "common/host_steps.h"
 #include "graphs/callables/gradient_table.h"
 #include "graphs/callables/lent_storages.h"
 #include "graphs/callables/pending_backward.h"
@@ -88,7 +89,8 @@ public:
                     std::vector<ParameterSpec> parameters, const std::vector<ExternalSpec>& externals,
                     std::vector<int> differentiable, std::vector<bool> saved_outputs, std::vector<bool> inner_outputs,
                     std::vector<ResultSpec> results, const std::shared_ptr<GraphedCallable>& predecessor,
-                    std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache);
+                    std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache,
+                    const std::vector<std::shared_ptr<HostSteps>>& host_steps);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
@@ -170,6 +172,7 @@ private:
     const std::shared_ptr<CallableGuard> guard_;
     const std::shared_ptr<CallableGuard> backward_guard_;  // over what Python code in the backward reads; null: nothing
     const Settings settings_;
+    HostSteps host_steps_;  // before replays
     const std::vector<InputSpec> inputs_;
     std::vector<ParameterSpec> parameters_;
     std::vector<size_t> saved_;    // externals that autograd saved for backward: not to be modified in between

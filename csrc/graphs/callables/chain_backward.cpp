@@ -106,6 +106,9 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
         if (i > 0) got.push_back(callable.grads_from(chain[i - 1], got.back(), callable.slot_of(chain[i])));
         callable.plan_parameters(chain[i], got.back());
     }
+    for (const PendingBackward& pending : chain) {
+        for (const auto& step : pending.callable->host_steps_.backward()) step->run();
+    }
     BackwardResults results;
     if (const auto graph = merged(chain, got)) {
         graph->replay();

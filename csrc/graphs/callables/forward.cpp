@@ -205,6 +205,9 @@ std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vect
                                   ", which autocast casts once for all its uses, as nothing that was computed"};
         }
     }
+    for (const auto& step : host_steps_.forward()) {
+        if (const std::string change = step->change(); !change.empty()) return changed(change);
+    }
     if (const std::string setting = settings_.change(); !setting.empty()) return changed(setting);
     if (const std::string change = guard_->check(root, externals); !change.empty()) return changed(change);
     for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -243,6 +246,7 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
             copy_into(slot.inputs[i], inputs[i]);
         }
     }
+    for (const auto& step : host_steps_.forward()) step->run();
     slot.forward->replay();
     ++forward_replays_;
 

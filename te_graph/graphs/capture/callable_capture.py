@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.as_written import as_written
+from te_graph.common.before_capture import make_ready
 from te_graph.common.dispatch import storage_key, version_of
 from te_graph.graphs.arguments.signature import ResultNest, Signature, containers_kept
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
@@ -88,6 +89,7 @@ class CallableCapture:
         unnamed: tensors that no name in its code leads to.
         ignored: keyword arguments that it does not look at; None where that is unknown.
         computed: attributes that hooks of modules below compute inside the graph.
+        host_steps: what its ops do on the host before they launch, of each slot.
     """
 
     def __init__(self, job: Job, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
@@ -104,9 +106,13 @@ class CallableCapture:
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
         self.unnamed = UnnamedExternals(self.label, self.root, group.options, group.reported)
         self._reader_of = self.unnamed.reader_of
+        self.host_steps: list[_C.HostSteps] = []
         self.walker = SourceWalker(names_around(self.root))
         sources = list(walk(TensorReader(self.root)))
         self._sources = self._explore()
+        if make_ready({id(source.obj): source.obj for source in [*sources, *self._sources]}.values()):
+            sources = list(walk(TensorReader(self.root)))
+            self._sources = self._explore()
         check_attributes(self.label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(self.label, sources)
         refuse_fused_main_grads(self.label, sources)
@@ -232,17 +238,19 @@ class CallableCapture:
 
     def _let_compile(self) -> None:
         """Let the compiler be done before the capture, which runs compiled functions; a watch has them as written."""
-        outputs = self._call(self.samples, self.changed.given(self.samples))
+        with _C.HostSteps():
+            outputs = self._call(self.samples, self.changed.given(self.samples))
         self._find_gradients([one for one in outputs if one.requires_grad], self.samples)
 
     def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], CodeWatch]:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
         inputs, nothing = self.samples, contextlib.nullcontext()
         is_last = watch is self.watch
+        steps = _C.HostSteps()  # replays take them, not a warm-up, which is undone
         code = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
         with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
             refusing = functools.partial(refuse_grad, self.label, work.sources, watch)
-            with GradWatch(refusing) if isinstance(watch, TensorWatch) else nothing, code:
+            with GradWatch(refusing) if isinstance(watch, TensorWatch) else nothing, code, steps:
                 given = self.changed.given(inputs)
                 if isinstance(watch, FirstCallWatch):
                     watch.note_arguments(given)
@@ -276,7 +284,7 @@ class CallableCapture:
 
     def _run_with(self, more: dict[str, Any]) -> None:
         """Run the forward again, with ``more`` keyword arguments."""
-        with self._watch_beside:
+        with self._watch_beside, _C.HostSteps():
             args, kwargs = self.signature.unflatten(self.changed.given(self.samples))
             self._run(*args, **kwargs, **more)
 
@@ -303,8 +311,9 @@ class CallableCapture:
         """Capture the forward into a new slot."""
         slot = Slot([self._static_input(number) for number in range(len(self.samples))], self.backend.new_states())
         self.slots.append(slot)
+        self.host_steps.append(_C.HostSteps())
         before = [version_of(tensor) for tensor in self.callable_guard.tensors]
-        with self.backend.capture(pool, slot.states) as slot.forward:
+        with self.backend.capture(pool, slot.states) as slot.forward, self.host_steps[-1]:
             slot.live_outputs = self.layout.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
         self.versions_bumped = [
             version_of(t) != old for t, old in zip(self.callable_guard.tensors, before, strict=True)

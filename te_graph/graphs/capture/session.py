@@ -276,6 +276,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
         compares_autocast_cache=capture.walker.names.asks_for_autocast_cache,
+        host_steps=capture.host_steps,
     )
     for slot in capture.slots:
         graphed.add_slot(

@@ -37,7 +37,8 @@ class FunctionEntry:
         graph: None until captured.
         results: nest of the results.
         tensors: those among them.
-        checks: what ``before_replay`` was given in the capture.
+        host_steps: what its ops do on the host before they launch.
+        checks: what is called before each replay: what ``before_replay`` was given in the capture, and these steps.
         nbytes: memory that belongs to the graph.
         nodes: of the graph.
         seconds: that the capture took.
@@ -55,6 +56,7 @@ class FunctionEntry:
     graph: _C.CapturedGraph | None = None
     results: ResultNest | None = None
     tensors: ResultTensors = field(default_factory=ResultTensors)
+    host_steps: _C.HostSteps = field(default_factory=_C.HostSteps)
     checks: list[Callable[[], None]] = field(default_factory=list)
     nbytes: int = 0
     nodes: int = 0
@@ -67,7 +69,7 @@ class FunctionEntry:
 
     def change(self, call: Call) -> str:
         """How ``call`` differs from the one that this entry is for; empty when it does not."""
-        return self.guard.check(call) or self.settings.change()
+        return self.guard.check(call) or self.host_steps.change() or self.settings.change()
 
     def begin(self, call: Call) -> tuple[str, list[Any]]:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from te_graph import _C
+from te_graph.common.before_capture import make_ready
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
 from te_graph.common.dispatch import has_lost_history, is_leaf, storage_key
@@ -111,7 +112,8 @@ def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, s
         graph, checks, entry = _capture(attempt, first, backend, pool)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         entry.graph = _C.CapturedGraph(graph)
-    entry.checks, entry.pool = checks, pool
+    entry.checks = [*checks, *([entry.host_steps.run] if len(entry.host_steps) else [])]
+    entry.pool = pool
     entry.nbytes, entry.nodes = backend.nbytes([[graph]])[0], backend.nodes(graph)
     entry.seconds = time.perf_counter() - start
     return entry
@@ -158,6 +160,9 @@ class _Attempt:
         self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu, is_capture=True)
         self._reads = GradReads()
         self._before = walker.explore(_reader_of(call, everything=True), learns=False)
+        if make_ready({id(source.obj): source.obj for source in self._before}.values()):
+            self._before = walker.explore(_reader_of(call, everything=True), learns=False)
+        self._host_steps = _C.HostSteps()
         self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
         tensors = (source for source in self._before if isinstance(source.obj, Tensor) and not source.obj._is_view())
         self._histories = [(source.name, source.obj, source.obj.grad_fn) for source in tensors]
@@ -188,7 +193,7 @@ class _Attempt:
     def run(self) -> None:
         generators, code = HostRandom(self._before), CodeWatch(listens=self._walker.names.asks_for_names)
         try:
-            with code:
+            with code, self._host_steps:
                 self._result = make_call(self._call)
         finally:
             self._walker.note(code)
@@ -237,7 +242,7 @@ class _Attempt:
             results, found = ResultNest.of(self._label, self._result, kept)
         except TypeError as error:
             raise CaptureError(str(error)) from None
-        entry = FunctionEntry(self._label, function_guard.guard, devices, results=results)
+        entry = FunctionEntry(self._label, function_guard.guard, devices, results=results, host_steps=self._host_steps)
         at = {key: FoundResult(function_guard.step_of(source), False) for key, source in kept.items()}
         ends = [at.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
         entry.tensors = result_tensors(self._label, ends)

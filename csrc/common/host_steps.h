@@ -1,0 +1,48 @@
+// What an op does on the host before it launches, noted while it is captured, so that replays do it, too.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace te_graph {
+
+class HostStep {
+public:
+    virtual ~HostStep() = default;
+    // What has changed so that a replay would be wrong, as "... changed"; empty: nothing. With the GIL.
+    virtual std::string change() const { return {}; }
+    // Before each replay. What it launches runs before the graph, on the current stream.
+    virtual void run() {}
+    // Steps of which this is equal do the same.
+    virtual const void* identity() const = 0;
+};
+
+// The steps of one graph, or of a forward and its backward.
+class HostSteps {
+public:
+    using List = std::vector<std::shared_ptr<HostStep>>;
+
+    // Those of what this thread captures, or warms up for a capture; nullptr: it does neither. A backward runs on
+    // another thread, and finds its steps in what the forward kept for it.
+    static std::shared_ptr<HostSteps> current();
+    // From here to leave(), on this thread, current() is `steps`.
+    static void enter(std::shared_ptr<HostSteps> steps);
+    static void leave();
+
+    // False if there is one that does the same.
+    bool add_forward(std::shared_ptr<HostStep> step) { return add(forward_, std::move(step)); }
+    bool add_backward(std::shared_ptr<HostStep> step) { return add(backward_, std::move(step)); }
+    // All of `other` that there are not yet.
+    void add(const HostSteps& other);
+
+    const List& forward() const { return forward_; }
+    const List& backward() const { return backward_; }
+
+private:
+    static bool add(List& list, std::shared_ptr<HostStep> step);
+
+    List forward_, backward_;
+};
+
+}  // namespace te_graph

@@ -1,0 +1,29 @@
+"""What modules have to do before a capture, so that it finds all that they keep from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class ReadyForCapture:
+    """A module that makes what it keeps at its first call. A capture puts back what it changes, and has that done
+    before. No abstract base class: modules get and lose classes with this one among their bases."""
+
+    __slots__ = ()
+
+    def make_ready_for_capture(self) -> None:
+        """Make what calls like those that are to be captured find made."""
+        raise NotImplementedError
+
+
+def make_ready(objects: Iterable[Any]) -> bool:
+    """Let all modules among ``objects``, which a capture can get to, make ready for it.
+
+    Returns:
+        True if there is one.
+    """
+    modules = [each for each in objects if isinstance(each, ReadyForCapture)]
+    for module in modules:
+        module.make_ready_for_capture()
+    return bool(modules)
