@@ -66,7 +66,9 @@ void bind(py::module_& m) {
              [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("note_cast", &Linear::note_cast, py::arg("weight"), py::arg("is_recorded"))
-        .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"), unlocked);
+        .def("begin_input_cast", &Linear::begin_input_cast)
+        .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
+             py::arg("is_recorded"), py::arg("scale"), unlocked);
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("note_fp8_region", &note_region);
     m.def("fp8_gemm_plans", [] {

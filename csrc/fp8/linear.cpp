@@ -73,12 +73,11 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     // x: [..., I]; weight: [O, I]; bias: [O] or undefined -> [..., O].
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                               const at::Tensor& bias, std::shared_ptr<Linear> linear, at::ScalarType dtype,
-                              std::shared_ptr<HostSteps> steps) {
+                              const Linear::Scaling& scaling, std::shared_ptr<HostSteps> steps) {
         const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
         const at::AutoDispatchBelowADInplaceOrView below;
-        const auto [scale, amax] = linear->scaling_of(linear->input_, true, steps.get(), true);
-        auto [y, x_t, x_scale_inv] =
-            call_forward(x, linear->weight_, linear->weight_scale_inv_, maybe(bias), scale, amax, dtype, needs_weight);
+        auto [y, x_t, x_scale_inv] = call_forward(x, linear->weight_, linear->weight_scale_inv_, maybe(bias),
+                                                  scaling.scale, scaling.amax, dtype, needs_weight);
         // The version of weight_t shows, too, whether the scale of its cast has changed, which has one with others.
         context->save_for_backward({needs_x ? linear->weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
                                     needs_weight ? x_scale_inv : at::Tensor()});
@@ -94,7 +93,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     // gradients: [..., O] -> [..., I], [O, I], [O].
     static variable_list backward(AutogradContext* context, const variable_list& gradients) {
         const at::Tensor& grad = gradients[0];
-        if (!grad.defined()) return variable_list(6);
+        if (!grad.defined()) return variable_list(7);
         auto& saved = context->saved_data;
         const auto holder = saved["linear"].toCapsule();
         const auto& [linear_pointer, steps] = static_cast<Holder*>(holder.get())->held;
@@ -102,7 +101,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
         const variable_list tensors = context->get_saved_variables();
         const std::array<bool, 3> mask{context->needs_input_grad(0), context->needs_input_grad(1),
                                        saved["needs_bias"].toBool() && context->needs_input_grad(2)};
-        const auto [scale, amax] = linear.scaling_of(linear.grad_, true, steps.get(), false);
+        Linear::use(linear.grad_, steps.get(), false);
+        const auto [scale, amax] = Linear::scaling_of(linear.grad_, true);
         static const auto op =
             own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                          const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType,
@@ -111,7 +111,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
             op.call(grad, maybe(tensors[0]), linear.weight_scale_inv_, maybe(tensors[1]), maybe(tensors[2]), scale,
                     amax, linear.grad_dtype_, static_cast<at::ScalarType>(saved["x_dtype"].toInt()),
                     static_cast<at::ScalarType>(saved["weight_dtype"].toInt()), mask);
-        return {grad_x, grad_weight, grad_bias, at::Tensor(), at::Tensor(), at::Tensor()};
+        return {grad_x, grad_weight, grad_bias, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
     }
 
 private:
@@ -131,19 +131,27 @@ Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_i
       grad_(std::move(grad)),
       grad_dtype_(grad_dtype) {}
 
-Linear::Scaling Linear::scaling_of(const ScaleColumn& column, bool is_recorded, HostSteps* steps, bool is_forward) {
+void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
+    if (column.table == nullptr) return;
+    if (steps == nullptr) return column.table->use(column.column);
+    auto step = std::make_shared<ColumnStep>(column);
+    const bool is_first = is_forward ? steps->add_forward(std::move(step)) : steps->add_backward(std::move(step));
+    // What comes once more in one graph is updated there in between.
+    if (!is_first) column.table->launch_update();
+}
+
+Linear::Scaling Linear::scaling_of(const ScaleColumn& column, bool is_recorded) {
     const auto& [table, number] = column;
     if (table == nullptr) return {};
-    if (is_recorded && steps == nullptr) table->use(number);
-    if (is_recorded && steps != nullptr) {
-        auto step = std::make_shared<ColumnStep>(column);
-        const bool is_first = is_forward ? steps->add_forward(std::move(step)) : steps->add_backward(std::move(step));
-        // What comes once more in one graph is updated there in between.
-        if (!is_first) table->launch_update();
-    }
     const at::Tensor scale = table->scale().narrow(0, number, 1);
     if (!is_recorded) return {scale, std::nullopt};
     return {scale, table->history().select(0, 0).narrow(0, number, 1)};
+}
+
+std::optional<at::Tensor> Linear::begin_input_cast() {
+    use(input_, HostSteps::current().get(), true);
+    const auto scale = scaling_of(input_, false).scale;
+    return scale ? std::optional(scale->clone()) : std::nullopt;
 }
 
 bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
@@ -158,16 +166,17 @@ void Linear::note_cast(const at::Tensor& weight, bool is_recorded) {
 }
 
 at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                           at::ScalarType dtype) {
+                           at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale) {
     check_no_tangent(kLinear, "x", x);
-    const bool is_recorded = at::GradMode::is_enabled();
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, is_recorded));
-    if (is_recorded) {
-        return LinearFunction::apply(x, weight, bias.value_or(at::Tensor()), shared_from_this(), dtype, steps);
+    if (is_recorded && !scale) use(input_, steps.get(), true);
+    Scaling scaling = scaling_of(input_, is_recorded);
+    if (scale) scaling.scale = scale;
+    if (at::GradMode::is_enabled()) {
+        return LinearFunction::apply(x, weight, bias.value_or(at::Tensor()), shared_from_this(), dtype, scaling, steps);
     }
-    const auto [scale, amax] = scaling_of(input_, false, nullptr, true);
-    return std::get<0>(call_forward(x, weight_, weight_scale_inv_, bias, scale, amax, dtype, false));
+    return std::get<0>(call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, false));
 }
 
 }  // namespace te_graph::fp8

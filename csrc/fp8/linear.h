@@ -25,10 +25,14 @@ public:
     Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
            at::ScalarType grad_dtype);
 
+    // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
+    // current scaling.
+    std::optional<at::Tensor> begin_input_cast();
+
     // x: [..., I]; weight: [O, I], of which `weight_` is the cast, and which gets the gradient; bias: [O] -> [..., O] of
-    // `dtype`. Magnitudes are recorded for delayed scaling where gradients are.
+    // `dtype`. is_recorded: the magnitude of x, for delayed scaling. scale: that of begin_input_cast(), now or earlier.
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                       at::ScalarType dtype);
+                       at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale);
 
     // Casts all weights that have changed, with this one among them; records their magnitudes if that is wanted.
     using CastWeights = std::function<void(bool is_recorded)>;
@@ -46,9 +50,11 @@ private:
     struct Scaling {
         std::optional<at::Tensor> scale, amax;  // [1]
     };
-    // Of the next cast. If its magnitude `is_recorded`, the table is told of it, before each replay where it is
-    // captured: `is_forward` in the forward of `steps`, or in its backward.
-    Scaling scaling_of(const ScaleColumn& column, bool is_recorded, HostSteps* steps, bool is_forward);
+    // Tells the table of a cast whose magnitude is recorded; before each replay where it is captured, in the forward of
+    // `steps` or in its backward.
+    static void use(const ScaleColumn& column, HostSteps* steps, bool is_forward);
+    // Of a cast.
+    static Scaling scaling_of(const ScaleColumn& column, bool is_recorded);
 
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const ScaleColumn input_, grad_;

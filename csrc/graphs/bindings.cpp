@@ -137,6 +137,8 @@ void bind(py::module_& m) {
         .def("__len__", [](const HostSteps& steps) { return steps.forward().size() + steps.backward().size(); })
         .def("change", &change_of_steps)
         .def("run", &run_steps);
+    m.def("saved_tensor_pack_hooks", &saved_tensor_pack_hooks);
+    m.def("has_saved_tensor_hooks", &has_saved_tensor_hooks);
     m.def("enter_session", &enter_session);
     m.def("leave_session", &leave_session);
     m.def("in_session", &in_session);

@@ -7,6 +7,7 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <algorithm>
 #include <string>
 
 #include "common/no_derivative.h"
@@ -68,6 +69,18 @@ SavedTensorHooks saved_tensor_hooks() {
     const std::string name = py::str(py::getattr(pack, "__qualname__", py::str()));
     return name.rfind("_recomputation", 0) == 0 ? SavedTensorHooks::kRecomputation : SavedTensorHooks::kCheckpoint;
 }
+
+std::vector<py::object> saved_tensor_pack_hooks() {
+    std::vector<py::object> hooks;
+    auto stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
+    for (; !stack.empty(); stack.pop()) {
+        hooks.push_back(py::reinterpret_borrow<py::object>(stack.top().first.ptr(getPyInterpreter())));
+    }
+    std::reverse(hooks.begin(), hooks.end());
+    return hooks;
+}
+
+bool has_saved_tensor_hooks() { return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty(); }
 
 bool is_observed() {
     return in_session() || observing_mode() || saved_tensor_hooks() == SavedTensorHooks::kOther || is_forward_mode() ||

@@ -3,7 +3,10 @@
 
 #include <c10/core/Device.h>
 
+#include <pybind11/pybind11.h>
+
 #include <optional>
+#include <vector>
 
 namespace te_graph::graphs {
 
@@ -29,6 +32,10 @@ enum class SavedTensorHooks {
 
 // Those that are on. With the GIL.
 SavedTensorHooks saved_tensor_hooks();
+
+// The functions that pack what autograd saves, outermost first. With the GIL.
+std::vector<pybind11::object> saved_tensor_pack_hooks();
+bool has_saved_tensor_hooks();
 
 // Whether a graphed function has to run as it is: in a session, while the current stream is captured, under one of
 // these modes or such hooks, and while forward-mode derivatives are taken, which any tensor that it reaches may carry.

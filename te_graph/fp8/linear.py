@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from te_graph import _C
 from te_graph.common.before_capture import ReadyForCapture
 from te_graph.fp8.autocast import current_region, fp8_autocast, note_region
+from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scaling_scope import INPUT, WEIGHT, Member, new_state
 
 _log = logging.getLogger("te_graph")
@@ -81,10 +82,10 @@ class Linear(nn.Linear, ReadyForCapture):
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """``input`` [..., in] -> [..., out], of its dtype or that of ``torch.autocast``."""
         bias = None if self.return_bias else self.bias
-        region = current_region()
         note_region()
-        is_calm = region is None or not (region.enabled or region.calibrating)
-        y = F.linear(input, self.weight, bias) if is_calm else _in_region(self, region, input, bias)
+        y = _in_fp8(self, input, bias)
+        if y is None:
+            y = F.linear(input, self.weight, bias)
         return (y, self.bias) if self.return_bias else y
 
     def make_ready_for_capture(self) -> None:
@@ -127,21 +128,33 @@ class Linear(nn.Linear, ReadyForCapture):
             missing.remove(f"{prefix}{_EXTRA_STATE}")
 
 
-def _in_region(module: Linear, region: fp8_autocast, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of ``module`` for x [..., in], with bias [out] or without, inside ``region``."""
+def _in_fp8(module: Linear, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product of ``module`` for x [..., in], with bias [out] or without; None where FP8 is off or does not fit."""
+    checkpoints = Checkpoints() if may_be_checkpointed() else None
+    if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
+        member = module._fp8
+        checkpoints.note(module, first)
+        return member.linear.forward(x, module.weight, bias, first.dtype, False, first.scale)
+    region = current_region()
+    if region is None or not (region.enabled or region.calibrating):
+        return None
     weight, member = module.weight, module._fp8
     if member is None or member.scope is not region.scope_on(weight.device) or not member.fits(weight):
         member = _member_of(module, region)
         if member is None:
-            return F.linear(x, weight, bias)
+            return None
     if not region.enabled:
         _calibrate(member, x, weight)
-        return F.linear(x, weight, bias)
+        return None
     dtype = _dtype_of_result(x, weight)
-    records = torch.is_grad_enabled()
-    if not member.linear.is_cast(weight, records):
-        member.scope.cast_weights(records, is_noted=not _C.HostSteps.is_noting())
-    return member.linear.forward(x, weight, bias, dtype)
+    is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
+    if not member.linear.is_cast(weight, is_training):
+        member.scope.cast_weights(is_training, is_noted=not _C.HostSteps.is_noting())
+    if checkpoints is not None and checkpoints.noting:
+        scale = member.linear.begin_input_cast()
+        checkpoints.note(module, FirstCall(scale, dtype))
+        return member.linear.forward(x, weight, bias, dtype, True, scale)
+    return member.linear.forward(x, weight, bias, dtype, is_training, None)
 
 
 def _member_of(module: Linear, region: fp8_autocast) -> Member | None:

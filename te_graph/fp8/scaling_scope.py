@@ -33,7 +33,8 @@ class _Block:
 
     Attributes:
         forward, backward: scales of (input and weight) and of gradients; None under current scaling.
-        history, scale: of both directions, [H, n] and [n] each; empty under current scaling.
+        history, scale, scale_inv: of both directions, [H, n], [n] and [n] each; empty under current scaling. Casts
+            have inverses of their own.
         weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
         free: numbers that no module has, the next one last.
     """
@@ -44,16 +45,18 @@ class _Block:
         self.tables: list[_C.ScaleTable | None] = [None, None]
         self.history: list[Tensor] = []
         self.scale: list[Tensor] = []
+        self.scale_inv: list[Tensor] = []
         if not isinstance(recipe, DelayedScaling):
             return
         formats = recipe.fp8_format.forward_dtype, recipe.fp8_format.backward_dtype
         for direction, (columns, dtype) in enumerate(zip((2 * capacity, capacity), formats, strict=True)):
             self.history.append(torch.zeros(recipe.amax_history_len, columns, device=device))
             self.scale.append(torch.ones(columns, device=device))
+            self.scale_inv.append(torch.ones(columns, device=device))
             table = _C.ScaleTable(
                 self.history[direction],
                 self.scale[direction],
-                torch.ones(columns, device=device),
+                self.scale_inv[direction],
                 torch.finfo(dtype).max,
                 recipe.margin,
                 recipe.amax_compute_algo,

@@ -1,0 +1,118 @@
+"""Activation checkpointing around FP8 layers: what is computed again takes the scale that it took the first time.
+
+``torch.utils.checkpoint`` runs a function twice, the second time inside the backward and outside of ``fp8_autocast``,
+when the scales may have been updated. What a layer went by is noted with the checkpoint, so that its memory goes with
+it, and found there again. Where torch keeps a checkpoint is known by names of ``torch.utils.checkpoint``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
+
+from te_graph import _C
+
+_NOTES = "_te_graph_fp8_calls"  # attribute of a checkpoint
+_NOT_IN_BACKWARD = -1
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """How a layer was called the first time.
+
+    Attributes:
+        scale: of the input's cast, [1]; None under current scaling.
+        dtype: of the result.
+    """
+
+    scale: Tensor | None
+    dtype: torch.dtype
+
+
+@dataclass
+class _Notes:
+    """The calls inside one checkpoint, those of each layer in their order, and how far each backward has got."""
+
+    calls: dict[int, list[FirstCall]] = field(default_factory=lambda: defaultdict(list))
+    positions: dict[tuple[int, int], int] = field(default_factory=lambda: defaultdict(int))
+
+
+class Checkpoints:
+    """The checkpoints that this thread is in.
+
+    Attributes:
+        noting: those that run for the first time.
+    """
+
+    def __init__(self) -> None:
+        self.noting: list[Any] = []
+        self._repeating: Any = None
+        for pack in _C.saved_tensor_pack_hooks():
+            if not isinstance(pack, FunctionType) or pack.__module__ != CheckpointFunction.__module__:
+                continue
+            if "frame" in pack.__code__.co_freevars:
+                self.noting.append(_variable_of(pack, "frame"))
+            elif "target_frame_ref" in pack.__code__.co_freevars:
+                self._repeating = _variable_of(pack, "target_frame_ref")()
+        if not torch.is_grad_enabled():
+            # Whether gradients were recorded around them is not to be known: inputs that require some stand for it.
+            contexts = _contexts_of(CheckpointFunction.forward)
+            self.noting += [ctx for ctx in contexts if any(ctx.needs_input_grad)]
+        elif self._repeating is None and is_in_backward():
+            self._repeating = next(_contexts_of(CheckpointFunction.backward), None)
+
+    def note(self, layer: Any, call: FirstCall) -> None:
+        """Note how ``layer`` is called."""
+        for checkpoint in self.noting:
+            _notes_of(checkpoint).calls[id(layer)].append(call)
+
+    def recall(self, layer: Any) -> FirstCall | None:
+        """How ``layer`` was called the first time, if that is what it is called for now, again."""
+        if self._repeating is None:
+            return None
+        notes, key = _notes_of(self._repeating), (torch._C._current_graph_task_id(), id(layer))
+        calls, position = notes.calls.get(id(layer), []), notes.positions[key]
+        if position >= len(calls):
+            return None
+        notes.positions[key] = position + 1
+        return calls[position]
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != _NOT_IN_BACKWARD
+
+
+def may_be_checkpointed() -> bool:
+    """Whether it is worth looking for checkpoints."""
+    return _C.has_saved_tensor_hooks() or is_in_backward() or not torch.is_grad_enabled()
+
+
+def _notes_of(checkpoint: Any) -> _Notes:
+    notes = getattr(checkpoint, _NOTES, None)
+    if notes is None:
+        notes = _Notes()
+        setattr(checkpoint, _NOTES, notes)
+    return notes
+
+
+def _variable_of(function: FunctionType, name: str) -> Any:
+    """What ``function`` closes over as ``name``."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def _contexts_of(function: Any) -> Iterator[Any]:
+    """``ctx`` of the calls of ``function``, of an autograd function, that are under way, innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is function.__code__:
+            yield frame.f_locals["ctx"]
+        frame = frame.f_back

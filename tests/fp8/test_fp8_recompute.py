@@ -1,0 +1,153 @@
+"""Activation checkpointing around FP8 layers: the bits, and the scales, of a training without it.
+
+The reference is the same training without checkpoints.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import te_graph as tg
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+WIDTH = 32
+RECIPES = {
+    "delayed": tg.DelayedScaling(amax_history_len=3),
+    "newest": tg.DelayedScaling(amax_history_len=5, amax_compute_algo="most_recent", margin=1),
+    "current": tg.Float8CurrentScaling(),
+}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+modes = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+
+
+class Layer(nn.Module):
+    """x [n, WIDTH] -> [n, WIDTH]; ``up`` is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = tg.Linear(WIDTH, 2 * WIDTH), tg.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x)) + self.up(x * 0.5)
+        return x + self.dropout(self.down(hidden))
+
+
+class Model(nn.Module):
+    """x [n, WIDTH] -> [n, WIDTH]."""
+
+    def __init__(self, layer_call: object) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layer_call = layer_call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.layer_call(layer, x)
+        return x
+
+
+def plainly(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def train(layer_call: object, recipe: object, device: str, order: str, graphed: bool = False) -> list[Tensor]:
+    """Losses, parameters and FP8 states of three steps of two micro-batches: "FBFB", or "FFBB" or "FFbb", where two are
+    in flight and the first, or the last, has its backward first."""
+    torch.manual_seed(0)
+    model = Model(layer_call).to(device, torch.bfloat16)
+    values = torch.Generator().manual_seed(1)
+    if graphed:
+        sample = torch.randn(5, WIDTH, dtype=torch.bfloat16).to(device).requires_grad_()
+        with tg.fp8_autocast(recipe=recipe):
+            tg.make_graphed_callables(model, (sample,), max_in_flight=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(2)
+    results = []
+    for _ in range(3):
+        losses = []
+        for move in order:
+            if move == "F":
+                x = torch.randn(5, WIDTH, generator=values).to(device, torch.bfloat16).requires_grad_()
+                with tg.fp8_autocast(recipe=recipe):
+                    losses.append(model(x).float().square().mean())
+                results.append(losses[-1].detach())
+            else:
+                losses.pop(0 if move == "B" else -1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+            results.append(model(x.detach()).clone())
+    return [*results, *model.parameters(), *(m.get_extra_state() for m in model.modules() if isinstance(m, tg.Linear))]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    different = [number for number, pair in enumerate(zip(actual, expected, strict=True)) if not torch.equal(*pair)]
+    assert not different
+
+
+@recipes
+@modes
+@pytest.mark.parametrize("order", ["FBFB", "FFBB", "FFbb"])
+def test_a_checkpoint_changes_no_bit(device: str, recipe: object, use_reentrant: bool, order: str) -> None:
+    def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=use_reentrant)
+
+    assert_equal(train(checkpointed, recipe, device, order), train(plainly, recipe, device, order))
+
+
+@recipes
+def test_checkpoints_in_checkpoints_change_no_bit(device: str, recipe: object) -> None:
+    def inner(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False)
+
+    def outer(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(inner, layer, x, use_reentrant=False)
+
+    assert_equal(train(outer, recipe, device, "FBFB"), train(plainly, recipe, device, "FBFB"))
+
+
+@recipes
+def test_a_checkpoint_inside_a_graph_changes_no_bit(device: str, recipe: object) -> None:
+    """Of the non-reentrant kind: the other one is refused by torch under ``autograd.grad``, by which captures go."""
+
+    def checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False)
+
+    plain = train(plainly, recipe, device, "FFBB")
+    assert_equal(train(checkpointed, recipe, device, "FFBB", graphed=True), plain)
+    assert_equal(train(plainly, recipe, device, "FFBB", graphed=True), plain)
+
+
+def test_checkpoints_save_the_memory_of_activations() -> None:
+    """What a layer saves goes to the checkpoint, which drops it."""
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    layer, x = tg.Linear(WIDTH, WIDTH).bfloat16(), torch.randn(64, WIDTH, dtype=torch.bfloat16)
+    with tg.fp8_autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    assert 64 * WIDTH in saved
+
+
+def test_a_second_backward_repeats_the_scales(device: str) -> None:
+    layer = tg.Linear(WIDTH, WIDTH).to(device, torch.bfloat16)
+    x = torch.randn(5, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+    recipe = tg.DelayedScaling(amax_history_len=2)
+    for _ in range(3):
+        with tg.fp8_autocast(recipe=recipe):
+            y = checkpoint(layer, x * 3, use_reentrant=False)
+        (first,) = torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
+        with tg.fp8_autocast(recipe=recipe):
+            layer(x * 100)
+        x_scale = layer.get_extra_state()[0, 2].item()
+        (second,) = torch.autograd.grad(y.sum(), layer.weight, retain_graph=True)
+        assert torch.equal(first, second)
+        assert x_scale == layer.get_extra_state()[0, 2].item()
