@@ -70,14 +70,14 @@ MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTen
 }  // namespace
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
-    // x: [..., I]; weight: [O, I]; bias: [O] or undefined -> [..., O].
+    // x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
     static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                              const at::Tensor& bias, std::shared_ptr<Linear> linear, at::ScalarType dtype,
+                              const MaybeTensor& bias, std::shared_ptr<Linear> linear, at::ScalarType dtype,
                               const Linear::Scaling& scaling, std::shared_ptr<HostSteps> steps) {
         const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
         const at::AutoDispatchBelowADInplaceOrView below;
-        auto [y, x_t, x_scale_inv] = call_forward(x, linear->weight_, linear->weight_scale_inv_, maybe(bias),
-                                                  scaling.scale, scaling.amax, dtype, needs_weight);
+        auto [y, x_t, x_scale_inv] = call_forward(x, linear->weight_, linear->weight_scale_inv_, bias, scaling.scale,
+                                                  scaling.amax, dtype, needs_weight);
         // The version of weight_t shows, too, whether the scale of its cast has changed, which has one with others.
         context->save_for_backward({needs_x ? linear->weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
                                     needs_weight ? x_scale_inv : at::Tensor()});
@@ -86,7 +86,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
         saved["linear"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(std::move(linear), std::move(steps)));
         saved["x_dtype"] = static_cast<int64_t>(x.scalar_type());
         saved["weight_dtype"] = static_cast<int64_t>(weight.scalar_type());
-        saved["needs_bias"] = bias.defined() && bias.requires_grad();
+        saved["needs_bias"] = bias && bias->requires_grad();
         return y;
     }
 
@@ -174,7 +174,7 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     Scaling scaling = scaling_of(input_, is_recorded);
     if (scale) scaling.scale = scale;
     if (at::GradMode::is_enabled()) {
-        return LinearFunction::apply(x, weight, bias.value_or(at::Tensor()), shared_from_this(), dtype, scaling, steps);
+        return LinearFunction::apply(x, weight, bias, shared_from_this(), dtype, scaling, steps);
     }
     return std::get<0>(call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, false));
 }

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from te_graph.fp8.linear import MULTIPLE, Linear
+from te_graph.fp8.linear import Linear
+from te_graph.fp8.product import MULTIPLE, load_state_, state_of
 
 # Names of layers whose results are probabilities, where the precision of FP8 tells.
 _HEADS = re.compile(r"(^|[._])(lm_head|head|output|embed_out|score|classifier|router|gate|cls|pooler)$")
@@ -85,7 +86,6 @@ def convert_to_fp8(
             report.skipped[name] = reason
             continue
         module.__class__ = ConvertedLinear
-        module._begin()
         report.converted.append(name)
     return report
 
@@ -106,7 +106,8 @@ def unconvert(model: nn.Module) -> list[str]:
     names = []
     for name, module in model.named_modules():
         if type(module) is ConvertedLinear:
-            module._end()
+            for attribute in ("fp8", "loaded_state", "has_told_misfit"):
+                module.__dict__.pop(attribute, None)
             module.__class__ = nn.Linear
             names.append(name)
     return names
@@ -115,9 +116,7 @@ def unconvert(model: nn.Module) -> list[str]:
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The scales and histories of the FP8 layers of ``model`` by name, [3, 8 + at least 1024] fp32 each: what a resumed
     training needs beside the state dict. Copies."""
-    return {
-        name: Linear.get_extra_state(module) for name, module in model.named_modules() if isinstance(module, Linear)
-    }
+    return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
 def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -135,7 +134,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         odd = sorted(modules.keys() ^ state.keys())
         raise KeyError(f"load_fp8_state_dict: expected the names of the model's FP8 layers, differing are {odd[:5]}")
     for name, module in modules.items():
-        Linear.set_extra_state(module, state[name])
+        load_state_(module, state[name])
 
 
 def _check_can_be_changed(model: nn.Module) -> None:

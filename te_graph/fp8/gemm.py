@@ -43,9 +43,9 @@ def fp8_gemm(
         TypeError, ValueError: a dtype, shape, stride, device or address is another one.
         RuntimeError: cuBLASLt has no kernel for it; a capture is under way, and no product of these sizes came before.
 
-    Stream and capture: allocates the result and what the kernel needs, launches one product (two where it is split), and
-        the addition of a bias to a float32 result, does not synchronize. The first product of given sizes on a GPU asks
-        cuBLASLt for a kernel, so it comes before a capture.
+    Stream and capture: allocates the result and what the kernel needs, launches one product (two kernels where it is
+        split), and the addition of a bias to a float32 result, does not synchronize. The first product of given sizes
+        on a GPU asks cuBLASLt for a kernel, so it comes before a capture.
     """
     return _ops.fp8_gemm(a, b, a_scale_inv, b_scale_inv, dtype, bias=bias, fast_accum=fast_accum)
 

@@ -1,0 +1,135 @@
+"""The product of a linear layer, in FP8 where the region and the layer let it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_graph import _C
+from te_graph.fp8.autocast import current_region, fp8_autocast
+from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
+from te_graph.fp8.scaling_scope import INPUT, WEIGHT, Member, new_state
+
+_log = logging.getLogger("te_graph")
+MULTIPLE = 16  # of features, which FP8 tensor cores want
+
+
+class FP8Module(Protocol):
+    """What computes in FP8: ``weight`` [out, in]; ``fp8``, its place in a scope, and what was loaded for it before."""
+
+    weight: nn.Parameter
+    fp8: Member | None
+    loaded_state: Tensor | None
+    has_told_misfit: bool
+
+
+def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product of ``module`` for x [..., in], with bias [out] or without; None where FP8 is off or does not fit."""
+    checkpoints = Checkpoints() if may_be_checkpointed() else None
+    if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
+        member = module.fp8
+        checkpoints.note(module, first)
+        return member.linear.forward(x, module.weight, bias, first.dtype, False, first.scale)
+    region = current_region()
+    if region is None or not (region.enabled or region.calibrating):
+        return None
+    member, weight = place_of(module, region), module.weight
+    if member is None:
+        return None
+    if not region.enabled:
+        _calibrate(member, x, weight)
+        return None
+    dtype = _dtype_of_result(x, weight)
+    is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
+    if not member.linear.is_cast(weight, is_training):
+        member.scope.cast_weights(is_training, is_noted=not _C.HostSteps.is_noting())
+    if checkpoints is not None and checkpoints.noting:
+        scale = member.linear.begin_input_cast()
+        checkpoints.note(module, FirstCall(scale, dtype))
+        return member.linear.forward(x, weight, bias, dtype, True, scale)
+    return member.linear.forward(x, weight, bias, dtype, is_training, None)
+
+
+def place_of(module: FP8Module, region: fp8_autocast) -> Member | None:
+    """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit."""
+    weight, member = module.weight, module.fp8
+    if member is not None and member.scope is region.scope_on(weight.device) and member.fits(weight):
+        return member
+    if is_traceable_wrapper_subclass(weight) or hasattr(weight, "ds_id"):
+        raise TypeError(
+            f"te_graph.Linear: expected a weight that is whole on this rank, got {type(weight).__name__}, as FSDP, "
+            "DTensor or ZeRO-3 make them: compute this layer outside of fp8_autocast, or keep it out of the sharding"
+        )
+    if any(size % MULTIPLE for size in weight.shape) or weight.numel() == 0:
+        if not module.has_told_misfit:
+            module.has_told_misfit = True
+            _log.warning(
+                "te_graph.Linear(%d, %d) computes in high precision: FP8 products want numbers of features that %d "
+                "divides",
+                *(*reversed(weight.shape), MULTIPLE),
+            )
+        return None
+    if _C.HostSteps.is_noting():
+        raise RuntimeError(
+            "te_graph.Linear: expected a layer that was called in fp8_autocast before it is captured in it, got the "
+            "first call of one that the captured code does not lead to: call it once outside of the capture"
+        )
+    state = state_of(module) if module.fp8 is not None or module.loaded_state is not None else None
+    module.fp8 = region.scope_on(weight.device).add(module)
+    if state is not None:
+        with torch.no_grad():
+            module.fp8.load_(state)
+    module.loaded_state = None
+    return module.fp8
+
+
+def state_of(module: FP8Module) -> Tensor:
+    """The scales and histories of ``module``, [3, 8 + at least 1024] fp32 (``Member.state``)."""
+    if module.fp8 is not None:
+        return module.fp8.state()
+    return new_state(module.weight.device) if module.loaded_state is None else module.loaded_state
+
+
+def load_state_(module: FP8Module, state: Tensor) -> None:
+    """Let ``module`` take a ``state`` that ``state_of`` returned, [3, ...] fp32, here or elsewhere."""
+    if module.fp8 is None:
+        module.loaded_state = state.detach().clone()
+    else:
+        with torch.no_grad():
+            module.fp8.load_(state)
+
+
+def _dtype_of_result(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Of the product of x [..., in] and weight [out, in]: as ``torch.nn.functional.linear`` has it."""
+    kind = x.device.type
+    if x.device != weight.device:
+        raise ValueError(f"te_graph.Linear: expected an input on {weight.device}, where the weight is, got {x.device}")
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        if dtype == torch.float16:
+            raise ValueError(
+                "te_graph.Linear: expected torch.autocast of torch.bfloat16 inside fp8_autocast, got torch.float16"
+            )
+        return dtype
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"te_graph.Linear: expected an input of dtype {weight.dtype}, that of the weight, got {x.dtype}; cast it, "
+            "or call the layer under torch.autocast"
+        )
+    return x.dtype
+
+
+def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
+    """Record the magnitudes of x [..., in] and weight [out, in], which are not cast."""
+    if not member.scope.is_delayed:
+        return
+    with torch.no_grad():
+        for tensor, number in ((x, INPUT), (weight, WEIGHT)):
+            if tensor.numel():
+                member.use(number)
+                newest = member.history(number)[0][0]
+                newest.copy_(torch.maximum(newest, tensor.detach().abs().amax().float()))
