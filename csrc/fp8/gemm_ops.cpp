@@ -1,9 +1,9 @@
 // Registration of the products of FP8 matrices.
 #include "fp8/gemm_ops.h"
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include "common/no_derivative.h"
@@ -28,6 +28,8 @@ constexpr const char* kGemmOut = "fp8_gemm_out";
 // As multiply().
 void multiply_in_fp32(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
                       const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool accumulate) {
+    // Inside a region of torch.autocast the product would be made of, and rounded to, its dtype.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     at::Tensor sum = at::mm(a.to(at::kFloat), b.to(at::kFloat).t());
     sum.mul_(a_scale_inv.mul(b_scale_inv));
     if (bias) sum.add_(bias->to(at::kFloat));

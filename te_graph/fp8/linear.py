@@ -143,12 +143,12 @@ class Linear(nn.Linear, ReadyForCapture):
         return F.linear(x, self.weight, bias) if y is None else y
 
     def make_ready_for_capture(self) -> None:
-        """Have a place in the scope of the present region, and cast weights."""
+        """Have a place in the scope of the present region, and a cast weight, of which replays record the magnitude."""
         region = current_region()
         if region is not None and region.enabled:
             place_of(self, region)
         if self.fp8 is not None and self.fp8.fits(self.weight):
-            self.fp8.scope.cast_weights(torch.is_grad_enabled())
+            self.fp8.scope.cast_weights(records=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""

@@ -45,8 +45,9 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
         return None
     dtype = _dtype_of_result(x, weight)
     is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
-    if not member.linear.is_cast(weight, is_training):
-        member.scope.cast_weights(is_training, is_noted=not _C.HostSteps.is_noting())
+    is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the magnitude
+    if not member.linear.is_cast(weight, is_training and not is_captured):
+        member.scope.cast_weights(is_training, is_noted=not is_captured)
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
         checkpoints.note(module, FirstCall(scale, dtype))
@@ -78,6 +79,8 @@ def place_of(module: FP8Module, region: fp8_autocast) -> Member | None:
             "te_graph.Linear: expected a layer that was called in fp8_autocast before it is captured in it, got the "
             "first call of one that the captured code does not lead to: call it once outside of the capture"
         )
+    if module.fp8 is not None:
+        module.fp8.settle()  # by the rules of the scope that it leaves
     state = state_of(module) if module.fp8 is not None or module.loaded_state is not None else None
     module.fp8 = region.scope_on(weight.device).add(module)
     if state is not None:

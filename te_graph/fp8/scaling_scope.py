@@ -168,6 +168,13 @@ class Member:
             scale.copy_(state[tensor, 2:3])
             self.use(tensor)
 
+    def settle(self) -> None:
+        """Update the scales of what has been recorded, as a next cast would."""
+        for tensor in (INPUT, WEIGHT, GRAD) if self.scope.is_delayed else ():
+            direction, column = self.block.place(self.number, tensor)
+            if self.block.tables[direction].has_run(column):
+                self.block.tables[direction].update()
+
     def use(self, tensor: int) -> None:
         """Say that ``tensor`` is about to be cast, and its magnitude recorded."""
         direction, column = self.block.place(self.number, tensor)

@@ -56,7 +56,7 @@ def region(recipe: object, group: dist.ProcessGroup | None = None) -> tg.fp8_aut
 
 def assert_close(name: str, actual: Tensor, expected: Tensor, recipe: object) -> None:
     """Up to the order of sums, and in FP8 up to the scales, which parts of a tensor have of their own."""
-    tolerance = 1e-5 if recipe is None else 0.15
+    tolerance = 1e-5 if recipe is None else 0.35
     error = (actual.double() - expected.double()).norm() / expected.double().norm()
     assert error <= tolerance, f"{name}: {error}"
 

@@ -1,0 +1,288 @@
+"""Random trainings of models with FP8 layers: eagerly, and with some of their layers graphed.
+
+The reference is the eager training. A program is drawn from its seed; by hand, many of them:
+``PYTHONPATH=tests/helpers python tests/fp8/fp8_programs.py --seeds 0:1000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import random
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import te_graph as tg
+from te_graph.testing import deterministic
+
+WIDTHS = (16, 32, 48)
+RECIPES: tuple[Callable[[], object], ...] = (
+    lambda: tg.DelayedScaling(amax_history_len=3),
+    lambda: tg.DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"),
+    lambda: tg.DelayedScaling(amax_history_len=4, margin=1, fp8_format=tg.Format.E4M3),
+    lambda: tg.Float8CurrentScaling(),
+)
+
+
+class Block(nn.Module):
+    """x [n, width] -> [n, width], in one of several ways.
+
+    Args:
+        kind: which.
+        width: of x.
+    """
+
+    KINDS = ("mlp", "gated", "twice", "frozen", "misfit", "plain", "no_bias", "checkpoint", "inner_off", "detached")
+
+    def __init__(self, kind: str, width: int) -> None:
+        super().__init__()
+        self.kind = kind
+        hidden = 20 if kind == "misfit" else 2 * width
+        self.norm = nn.LayerNorm(width)
+        make = nn.Linear if kind == "plain" else tg.Linear
+        self.up = make(width, hidden, bias=kind != "no_bias")
+        self.gate = make(width, hidden) if kind == "gated" else None
+        self.down = make(hidden, width, bias=kind != "no_bias")
+        if kind == "frozen":
+            self.up.requires_grad_(False)
+
+    def inner(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up(x))
+        if self.gate is not None:
+            hidden = hidden * self.gate(x)
+        if self.kind == "twice":
+            hidden = hidden + self.up(x * 0.5)
+        return self.down(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        if self.kind == "detached":
+            y = y.detach()
+        if self.kind == "checkpoint":
+            return x + checkpoint(self.inner, y, use_reentrant=False)
+        if self.kind == "inner_off":
+            with tg.fp8_autocast(enabled=False):
+                y = y + self.inner(y)
+        return x + self.inner(y)
+
+
+class Model(nn.Module):
+    """x [n, width] -> [n, width] by blocks, some of which may be one module."""
+
+    def __init__(self, kinds: list[str], width: int, is_tied: bool) -> None:
+        super().__init__()
+        blocks = [Block(kind, width) for kind in kinds]
+        self.blocks = nn.ModuleList([*blocks, blocks[0]] if is_tied else blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@dataclass
+class Program:
+    """A training.
+
+    Attributes:
+        kinds, width, is_tied: of the model.
+        dtype: of its parameters; with float32 calls are under torch.autocast of bfloat16.
+        recipes: which one is in force in each step.
+        graphed: numbers of the blocks that are graphed, or none for the whole model.
+        options: of ``make_graphed_callables``.
+        steps: for each step its events.
+    """
+
+    seed: int
+    kinds: list[str]
+    width: int
+    is_tied: bool
+    dtype: torch.dtype
+    recipes: list[int]
+    graphed: list[int] | None
+    options: dict[str, Any]
+    steps: list[list[str]] = field(default_factory=list)
+
+    EVENTS = ("train", "train", "train", "two", "evaluate", "outside", "edit", "copy", "save", "grad")
+
+    @classmethod
+    def draw(cls, seed: int) -> Program:
+        rng = random.Random(seed)
+        kinds = [rng.choice(Block.KINDS) for _ in range(rng.randint(1, 4))]
+        steps = [[rng.choice(cls.EVENTS) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(2, 5))]
+        steps[-1].append("train")  # so that all layers have a place in the scope of the last recipe
+        first = rng.randrange(len(RECIPES))
+        changes = rng.random() < 0.3
+        whole, is_tied = rng.random() < 0.2, rng.random() < 0.2
+        # A graph that is replayed twice before one backward adds gradients one after the other.
+        some = range(is_tied, len(kinds))
+        return cls(
+            seed=seed,
+            kinds=kinds,
+            width=rng.choice(WIDTHS),
+            is_tied=is_tied,
+            dtype=rng.choice((torch.bfloat16, torch.float32)),
+            recipes=[rng.randrange(len(RECIPES)) if changes else first for _ in steps],
+            graphed=None if whole or not some else sorted(rng.sample(some, rng.randint(1, len(some)))),
+            options={
+                "max_in_flight": rng.choice((2, 4)),
+                "on_exhausted": "eager",
+                "on_mismatch": rng.choice(("capture", "eager")),
+            },
+            steps=steps,
+        )
+
+    def run(self, is_graphed: bool, device: str = "cpu") -> tuple[list[tuple[str, Tensor]], int]:
+        """What the training leaves, by names, and how many forwards were replayed."""
+        torch.manual_seed(self.seed)
+        model = Model(self.kinds, self.width, self.is_tied).to(device, self.dtype)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        self._values = torch.Generator().manual_seed(self.seed)
+        graphed: list[nn.Module] = []
+        if is_graphed:
+            graphed = [model] if self.graphed is None else [model.blocks[number] for number in self.graphed]
+            with self._region(0, device):
+                samples = tuple((self._input(model, device),) for _ in graphed)
+                self._values.manual_seed(self.seed)
+                tg.make_graphed_callables(tuple(graphed), samples, **self.options)
+        found: list[tuple[str, Tensor]] = []
+        for number, events in enumerate(self.steps):
+            for position, event in enumerate(events):
+                name = f"step {number}, {position}: {event}"
+                found += [(name, value) for value in self._do(event, model, number, device)]
+            grads = [
+                (f"step {number}: gradient of {n}", p.grad) for n, p in model.named_parameters() if p.grad is not None
+            ]
+            found += [(name, grad.detach().clone()) for name, grad in grads]
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [(name, value.detach().clone()) for name, value in model.named_parameters()]
+        # Magnitudes that no update has taken up yet may be taken up sooner on one side.
+        for module in model.modules():
+            if isinstance(module, tg.Linear) and module.fp8 is not None:
+                module.fp8.settle()
+        found += list(tg.fp8_state_dict(model).items())
+        replays = sum(module.te_graph.info()["forward_replays"] for module in graphed)
+        return found, replays
+
+    def _input(self, model: nn.Module, device: str) -> Tensor:
+        """[5, width]."""
+        x = torch.randn(5, self.width, generator=self._values) * 2 ** random.Random(self.seed).uniform(-3, 3)
+        return x.to(device, torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32).requires_grad_()
+
+    def _region(self, step: int, device: str, enabled: bool = True) -> Any:
+        """The regions of a call: fp8_autocast, and torch.autocast around it where parameters are float32."""
+        region = tg.fp8_autocast(enabled=enabled, recipe=RECIPES[self.recipes[step]]())
+        if self.dtype == torch.bfloat16:
+            return region
+        stack = torch.autocast(torch.device(device).type, torch.bfloat16)
+        return _Both(stack, region)
+
+    def _do(self, event: str, model: nn.Module, step: int, device: str) -> list[Tensor]:
+        x = self._input(model, device)
+        if event == "evaluate":
+            with torch.no_grad(), self._region(step, device):
+                return [model(x.detach()).clone()]
+        if event == "outside":
+            with self._region(step, device, enabled=False):
+                y = model(x)
+            y.float().square().mean().backward()
+            return [y.detach().clone(), x.grad]
+        if event == "edit":
+            with torch.no_grad():
+                for parameter in list(model.parameters())[::2]:
+                    parameter.mul_(0.9)
+            return []
+        if event == "copy":
+            copy.deepcopy(model)
+            return []
+        if event == "save":
+            tg.load_fp8_state_dict(model, tg.fp8_state_dict(model))
+            return []
+        if event == "grad" and "detached" in self.kinds:
+            return []  # a replay records the magnitudes of gradients that nobody asks for
+        if event == "grad":
+            with self._region(step, device):
+                y = model(x)
+            (grad,) = torch.autograd.grad(y.float().square().mean(), x)
+            return [y.detach().clone(), grad]
+        if event == "two":
+            other = self._input(model, device)
+            with self._region(step, device):
+                first = model(x)
+            with self._region(step, device):
+                second = model(other)
+            first.float().square().mean().backward()
+            second.float().square().mean().backward()
+            return [first.detach().clone(), second.detach().clone(), x.grad, other.grad]
+        with self._region(step, device):
+            y = model(x)
+        y.float().square().mean().backward()
+        return [y.detach().clone(), x.grad]
+
+    def compare(self, device: str = "cpu") -> tuple[str, str, int]:
+        """A verdict ("same", "differs", "raised", "invalid"), what was found, and the replays."""
+        try:
+            expected, _ = self.run(False, device)
+        except Exception:
+            return "invalid", traceback.format_exc(), 0
+        try:
+            actual, replays = self.run(True, device)
+        except Exception:
+            return "raised", traceback.format_exc(), 0
+        for (name, one), (other, two) in zip(expected, actual, strict=True):
+            if name != other or not torch.equal(one, two):
+                return "differs", f"{name} / {other}", replays
+        return "same", "", replays
+
+
+class _Both:
+    """Two contexts, one inside the other."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._inner.__exit__(*failure)
+        self._outer.__exit__(*failure)
+
+
+def main() -> int:
+    """Run many and tell what came of them."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seeds", default="0:100", help="first:end")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    first, end = map(int, arguments.seeds.split(":"))
+    logging.getLogger("te_graph").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    tally: Counter[str] = Counter()
+    with deterministic():
+        for seed in range(first, end):
+            program = Program.draw(seed)
+            verdict, detail, replays = program.compare(arguments.device)
+            tally[verdict] += 1
+            tally["replayed"] += replays > 0
+            if verdict != "same":
+                print(f"{seed}: {verdict}: {detail}\n  {program}", flush=True)
+    print(dict(tally))
+    return int(tally["differs"] + tally["raised"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
