@@ -196,15 +196,16 @@ void multiply([[maybe_unused]] const char* op, const at::Tensor& out, const at::
               const at::Tensor& a_scale_inv, const at::Tensor& b_scale_inv, const MaybeTensor& bias,
               [[maybe_unused]] bool fast_accum, bool accumulate) {
     if (out.numel() == 0) return;
+    const MaybeTensor rounded = bias ? MaybeTensor(bias->to(out.scalar_type())) : std::nullopt;
     if (a.size(1) == 0 || !multiplies_fp8(out.device())) {
-        return multiply_in_fp32(out, a, b, a_scale_inv, b_scale_inv, bias, accumulate);
+        return multiply_in_fp32(out, a, b, a_scale_inv, b_scale_inv, rounded, accumulate);
     }
 #ifdef TE_GRAPH_CUDA
-    // Only a bias of 16 bits, and of the result's dtype, is added by the product itself.
+    // cuBLASLt adds no bias of fp32.
     const bool is_wide = out.scalar_type() == at::kFloat;
-    const MaybeTensor inside = bias && !is_wide ? MaybeTensor(bias->to(out.scalar_type())) : std::nullopt;
+    const MaybeTensor inside = is_wide ? std::nullopt : rounded;
     multiply_by_cublaslt(op, out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate);
-    if (bias && is_wide) out.add_(*bias);
+    if (rounded && is_wide) out.add_(*rounded);
 #endif
 }
 

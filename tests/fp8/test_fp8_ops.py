@@ -43,6 +43,15 @@ SCHEMAS = (
     'str amax_compute_algo="max", *, bool skip_nonfinite=False) -> ()',
     "fp8_current_scale(Tensor x, ScalarType dtype, *, float eps=0., bool power_of_2=False) -> (Tensor, Tensor)",
     "fp8_scale(Tensor amax, ScalarType dtype, *, float margin=0., float eps=0., bool power_of_2=False) -> Tensor",
+    "fp8_gemm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, ScalarType dtype, *, Tensor? bias=None, "
+    "bool fast_accum=False) -> Tensor",
+    "fp8_gemm_out(Tensor(a!) out, Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, *, Tensor? bias=None, "
+    "bool fast_accum=False, bool accumulate=False) -> ()",
+    "fp8_linear_forward(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? scale, "
+    "Tensor(a!)? amax, ScalarType dtype, bool with_transposed) -> (Tensor, Tensor, Tensor)",
+    "fp8_linear_backward(Tensor grad, Tensor? weight_t, Tensor? weight_scale_inv, Tensor? x_t, Tensor? x_scale_inv, "
+    "Tensor? scale, Tensor(a!)? amax, ScalarType grad_dtype, ScalarType x_dtype, ScalarType weight_dtype, "
+    "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
     "step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()",
     "step_state_advance_(Tensor(a!) state) -> ()",
 )

@@ -59,6 +59,39 @@ def some_weights(device: str) -> list[Tensor]:
     return [numbers((6, 10), torch.bfloat16, device), numbers((20, 7), torch.float32, device)]
 
 
+def gemm_samples(device: str) -> dict[str, Arguments]:
+    """Calls of the products of FP8 matrices, and of the directions of a linear layer: 6 tokens, 32 inputs, 16 outputs."""
+    x, grad = numbers((2, 3, 32), torch.bfloat16, device), numbers((2, 3, 16), torch.float32, device)
+    a, b, bias = x[0].to(E4M3), numbers((16, 32), torch.float32, device).to(E5M2), numbers((16,), torch.float32, device)
+    weight, weight_t, x_t = fp8_buffers((16, 32), (32, 16), (32, 16), device=device)
+    one, other = torch.tensor([0.5], device=device), torch.tensor([0.25], device=device)
+    amax, formats = torch.zeros(1, device=device), (E5M2, torch.bfloat16, torch.float32)
+    forward, backward = ops.fp8_linear_forward.default, ops.fp8_linear_backward.default
+    all_of_backward = grad, weight_t, one, x_t, other
+    return {
+        "gemm": (ops.fp8_gemm.default, (a, b, one, other, torch.bfloat16), {}),
+        "gemm with all": (ops.fp8_gemm.default, (a[:0], b, one[0], other, torch.float32), {"bias": bias}),
+        "gemm into": (
+            ops.fp8_gemm_out.default,
+            (torch.ones(3, 16, device=device), a, b, one, other),
+            {"bias": bias, "fast_accum": True, "accumulate": True},
+        ),
+        "linear": (forward, (x, weight, one, bias, other, amax, torch.bfloat16, True), {}),
+        "linear, current scaling": (forward, (x[0, 0], weight, one, None, None, None, torch.float32, False), {}),
+        "linear, backward": (backward, (*all_of_backward, one.clone(), amax.clone(), *formats, [True] * 3), {}),
+        "linear, backward of the weight": (
+            backward,
+            (grad, None, None, x_t, other, None, None, *formats, [False, True, False]),
+            {},
+        ),
+        "linear, backward of the bias": (
+            backward,
+            (grad, None, None, None, None, None, None, *formats, [False, False, True]),
+            {},
+        ),
+    }
+
+
 def samples(device: str, prepared: tg.Fp8Weights) -> dict[str, Arguments]:
     """The calls, one of them on the table of ``prepared``, which must live as long as they."""
     x, wide = some_weights(device)
@@ -104,6 +137,7 @@ def samples(device: str, prepared: tg.Fp8Weights) -> dict[str, Arguments]:
         "current scale with all": (ops.fp8_current_scale.default, (wide.t(), E5M2), {"eps": 0.1, "power_of_2": True}),
         "scale": (ops.fp8_scale.default, (history[0, 1::3], E4M3), {"margin": 1.0, "eps": 0.1, "power_of_2": True}),
         "scale, transposed": (ops.fp8_scale.default, (history.t(), E4M3), {}),
+        **gemm_samples(device),
         "state, set": (ops.step_state_set_.default, (state, False, True), {}),
         "state, advance": (ops.step_state_advance_.default, (state.clone(),), {}),
     }
