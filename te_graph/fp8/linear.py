@@ -68,7 +68,7 @@ class Linear(nn.Linear, ReadyForCapture):
     return_bias = False
     shard: Shard | None = None
     fp8: Member | None = None
-    loaded_state: Tensor | None = None  # [3, ...] for the place to come
+    loaded_state: tuple[int, Tensor] | None = None
     has_told_misfit = False
 
     def __init__(
@@ -152,7 +152,7 @@ class Linear(nn.Linear, ReadyForCapture):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""
-        return {**self.__dict__, "fp8": None, "loaded_state": state_of(self)}
+        return {**self.__dict__, "fp8": None, "loaded_state": (0, state_of(self))}  # tensors begin at version 0
 
     def get_extra_state(self) -> Tensor:
         """The scales and histories, [3, 8 + at least 1024] fp32."""

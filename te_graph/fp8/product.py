@@ -19,11 +19,18 @@ MULTIPLE = 16  # of features, which FP8 tensor cores want
 
 
 class FP8Module(Protocol):
-    """What computes in FP8: ``weight`` [out, in]; ``fp8``, its place in a scope, and what was loaded for it before."""
+    """What computes in FP8.
+
+    Attributes:
+        weight: [out, in].
+        fp8: its place in a scope.
+        loaded_state: what was loaded before it had one, [3, ...] fp32, behind the version of the weight at that time.
+        has_told_misfit: it has said that it computes in high precision.
+    """
 
     weight: nn.Parameter
     fp8: Member | None
-    loaded_state: Tensor | None
+    loaded_state: tuple[int, Tensor] | None
     has_told_misfit: bool
 
 
@@ -81,12 +88,15 @@ def place_of(module: FP8Module, region: fp8_autocast) -> Member | None:
         )
     if module.fp8 is not None:
         module.fp8.settle()  # by the rules of the scope that it leaves
-    state = state_of(module) if module.fp8 is not None or module.loaded_state is not None else None
-    module.fp8 = region.scope_on(weight.device).add(module)
+    state, version = None, weight._version
+    if module.fp8 is not None:
+        state = state_of(module)
+    elif module.loaded_state is not None:
+        version, state = module.loaded_state
+    module.fp8, module.loaded_state = region.scope_on(weight.device).add(module), None
     if state is not None:
         with torch.no_grad():
-            module.fp8.load_(state)
-    module.loaded_state = None
+            module.fp8.load_(state, version)
     return module.fp8
 
 
@@ -94,16 +104,16 @@ def state_of(module: FP8Module) -> Tensor:
     """The scales and histories of ``module``, [3, 8 + at least 1024] fp32 (``Member.state``)."""
     if module.fp8 is not None:
         return module.fp8.state()
-    return new_state(module.weight.device) if module.loaded_state is None else module.loaded_state
+    return new_state(module.weight.device) if module.loaded_state is None else module.loaded_state[1]
 
 
 def load_state_(module: FP8Module, state: Tensor) -> None:
     """Let ``module`` take a ``state`` that ``state_of`` returned, [3, ...] fp32, here or elsewhere."""
     if module.fp8 is None:
-        module.loaded_state = state.detach().clone()
+        module.loaded_state = module.weight._version, state.detach().clone()
     else:
         with torch.no_grad():
-            module.fp8.load_(state)
+            module.fp8.load_(state, module.weight._version)
 
 
 def _dtype_of_result(x: Tensor, weight: Tensor) -> torch.dtype:

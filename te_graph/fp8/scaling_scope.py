@@ -20,6 +20,7 @@ _ops = torch.ops.te_graph
 _FIRST_CAPACITY = 32
 INPUT, WEIGHT, GRAD = range(3)  # tensors of a module that are cast
 _VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
+_CAST_SCALE, _IS_CAST = 3, 4  # places in its header
 
 
 class HasWeight(Protocol):
@@ -35,11 +36,13 @@ class _Block:
         forward, backward: scales of (input and weight) and of gradients; None under current scaling.
         history, scale, scale_inv: of both directions, [H, n], [n] and [n] each; empty under current scaling. Casts
             have inverses of their own.
+        weight_scale: [capacity] fp32, with which the weights were cast.
         weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
         free: numbers that no module has, the next one last.
     """
 
     def __init__(self, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.weight_scale = torch.ones(capacity, device=device)
         self.weight_scale_inv = torch.ones(capacity, 4, device=device)
         self.free = list(reversed(range(capacity)))
         self.tables: list[_C.ScaleTable | None] = [None, None]
@@ -92,6 +95,7 @@ class Member:
 
     Attributes:
         linear: the products.
+        loaded_version: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         data, transposed: FP8 copies of the weight, [out, in] and [in, out].
     """
 
@@ -99,6 +103,7 @@ class Member:
         weight, formats = module.weight, scope.recipe.fp8_format
         self.scope, self.block, self.number = scope, block, number
         self._module = weakref.ref(module)
+        self.loaded_version: int | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
@@ -133,7 +138,8 @@ class Member:
 
     def state(self) -> Tensor:
         """A copy of the histories and scales, which ``load_`` takes: [3, 8 + at least 1024] fp32, row by row of INPUT,
-        WEIGHT and GRAD the version of the format, the length of the history, the scale, five zeros, and the history.
+        WEIGHT and GRAD the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
+        cast and whether it is as it was then, three zeros, and the history.
         """
         length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
         state = new_state(self.data.device, length)
@@ -141,12 +147,25 @@ class Member:
             history, scale = self.history(tensor)
             state[tensor, 2:3] = scale
             state[tensor, _HEADER : _HEADER + length] = history
+        weight = self.weight
+        if length and weight is not None and (self.linear.is_cast(weight, True) or self.is_resumed(weight)):
+            state[WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
+            state[WEIGHT, _IS_CAST] = 1
         return state
 
-    def load_(self, state: Tensor) -> None:
+    def is_resumed(self, weight: Tensor) -> bool:
+        """Whether ``weight`` [out, in] is as it was when it was cast, elsewhere, as a loaded state says."""
+        return self.loaded_version is not None and self.loaded_version == weight._version
+
+    def load_(self, state: Tensor, loaded_version: int) -> None:
         """Take histories and scales from ``state`` [3, ...], which ``state()`` returned here or elsewhere.
 
-        Of a longer history the newest magnitudes are taken.
+        Of a longer history the newest magnitudes are taken. If the weight stays as it is, it is cast with the scale of
+        its cast there, and its magnitude, which is in the history, not recorded again.
+
+        Args:
+            state: as above.
+            loaded_version: of the weight that goes with it.
 
         Raises:
             ValueError: it is of another form.
@@ -167,6 +186,9 @@ class Member:
             history[len(history) - kept :] = rows[saved - kept :]
             scale.copy_(state[tensor, 2:3])
             self.use(tensor)
+        if state[WEIGHT, _IS_CAST]:
+            self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
+            self.loaded_version = loaded_version
 
     def settle(self) -> None:
         """Update the scales of what has been recorded, as a next cast would."""
@@ -245,33 +267,39 @@ class ScalingScope(OwnObject):
             if (weight := member.weight) is not None and not member.linear.is_cast(weight, records)
         ]
         stale = [(member, weight) for member, weight in stale if member.fits(weight)]
+        resumed = [(member, weight) for member, weight in stale if member.is_resumed(weight)]
+        changed = [(member, weight) for member, weight in stale if not member.is_resumed(weight)]
         records = records and self.is_delayed
         with torch.inference_mode(False), torch.no_grad():
             if records and is_noted:
-                for member, _ in stale:
+                for member, _ in changed:
                     member.use(WEIGHT)
-            for block, run in _runs(stale):
-                self._cast(block, run, records)
+            for block, run in _runs(changed):
+                self._cast(block, run, records, is_resumed=False)
+            for block, run in _runs(resumed):
+                self._cast(block, run, False, is_resumed=True)
         for member, weight in stale if is_noted else ():
-            member.linear.note_cast(weight, records or not self.is_delayed)
+            member.linear.note_cast(weight, records or not self.is_delayed or member.is_resumed(weight))
+        for member, _ in changed if is_noted else ():
+            member.loaded_version = None
 
-    def _cast(self, block: _Block, run: Sequence[tuple[Member, Tensor]], records: bool) -> None:
+    def _cast(self, block: _Block, run: Sequence[tuple[Member, Tensor]], records: bool, is_resumed: bool) -> None:
         """Cast the weights of members whose numbers follow each other in ``block``."""
         weights = [weight.detach().contiguous() for _, weight in run]
         first, end = run[0][0].number, run[-1][0].number + 1
-        amax = torch.zeros(len(run), device=self.device)
-        if self.is_delayed:
-            columns = slice(2 * first + WEIGHT, 2 * end, 2)
-            scale = block.scale[0][columns]
-            amax = block.history[0][0, columns] if records else amax
-        else:
+        amax, cast_scale = torch.zeros(len(run), device=self.device), block.weight_scale[first:end]
+        if not self.is_delayed:
             largest = _ops.multi_tensor_norms(weights, float("inf"))
-            scale = _ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype)
+            cast_scale.copy_(_ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype))
+        elif not is_resumed:
+            columns = slice(2 * first + WEIGHT, 2 * end, 2)
+            cast_scale.copy_(block.scale[0][columns])
+            amax = block.history[0][0, columns] if records else amax
         _ops.fp8_cast_weights_(
             [member.data for member, _ in run],
             [member.transposed for member, _ in run],
             weights,
-            scale,
+            cast_scale,
             block.weight_scale_inv[first:end, 0],
             amax,
         )

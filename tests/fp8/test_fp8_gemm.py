@@ -121,11 +121,11 @@ def test_bad_results_are_refused(device: str) -> None:
     a, b, a_inv, b_inv = operands(16, 16, 16, (E4M3, E4M3), device)
     with pytest.raises(ValueError, match=r"^fp8_gemm_out: expected out of shape \[16, 16\], got \[8, 16\]"):
         tg.fp8_gemm_out(torch.zeros(8, 16, device=device), a, b, a_inv, b_inv)
-    with pytest.raises(ValueError, match="^fp8_gemm_out: expected out to be contiguous"):
+    with pytest.raises(ValueError, match=r"^fp8_gemm_out: expected out to be contiguous"):
         tg.fp8_gemm_out(torch.zeros(16, 16, device=device).t()[:, ::1].t()[::1].t(), a, b, a_inv, b_inv)
     memory = torch.zeros(16 * 16 * 4, dtype=torch.uint8, device=device)
     overlapping = memory[:256].view(E4M3).view(16, 16)
-    with pytest.raises(ValueError, match="^fp8_gemm_out: expected out and a that do not overlap"):
+    with pytest.raises(ValueError, match=r"^fp8_gemm_out: expected out and a that do not overlap"):
         tg.fp8_gemm_out(memory.view(torch.float32).view(16, 16), overlapping, b, a_inv, b_inv)
 
 

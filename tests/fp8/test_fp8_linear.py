@@ -10,7 +10,7 @@ import torch
 from fp8_references import E4M3, E5M2
 from tensor_lists import same_bits
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 import te_graph as tg
 
@@ -129,18 +129,26 @@ def test_outside_of_a_region_it_is_a_linear_layer(device: str, recipe: object) -
     assert same_bits(layer(x), twin(x))
 
 
+def saved_by(layer: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The result for x [n, IN], and what autograd saved."""
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return layer(x), saved
+
+
 def test_frozen_parameters_and_inputs_cost_nothing(device: str) -> None:
     """Neither a transposed input nor a product is made for a gradient that nobody wants."""
     for needs_x, needs_weight in ((True, False), (False, True), (False, False)):
         layer = tg.Linear(IN, OUT, device=device, dtype=torch.bfloat16)
         layer.weight.requires_grad_(needs_weight)
         x = torch.randn(7, IN, device=device, dtype=torch.bfloat16, requires_grad=needs_x)
-        saved: list[Tensor] = []
-        with (
-            tg.fp8_autocast(recipe=CURRENT),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-        ):
-            y = layer(x)
+        with tg.fp8_autocast(recipe=CURRENT):
+            y, saved = saved_by(layer, x)
         assert ((IN, 16) in [tuple(t.shape) for t in saved]) == needs_weight
         assert ((IN, OUT) in [tuple(t.shape) for t in saved]) == needs_x
         y.float().sum().backward()
@@ -189,10 +197,10 @@ def test_bad_input_is_refused(device: str) -> None:
             layer(torch.zeros(2, IN - 16, device=device, dtype=torch.bfloat16))
         with (
             torch.autocast(device, torch.float16),
-            pytest.raises(ValueError, match="expected torch.autocast of torch.bfloat16 inside fp8_autocast"),
+            pytest.raises(ValueError, match=r"expected torch.autocast of torch.bfloat16 inside fp8_autocast"),
         ):
             layer(torch.zeros(2, IN, device=device, dtype=torch.bfloat16))
-        with pytest.raises(ValueError, match="expected an input on .*, where the weight is, got meta"):
+        with pytest.raises(ValueError, match=r"expected an input on .*, where the weight is, got meta"):
             layer(torch.zeros(2, IN, device="meta", dtype=torch.bfloat16))
 
 

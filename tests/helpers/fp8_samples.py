@@ -60,7 +60,7 @@ def some_weights(device: str) -> list[Tensor]:
 
 
 def gemm_samples(device: str) -> dict[str, Arguments]:
-    """Calls of the products of FP8 matrices, and of the directions of a linear layer: 6 tokens, 32 inputs, 16 outputs."""
+    """Calls of products of FP8 matrices, and of the directions of a linear layer: 6 tokens, 32 inputs, 16 outputs."""
     x, grad = numbers((2, 3, 32), torch.bfloat16, device), numbers((2, 3, 16), torch.float32, device)
     a, b, bias = x[0].to(E4M3), numbers((16, 32), torch.float32, device).to(E5M2), numbers((16,), torch.float32, device)
     weight, weight_t, x_t = fp8_buffers((16, 32), (32, 16), (32, 16), device=device)

@@ -1,0 +1,185 @@
+"""fp8_autocast: nesting, exceptions, names, threads; and the recipes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import WORLDS, Rank, ranks_of
+from tensor_lists import same_bits
+from torch import Tensor
+from torch.nn import functional as F
+
+import te_graph as tg
+from te_graph.fp8.autocast import current_region, is_fp8_enabled
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
+DELAYED, CURRENT = tg.DelayedScaling(amax_history_len=2), tg.Float8CurrentScaling()
+
+
+def computes_in_fp8(layer: tg.Linear, x: Tensor) -> bool:
+    """Whether ``layer`` does, for x [n, in]."""
+    with torch.no_grad():
+        return not same_bits(layer(x), F.linear(x, layer.weight, layer.bias))
+
+
+@pytest.fixture
+def layer(device: str) -> tg.Linear:
+    return tg.Linear(32, 32, device=device, dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def x(device: str) -> Tensor:
+    return torch.randn(5, 32, device=device, dtype=torch.bfloat16)
+
+
+def test_the_inner_region_counts(layer: tg.Linear, x: Tensor) -> None:
+    assert not computes_in_fp8(layer, x)
+    with tg.fp8_autocast():
+        assert computes_in_fp8(layer, x)
+        with tg.fp8_autocast(enabled=False):
+            assert not computes_in_fp8(layer, x)
+            with tg.fp8_autocast(recipe=CURRENT):
+                assert computes_in_fp8(layer, x)
+                assert current_region().recipe is CURRENT
+            assert not computes_in_fp8(layer, x)
+        assert computes_in_fp8(layer, x)
+    assert not computes_in_fp8(layer, x)
+    assert current_region() is None
+
+
+def test_an_exception_leaves_the_region(layer: tg.Linear, x: Tensor) -> None:
+    with contextlib.suppress(KeyError), tg.fp8_autocast(), tg.fp8_autocast(recipe=CURRENT):
+        raise KeyError
+    assert not is_fp8_enabled()
+    assert not computes_in_fp8(layer, x)
+
+
+def test_a_region_may_be_entered_again_also_in_itself(layer: tg.Linear, x: Tensor) -> None:
+    region = tg.fp8_autocast(recipe=CURRENT)
+    for _ in range(2):
+        with region:
+            with region:
+                assert computes_in_fp8(layer, x)
+            assert computes_in_fp8(layer, x)
+        assert not computes_in_fp8(layer, x)
+
+
+def test_a_region_is_a_decorator(layer: tg.Linear, x: Tensor) -> None:
+    @tg.fp8_autocast(recipe=CURRENT)
+    def call() -> bool:
+        return computes_in_fp8(layer, x)
+
+    assert call()
+    assert call()
+    assert not computes_in_fp8(layer, x)
+
+
+def test_a_thread_has_regions_of_its_own(layer: tg.Linear, x: Tensor) -> None:
+    found: list[bool] = []
+
+    def work() -> None:
+        found.append(computes_in_fp8(layer, x))
+        with tg.fp8_autocast(enabled=False):
+            found.append(computes_in_fp8(layer, x))
+
+    with tg.fp8_autocast(recipe=CURRENT):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert computes_in_fp8(layer, x)
+    assert found == [False, False]
+
+
+def test_scales_are_updated_when_the_outermost_region_is_left(layer: tg.Linear, x: Tensor) -> None:
+    scale = torch.tensor(448.0) / x.float().abs().max().cpu()
+    with tg.fp8_autocast(recipe=DELAYED):
+        with tg.fp8_autocast(recipe=DELAYED):
+            layer(x)
+        assert layer.get_extra_state()[0, 2] == 1
+    assert layer.get_extra_state()[0, 2] == scale
+
+
+def test_old_and_new_names() -> None:
+    assert tg.fp8_autocast(True, False, CURRENT).recipe is CURRENT
+    assert tg.fp8_autocast(fp8_recipe=CURRENT).recipe is CURRENT
+    assert tg.fp8_autocast().recipe == tg.DelayedScaling()
+    with pytest.raises(TypeError, match="expected recipe by one of its names, got both"):
+        tg.fp8_autocast(recipe=CURRENT, fp8_recipe=CURRENT)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: tg.fp8_autocast(recipe="delayed"), TypeError, "expected recipe to be a te_graph.DelayedScaling or"),
+        (lambda: tg.DelayedScaling(margin="1"), ValueError, "expected margin to be a finite number, got '1'"),
+        (lambda: tg.DelayedScaling(margin=float("inf")), ValueError, "expected margin to be a finite number, got inf"),
+        (lambda: tg.DelayedScaling(amax_history_len=0), ValueError, "expected amax_history_len to be a positive int"),
+        (lambda: tg.DelayedScaling(amax_compute_algo="mean"), ValueError, "to be 'max' or 'most_recent', got 'mean'"),
+        (
+            lambda: tg.DelayedScaling(fp8_format="e4m3"),
+            TypeError,
+            "expected fp8_format to be a te_graph.Format, got str",
+        ),
+        (lambda: tg.Float8CurrentScaling(fp8_format=1), TypeError, "Float8CurrentScaling: expected fp8_format"),
+    ],
+)
+def test_bad_arguments(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        make()
+
+
+def test_recipes_are_compared_by_value() -> None:
+    assert tg.DelayedScaling(margin=1) == tg.DelayedScaling(margin=1) != tg.DelayedScaling()
+    assert len({tg.Float8CurrentScaling(), tg.Float8CurrentScaling(), tg.DelayedScaling()}) == 2
+    assert tg.DelayedScaling(1, tg.Format.E4M3, 8, "most_recent", False).amax_history_len == 8
+
+
+def shared_scales(rank: Rank) -> None:
+    """Ranks with other data find the scales of the largest magnitudes of all, in both directions, bit for bit."""
+    torch.manual_seed(0)
+    layer = tg.Linear(32, 32, dtype=torch.bfloat16, device=rank.device)
+    recipe = tg.DelayedScaling(amax_history_len=2)
+    alone = tg.DelayedScaling(amax_history_len=2, reduce_amax=False)
+    for step in range(4):
+        everyone = [
+            torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(rank.world)
+        ]
+        x = everyone[rank.rank].to(rank.device, torch.bfloat16).requires_grad_()
+        with tg.fp8_autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+            y = layer(x)
+        y.float().square().sum().backward()
+        largest = max(each.to(torch.bfloat16).float().abs().max() for each in everyone)
+        newest = layer.get_extra_state()[0, 8 + 1]
+        assert newest == largest, f"step {step}"
+    layer.fp8.settle()
+    state = layer.get_extra_state().contiguous()
+    states = [torch.empty_like(state) for _ in range(rank.world)]
+    dist.all_gather(states, state)
+    assert all(same_bits(each, state) for each in states)
+    own = tg.Linear(32, 32, dtype=torch.bfloat16, device=rank.device)
+    with tg.fp8_autocast(recipe=alone, amax_reduction_group=dist.group.WORLD):
+        own(x)
+    assert own.get_extra_state()[0, 8 + 1] == x.detach().float().abs().max()
+
+
+def test_ranks_share_scales(ranks) -> None:
+    ranks.run(shared_scales, 0)
+
+
+def not_in_the_group(rank: Rank) -> None:
+    groups = [dist.new_group([one]) for one in range(rank.world)]
+    if rank.world > 1:
+        with pytest.raises(ValueError, match="expected an amax_reduction_group that this rank is in"):
+            tg.fp8_autocast(amax_reduction_group=groups[(rank.rank + 1) % rank.world])
+    tg.fp8_autocast(amax_reduction_group=groups[rank.rank])
+
+
+def test_a_group_without_this_rank_is_refused(ranks) -> None:
+    ranks.run(not_in_the_group, 0)

@@ -1,0 +1,167 @@
+"""What FP8 layers keep over copies, moves and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tensor_lists import same_bits
+from torch import Tensor, nn
+
+import te_graph as tg
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+WIDTH = 32
+RECIPES = {"delayed": tg.DelayedScaling(amax_history_len=3), "current": tg.Float8CurrentScaling()}
+recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+
+
+def new_model(device: str, make: Any = tg.Linear) -> nn.Sequential:
+    options = {"device": device, "dtype": torch.bfloat16}
+    return nn.Sequential(make(WIDTH, 2 * WIDTH, **options), nn.GELU(), make(2 * WIDTH, WIDTH, **options))
+
+
+def micro_batch(model: nn.Module, recipe: object, values: torch.Generator, device: str) -> Tensor:
+    """The loss of one, whose gradients are added."""
+    x = torch.randn(6, WIDTH, generator=values).to(device, torch.bfloat16)
+    with tg.fp8_autocast(recipe=recipe):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(model: nn.Module, recipe: object, device: str, stop: tuple[int, int] | None, converted: bool) -> list[Tensor]:
+    """Losses of 5 steps of 3 micro-batches, and parameters and states; at ``stop`` (step, micro-batch) all that a
+    checkpoint holds goes through a file into a new model and optimizer."""
+    values = torch.Generator().manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(5):
+        for number in range(3):
+            losses.append(micro_batch(model, recipe, values, device))
+            if (step, number) == stop:
+                grads = [p.grad for p in model.parameters()]
+                saved = through_a_file([model.state_dict(), optimizer.state_dict(), grads, tg.fp8_state_dict(model)])
+                model = new_model(device, nn.Linear if converted else tg.Linear)
+                if converted:
+                    tg.convert_to_fp8(model, min_features=16)
+                model.load_state_dict(saved[0])
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                optimizer.load_state_dict(saved[1])
+                for parameter, grad in zip(model.parameters(), saved[2], strict=True):
+                    parameter.grad = grad
+                if converted:
+                    tg.load_fp8_state_dict(model, saved[3])
+        optimizer.step()
+        optimizer.zero_grad()
+    for module in model.modules():
+        if isinstance(module, tg.Linear):
+            module.fp8.settle()
+    return [*losses, *model.parameters(), *tg.fp8_state_dict(model).values()]
+
+
+@recipes
+@pytest.mark.parametrize("stop", [(0, 0), (1, 2), (3, 1)])
+@pytest.mark.parametrize("converted", [False, True], ids=["by hand", "converted"])
+def test_a_resumed_training_is_bit_equal(device: str, recipe: object, stop: tuple[int, int], converted: bool) -> None:
+    results = []
+    for where in (None, stop):
+        torch.manual_seed(0)
+        model = new_model(device, nn.Linear if converted else tg.Linear)
+        if converted:
+            tg.convert_to_fp8(model, min_features=16)
+        results.append(train(model, recipe, device, where, converted))
+    assert all(map(same_bits, *results))
+
+
+def test_checkpoints_of_torch_layers_load_strictly(device: str) -> None:
+    plain, model = new_model(device, nn.Linear), new_model(device)
+    assert model.load_state_dict(plain.state_dict()).missing_keys == []
+    assert same_bits(model[0].weight, plain[0].weight)
+    tg.convert_to_fp8(plain, min_features=16)
+    back = new_model(device, nn.Linear)
+    back.load_state_dict(plain.state_dict())
+    assert same_bits(back[2].bias, plain[2].bias)
+
+
+def test_the_state_has_one_shape(device: str) -> None:
+    """So that checkpoints made before and after the first call, and under other recipes, fit each other."""
+    layer, shapes = tg.Linear(WIDTH, WIDTH, device=device), set()
+    for recipe in (None, *RECIPES.values(), tg.DelayedScaling()):
+        if recipe is not None:
+            with tg.fp8_autocast(recipe=recipe):
+                layer(torch.randn(2, WIDTH, device=device))
+        state = layer.state_dict()["_extra_state"]
+        shapes.add((state.shape, state.dtype))
+    assert shapes == {((3, 1032), torch.float32)}
+    with pytest.raises(ValueError, match=r"expected FP8 state of version 1, got shape \[2, 3\]"):
+        layer.set_extra_state(torch.zeros(2, 3))
+
+
+def test_copies_have_scales_of_their_own(device: str) -> None:
+    recipe, values = RECIPES["delayed"], torch.Generator().manual_seed(0)
+    model = new_model(device)
+    for _ in range(3):
+        micro_batch(model, recipe, values, device)
+    for layer in (model[0], model[2]):
+        layer.fp8.settle()
+    before = tg.fp8_state_dict(model)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in twins:
+        assert all(map(same_bits, tg.fp8_state_dict(twin).values(), before.values()))
+        micro_batch(twin, recipe, values, device)
+        assert not all(map(same_bits, tg.fp8_state_dict(twin).values(), before.values()))
+        assert all(map(same_bits, tg.fp8_state_dict(model).values(), before.values()))
+
+
+def test_casts_of_the_model_leave_scales_float32(device: str) -> None:
+    recipe, values = RECIPES["delayed"], torch.Generator().manual_seed(0)
+    model = new_model(device)
+    micro_batch(model, recipe, values, device)
+    before = tg.fp8_state_dict(model)
+    model.float().bfloat16()
+    after = tg.fp8_state_dict(model)
+    for name in before:
+        before[name][1, 3:5] = 0  # the weights are others
+        assert same_bits(before[name], after[name])
+    assert not list(model.buffers())
+    micro_batch(model, recipe, values, device)
+
+
+@pytest.mark.gpu
+def test_a_moved_model_takes_its_scales_along() -> None:
+    recipe, values = RECIPES["delayed"], torch.Generator().manual_seed(0)
+    model = new_model("cpu")
+    micro_batch(model, recipe, values, "cpu")
+    model[0].fp8.settle()
+    before = tg.fp8_state_dict(model)
+    model.cuda()
+    x = torch.zeros(6, WIDTH, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+        model(x)
+    assert same_bits(model[0].get_extra_state().cpu(), before["0"])
+
+
+def test_meta_models_get_their_state_when_they_are_loaded(device: str) -> None:
+    model = new_model(device)
+    micro_batch(model, RECIPES["delayed"], torch.Generator().manual_seed(0), device)
+    empty = new_model("meta").to_empty(device=device)
+    empty.load_state_dict(model.state_dict())
+    assert all(map(same_bits, tg.fp8_state_dict(empty).values(), tg.fp8_state_dict(model).values()))
+
+
+def test_names_have_to_fit(device: str) -> None:
+    model = new_model(device)
+    with pytest.raises(KeyError, match="expected the names of the model's FP8 layers, differing are"):
+        tg.load_fp8_state_dict(model, {"0": model[0].get_extra_state()})
