@@ -1,0 +1,230 @@
+"""convert_to_fp8: models of others, in place, and back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tensor_lists import same_bits
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import te_graph as tg
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+CURRENT = tg.Float8CurrentScaling()
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**SMALL, intermediate_size=48, num_key_value_heads=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def qwen() -> nn.Module:
+    config = transformers.Qwen2Config(**SMALL, intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, intermediate_size=48))
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=8, patch_size=4
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SMALL, intermediate_size=48, num_key_value_heads=2, num_local_experts=2)
+    return transformers.MixtralForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
+
+
+MODELS = {"llama": llama, "qwen": qwen, "bert": bert, "vit": vit, "mixtral": mixtral}
+# What is left, with the first words of the reason; all other linear layers are converted.
+LEFT = {
+    "llama": {"lm_head": "a head or a router"},
+    "qwen": {"lm_head": "its weight is that of"},
+    "bert": {"classifier": "a head or a router"},
+    "vit": {"classifier": "a head or a router"},
+    "mixtral": {"lm_head": "a head or a router"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_converted_in_place_and_back(name: str) -> None:
+    model = MODELS[name]()
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
+    handle = layers[0].register_forward_hook(lambda *arguments: None)
+    layers[0].requires_grad_(False)
+    before = [dict(vars(layer)) for layer in layers]
+    report = tg.convert_to_fp8(model, min_features=16)
+    assert list(map(id, model.parameters())) == parameters
+    assert list(model.state_dict()) == keys
+    assert [isinstance(layer, nn.Linear) for layer in layers] == [True] * len(layers)
+    assert {each: reason[: len(LEFT[name].get(each, reason))] for each, reason in report.skipped.items()} == LEFT[name]
+    assert len(report.converted) + len(report.skipped) == len(layers) >= 9
+    assert set(report.converted) == {n for n, m in model.named_modules() if isinstance(m, tg.Linear)}
+    assert str(report).startswith(f"{len(report.converted)} layers converted to FP8")
+    assert tg.convert_to_fp8(model, min_features=16).converted == []
+    with tg.fp8_autocast(recipe=CURRENT):
+        layers[0](torch.randn(3, layers[0].in_features))
+    assert sorted(tg.unconvert(model)) == sorted(report.converted)
+    assert [type(layer) for layer in layers] == [nn.Linear] * len(layers)
+    assert [dict(vars(layer)) for layer in layers] == before
+    handle.remove()
+
+
+def test_small_layers_are_left_by_default() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256), nn.Linear(1024, 520), nn.Linear(2048, 1024))
+    report = tg.convert_to_fp8(model)
+    assert report.converted == ["0", "3"]
+    assert report.skipped == {"1": "fewer than 512 features: [256, 512]", "2": "16 does not divide [520, 1024]"}
+
+
+def test_layers_of_gpt2_are_no_linear_layers_and_are_converted_when_asked() -> None:
+    model = gpt2()
+    assert tg.convert_to_fp8(model, min_features=16).converted == []
+
+
+def test_filter_and_first_and_last_blocks() -> None:
+    model = llama()
+    report = tg.convert_to_fp8(model, lambda name, module: "mlp" in name, min_features=16)
+    assert len(report.converted) == 6
+    assert all("mlp" in name for name in report.converted)
+    assert report.skipped["model.layers.0.self_attn.q_proj"] == "left by filter"
+    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 4}, intermediate_size=48)
+    model = transformers.LlamaForCausalLM(config)
+    report = tg.convert_to_fp8(model, min_features=16, first_last_bf16=True)
+    assert {name.split(".")[2] for name in report.converted} == {"1", "2"}
+    assert report.skipped["model.layers.3.mlp.up_proj"] == "in the first or the last block"
+
+
+class Odd(nn.Module):
+    """Layers that are to be left as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.normed = nn.utils.weight_norm(nn.Linear(32, 32))
+        self.parametrized = parametrizations.weight_norm(nn.Linear(32, 32))
+        self.tied, self.embedding = nn.Linear(32, 64), nn.Embedding(64, 32)
+        self.tied.weight = self.embedding.weight
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 16)})
+        self.router = nn.Linear(32, 16)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_odd_layers_are_left() -> None:
+    report = tg.convert_to_fp8(Odd(), min_features=16)
+    assert report.converted == []
+    assert report.skipped == {
+        "attention.out_proj": "of the subclass NonDynamicallyQuantizableLinear",
+        "normed": "its weight is made of other parameters",
+        "parametrized": "of the subclass ParametrizedLinear",
+        "tied": "its weight is that of embedding, too",
+        "lora_A.default": "an adapter of LoRA",
+        "router": "a head or a router, by its name",
+    }
+
+
+def test_wrong_models_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got int"):
+        tg.convert_to_fp8(1)
+    model = nn.Sequential(nn.Linear(32, 32))
+    tg.make_graphed_callables(model[0], (torch.randn(2, 32),))
+    with pytest.raises(RuntimeError, match=r"0 is graphed: call its te_graph.reset\(\) first, or convert before"):
+        tg.convert_to_fp8(model, min_features=16)
+    model[0].te_graph.reset()
+    assert tg.convert_to_fp8(model, min_features=16).converted == ["0"]
+
+
+def lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=16, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_lora_trains_on_a_converted_base(order: str) -> None:
+    """The base is frozen: no weight gradient; adapters are left in high precision, and can be merged."""
+    torch.manual_seed(0)
+    model = llama()
+    if order == "before":
+        tg.convert_to_fp8(model, min_features=16)
+        model = lora(model)
+    else:
+        model = lora(model)
+        tg.convert_to_fp8(model, min_features=16)
+    converted = [name for name, module in model.named_modules() if isinstance(module, tg.Linear)]
+    assert any("q_proj" in name for name in converted)
+    assert not any("lora" in name for name in converted)
+    tokens = torch.randint(0, 64, (2, 8))
+    with tg.fp8_autocast(recipe=CURRENT):
+        model(tokens, labels=tokens).loss.backward()
+    gradients = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert gradients
+    assert all("lora" in name for name in gradients)
+    plain = copy.deepcopy(model).merge_and_unload()
+    with torch.no_grad():
+        difference = (plain(tokens).logits - model(tokens).logits).abs().max()
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, tg.DelayedScaling(amax_history_len=4)])
+def test_a_converted_model_learns(device: str, recipe: Any) -> None:
+    torch.manual_seed(0)
+    model = llama().to(device, torch.bfloat16)
+    tg.convert_to_fp8(model, min_features=16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.arange(64, device=device).view(4, 16)
+    losses: list[Tensor] = []
+    for _ in range(30):
+        with tg.fp8_autocast(recipe=recipe):
+            loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def step(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of tokens [n, length], whose gradients are added; each time under a new recipe, equal to the others."""
+    with tg.fp8_autocast(recipe=tg.DelayedScaling(amax_history_len=4)):
+        loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    return loss.detach()
+
+
+def test_graphed_layers_of_a_converted_model_are_bit_equal(device: str) -> None:
+    results = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        model = llama().to(device, torch.bfloat16)
+        model.config.use_cache = False
+        tg.convert_to_fp8(model, min_features=16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        tokens = torch.arange(64, device=device).view(4, 16)
+        if graphed:
+            tg.graph_layers(model, functools.partial(step, model, tokens))
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            found.append(step(model, tokens))
+            optimizer.step()
+        if graphed:
+            assert all(layer.te_graph.info()["forward_replays"] == 4 for layer in model.model.layers)
+        results.append([*found, *model.parameters()])
+    assert all(map(same_bits, *results))
