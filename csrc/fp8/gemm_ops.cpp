@@ -25,7 +25,7 @@ constexpr const char* kGemm = "fp8_gemm";
 constexpr const char* kGemmOut = "fp8_gemm_out";
 
 // In fp32, of the elements as they are, so that each product is exact; the scales come last, as in cuBLASLt.
-// As multiply().
+// out: [M, N]; a: [M, K]; b: [N, K]; a_scale_inv, b_scale_inv: [] or [1]; bias: [N].
 void multiply_in_fp32(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
                       const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool accumulate) {
     // Inside a region of torch.autocast the product would be made of, and rounded to, its dtype.
@@ -50,12 +50,10 @@ bool is_stream_capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
-// As multiply(), but `bias` is of out's dtype, which has 16 bits.
-void multiply_by_cublaslt(const char* op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                          const at::Tensor& a_scale_inv, const at::Tensor& b_scale_inv, const MaybeTensor& bias,
-                          bool fast_accum, bool accumulate) {
-    const c10::cuda::CUDAGuard guard(out.device());
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+// out: [M, N]; a: [M, K]; b: [N, K]; a_scale_inv, b_scale_inv: [1]; bias: [N] of out's dtype, which has 16 bits.
+Gemm gemm_of(const char* op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+             const at::Tensor& a_scale_inv, const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool fast_accum,
+             bool accumulate) {
     const Gemm work{.a = static_cast<const uint8_t*>(a.const_data_ptr()),
                     .b = static_cast<const uint8_t*>(b.const_data_ptr()),
                     .a_scale_inv = a_scale_inv.const_data_ptr<float>(),
@@ -79,15 +77,7 @@ void multiply_by_cublaslt(const char* op, const at::Tensor& out, const at::Tenso
     check_aligned(op, "a_scale_inv", work.a_scale_inv);
     check_aligned(op, "b_scale_inv", work.b_scale_inv);
     if (bias) check_aligned(op, "bias", work.bias);
-    const auto plan = gemm_plan(work.shape, !is_stream_capturing(stream));
-    TORCH_CHECK(plan != nullptr, op, ": expected a product of ", a.sizes(), " by ", b.sizes(),
-                " that was computed before, since a kernel for it cannot be chosen inside a capture; call it once "
-                "outside");
-    // From torch's allocator, which lets no two streams and no two graphs that may run at once have the same.
-    const size_t bytes = workspace_of(*plan);
-    const at::Tensor workspace =
-        bytes == 0 ? at::Tensor() : at::empty({static_cast<int64_t>(bytes)}, out.options().dtype(at::kByte));
-    C10_CUDA_CHECK(launch_gemm(work, *plan, bytes == 0 ? nullptr : workspace.data_ptr(), stream));
+    return work;
 }
 #endif
 
@@ -175,7 +165,7 @@ at::Tensor gemm_meta(const at::Tensor& a, const at::Tensor& b, const at::Tensor&
                   {{"b", b}, {"a_scale_inv", a_scale_inv}, {"b_scale_inv", b_scale_inv}, {"bias", bias}});
     return at::empty_symint({a.sym_size(0), b.sym_size(0)}, a.options().dtype(dtype));
 }
-// out [M, N]; the others as above.
+// out [M, N]; a [M, K]; b [N, K]; a_scale_inv, b_scale_inv [] or [1]; bias [N].
 void gemm_out_meta(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
                    const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool, bool) {
     check_devices(kGemmOut, a.device(),
@@ -204,7 +194,17 @@ void multiply([[maybe_unused]] const char* op, const at::Tensor& out, const at::
     // cuBLASLt adds no bias of fp32.
     const bool is_wide = out.scalar_type() == at::kFloat;
     const MaybeTensor inside = is_wide ? std::nullopt : rounded;
-    multiply_by_cublaslt(op, out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate);
+    const c10::cuda::CUDAGuard guard(out.device());
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const Gemm work = gemm_of(op, out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate);
+    const auto plan = gemm_plan(work.shape, !is_stream_capturing(stream));
+    TORCH_CHECK(plan != nullptr, op, ": expected a product of ", a.sizes(), " by ", b.sizes(),
+                " that was computed before, since a kernel for it cannot be chosen inside a capture; call it once "
+                "outside");
+    // From torch's allocator, which lets no two streams and no two graphs that may run at once have the same.
+    const auto bytes = static_cast<int64_t>(workspace_of(*plan));
+    const at::Tensor workspace = at::empty({bytes}, out.options().dtype(at::kByte));
+    C10_CUDA_CHECK(launch_gemm(work, *plan, workspace.data_ptr(), stream));
     if (rounded && is_wide) out.add_(*rounded);
 #endif
 }

@@ -42,7 +42,7 @@ public:
 
     // Whether weight [O, I] is as it was when it was cast, and its magnitude was recorded if that is wanted.
     bool is_cast(const at::Tensor& weight, bool is_recorded) const;
-    // It has been cast just now.
+    // weight [O, I] has been cast just now.
     void note_cast(const at::Tensor& weight, bool is_recorded);
 
 private:

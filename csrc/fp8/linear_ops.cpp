@@ -142,7 +142,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
     return {grad_x, grad_weight, grad_bias};
 }
 
-// Shapes as of the ops themselves.
+// x [..., I]; weight [O, I]; weight_scale_inv, scale, amax [] or [1]; bias [O] -> as linear_forward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Tensor& x, const at::Tensor& weight,
                                                                    const at::Tensor& weight_scale_inv,
                                                                    const MaybeTensor& bias, const MaybeTensor& scale,
@@ -158,6 +158,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Ten
             with_transposed ? at::empty_symint({columns, padding}, options) : at::empty({0}, options),
             at::empty({1}, x.options().dtype(at::kFloat))};
 }
+// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; weight_scale_inv, x_scale_inv, scale, amax [] or [1] -> as
+// linear_backward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
     const at::Tensor& grad, const MaybeTensor& weight_t, const MaybeTensor& weight_scale_inv, const MaybeTensor& x_t,
     const MaybeTensor& x_scale_inv, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType,

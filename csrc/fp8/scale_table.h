@@ -32,8 +32,9 @@ public:
     // Whether that of `column` was.
     bool has_run(int64_t column);
 
-    // [H, n], [n].
+    // [H, n].
     const at::Tensor& history() const { return history_; }
+    // [n].
     const at::Tensor& scale() const { return scale_; }
 
 private:

@@ -81,7 +81,14 @@ class fp8_autocast(ContextDecorator):  # noqa: N801: TransformerEngine's name, a
             scaling_scopes.update()
 
     def scope_on(self, device: torch.device) -> ScalingScope:
-        """The scope of this region's recipe and group on ``device``."""
+        """The scales of this region's recipe and group.
+
+        Args:
+            device: where the weights are.
+
+        Returns:
+            Their scope, the same for equal regions.
+        """
         scope = self._scopes.get(device)
         if scope is None:
             scope = self._scopes[device] = scaling_scopes.find(self.recipe, device, self.group)

@@ -114,8 +114,14 @@ def unconvert(model: nn.Module) -> list[str]:
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The scales and histories of the FP8 layers of ``model`` by name, [3, 8 + at least 1024] fp32 each: what a resumed
-    training needs beside the state dict. Copies."""
+    """The scales and histories of FP8 layers: what a resumed training needs beside the state dict.
+
+    Args:
+        model: with layers that are ``te_graph.Linear``.
+
+    Returns:
+        [3, 8 + at least 1024] fp32 by the name of each layer; copies.
+    """
     return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
@@ -123,11 +129,14 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Take what ``fp8_state_dict`` returned of a model with the same FP8 layers.
 
     Args:
-        model: mutated.
-        state: [3, ...] fp32 each.
+        model: mutated. Its weights have been loaded.
+        state: [3, 8 + at least 1024] fp32 each. Copied.
 
     Raises:
         KeyError: the names are not those of the model's FP8 layers.
+        ValueError: a state is of another form.
+
+    Stream and capture: small copies, which are waited for; not inside a capture.
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     if modules.keys() != state.keys():

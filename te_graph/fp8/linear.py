@@ -123,7 +123,21 @@ class Linear(nn.Linear, ReadyForCapture):
         return super().extra_repr() + ("" if self.shard is None else f", {self.shard}")
 
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """``input`` [..., in] -> [..., out], of its dtype or that of ``torch.autocast``."""
+        """``y = x W^T + b``.
+
+        Args:
+            input: [..., in], of the weight's dtype, or any that ``torch.autocast`` casts; of a part of a layer see the
+                class. Not mutated.
+
+        Returns:
+            [..., out], new, of the dtype of ``input`` or of ``torch.autocast``; with ``return_bias`` (y without the
+            bias, bias [out]).
+
+        Raises:
+            TypeError, ValueError: as the class says.
+
+        Stream and capture: as the class says.
+        """
         bias, shard = self.bias, self.shard
         if shard is None:
             y = self._product(input, None if self.return_bias else bias)
@@ -159,7 +173,16 @@ class Linear(nn.Linear, ReadyForCapture):
         return state_of(self)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Take what ``get_extra_state`` returned, [3, ...] fp32, here or elsewhere."""
+        """Take what ``get_extra_state`` returned, here or elsewhere.
+
+        Args:
+            state: [3, 8 + at least 1024] fp32. Copied.
+
+        Raises:
+            ValueError: it is of another form.
+
+        Stream and capture: small copies, which are waited for; not inside a capture.
+        """
         load_state_(self, state)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:

@@ -99,7 +99,7 @@ def test_a_function_that_trains_is_bit_equal(device: str, recipe: object) -> Non
             losses.append(call().clone())
         results.append([*losses, *model.parameters()])
         if graphed:
-            assert call.info()["replays"] >= 4
+            assert call.info()["forward_replays"] >= 4
     assert all(map(same_bits, *results))
 
 
@@ -185,7 +185,7 @@ def test_evaluation_of_a_graphed_layer_is_pure(device: str) -> None:
         assert same_bits(twin(x), y)
 
 
-_PROGRAMS, _MOST_SECONDS = 30, 8.0
+_PROGRAMS, _MOST_SECONDS = 30, 5.0
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -41,4 +41,4 @@ def is_called(body: str, file: str, function: str) -> bool:
 
 
 def is_launch(body: str) -> bool:
-    return "<<<" in body or "cudaLaunchKernelEx(" in body
+    return any(launch in body for launch in ("<<<", "cudaLaunchKernelEx(", "cublasLtMatmul("))

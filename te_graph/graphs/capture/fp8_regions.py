@@ -15,7 +15,7 @@ _STATE = "FP8GlobalStateManager"
 _STATE_MODULES = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # new versions, old
 REASON = (
     "TransformerEngine's FP8 autocast is on, whose scales change from call to call in Python, where a replay does not "
-    "follow: leave the layer eager in it, or build FP8 layers of te_graph.fp8_cast_transpose and te_graph.Fp8Weights, "
+    "follow: leave the layer eager in it, or use te_graph.Linear or te_graph.convert_to_fp8 in te_graph.fp8_autocast, "
     "which can be captured (docs/interfaces.md#fp8)"
 )
 

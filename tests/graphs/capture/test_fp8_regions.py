@@ -17,7 +17,7 @@ import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-SENTENCE = r"Linear: TransformerEngine's FP8 autocast is on, .*te_graph.fp8_cast_transpose and te_graph.Fp8Weights"
+SENTENCE = r"Linear: TransformerEngine's FP8 autocast is on, .*te_graph.Linear or te_graph.convert_to_fp8"
 
 
 class FP8GlobalStateManager:
