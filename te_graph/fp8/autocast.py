@@ -14,7 +14,7 @@ from te_graph.fp8.recipes import DelayedScaling, Recipe
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 
-class fp8_autocast(ContextDecorator):  # noqa: N801: TransformerEngine's name, and torch.autocast is written so
+class fp8_autocast(ContextDecorator):
     """A region in which ``te_graph.Linear`` multiplies in FP8.
 
     Backwards run outside of it, as under ``torch.autocast``, and go by what their forwards noted. Of nested regions the

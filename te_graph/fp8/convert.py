@@ -120,7 +120,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model: with layers that are ``te_graph.Linear``.
 
     Returns:
-        [3, 8 + at least 1024] fp32 by the name of each layer; copies.
+        [3, n] fp32 by the name of each layer; copies.
     """
     return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, Linear)}
 
@@ -130,7 +130,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
 
     Args:
         model: mutated. Its weights have been loaded.
-        state: [3, 8 + at least 1024] fp32 each. Copied.
+        state: [3, n] fp32 each. Copied.
 
     Raises:
         KeyError: the names are not those of the model's FP8 layers.

@@ -169,14 +169,14 @@ class Linear(nn.Linear, ReadyForCapture):
         return {**self.__dict__, "fp8": None, "loaded_state": (0, state_of(self))}  # tensors begin at version 0
 
     def get_extra_state(self) -> Tensor:
-        """The scales and histories, [3, 8 + at least 1024] fp32."""
+        """The scales and histories, [3, n] fp32."""
         return state_of(self)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Take what ``get_extra_state`` returned, here or elsewhere.
 
         Args:
-            state: [3, 8 + at least 1024] fp32. Copied.
+            state: [3, n] fp32. Copied.
 
         Raises:
             ValueError: it is of another form.

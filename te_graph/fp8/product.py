@@ -24,7 +24,7 @@ class FP8Module(Protocol):
     Attributes:
         weight: [out, in].
         fp8: its place in a scope.
-        loaded_state: what was loaded before it had one, [3, ...] fp32, behind the version of the weight at that time.
+        loaded_state: what was loaded before it had one, [3, n] fp32, behind the version of the weight at that time.
         has_told_misfit: it has said that it computes in high precision.
     """
 
@@ -101,14 +101,14 @@ def place_of(module: FP8Module, region: fp8_autocast) -> Member | None:
 
 
 def state_of(module: FP8Module) -> Tensor:
-    """The scales and histories of ``module``, [3, 8 + at least 1024] fp32 (``Member.state``)."""
+    """The scales and histories of ``module``, [3, n] fp32 (``Member.state``)."""
     if module.fp8 is not None:
         return module.fp8.state()
     return new_state(module.weight.device) if module.loaded_state is None else module.loaded_state[1]
 
 
 def load_state_(module: FP8Module, state: Tensor) -> None:
-    """Let ``module`` take a ``state`` that ``state_of`` returned, [3, ...] fp32, here or elsewhere."""
+    """Let ``module`` take a ``state`` that ``state_of`` returned, [3, n] fp32, here or elsewhere."""
     if module.fp8 is None:
         module.loaded_state = module.weight._version, state.detach().clone()
     else:

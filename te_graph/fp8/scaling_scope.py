@@ -74,7 +74,7 @@ class _Block:
 
 
 def new_state(device: torch.device, length: int = 0) -> Tensor:
-    """What ``Member.state`` returns of a module that has no magnitudes yet, [3, 8 + at least 1024] fp32.
+    """What ``Member.state`` returns of a module that has no magnitudes yet, [3, n] fp32.
 
     Args:
         device: where it is.
@@ -137,7 +137,7 @@ class Member:
         return self.block.history[direction][:, column], self.block.scale[direction][column : column + 1]
 
     def state(self) -> Tensor:
-        """A copy of the histories and scales, which ``load_`` takes: [3, 8 + at least 1024] fp32, row by row of INPUT,
+        """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, row by row of INPUT,
         WEIGHT and GRAD the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
         cast and whether it is as it was then, three zeros, and the history.
         """
@@ -158,7 +158,7 @@ class Member:
         return self.loaded_version is not None and self.loaded_version == weight._version
 
     def load_(self, state: Tensor, loaded_version: int) -> None:
-        """Take histories and scales from ``state`` [3, ...], which ``state()`` returned here or elsewhere.
+        """Take histories and scales from ``state`` [3, n], which ``state()`` returned here or elsewhere.
 
         Of a longer history the newest magnitudes are taken. If the weight stays as it is, it is cast with the scale of
         its cast there, and its magnitude, which is in the history, not recorded again.
