@@ -59,8 +59,9 @@ struct Matrix {
     float scale = 0.37f;
     Values values = Values::kAny;
     bool is_transposed = true, is_counted = false;
-    bool is_bare = false;  // neither amax nor scale_inv
-    int64_t offset = 0;    // of the input, in elements, and of the casts from a multiple of 16 bytes
+    bool is_bare = false;    // neither amax nor scale_inv
+    bool is_padded = false;  // the transposed copy
+    int64_t offset = 0;      // of the input, in elements, and of the casts from a multiple of 16 bytes
     float amax_before = 0;
 };
 
@@ -68,7 +69,7 @@ inline std::ostream& operator<<(std::ostream& out, const Matrix& matrix) {
     return out << matrix.shape.rows << " x " << matrix.shape.columns << ' '
                << multi_tensor::format_of(matrix.dtype).name << " -> "
                << (matrix.format == Format::kE4M3 ? "e4m3" : "e5m2") << ", scale " << matrix.scale << ", offset "
-               << matrix.offset << (matrix.is_transposed ? ", transposed" : "")
+               << matrix.offset << (matrix.is_transposed ? ", transposed" : "") << (matrix.is_padded ? ", padded" : "")
                << (matrix.is_counted ? ", counted" : "");
 }
 
@@ -80,6 +81,7 @@ inline Matrix random_matrix(std::mt19937_64& generator) {
             .values = kAllValues[generator() % 3],
             .is_transposed = generator() % 2 == 0,
             .is_bare = generator() % 8 == 0,
+            .is_padded = generator() % 2 == 0,
             .offset = static_cast<int64_t>(generator() % 3)};
 }
 
@@ -93,7 +95,8 @@ public:
         Places at{};
         at.input = place(numel * bytes, matrix.offset * bytes);
         at.out = place(numel, matrix.offset);
-        at.out_t = place(numel, matrix.offset);
+        const int64_t rows = matrix.is_padded ? padded(matrix.shape.rows) : matrix.shape.rows;
+        at.out_t = place(rows * matrix.shape.columns, matrix.offset);
         at.counts = place(kCounts * sizeof(int64_t));
         at.scale = place(sizeof(float));
         at.scale_inv = place(sizeof(float));
@@ -133,7 +136,7 @@ public:
                              .columns = matrix.shape.columns,
                              .dtype = matrix.dtype,
                              .format = matrix.format,
-                             .pads_out_t = false,
+                             .pads_out_t = matrix.is_padded,
                              .reserved = {}});
         }
         return casts;
