@@ -3,12 +3,14 @@
     python examples/train_gpt.py                    # graphs: CUDA graphs on a GPU, the recorder elsewhere
     python examples/train_gpt.py --no-graph         # the same training, eagerly
     python examples/train_gpt.py --compare          # both; fails unless all numbers are equal bit for bit
+    python examples/train_gpt.py --dtype bfloat16 --fp8 delayed --plot a.png    # linear layers in FP8, beside bf16
     python examples/train_gpt.py --checkpoint a.pt --stop-after 50    # and later: --resume a.pt
 
 Exit status: 0 trained, 1 --compare found a difference or the loss or norm is no number, 2 bad input.
 """
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -65,6 +67,7 @@ def options_parser() -> argparse.ArgumentParser:
     parser = make_parser("Train a byte-level GPT on text, its layers and optimizer steps replayed from graphs.")
     add = parser.add_argument
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights")
+    add("--fp8", choices=("delayed", "current"), help="let linear layers multiply in FP8, by this scaling")
     add("--layers", type=positive_int, default=4, help="transformer blocks")
     add("--hidden", type=positive_int, default=128, help="width of the model")
     add("--heads", type=positive_int, default=4, help="attention heads; they divide --hidden")
@@ -110,11 +113,11 @@ def load_inputs(config: Config) -> tuple[Corpus, dict[str, Any] | None]:
     corpus = split_text(load_text(config.data), config.seq_len)
     resumed = load_checkpoint(config.resume, config.settings(corpus)) if config.resume else None
     try:
-        if config.graph or config.compare or config.clip:
+        if config.graph or config.compare or config.clip or config.fp8:
             import te_graph  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"--graph, --clip: expected te_graph installed (or --no-graph --clip 0), got: {error}"
+            f"--graph, --clip, --fp8: expected te_graph installed (or --no-graph --clip 0), got: {error}"
         ) from error
     return corpus, resumed
 
@@ -217,6 +220,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results = {"eager": train(config, corpus, graph=False), "graph": train(config, corpus, graph=True)}
         else:
             results = {"graph" if config.graph else "eager": train(config, corpus, config.graph, resumed)}
+            if config.fp8 and config.plot and resumed is None:
+                plain = dataclasses.replace(config, fp8=None, checkpoint=None)
+                results[config.dtype] = train(plain, corpus, config.graph)
     except FloatingPointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

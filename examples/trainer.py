@@ -1,5 +1,6 @@
 """One training as an object: options, state, steps, and the checkpoint file that continues it bit for bit."""
 
+import contextlib
 import math
 import os
 import pickle
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 SIZES = ("layers", "hidden", "heads", "seq_len", "dropout")
-SCHEDULE = ("batch_size", "micro_batches", "steps", "lr", "clip", "seed", "dtype", "device")
-KEYS = frozenset({"settings", "losses", "norms", "model", "optimizer", "scheduler", "rng"})
+SCHEDULE = ("batch_size", "micro_batches", "steps", "lr", "clip", "seed", "dtype", "fp8", "device")
+KEYS = frozenset({"settings", "losses", "norms", "model", "fp8", "optimizer", "scheduler", "rng"})
+FP8_FEATURES = 16  # layers of fewer inputs or outputs stay as they are; so small ones gain nothing, and show it works
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Config:
     data: Path | None
     device: str
     dtype: str
+    fp8: str | None
     layers: int
     hidden: int
     heads: int
@@ -91,6 +94,10 @@ class Trainer:
         self.corpus = corpus
         sizes = {name: getattr(config, name) for name in SIZES}
         self.model = build_model(config.seed, config.device, getattr(torch, config.dtype), **sizes)
+        if config.fp8:
+            import te_graph as tg
+
+            tg.convert_to_fp8(self.model, min_features=FP8_FEATURES)
         # A number would be frozen into the graph; of a tensor it has the address.
         lr = torch.tensor(config.lr, device=config.device)
         is_gpu = config.device == "cuda"
@@ -117,8 +124,19 @@ class Trainer:
         shape = (config.batch_size, config.seq_len, config.hidden)
         dtype = getattr(torch, config.dtype)
         sample = torch.zeros(shape, dtype=dtype, device=config.device, requires_grad=True)
-        tg.make_graphed_callables(layers, tuple((sample,) for _ in layers))
+        with self._region():
+            tg.make_graphed_callables(layers, tuple((sample,) for _ in layers))
         self._update = tg.graphed(update)
+
+    def _region(self) -> Any:
+        """Around forwards: what lets the converted layers multiply in FP8."""
+        if not self.config.fp8:
+            return contextlib.nullcontext()
+        import te_graph as tg
+
+        return tg.fp8_autocast(
+            recipe=tg.DelayedScaling(amax_history_len=16) if self.config.fp8 == "delayed" else tg.Float8CurrentScaling()
+        )
 
     def step(self) -> float:
         """One optimizer step over all micro-batches; returns and keeps its loss, and keeps its gradient norm.
@@ -132,7 +150,8 @@ class Trainer:
             self.data, config.micro_batches, config.batch_size, config.seq_len, self.data_generator
         )
         for tokens, targets in micro_batches:
-            micro_loss = self.model(tokens, targets) / config.micro_batches
+            with self._region():
+                micro_loss = self.model(tokens, targets) / config.micro_batches
             micro_loss.backward()
             loss += micro_loss.detach()
         norm = self._update(self.optimizer, config.clip)
@@ -153,7 +172,8 @@ class Trainer:
         data = self.corpus.validation.to(self.config.device)  # [bytes] uint8
         total, count = 0.0, 0
         for tokens, targets in all_batches(data, self.config.batch_size, self.config.seq_len):
-            total += self.model(tokens, targets).item() * len(tokens)
+            with self._region():
+                total += self.model(tokens, targets).item() * len(tokens)
             count += len(tokens)
         self.model.train()
         return total / count
@@ -169,6 +189,14 @@ class Trainer:
         tensors["lr"] = self.optimizer.param_groups[0]["lr"]
         return {name: value.cpu().clone() for name, value in tensors.items()}
 
+    def fp8_state(self) -> dict[str, Tensor]:
+        """The scales of the FP8 layers, [3, n] each, by their names; nothing without."""
+        if not self.config.fp8:
+            return {}
+        import te_graph as tg
+
+        return tg.fp8_state_dict(self.model)
+
     def state_dict(self) -> dict[str, Any]:
         rng = {"cpu": torch.get_rng_state(), "data": self.data_generator.get_state()}
         if self.config.device == "cuda":
@@ -178,6 +206,7 @@ class Trainer:
             "losses": self.losses,
             "norms": self.norms,
             "model": self.model.state_dict(),
+            "fp8": self.fp8_state(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "rng": rng,
@@ -185,6 +214,10 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
+        if self.config.fp8:
+            import te_graph as tg
+
+            tg.load_fp8_state_dict(self.model, state["fp8"])
         self.optimizer.load_state_dict(state["optimizer"])
         for group in self.optimizer.param_groups:  # load_state_dict moves what belongs to parameters only
             group["lr"] = group["lr"].to(self.config.device)

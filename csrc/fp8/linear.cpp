@@ -129,7 +129,8 @@ Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_i
       weight_scale_inv_(std::move(weight_scale_inv)),
       input_(std::move(input)),
       grad_(std::move(grad)),
-      grad_dtype_(grad_dtype) {}
+      grad_dtype_(grad_dtype),
+      cast_storage_(c10::intrusive_ptr<c10::StorageImpl>()) {}
 
 void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
     if (column.table == nullptr) return;
@@ -155,11 +156,13 @@ std::optional<at::Tensor> Linear::begin_input_cast() {
 }
 
 bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
-    return weight.const_data_ptr() == cast_address_ && version_of(weight) == cast_version_ &&
+    return weight.storage().unsafeGetStorageImpl() == cast_storage_._unsafe_get_target() &&
+           weight.const_data_ptr() == cast_address_ && version_of(weight) == cast_version_ &&
            (is_recorded_ || !is_recorded);
 }
 
 void Linear::note_cast(const at::Tensor& weight, bool is_recorded) {
+    cast_storage_ = weight.storage().getWeakStorageImpl();
     cast_address_ = weight.const_data_ptr();
     cast_version_ = version_of(weight);
     is_recorded_ = is_recorded;

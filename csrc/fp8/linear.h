@@ -60,7 +60,8 @@ private:
     const ScaleColumn input_, grad_;
     const at::ScalarType grad_dtype_;
     CastWeights cast_weights_;
-    // Of the weight at its last cast.
+    // Of the weight at its last cast. The storage is held weakly, so that no other one takes its place in memory.
+    c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;
     const void* cast_address_ = nullptr;
     uint32_t cast_version_ = 0;
     bool is_recorded_ = false;

@@ -73,7 +73,7 @@ def test_the_loss_falls(run, tmp_path, capsys):
 
 
 # Dropout makes the restored generators matter; bf16 optimizer state must survive as it is.
-@pytest.mark.parametrize("option", ["--dropout=0.1", "--dtype=bfloat16"])
+@pytest.mark.parametrize("option", ["--dropout=0.1", "--dtype=bfloat16", "--fp8=delayed"])
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(run, tmp_path, option):
     whole, half, end = (tmp_path / name for name in ("whole.pt", "half.pt", "end.pt"))
     assert run("--no-graph", option, "--checkpoint", whole) == 0
@@ -132,7 +132,9 @@ def test_files_that_are_no_checkpoint_are_refused(refuses, tmp_path):
     path.write_text("losses: none")
     refuses("--no-graph", "--resume", path, words=("--resume", path, "is no checkpoint"))
     torch.save({"model": {}}, path)
-    refuses("--no-graph", "--resume", path, words=(path, "lacks losses, norms, optimizer, rng, scheduler, settings"))
+    refuses(
+        "--no-graph", "--resume", path, words=(path, "lacks fp8, losses, norms, optimizer, rng, scheduler, settings")
+    )
     torch.save([1], path)
     refuses("--no-graph", "--resume", path, words=(path, "lacks"))
 
@@ -316,7 +318,7 @@ def test_compare_runs_deterministic_algorithms_and_undoes_it(run, monkeypatch, b
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("option", ["--dtype=float32", "--dtype=bfloat16", "--dropout=0.1"])
+@pytest.mark.parametrize("option", ["--dtype=float32", "--dtype=bfloat16", "--dropout=0.1", "--fp8=delayed"])
 def test_compare_finds_graphs_equal_to_eager(run, capsys, option):
     assert run("--compare", option) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -353,7 +355,7 @@ def test_graphs_resume_an_eager_run_and_eager_one_of_graphs(run, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("option", ["--dtype=float32", "--dtype=bfloat16", "--dropout=0.1"])
+@pytest.mark.parametrize("option", ["--dtype=float32", "--dtype=bfloat16", "--dropout=0.1", "--fp8=delayed"])
 def test_compare_finds_cuda_graphs_equal_to_eager(run, capsys, option):
     assert run("--device", "cuda", "--compare", option) == 0
     assert "equal bit for bit" in capsys.readouterr().out

@@ -211,6 +211,7 @@ def value_for(argument: torch.Argument) -> Any:
     """Something of the type that the schema names."""
     tensor = torch.zeros(2)
     values = {"Tensor": tensor, "List[Tensor]": [tensor], "float": 1.0, "int": 0, "bool": False, "str": ""}
+    values["List[bool]"] = [True] * 3
     return None if str(argument.type).startswith("Optional") else values[str(argument.type)]
 
 

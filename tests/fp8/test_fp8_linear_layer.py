@@ -237,7 +237,9 @@ def test_a_weight_that_was_cast_again_is_not_used_for_an_older_forward(device: s
         loss.backward()
 
 
-@pytest.mark.parametrize("change", ["in place", "assigned", "data", "optimizer", "fused optimizer", "loaded"])
+@pytest.mark.parametrize(
+    "change", ["in place", "assigned", "data", "data at the same place", "optimizer", "fused", "loaded"]
+)
 def test_changed_weights_are_cast_again(device: str, change: str) -> None:
     layer = tg.Linear(IN, OUT, device=device, dtype=torch.bfloat16)
     x = torch.randn(5, IN, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -250,6 +252,11 @@ def test_changed_weights_are_cast_again(device: str, change: str) -> None:
             layer.weight = nn.Parameter(new)
         elif change == "data":
             layer.weight.data = new
+        elif change == "data at the same place":
+            # As offloading may do: other memory, which an allocator gives to the same place, without a new version.
+            place = layer.weight.data
+            layer.weight.data = torch.from_dlpack(place)
+            place.copy_(new)
         elif change == "loaded":
             layer.load_state_dict({"weight": new, "bias": layer.bias})
     if "optimizer" in change:
