@@ -20,6 +20,14 @@ bool HostSteps::add(List& list, std::shared_ptr<HostStep> step) {
     return true;
 }
 
+void HostSteps::prepare(const List& list) {
+    for (const auto& step : list) step->prepare();
+}
+
+void HostSteps::run(const List& list) {
+    for (const auto& step : list) step->run();
+}
+
 void HostSteps::add(const HostSteps& other) {
     for (const auto& step : other.forward_) add(forward_, step);
     for (const auto& step : other.backward_) add(backward_, step);

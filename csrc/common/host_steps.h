@@ -12,7 +12,9 @@ public:
     virtual ~HostStep() = default;
     // What has changed so that a replay would be wrong, as "... changed"; empty: nothing. With the GIL.
     virtual std::string change() const { return {}; }
-    // Before each replay. What it launches runs before the graph, on the current stream.
+    // Before each replay. What it launches runs before the graph, on the current stream. All steps are prepared before
+    // one is done.
+    virtual void prepare() {}
     virtual void run() {}
     // Steps of which this is equal do the same.
     virtual const void* identity() const = 0;
@@ -39,8 +41,16 @@ public:
     const List& forward() const { return forward_; }
     const List& backward() const { return backward_; }
 
+    // Before a replay of what has these steps; of several at once, all are prepared first.
+    void prepare_forward() const { prepare(forward_); }
+    void run_forward() const { run(forward_); }
+    void prepare_backward() const { prepare(backward_); }
+    void run_backward() const { run(backward_); }
+
 private:
     static bool add(List& list, std::shared_ptr<HostStep> step);
+    static void prepare(const List& list);
+    static void run(const List& list);
 
     List forward_, backward_;
 };

@@ -12,15 +12,20 @@ namespace {
 
 using TablePointer = std::shared_ptr<ScaleTable>;
 
-// A function of Python that may be called, and dropped, on any thread.
-template <typename... Arguments>
-std::function<void(Arguments...)> with_gil(py::function function) {
-    const auto drop = [](py::function* held) {
+// An object of Python that may be dropped on any thread.
+template <typename T>
+std::shared_ptr<T> held_on_any_thread(T object) {
+    const auto drop = [](T* held) {
         const py::gil_scoped_acquire gil;
         delete held;
     };
-    const std::shared_ptr<py::function> held(new py::function(std::move(function)), drop);
-    return [held](Arguments... arguments) {
+    return {new T(std::move(object)), drop};
+}
+
+// A function of Python that may be called on any thread, too.
+template <typename... Arguments>
+std::function<void(Arguments...)> with_gil(py::function function) {
+    return [held = held_on_any_thread(std::move(function))](Arguments... arguments) {
         const py::gil_scoped_acquire gil;
         (*held)(arguments...);
     };
@@ -50,23 +55,26 @@ void bind(py::module_& m) {
              py::arg("amax_compute_algo"))
         .def("set_reduce",
              [](ScaleTable& table, py::function function) { table.set_reduce(with_gil<const at::Tensor&>(function)); })
-        .def("use", &ScaleTable::use, py::arg("column"), unlocked)
+        .def("settle", &ScaleTable::settle, py::arg("column"), unlocked)
+        .def("note", &ScaleTable::note, py::arg("column"), unlocked)
         .def("update", &ScaleTable::update, unlocked)
         .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
     py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
         .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, TablePointer input,
-                         int64_t input_column, TablePointer grad, int64_t grad_column, at::ScalarType grad_dtype) {
+                         int64_t input_column, TablePointer grad, int64_t grad_column, at::ScalarType grad_dtype,
+                         py::object place) {
                  return std::make_shared<Linear>(std::move(weight), std::move(weight_t), std::move(weight_scale_inv),
                                                  ScaleColumn{std::move(input), input_column},
-                                                 ScaleColumn{std::move(grad), grad_column}, grad_dtype);
+                                                 ScaleColumn{std::move(grad), grad_column}, grad_dtype,
+                                                 held_on_any_thread(std::move(place)));
              }),
              py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("input"),
-             py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"))
+             py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"), py::arg("place"))
         .def("set_cast_weights",
              [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("note_cast", &Linear::note_cast, py::arg("weight"), py::arg("is_recorded"))
-        .def("begin_input_cast", &Linear::begin_input_cast)
+        .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("is_recorded"), py::arg("scale"), unlocked);
     m.def("set_fp8_region", &set_region, py::arg("number"));

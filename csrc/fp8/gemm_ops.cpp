@@ -24,6 +24,9 @@ using MaybeTensor = std::optional<at::Tensor>;
 constexpr const char* kGemm = "fp8_gemm";
 constexpr const char* kGemmOut = "fp8_gemm_out";
 
+// Elements from one row of tensor [M, K] to the next; where there is no next one, any stride will do.
+int64_t row_stride(const at::Tensor& tensor) { return tensor.size(0) <= 1 ? tensor.size(1) : tensor.stride(0); }
+
 // In fp32, of the elements as they are, so that each product is exact; the scales come last, as in cuBLASLt.
 // out: [M, N]; a: [M, K]; b: [N, K]; a_scale_inv, b_scale_inv: [] or [1]; bias: [N].
 void multiply_in_fp32(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
@@ -63,8 +66,8 @@ Gemm gemm_of(const char* op, const at::Tensor& out, const at::Tensor& a, const a
                     .shape = {.rows = out.size(0),
                               .columns = out.size(1),
                               .inner = a.size(1),
-                              .a_stride = a.stride(0),
-                              .b_stride = b.stride(0),
+                              .a_stride = row_stride(a),
+                              .b_stride = row_stride(b),
                               .a_format = format_of(op, "a", a.scalar_type()),
                               .b_format = format_of(op, "b", b.scalar_type()),
                               .dtype = wide_dtype_of(op, "out", out.scalar_type()),
@@ -93,7 +96,7 @@ std::array<int64_t, 2> check_operands(const char* op, const at::Tensor& a, const
         TORCH_CHECK_VALUE(tensor.dim() == 2, op, ": expected ", name, " of two dimensions, got shape ", tensor.sizes());
         check_device(op, name, tensor, a.device());
         const bool is_dense = tensor.size(1) <= 1 || tensor.stride(1) == 1;
-        TORCH_CHECK_VALUE(is_dense && tensor.stride(0) >= tensor.size(1), op, ": expected ", name,
+        TORCH_CHECK_VALUE(is_dense && row_stride(tensor) >= tensor.size(1), op, ": expected ", name,
                           " with contiguous rows that do not overlap, got shape ", tensor.sizes(), " with strides ",
                           tensor.strides());
     }
@@ -115,7 +118,7 @@ std::array<int64_t, 2> check_operands(const char* op, const at::Tensor& a, const
         TORCH_CHECK_VALUE(row % kGemmAlignment == 0, op, ": expected a result with rows of a multiple of ",
                           kGemmAlignment, " bytes, got ", b.size(0), " columns of ", dtype_name(dtype));
         for (const auto& [name, tensor] : {std::pair{"a", a}, std::pair{"b", b}}) {
-            TORCH_CHECK_VALUE(tensor.size(1) % kGemmAlignment == 0 && tensor.stride(0) % kGemmAlignment == 0, op,
+            TORCH_CHECK_VALUE(tensor.size(1) % kGemmAlignment == 0 && row_stride(tensor) % kGemmAlignment == 0, op,
                               ": expected ", name, " with rows and strides of multiples of ", kGemmAlignment,
                               ", got shape ", tensor.sizes(), " with strides ", tensor.strides());
         }

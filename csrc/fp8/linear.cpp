@@ -35,7 +35,8 @@ Three call_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tens
 class ColumnStep : public HostStep {
 public:
     explicit ColumnStep(const ScaleColumn& column) : column_(column) {}
-    void run() override { column_.table->use(column_.column); }
+    void prepare() override { column_.table->settle(column_.column); }
+    void run() override { column_.table->note(column_.column); }
     const void* identity() const override {
         return static_cast<const float*>(column_.table->scale().const_data_ptr()) + column_.column;
     }
@@ -50,7 +51,7 @@ public:
     // weight: [O, I].
     WeightStep(std::shared_ptr<Linear> linear, const at::Tensor& weight, bool is_recorded)
         : linear_(std::move(linear)), weight_(weight.getIntrusivePtr()), is_recorded_(is_recorded) {}
-    void run() override {
+    void prepare() override {
         const auto held = weight_.lock();
         if (held == nullptr) return;
         if (!linear_->is_cast(at::Tensor(held), is_recorded_)) linear_->cast_weights(is_recorded_);
@@ -92,8 +93,11 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
     // gradients: [..., O] -> [..., I], [O, I], [O].
     static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-        const at::Tensor& grad = gradients[0];
-        if (!grad.defined()) return variable_list(7);
+        if (!gradients[0].defined()) return variable_list(7);
+        // Gradients of gradients also pass through x and the weight, whose casts have none: results say so when one is
+        // asked of them, whether or not they are recorded for the sake of the gradient.
+        const bool is_recorded = at::GradMode::is_enabled() && !gradients[0].requires_grad();
+        const at::Tensor grad = is_recorded ? gradients[0].detach().requires_grad_() : gradients[0];
         auto& saved = context->saved_data;
         const auto holder = saved["linear"].toCapsule();
         const auto& [linear_pointer, steps] = static_cast<Holder*>(holder.get())->held;
@@ -123,18 +127,23 @@ private:
 };
 
 Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
-               at::ScalarType grad_dtype)
+               at::ScalarType grad_dtype, std::shared_ptr<void> place)
     : weight_(std::move(weight)),
       weight_t_(std::move(weight_t)),
       weight_scale_inv_(std::move(weight_scale_inv)),
       input_(std::move(input)),
       grad_(std::move(grad)),
       grad_dtype_(grad_dtype),
+      place_(std::move(place)),
       cast_storage_(c10::intrusive_ptr<c10::StorageImpl>()) {}
 
 void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
     if (column.table == nullptr) return;
-    if (steps == nullptr) return column.table->use(column.column);
+    if (steps == nullptr) {
+        column.table->settle(column.column);
+        column.table->note(column.column);
+        return;
+    }
     auto step = std::make_shared<ColumnStep>(column);
     const bool is_first = is_forward ? steps->add_forward(std::move(step)) : steps->add_backward(std::move(step));
     // What comes once more in one graph is updated there in between.

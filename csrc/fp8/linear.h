@@ -21,9 +21,10 @@ struct ScaleColumn {
 class Linear : public std::enable_shared_from_this<Linear> {
 public:
     // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where they
-    // are. input, grad: of the casts. grad_dtype: of the cast of gradients.
+    // are. input, grad: of the casts. grad_dtype: of the cast of gradients. place: kept until no backward and no graph is
+    // left that uses the columns.
     Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
-           at::ScalarType grad_dtype);
+           at::ScalarType grad_dtype, std::shared_ptr<void> place);
 
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
     // current scaling.
@@ -59,6 +60,7 @@ private:
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const ScaleColumn input_, grad_;
     const at::ScalarType grad_dtype_;
+    const std::shared_ptr<void> place_;
     CastWeights cast_weights_;
     // Of the weight at its last cast. The storage is held weakly, so that no other one takes its place in memory.
     c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;

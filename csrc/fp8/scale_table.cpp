@@ -17,27 +17,32 @@ ScaleTable::ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_in
       algorithm_(std::move(amax_compute_algo)),
       has_run_(static_cast<size_t>(scale_.size(0))) {}
 
-void ScaleTable::use(int64_t column) {
+bool ScaleTable::take_due(std::optional<int64_t> column) {
     const std::lock_guard lock(mutex_);
-    const auto index = static_cast<size_t>(column);
-    if (has_run_[index]) update_locked();
-    has_run_[index] = has_any_run_ = true;
+    const bool is_due = column ? has_run_[static_cast<size_t>(*column)] : has_any_run_;
+    if (is_due) {
+        has_run_.assign(has_run_.size(), false);
+        has_any_run_ = false;
+    }
+    return is_due;
+}
+
+void ScaleTable::settle(int64_t column) {
+    if (take_due(column)) launch_update();
+}
+
+void ScaleTable::note(int64_t column) {
+    const std::lock_guard lock(mutex_);
+    has_run_[static_cast<size_t>(column)] = has_any_run_ = true;
 }
 
 void ScaleTable::update() {
-    const std::lock_guard lock(mutex_);
-    if (has_any_run_) update_locked();
+    if (take_due(std::nullopt)) launch_update();
 }
 
 bool ScaleTable::has_run(int64_t column) {
     const std::lock_guard lock(mutex_);
     return has_run_[static_cast<size_t>(column)];
-}
-
-void ScaleTable::update_locked() {
-    launch_update();
-    has_run_.assign(has_run_.size(), false);
-    has_any_run_ = false;
 }
 
 void ScaleTable::launch_update() const {

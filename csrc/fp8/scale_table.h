@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,8 +24,10 @@ public:
     using Reduce = std::function<void(const at::Tensor&)>;
     void set_reduce(Reduce reduce) { reduce_ = std::move(reduce); }
 
-    // The tensor of `column` is about to be cast. Updates, if it was cast since the last update.
-    void use(int64_t column);
+    // Before the tensor of `column` is cast: updates, if it was cast since the last update.
+    void settle(int64_t column);
+    // The tensor of `column` is cast next. Of several, all are settled first: an update forgets what was noted.
+    void note(int64_t column);
     // Updates, if a tensor was cast since the last time.
     void update();
     // Updates all columns, which is captured, and changes nothing of what this object knows.
@@ -38,13 +41,15 @@ public:
     const at::Tensor& scale() const { return scale_; }
 
 private:
-    void update_locked();
+    // Whether a tensor was cast since the last time, of `column` or, without one, of any; then all count as updated.
+    bool take_due(std::optional<int64_t> column);
 
     const at::Tensor history_, scale_, scale_inv_;  // [H, n], [n], [n]
     const double fp8_max_, margin_;
     const std::string algorithm_;
     Reduce reduce_;
-    std::mutex mutex_;  // forwards and backwards run on threads of their own
+    // Of what follows: forwards and backwards run on threads of their own. Not held where Python may be called.
+    std::mutex mutex_;
     std::vector<bool> has_run_;
     bool has_any_run_ = false;
 };

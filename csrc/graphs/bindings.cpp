@@ -62,9 +62,10 @@ std::string change_of_steps(const HostSteps& steps) {
     return {};
 }
 void run_steps(const HostSteps& steps) {
-    for (const auto* list : {&steps.forward(), &steps.backward()}) {
-        for (const auto& step : *list) step->run();
-    }
+    steps.prepare_forward();
+    steps.prepare_backward();
+    steps.run_forward();
+    steps.run_backward();
 }
 
 std::vector<at::ScalarType> dtypes_of(const std::vector<py::object>& dtypes) {

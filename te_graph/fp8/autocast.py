@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from te_graph import _C
-from te_graph.fp8.recipes import DelayedScaling, Recipe
+from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 
@@ -34,7 +34,7 @@ class fp8_autocast(ContextDecorator):
         ValueError: this rank is not in the group.
 
     Stream and capture: leaving the outermost region launches an update of the scales if a module has recorded
-        magnitudes in it, and, with a group, a collective.
+        magnitudes in it, and, with a group, a collective; not where gradients are off, but for calibration.
     """
 
     def __init__(
@@ -54,14 +54,20 @@ class fp8_autocast(ContextDecorator):
             if old is not None and new is not None:
                 raise TypeError(f"fp8_autocast: expected {name} by one of its names, got both")
         self.enabled, self.calibrating = bool(enabled), bool(calibrating)
-        self.recipe = next((given for given in (recipe, fp8_recipe) if given is not None), None) or DelayedScaling()
-        if not isinstance(self.recipe, Recipe):
+        given = fp8_recipe if recipe is None else recipe
+        self.recipe = DelayedScaling() if given is None else given
+        if not isinstance(self.recipe, DelayedScaling | Float8CurrentScaling):
             raise TypeError(
                 "fp8_autocast: expected recipe to be a te_graph.DelayedScaling or te_graph.Float8CurrentScaling, got "
                 f"{type(self.recipe).__name__}"
             )
         self.group = fp8_group if amax_reduction_group is None else amax_reduction_group
-        if self.group is not None and dist.get_rank(self.group) < 0:
+        if self.group is not None and not isinstance(self.group, dist.ProcessGroup) and not _is_of_others(self.group):
+            raise TypeError(
+                "fp8_autocast: expected amax_reduction_group to be a torch.distributed.ProcessGroup, got "
+                f"{type(self.group).__name__}"
+            )
+        if self.group is not None and (_is_of_others(self.group) or dist.get_rank(self.group) < 0):
             raise ValueError("fp8_autocast: expected an amax_reduction_group that this rank is in, got one without it")
         self._number = scaling_scopes.number_of(self.enabled, self.calibrating, self.recipe, self.group)
         self._scopes: dict[torch.device, ScalingScope] = {}
@@ -76,8 +82,9 @@ class fp8_autocast(ContextDecorator):
         outer = current_region()
         _C.set_fp8_region(0 if outer is None else outer._number)
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
-        # its replays.
-        if kind is None and outer is None and not _C.HostSteps.is_noting():
+        # its replays. An evaluation updates nothing.
+        is_evaluation = not (torch.is_grad_enabled() or self.calibrating)
+        if kind is None and outer is None and not is_evaluation and not _C.HostSteps.is_noting():
             scaling_scopes.update()
 
     def scope_on(self, device: torch.device) -> ScalingScope:
@@ -93,6 +100,11 @@ class fp8_autocast(ContextDecorator):
         if scope is None:
             scope = self._scopes[device] = scaling_scopes.find(self.recipe, device, self.group)
         return scope
+
+
+def _is_of_others(group: Any) -> bool:
+    """Whether ``group`` is what ``torch.distributed.new_group`` returns on ranks that are not in it."""
+    return group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 class _Regions(threading.local):

@@ -70,7 +70,7 @@ def convert_to_fp8(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_to_fp8: expected a torch.nn.Module, got {type(model).__name__}")
-    _check_can_be_changed(model)
+    _check_can_be_changed("convert_to_fp8", model)
     users = _users_of_weights(model)
     edges = _first_and_last_blocks(model) if first_last_bf16 else set()
     report = ConversionReport()
@@ -102,7 +102,7 @@ def unconvert(model: nn.Module) -> list[str]:
     Raises:
         RuntimeError: a layer is graphed.
     """
-    _check_can_be_changed(model)
+    _check_can_be_changed("unconvert", model)
     names = []
     for name, module in model.named_modules():
         if type(module) is ConvertedLinear:
@@ -146,17 +146,15 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         load_state_(module, state[name])
 
 
-def _check_can_be_changed(model: nn.Module) -> None:
+def _check_can_be_changed(function: str, model: nn.Module) -> None:
     for name, module in model.named_modules():
         label = name or "the model"
         if getattr(module, "te_graph", None) is not None:
-            raise RuntimeError(
-                f"convert_to_fp8: {label} is graphed: call its te_graph.reset() first, or convert before"
-            )
+            raise RuntimeError(f"{function}: {label} is graphed: call its te_graph.reset() first, or {function} before")
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if kinds & {"FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel"}:
             raise RuntimeError(
-                f"convert_to_fp8: {label} is wrapped by {type(module).__name__}: convert the model before it is wrapped"
+                f"{function}: {label} is wrapped by {type(module).__name__}: {function} before it is wrapped"
             )
 
 

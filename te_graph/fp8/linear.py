@@ -162,7 +162,7 @@ class Linear(nn.Linear, ReadyForCapture):
         if region is not None and region.enabled:
             place_of(self, region)
         if self.fp8 is not None and self.fp8.fits(self.weight):
-            self.fp8.scope.cast_weights(records=False)
+            self.fp8.scope.cast_weights(self.fp8, records=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""

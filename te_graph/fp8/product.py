@@ -54,7 +54,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
     is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the magnitude
     if not member.linear.is_cast(weight, is_training and not is_captured):
-        member.scope.cast_weights(is_training, is_noted=not is_captured)
+        member.scope.cast_weights(member, is_training, is_noted=not is_captured)
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
         checkpoints.note(module, FirstCall(scale, dtype))
@@ -145,4 +145,4 @@ def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
             if tensor.numel():
                 member.use(number)
                 newest = member.history(number)[0][0]
-                newest.copy_(torch.maximum(newest, tensor.detach().abs().amax().float()))
+                newest.copy_(torch.fmax(newest, tensor.detach().abs().amax().float()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -85,25 +86,37 @@ def new_state(device: torch.device, length: int = 0) -> Tensor:
     return state
 
 
+class _Place:
+    """The columns of one module in ``block``; free again when its member is gone, and all backwards and graphs that use
+    them."""
+
+    def __init__(self, block: _Block) -> None:
+        self.block, self.number = block, block.free.pop()
+        weakref.finalize(self, block.free.append, self.number).atexit = False
+
+
 class Member:
     """What one module has in a scope.
 
     Args:
         module: not kept alive.
-        scope: keeps the member's place until it is dropped.
-        block, number: its place.
+        scope: has the block of the place.
+        place: its columns.
 
     Attributes:
         linear: the products.
         loaded_version: of the weight, when a state was loaded that says how it was cast; None: that is not known.
+        trains: whether a forward of the module has recorded magnitudes.
         data, transposed: FP8 copies of the weight, [out, in] and [in, out].
     """
 
-    def __init__(self, module: HasWeight, scope: ScalingScope, block: _Block, number: int) -> None:
+    def __init__(self, module: HasWeight, scope: ScalingScope, place: _Place) -> None:
         weight, formats = module.weight, scope.recipe.fp8_format
+        block, number = place.block, place.number
         self.scope, self.block, self.number = scope, block, number
         self._module = weakref.ref(module)
         self.loaded_version: int | None = None
+        self.trains = False
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
@@ -117,9 +130,10 @@ class Member:
             backward,
             block.place(number, GRAD)[1],
             formats.backward_dtype,
+            place,
         )
-        self.linear.set_cast_weights(scope.cast_weights)
-        weakref.finalize(self, block.free.append, number)
+        # By a weak reference, since what C++ holds is not seen by the garbage collector.
+        self.linear.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
 
     @property
     def weight(self) -> Tensor | None:
@@ -190,17 +204,24 @@ class Member:
             self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
             self.loaded_version = loaded_version
 
-    def settle(self) -> None:
-        """Update the scales of what has been recorded, as a next cast would."""
-        for tensor in (INPUT, WEIGHT, GRAD) if self.scope.is_delayed else ():
+    def settle(self, tensors: Sequence[int] = (INPUT, WEIGHT, GRAD)) -> None:
+        """Update the scales of what has been recorded of ``tensors``, as their next casts would."""
+        for tensor in tensors if self.scope.is_delayed else ():
             direction, column = self.block.place(self.number, tensor)
-            if self.block.tables[direction].has_run(column):
-                self.block.tables[direction].update()
+            self.block.tables[direction].settle(column)
 
     def use(self, tensor: int) -> None:
         """Say that ``tensor`` is about to be cast, and its magnitude recorded."""
         direction, column = self.block.place(self.number, tensor)
-        self.block.tables[direction].use(column)
+        self.block.tables[direction].settle(column)
+        self.block.tables[direction].note(column)
+
+
+def _cast_weights_of(reference: weakref.ref[Member], records: bool) -> None:
+    """Cast the weights of a member that is about to be replayed, if it is still there."""
+    member = reference()
+    if member is not None:
+        member.scope.cast_weights(member, records)
 
 
 class ScalingScope(OwnObject):
@@ -240,7 +261,7 @@ class ScalingScope(OwnObject):
                 block = _Block(capacity, self.recipe, self.device, self.group)
             self._blocks.append(block)
         with torch.inference_mode(False), torch.no_grad():
-            member = Member(module, self, block, block.free.pop())
+            member = Member(module, self, _Place(block))
             for tensor in (INPUT, WEIGHT, GRAD) if self.is_delayed else ():
                 history, scale = member.history(tensor)  # another module may have had the place
                 history.zero_()
@@ -254,24 +275,32 @@ class ScalingScope(OwnObject):
             if block.tables[0] is not None:
                 block.tables[0].update()
 
-    def cast_weights(self, records: bool, is_noted: bool = True) -> None:
-        """Cast all weights that have changed since they were cast, [out, in] each.
+    def cast_weights(self, member: Member, records: bool, is_noted: bool = True) -> None:
+        """Cast the weight of ``member``, and all others that have changed since they were cast, [out, in] each.
 
         Args:
+            member: about to be called.
             records: whether magnitudes are recorded for delayed scaling. A weight that was cast without is cast again.
+                Of modules that only evaluate none is recorded.
             is_noted: False for a cast that is captured, or undone by a capture.
         """
+        records = records and self.is_delayed
+        member.trains |= records and is_noted
         stale = [
-            (member, weight)
-            for member in list(self._members)
-            if (weight := member.weight) is not None and not member.linear.is_cast(weight, records)
+            (other, weight)
+            for other in list(self._members)
+            if (other.trains or other is member or not records)
+            and (weight := other.weight) is not None
+            and not other.linear.is_cast(weight, records)
         ]
         stale = [(member, weight) for member, weight in stale if member.fits(weight)]
         resumed = [(member, weight) for member, weight in stale if member.is_resumed(weight)]
         changed = [(member, weight) for member, weight in stale if not member.is_resumed(weight)]
-        records = records and self.is_delayed
         with torch.inference_mode(False), torch.no_grad():
             if records and is_noted:
+                # All updates first: one between would forget what was noted of casts that are still to come.
+                for member, _ in changed:
+                    member.settle((WEIGHT,))
                 for member, _ in changed:
                     member.use(WEIGHT)
             for block, run in _runs(changed):

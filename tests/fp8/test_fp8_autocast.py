@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import te_graph as tg
 from te_graph.fp8.autocast import current_region, is_fp8_enabled
+from te_graph.fp8.recipes import Recipe
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 ranks = pytest.fixture(ranks_of, scope="module", params=WORLDS)
@@ -118,6 +119,10 @@ def test_old_and_new_names() -> None:
     ("make", "error", "message"),
     [
         (lambda: tg.fp8_autocast(recipe="delayed"), TypeError, "expected recipe to be a te_graph.DelayedScaling or"),
+        (lambda: tg.fp8_autocast(fp8_recipe=0), TypeError, "expected recipe to be a te_graph.DelayedScaling or"),
+        (lambda: tg.fp8_autocast(recipe=tg.DelayedScaling), TypeError, "got type"),
+        (lambda: tg.fp8_autocast(recipe=Recipe()), TypeError, "got Recipe"),
+        (lambda: tg.fp8_autocast(fp8_group="world"), TypeError, "to be a torch.distributed.ProcessGroup, got str"),
         (lambda: tg.DelayedScaling(margin="1"), ValueError, "expected margin to be a finite number, got '1'"),
         (lambda: tg.DelayedScaling(margin=float("inf")), ValueError, "expected margin to be a finite number, got inf"),
         (lambda: tg.DelayedScaling(amax_history_len=0), ValueError, "expected amax_history_len to be a positive int"),

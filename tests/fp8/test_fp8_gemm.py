@@ -85,6 +85,13 @@ def test_rows_may_lie_apart(device: str) -> None:
     assert same_bits(tg.fp8_gemm(wide_a[:, :96], wide_b[:, 32:], a_inv, b_inv, torch.float32), expected)
 
 
+def test_a_single_row_may_have_any_stride(device: str) -> None:
+    a, b, a_inv, b_inv = operands(1, 16, 32, (E4M3, E4M3), device)
+    column = a.flatten()[:, None].contiguous().t()
+    assert column.stride() == (1, 1)
+    assert same_bits(tg.fp8_gemm(column, b, a_inv, b_inv), tg.fp8_gemm(a, b, a_inv, b_inv))
+
+
 def test_regions_of_autocast_change_nothing(device: str) -> None:
     a, b, a_inv, b_inv = operands(9, 32, 96, (E4M3, E4M3), device)
     expected = tg.fp8_gemm(a, b, a_inv, b_inv, torch.float32)

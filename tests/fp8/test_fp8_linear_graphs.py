@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from typing import Any
@@ -183,6 +184,31 @@ def test_evaluation_of_a_graphed_layer_is_pure(device: str) -> None:
     twin.load_state_dict(model.state_dict())
     with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
         assert same_bits(twin(x), y)
+
+
+@pytest.mark.parametrize("pending", range(4))
+def test_casts_of_one_graph_are_all_noted(device: str, pending: int) -> None:
+    """Where one of them was made since its last update, too."""
+    recipe, results = RECIPES["delayed"], []
+    for graphed in (False, True):
+        model, values = new_layers(device, 2), torch.Generator().manual_seed(3)
+        linears = [linear for layer in model for linear in (layer.up, layer.down)]
+        if graphed:
+            with tg.fp8_autocast(recipe=recipe):
+                tg.make_graphed_callables(model, (a_sample(device),))
+        for _ in range(3):
+            with contextlib.suppress(KeyError), tg.fp8_autocast(recipe=recipe):
+                x = torch.randn(5, linears[pending].in_features, generator=values).to(device, torch.bfloat16)
+                linears[pending](x)
+                raise KeyError
+            with tg.fp8_autocast(recipe=recipe):
+                for _ in range(2):
+                    x = torch.randn(5, WIDTH, generator=values).to(device, torch.bfloat16).requires_grad_()
+                    model(x).float().square().mean().backward()
+        for linear in linears:
+            linear.fp8.settle()
+        results.append([*tg.fp8_state_dict(model).values(), *(parameter.grad for parameter in model.parameters())])
+    assert all(map(same_bits, *results))
 
 
 _PROGRAMS, _MOST_SECONDS = 30, 5.0

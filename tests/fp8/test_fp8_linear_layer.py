@@ -204,14 +204,41 @@ def test_bad_input_is_refused(device: str) -> None:
             layer(torch.zeros(2, IN, device="meta", dtype=torch.bfloat16))
 
 
-def test_second_derivatives_are_refused_by_name(device: str) -> None:
-    layer = tg.Linear(IN, OUT, device=device, dtype=torch.bfloat16)
-    x = torch.randn(5, IN, device=device, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize("loss", [lambda y: y.sum(), lambda y: y.square().sum()], ids=["constant", "own"])
+@pytest.mark.parametrize("of", ["input", "weight"])
+def test_second_derivatives_are_refused_by_name(device: str, of: str, loss: Any) -> None:
+    """With a constant gradient of y, too: what would be missing are the terms through the casts."""
+    layer = tg.Linear(IN, OUT, device=device)
+    x = torch.randn(9, IN, device=device, requires_grad=True)
     with tg.fp8_autocast(recipe=CURRENT):
         y = layer(x)
-    (grad,) = torch.autograd.grad(y.float().sin().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="fp8_linear_backward"):
-        grad.float().square().sum().backward()
+    (grad,) = torch.autograd.grad(loss(y), x if of == "input" else layer.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="fp8_linear_backward is not implemented"):
+        (y.sum() + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, tg.DelayedScaling(amax_history_len=2)])
+def test_a_backward_outlives_its_module(device: str, recipe: object) -> None:
+    """Whose place is given to no other one before it is through."""
+    results = []
+    for is_kept in (True, False):
+        torch.manual_seed(0)
+        x = torch.randn(9, IN, device=device, requires_grad=True)
+        with tg.fp8_autocast(recipe=recipe):
+            layers = [tg.Linear(IN, OUT, device=device)]
+            y = layers[0](x)
+            if not is_kept:
+                layers.clear()
+            others = [tg.Linear(IN, OUT, device=device) for _ in range(3)]
+            for other in others:
+                with torch.no_grad():
+                    other.weight.mul_(100)
+                other(x)
+        before = [other.get_extra_state() for other in others]
+        y.square().sum().backward()
+        assert all(same_bits(other.get_extra_state(), state) for other, state in zip(others, before, strict=True))
+        results.append(x.grad)
+    assert same_bits(*results)
 
 
 def test_a_backward_may_run_twice(device: str) -> None:

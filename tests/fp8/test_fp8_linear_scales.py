@@ -6,6 +6,7 @@ between two casts of it, in whatever regions and orders modules run.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 from typing import Any
@@ -285,3 +286,68 @@ def test_calibration_records_and_computes_in_high_precision(device: str) -> None
     state = layer.get_extra_state()
     assert state[0, 2] == torch.tensor(448.0) / x.float().abs().max().cpu()
     assert state[1, 2] == torch.tensor(448.0) / layer.weight.float().abs().max().cpu()
+
+
+def test_an_evaluation_of_a_model_that_others_train_beside_leaves_no_trace(device: str) -> None:
+    """A teacher, whose weights change and are cast for the student's forwards, too."""
+    recipe = tg.DelayedScaling(amax_history_len=6)
+    teacher, student = (tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
+    for _ in range(3):
+        x = torch.randn(5, WIDTH, device=device)
+        with tg.fp8_autocast(recipe=recipe):
+            with torch.no_grad():
+                teacher(x)
+            student(x).sum().backward()
+        with torch.no_grad():
+            teacher.weight.lerp_(student.weight, 0.5)
+            student.weight.mul_(1.5)
+    state = teacher.get_extra_state()
+    assert not state[:, 8:].any()
+    assert state[:, 2].tolist() == [1, 1, 1]
+    assert student.get_extra_state()[:2, 2].ne(1).all()
+
+
+@pytest.mark.parametrize("pending", range(3))
+def test_weights_that_are_cast_together_are_all_noted(device: str, pending: int) -> None:
+    """Where one of them was cast since its last update, too: the update that it asks for forgets none of the others."""
+    recipe = tg.DelayedScaling(amax_history_len=9)
+    layers = [tg.Linear(WIDTH, WIDTH, device=device) for _ in range(3)]
+    x, amaxes = torch.randn(5, WIDTH, device=device), [[] for _ in layers]
+
+    def call(numbers: list[int]) -> None:
+        """A training forward of some layers, whose region is left by an exception: nothing is updated."""
+        with contextlib.suppress(KeyError), tg.fp8_autocast(recipe=recipe):
+            for number in numbers:
+                layers[number](x)
+            raise KeyError
+
+    def change(numbers: list[int]) -> None:
+        for number in numbers:
+            with torch.no_grad():
+                layers[number].weight.mul_(1.5)
+
+    call([0, 1, 2])
+    change([pending])
+    call([pending])
+    change([0, 1, 2])
+    call([0])
+    change([0, 1, 2])
+    call([0, 1, 2])
+    for number, layer in enumerate(layers):
+        layer.fp8.settle()
+        kept = [value for value in layer.get_extra_state()[1, 8:17].tolist() if value]
+        largest = layer.weight.detach().abs().max().item()
+        amaxes[number] = [largest / 1.5**power for power in ((3, 2, 1, 0) if number == pending else (2, 1, 0))]
+        assert kept == pytest.approx(amaxes[number])
+
+
+def test_an_evaluation_does_not_take_up_what_an_exception_left(device: str) -> None:
+    layer = tg.Linear(WIDTH, WIDTH, device=device)
+    x = torch.randn(5, WIDTH, device=device)
+    with contextlib.suppress(KeyError), tg.fp8_autocast(recipe=RECIPES["max"]):
+        layer(x)
+        raise KeyError
+    before = layer.get_extra_state()
+    with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["max"]):
+        layer(x * 2)
+    assert same_bits(layer.get_extra_state(), before)

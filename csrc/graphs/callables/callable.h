@@ -163,6 +163,7 @@ private:
     void separate_overlapping(const PendingBackward& pending) const;
     bool leaves_nothing_behind(const PendingBackward& pending) const;
     void finish(const PendingBackward& pending, const Bits& got, BackwardResults& results);
+    static bool repeats_a_step(const std::vector<PendingBackward>& chain);
     static std::shared_ptr<Graph> merged(const std::vector<PendingBackward>& chain, const std::vector<Bits>& got);
     ReplayMiss changed(const std::string& change) const;
 

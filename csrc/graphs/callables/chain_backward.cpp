@@ -81,11 +81,22 @@ std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<PendingBackward
     }
     MergedBackward& merged = chain.front().callable->slot_of(chain.front()).merged;
     if (!is_same(merged.parts, parts)) {
-        merged = {{parts.begin(), parts.end()}, nullptr, 1};
-    } else if (++merged.seen == 2) {
+        merged = {{parts.begin(), parts.end()}, nullptr, 1, repeats_a_step(chain)};
+    } else if (++merged.seen == 2 && !merged.repeats_a_step) {
         merged.graph = merge(parts);
     }
     return merged.graph;
+}
+
+// Whether the host does the same before two of `chain`: then it has to do it in between.
+bool GraphedCallable::repeats_a_step(const std::vector<PendingBackward>& chain) {
+    HostSteps all;
+    for (const PendingBackward& pending : chain) {
+        for (const auto& step : pending.callable->host_steps_.backward()) {
+            if (!all.add_backward(step)) return true;
+        }
+    }
+    return false;
 }
 
 BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, variable_list grads) {
@@ -106,11 +117,10 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
         if (i > 0) got.push_back(callable.grads_from(chain[i - 1], got.back(), callable.slot_of(chain[i])));
         callable.plan_parameters(chain[i], got.back());
     }
-    for (const PendingBackward& pending : chain) {
-        for (const auto& step : pending.callable->host_steps_.backward()) step->run();
-    }
     BackwardResults results;
     if (const auto graph = merged(chain, got)) {
+        for (const PendingBackward& pending : chain) pending.callable->host_steps_.prepare_backward();
+        for (const PendingBackward& pending : chain) pending.callable->host_steps_.run_backward();
         graph->replay();
         for (size_t i = 0; i < chain.size(); ++i) chain[i].callable->finish(chain[i], got[i], results);
     } else {
@@ -123,6 +133,8 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
                     if (!got[i][k]) fill_with_no_gradient(slot.grad_outputs[k]->tensor);
                 }
             }
+            callable.host_steps_.prepare_backward();
+            callable.host_steps_.run_backward();
             slot.backward->replay();
             callable.finish(chain[i], got[i], results);
         }

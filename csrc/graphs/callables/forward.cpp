@@ -246,7 +246,8 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
             copy_into(slot.inputs[i], inputs[i]);
         }
     }
-    for (const auto& step : host_steps_.forward()) step->run();
+    host_steps_.prepare_forward();
+    host_steps_.run_forward();
     slot.forward->replay();
     ++forward_replays_;
 

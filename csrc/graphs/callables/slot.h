@@ -33,6 +33,7 @@ struct MergedBackward {
     std::vector<std::weak_ptr<Graph>> parts;
     std::shared_ptr<Graph> graph;  // null until they have come together twice, or when they cannot be merged
     int seen = 0;
+    bool repeats_a_step = false;  // of the host, so that they are not merged
 };
 
 // A graph pair and the memory that belongs to it.
