@@ -144,7 +144,7 @@ def test_wrong_models_are_refused() -> None:
         tg.convert_to_fp8(1)
     model = nn.Sequential(nn.Linear(32, 32))
     tg.make_graphed_callables(model[0], (torch.randn(2, 32),))
-    with pytest.raises(RuntimeError, match=r"0 is graphed: call its te_graph.reset\(\) first, or convert before"):
+    with pytest.raises(RuntimeError, match=r"0 is graphed: call its te_graph.reset\(\) first, or convert_to_fp8"):
         tg.convert_to_fp8(model, min_features=16)
     model[0].te_graph.reset()
     assert tg.convert_to_fp8(model, min_features=16).converted == ["0"]
