@@ -23,7 +23,7 @@ def make_ready(objects: Iterable[Any]) -> bool:
     Returns:
         True if there is one.
     """
-    modules = [each for each in objects if isinstance(each, ReadyForCapture)]
-    for module in modules:
+    modules = {id(each): each for each in objects if isinstance(each, ReadyForCapture)}
+    for module in modules.values():
         module.make_ready_for_capture()
     return bool(modules)

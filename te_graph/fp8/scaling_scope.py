@@ -227,8 +227,8 @@ def _cast_weights_of(reference: weakref.ref[Member], records: bool) -> None:
 class ScalingScope(OwnObject):
     """All modules that compute by one recipe on one device, in one amax reduction group.
 
-    One launch updates all their scales of a direction. Which modules share a scope changes no bit: columns of modules
-    that have not run stay as they are.
+    One launch updates all their scales of a direction. Columns of modules that have not run stay as they are, so it
+    does not matter which modules share a scope, but for weights that change twice between two forwards of their module.
 
     Args:
         recipe: how scales are found.
@@ -293,24 +293,24 @@ class ScalingScope(OwnObject):
             and (weight := other.weight) is not None
             and not other.linear.is_cast(weight, records)
         ]
-        stale = [(member, weight) for member, weight in stale if member.fits(weight)]
-        resumed = [(member, weight) for member, weight in stale if member.is_resumed(weight)]
-        changed = [(member, weight) for member, weight in stale if not member.is_resumed(weight)]
+        stale = [(other, weight) for other, weight in stale if other.fits(weight)]
+        resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
+        changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
         with torch.inference_mode(False), torch.no_grad():
             if records and is_noted:
                 # All updates first: one between would forget what was noted of casts that are still to come.
-                for member, _ in changed:
-                    member.settle((WEIGHT,))
-                for member, _ in changed:
-                    member.use(WEIGHT)
+                for other, _ in changed:
+                    other.settle((WEIGHT,))
+                for other, _ in changed:
+                    other.use(WEIGHT)
             for block, run in _runs(changed):
                 self._cast(block, run, records, is_resumed=False)
             for block, run in _runs(resumed):
                 self._cast(block, run, False, is_resumed=True)
-        for member, weight in stale if is_noted else ():
-            member.linear.note_cast(weight, records or not self.is_delayed or member.is_resumed(weight))
-        for member, _ in changed if is_noted else ():
-            member.loaded_version = None
+        for other, weight in stale if is_noted else ():
+            other.linear.note_cast(weight, records or not self.is_delayed or other.is_resumed(weight))
+        for other, _ in changed if is_noted else ():
+            other.loaded_version = None
 
     def _cast(self, block: _Block, run: Sequence[tuple[Member, Tensor]], records: bool, is_resumed: bool) -> None:
         """Cast the weights of members whose numbers follow each other in ``block``."""

@@ -108,11 +108,9 @@ class CallableCapture:
         self._reader_of = self.unnamed.reader_of
         self.host_steps: list[_C.HostSteps] = []
         self.walker = SourceWalker(names_around(self.root))
-        sources = list(walk(TensorReader(self.root)))
-        self._sources = self._explore()
-        if make_ready({id(source.obj): source.obj for source in [*sources, *self._sources]}.values()):
-            sources = list(walk(TensorReader(self.root)))
-            self._sources = self._explore()
+        sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
+        if make_ready(source.obj for source in [*sources, *self._sources]):
+            sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
         check_attributes(self.label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(self.label, sources)
         refuse_fused_main_grads(self.label, sources)

@@ -160,7 +160,7 @@ class _Attempt:
         self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu, is_capture=True)
         self._reads = GradReads()
         self._before = walker.explore(_reader_of(call, everything=True), learns=False)
-        if make_ready({id(source.obj): source.obj for source in self._before}.values()):
+        if make_ready(source.obj for source in self._before):
             self._before = walker.explore(_reader_of(call, everything=True), learns=False)
         self._host_steps = _C.HostSteps()
         self._state_before = FunctionGuard(self._before, used=None, is_strict=False)
