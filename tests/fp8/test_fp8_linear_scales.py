@@ -341,6 +341,28 @@ def test_weights_that_are_cast_together_are_all_noted(device: str, pending: int)
         assert kept == pytest.approx(amaxes[number])
 
 
+@pytest.mark.parametrize(("pending", "other"), [(1, 2), (2, 1)])
+def test_an_update_that_one_cast_asks_for_forgets_no_other(device: str, pending: int, other: int) -> None:
+    """Seen where only that other one is called next. Repeated: the order in which weights are cast is arbitrary."""
+    x = torch.randn(5, WIDTH, device=device)
+    for _ in range(6):
+        layers = [tg.Linear(WIDTH, WIDTH, device=device) for _ in range(3)]
+        recipe = tg.DelayedScaling(amax_history_len=9)
+        calls = [([0, 1, 2], []), ([pending], [pending]), ([0], [0, 1, 2]), ([other], [other])]
+        for called, changed in calls:
+            with torch.no_grad():
+                for number in changed:
+                    layers[number].weight.mul_(1.5)
+            with contextlib.suppress(KeyError), tg.fp8_autocast(recipe=recipe):
+                for number in called:
+                    layers[number](x)
+                raise KeyError  # nothing is updated at the end of the region
+        layers[other].fp8.settle()
+        kept = [value for value in layers[other].get_extra_state()[1, 8:17].tolist() if value]
+        largest = layers[other].weight.detach().abs().max().item()
+        assert kept == pytest.approx([largest / 1.5**2, largest / 1.5, largest])
+
+
 def test_an_evaluation_does_not_take_up_what_an_exception_left(device: str) -> None:
     layer = tg.Linear(WIDTH, WIDTH, device=device)
     x = torch.randn(5, WIDTH, device=device)
