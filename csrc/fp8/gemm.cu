@@ -31,7 +31,7 @@ namespace {
 
 constexpr size_t kMostWorkspace = size_t{32} << 20;  // what cuBLAS recommends for Hopper
 constexpr size_t kMostPlans = 4096;
-constexpr int kCandidates = 8;
+constexpr int kCandidates = 32;
 
 void check(cublasStatus_t status, const char* call) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
@@ -108,10 +108,12 @@ bool is_wrong(const cublasLtMatmulAlgo_t& algorithm, const GemmShape& shape) {
     return attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_ID) == kFamily && split > 1 && shape.inner % split != 0;
 }
 
-void choose(GemmPlan& plan, const GemmShape& shape) {
+// The first candidate that is right, of those whose partial sums meet by one of `schemes`; false: there is none.
+bool choose(GemmPlan& plan, const GemmShape& shape, cublasLtReductionScheme_t schemes) {
     cublasLtMatmulPreferenceOpaque_t preference;
     check(cublasLtMatmulPreferenceInit(&preference), "cublasLtMatmulPreferenceInit");
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMostWorkspace);
+    set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(schemes));
     // The same for all addresses that are accepted, or bits would depend on them.
     for (const auto attribute :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -129,9 +131,8 @@ void choose(GemmPlan& plan, const GemmShape& shape) {
     const cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(plan.handle, &operation, &plan.a, &plan.b, &plan.out, &plan.out, &preference,
                                        kCandidates, candidates.data(), &count);
-    if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED) {
-        check(status, "cublasLtMatmulAlgoGetHeuristic");
-    }
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
+    check(status, "cublasLtMatmulAlgoGetHeuristic");
     for (int i = 0; i < count; ++i) {
         const auto& [algorithm, workspace, state, waves, reserved] = candidates[static_cast<size_t>(i)];
         if (state != CUBLAS_STATUS_SUCCESS || is_wrong(algorithm, shape)) continue;
@@ -143,7 +144,15 @@ void choose(GemmPlan& plan, const GemmShape& shape) {
                      .stages = attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID),
                      .split_k = attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM),
                      .workspace = workspace};
-        return;
+        return true;
+    }
+    return false;
+}
+
+// Where each candidate would split the inner dimension into parts of unequal size, one that does not split it.
+void choose(GemmPlan& plan, const GemmShape& shape) {
+    for (const auto schemes : {CUBLASLT_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_NONE}) {
+        if (choose(plan, shape, schemes)) return;
     }
     no_kernel_for(shape);
 }

@@ -118,9 +118,10 @@ std::array<int64_t, 2> check_operands(const char* op, const at::Tensor& a, const
         TORCH_CHECK_VALUE(row % kGemmAlignment == 0, op, ": expected a result with rows of a multiple of ",
                           kGemmAlignment, " bytes, got ", b.size(0), " columns of ", dtype_name(dtype));
         for (const auto& [name, tensor] : {std::pair{"a", a}, std::pair{"b", b}}) {
-            TORCH_CHECK_VALUE(tensor.size(1) % kGemmAlignment == 0 && row_stride(tensor) % kGemmAlignment == 0, op,
-                              ": expected ", name, " with rows and strides of multiples of ", kGemmAlignment,
-                              ", got shape ", tensor.sizes(), " with strides ", tensor.strides());
+            const bool is_aligned = tensor.size(1) % kGemmAlignment == 0 && row_stride(tensor) % kGemmAlignment == 0;
+            TORCH_CHECK_VALUE(is_aligned || tensor.numel() == 0, op, ": expected ", name,
+                              " with rows and strides of multiples of ", kGemmAlignment, ", got shape ", tensor.sizes(),
+                              " with strides ", tensor.strides());
         }
     }
     return {a.size(0), b.size(0)};
