@@ -4,11 +4,37 @@
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <mutex>
 
+#include "graphs/capture/random_state.h"
+
 namespace te_graph::graphs {
+namespace {
+
+// The generators that a graph of torch's draws from, each with how far a replay moves it.
+struct OpenGraph : at::cuda::CUDAGraph {
+    static const auto& generators_of(at::cuda::CUDAGraph& graph) {
+        return graph.*(&OpenGraph::captured_generator_states_);
+    }
+};
+
+// As torch's replay(), which launches twice for each generator where once will do.
+void replay_with_generators(at::cuda::CUDAGraph& graph, cudaGraphExec_t executable) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    for (const auto& [generator, increment] : OpenGraph::generators_of(graph)) {
+        if (increment == 0) continue;
+        const RandomState state{generator->seed_extragraph_.mutable_data_ptr<int64_t>(),
+                                generator->offset_extragraph_.mutable_data_ptr<int64_t>()};
+        C10_CUDA_CHECK(launch_set_random_state(state, generator->seed_, generator->philox_offset_per_thread_, stream));
+        generator->philox_offset_per_thread_ += (increment + 3) / 4 * 4;
+    }
+    C10_CUDA_CHECK(cudaGraphLaunch(executable, stream));
+}
+
+}  // namespace
 
 CudaGraph::CudaGraph(const pybind11::object& owner, std::shared_ptr<at::cuda::CUDAGraph> graph)
     : owner_(owner), graph_(std::move(graph)), device_(c10::cuda::current_device()) {}
@@ -28,7 +54,7 @@ void CudaGraph::replay() {
         generator.set_offset(rewound_to_->offset_ + offset);
     }
     if (draws_ && !notes_generator_) {
-        graph_->replay();
+        launch();
         return;
     }
     at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(c10::cuda::current_device());
@@ -38,8 +64,17 @@ void CudaGraph::replay() {
         offset_ = generator.get_offset();
     }
     const uint64_t before = generator.get_offset();
-    graph_->replay();
+    launch();
     draws_ = generator.get_offset() != before;
+}
+
+void CudaGraph::launch() {
+    if (const cudaGraphExec_t instantiated = executable()) {
+        const c10::cuda::CUDAGuard on_device(device_);
+        replay_with_generators(*graph_, instantiated);
+    } else {
+        graph_->replay();  // instantiates it, or says why it cannot
+    }
 }
 
 // torch raises where it has none.

@@ -40,6 +40,8 @@ public:
     void note_change() { ++changes_; }
 
 private:
+    void launch();
+
     PythonReference owner_;
     std::shared_ptr<at::cuda::CUDAGraph> graph_;
     c10::DeviceIndex device_;

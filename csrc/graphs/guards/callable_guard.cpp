@@ -6,7 +6,18 @@
 
 #include "graphs/guards/dict_watch.h"
 
+namespace py = pybind11;
+
 namespace te_graph::graphs {
+namespace {
+
+// An object that is never changed, and keeps nothing alive.
+bool refers_to_nothing(PyObject* object) {
+    return PyUnicode_CheckExact(object) || PyLong_CheckExact(object) || PyFloat_CheckExact(object) ||
+           PyBytes_CheckExact(object) || PyBool_Check(object) || object == Py_None;
+}
+
+}  // namespace
 
 std::string CallableGuard::check(PyObject* root, Tensors& found) const {
     // Where Python code runs, of keys and destructors, other threads may come in: they look for themselves.
@@ -28,23 +39,51 @@ std::string CallableGuard::check(PyObject* root, Tensors& found) const {
     found = std::make_shared<FoundTensors>(std::move(tensors));
     if (is_alone) {
         found_ = found;
-        std::swap(last_, met);
-        root_ = root;
+        note(root, std::move(met));
         changes_ = changes;
     }
     return {};
 }
 
+void CallableGuard::note(PyObject* root, Walk&& met) const {
+    root_ = root;
+    last_ = std::move(met);
+    py::list kept;
+    looks_.clear();
+    for (const size_t i : last_.unwatched) looks_.push_back(look_at(i, root, kept));
+    kept_ = std::make_unique<const PythonReference>(kept);
+    classes_.clear();
+    for (const auto& [i, version] : last_.classes) {
+        classes_.push_back({steps_[i].parent < 0 ? root : last_.reached[steps_[i].parent], version});
+    }
+}
+
+CallableGuard::Look CallableGuard::look_at(size_t i, PyObject* root, py::list& kept) const {
+    const Step& step = steps_[i];
+    PyObject* const object = last_.reached[i];
+    PyObject* const key = step.kind == StepKind::kItemOf  ? last_.reached[step.index]
+                          : step.kind == StepKind::kKnown ? step.expected.weak()
+                                                          : step.key.ptr();
+    const bool is_kept = refers_to_nothing(object);
+    if (is_kept) kept.append(py::handle(object));
+    const bool is_found_alive = is_kept || step.kind == StepKind::kKnown || !step.expected.is_weak();
+    const bool is_same_enough = is_found_alive && (is_kept || (!step.value && step.type.is_any()));
+    return {step.kind, step.index, step.parent < 0 ? root : last_.reached[step.parent],
+            key,       object,     is_same_enough ? nullptr : &step};
+}
+
 bool CallableGuard::is_as_last_time(PyObject* root) const {
     if (root != root_ || changes_ != dict_changes()) return false;
-    for (const size_t i : last_.unwatched) {
-        const Step& step = steps_[i];
-        PyObject* const object = take(step, step.parent < 0 ? root : last_.reached[step.parent], last_.reached);
-        if (!object || object != last_.reached[i] || !is_expected(step, object, last_.reached)) return false;
+    for (const Look& look : looks_) {
+        if (look.kind == StepKind::kKnown) {
+            if (look.key && live_object(look.key) != look.object) return false;
+        } else if (take_step(look.kind, look.parent, look.key, look.index) != look.object) {
+            return false;
+        }
+        if (look.step && !is_expected(*look.step, look.object, last_.reached)) return false;
     }
-    for (const auto& [i, version] : last_.classes) {
-        PyObject* const parent = steps_[i].parent < 0 ? root : last_.reached[steps_[i].parent];
-        if (type_of(parent)->tp_version_tag != version || version == 0) return false;
+    for (const auto& [object, version] : classes_) {
+        if (type_of(object)->tp_version_tag != version || version == 0) return false;
     }
     for (size_t i = 0; i < tensors_.size(); ++i) {
         if (!found_->is_unswapped(i) || !is_same(tensors_[i], (*found_)[i], true)) return false;

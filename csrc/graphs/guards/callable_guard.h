@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "graphs/guards/found_tensors.h"
 #include "graphs/guards/guard.h"
@@ -41,13 +42,35 @@ public:
     void forget() const;
 
 private:
+    // A step to take again, with what the last walk met on it. The steps themselves lie far apart in memory, and reading
+    // them would take longer than taking them.
+    struct Look {
+        StepKind kind;
+        Py_ssize_t index;
+        PyObject *parent, *key, *object;
+        const Step* step;  // what its object must be like is compared again; nullptr: to be the same object is enough
+    };
+    // An object whose class, or that is a class, which must have the version.
+    struct ClassLook {
+        PyObject* object;
+        unsigned int version;
+    };
+
     bool is_as_last_time(PyObject* root) const;
+    // Notes what a walk from `root` has met.
+    void note(PyObject* root, Walk&& met) const;
+    // Puts into `kept` what `kept_` is to have of it.
+    Look look_at(size_t step, PyObject* root, pybind11::list& kept) const;
 
     std::shared_ptr<const PythonReference> functions_;
 
     // Of the last walk that found everything as it must be.
     mutable Tensors found_;
     mutable Walk last_;  // what it met is alive while `changes_` is up to date
+    mutable std::vector<Look> looks_;
+    mutable std::vector<ClassLook> classes_;
+    // A list of values that refer to nothing, so that no others take their places.
+    mutable std::unique_ptr<const PythonReference> kept_;
     mutable PyObject* root_ = nullptr;
     mutable uint64_t changes_ = 0;
     mutable bool is_in_check_ = false;  // by a thread that another one has interrupted

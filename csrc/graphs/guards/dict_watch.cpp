@@ -36,7 +36,7 @@ int added(PyDict_WatchCallback callback) {
 }
 
 int on_function_change(PyFunction_WatchEvent event, PyFunctionObject*, PyObject*) {
-    if (event == PyFunction_EVENT_MODIFY_CODE) ++changes;
+    if (event != PyFunction_EVENT_CREATE && event != PyFunction_EVENT_DESTROY) ++changes;
     return 0;
 }
 

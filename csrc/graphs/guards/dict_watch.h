@@ -18,7 +18,7 @@ bool watch_dict(PyObject* dict);
 bool watch_attributes(PyObject* dict);
 void name_attribute(PyObject* name);
 
-// Watches the code of all functions from now on.
+// Watches the code and the defaults of all functions from now on.
 bool watch_functions();
 
 }  // namespace te_graph::graphs

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 #include <sstream>
 
 #include "common/dtype_name.h"
@@ -14,6 +15,25 @@
 namespace py = pybind11;
 
 namespace te_graph::graphs {
+namespace {
+
+bool is_one_of(PyObject* key, std::initializer_list<const char*> names) {
+    return std::any_of(names.begin(), names.end(),
+                       [&](const char* name) { return PyUnicode_CompareWithASCIIString(key, name) == 0; });
+}
+
+// Whether a step leads to the same object for as long as its parent is the same one, or, of functions, is watched.
+bool leads_by_parent_alone(StepKind kind, PyObject* parent, PyObject* key) {
+    if (kind == StepKind::kPosition) return PyTuple_Check(parent);
+    if (kind == StepKind::kInstanceDict) return PyModule_Check(parent);
+    if (kind != StepKind::kAttribute || !PyUnicode_CheckExact(key)) return false;
+    if (PyMethod_Check(parent)) return is_one_of(key, {"__func__", "__self__"});
+    if (!PyFunction_Check(parent)) return false;
+    if (is_one_of(key, {"__closure__", "__globals__"})) return true;
+    return is_one_of(key, {"__code__", "__defaults__", "__kwdefaults__"}) && watch_functions();
+}
+
+}  // namespace
 
 Guard::Identity::Identity(const py::object& object) {
     if (object.is_none()) return;
@@ -83,10 +103,11 @@ bool Guard::is_attribute(const Step& step) const {
 
 bool Guard::watch(const Step& step, PyObject* parent) const {
     if (step.kind == StepKind::kCode) return watch_functions();
+    if (step.parent >= 0 && !step.is_ephemeral && leads_by_parent_alone(step.kind, parent, step.key.ptr())) return true;
     if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
-    // An OrderedDict keeps its order elsewhere.
+    // An OrderedDict keeps its order elsewhere, which counts from two items on.
     const bool has_order = step.kind == StepKind::kKeys || step.kind == StepKind::kContents;
-    if (has_order && PyODict_Check(parent)) return false;
+    if (has_order && PyODict_Check(parent) && PyDict_GET_SIZE(parent) > 1) return false;
     return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
 }
 

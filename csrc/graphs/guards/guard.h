@@ -92,6 +92,9 @@ protected:
         // The object, borrowed; nullptr once it is gone.
         PyObject* live() const;
         bool is_weak() const { return bool(weak_); }
+        bool is_any() const { return address_ == nullptr; }
+        // The weak reference, borrowed, if there is one.
+        PyObject* weak() const { return weak_.ptr(); }
         void release();
 
     private:

@@ -60,6 +60,19 @@ PyObject* held_elsewhere(PyObject* object) {
     return is_held ? object : nullptr;
 }
 
+// The name of a function or class where it is kept, nullptr where it is asked for otherwise. Guards compare hundreds of
+// them, which getattr() would look up as long as everything else takes together.
+PyObject* kept_name_of(PyObject* parent, PyObject* key) {
+    static PyObject* const dunder_name = PyUnicode_InternFromString("__name__");
+    static PyObject* const of_types = _PyType_Lookup(&PyType_Type, dunder_name);
+    if (key != dunder_name) return nullptr;
+    if (PyFunction_Check(parent)) return reinterpret_cast<PyFunctionObject*>(parent)->func_name;
+    const bool is_kept = PyType_Check(parent) &&
+                         PyType_HasFeature(reinterpret_cast<PyTypeObject*>(parent), Py_TPFLAGS_HEAPTYPE) &&
+                         _PyType_Lookup(Py_TYPE(parent), dunder_name) == of_types;
+    return is_kept ? reinterpret_cast<PyHeapTypeObject*>(parent)->ht_name : nullptr;
+}
+
 // The first object that `parent` refers to, as tp_traverse shows it.
 PyObject* referent_of(PyObject* parent) {
     PyObject* found = nullptr;
@@ -165,7 +178,8 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
             found = PyCell_Check(parent) ? PyCell_GET(parent) : nullptr;
             break;
         case StepKind::kAttribute:
-            found = held_elsewhere(PyObject_GetAttr(parent, key));
+            found = kept_name_of(parent, key);
+            if (!found) found = held_elsewhere(PyObject_GetAttr(parent, key));
             break;
         case StepKind::kGrad:
             if (THPVariable_Check(parent)) found = grad_of(parent).defined() ? parent : Py_None;

@@ -307,7 +307,8 @@ bool Value::matches(PyObject* found) const {
         case Kind::kSequence:
             return static_cast<size_t>(Py_SIZE(found)) == items_.size() && all_of_sequence(found, is_next);
         case Kind::kSet:
-            return static_cast<size_t>(PySet_GET_SIZE(found)) == items_.size() && all_of_set(found, is_next);
+            return static_cast<size_t>(PySet_GET_SIZE(found)) == items_.size() &&
+                   (items_.empty() || all_of_set(found, is_next));
         case Kind::kDict:
             return static_cast<size_t>(PyDict_GET_SIZE(found)) * 2 == items_.size() &&
                    all_of_dict(found, [&](PyObject* key, PyObject* value) { return is_next(key) && is_next(value); });

@@ -170,5 +170,89 @@ TEST_F(CallableGuardTest, ListsCellsAndInstancesThatChangeWhileNoDictDoesAreNoti
     EXPECT_EQ(check(root), "");
 }
 
+// Steps that are not taken again while the parent is the same, for nothing else could lead elsewhere.
+TEST_F(CallableGuardTest, FunctionsMethodsAndModulesThatChangeWhileNoDictDoesAreNoticed) {
+    py::dict scope;
+    py::exec(R"(
+import types
+class Owner:
+    def method(self): pass
+def make(cell):
+    def function(x=1, *, y=2): return cell
+    return function
+function, other = make(1), make(1)
+module = types.ModuleType("module")
+module.held = 1
+)",
+             scope);
+    const py::object function = scope["function"];
+    const py::dict root("function"_a = function, "pair"_a = py::make_tuple(1, function), "module"_a = scope["module"],
+                        "method"_a = scope["Owner"]().attr("method"), "owner"_a = scope["Owner"]);
+    const auto item = [&](const char* name) { return step(StepKind::kItem, -1, py::str(name), none, name); };
+    const auto attribute = [&](int parent, const char* name) {
+        const py::object key = py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
+        return step(StepKind::kAttribute, parent, key, none, name);
+    };
+    const int at_function = item("function"), at_method = item("method");
+    guard.expect_identity(attribute(at_function, "__code__"), function.attr("__code__"));
+    guard.expect_identity(attribute(at_function, "__defaults__"), function.attr("__defaults__"));
+    guard.expect_identity(attribute(at_function, "__kwdefaults__"), function.attr("__kwdefaults__"));
+    guard.expect_identity(position(attribute(at_function, "__closure__"), 0, none, "cell"),
+                          function.attr("__closure__")[py::int_(0)]);
+    guard.expect_value(attribute(at_function, "__name__"), snapshot(function.attr("__name__")));
+    guard.expect_value(attribute(item("owner"), "__name__"), snapshot(scope["Owner"].attr("__name__")));
+    guard.expect_same(position(item("pair"), 1, none, "pair[1]"), at_function);
+    guard.expect_identity(attribute(at_method, "__func__"), scope["Owner"].attr("method"));
+    attribute(at_method, "__self__");
+    const int members = step(StepKind::kInstanceDict, item("module"), none, none, "members");
+    guard.expect_value(step(StepKind::kItem, members, py::str("held"), none, "held"), snapshot(py::int_(1)));
+
+    py::exec("Owner.other = lambda self: None", scope);
+    scope["root"] = root;
+    const std::pair<std::string, std::string> changes[] = {{"function.__defaults__", "(2,)"},
+                                                           {"function.__kwdefaults__", "{'y': 3}"},
+                                                           {"function.__name__", "'another'"},
+                                                           {"Owner.__name__", "'Another'"},
+                                                           {"root['pair']", "(1, other)"},
+                                                           {"root['method']", "Owner().other"},
+                                                           {"module.held", "2"}};
+    for (const auto& [place, value] : changes) {
+        for (int repeat = 0; repeat < 2; ++repeat) ASSERT_EQ(check(root), "") << place;
+        py::exec("before = " + place + "\n" + place + " = " + value, scope);
+        EXPECT_NE(check(root), "") << place;
+        py::exec(place + " = before", scope);
+    }
+    EXPECT_EQ(check(root), "");
+    py::exec(
+        "def replacement(cell):\n    def function(x=1, *, y=2): return cell, 1\n    return function\n"
+        "function.__code__ = replacement(1).__code__",
+        scope);
+    EXPECT_EQ(check(root), "__code__ was replaced by another object");
+}
+
+TEST_F(CallableGuardTest, OrdersOfOrderedDictionariesThatChangeAreNoticed) {
+    const py::object ordered = py::module_::import("collections").attr("OrderedDict")();
+    const py::dict root("table"_a = ordered);
+    for (const int size : {0, 1, 2}) {
+        if (size > 0) ordered[py::int_(size)] = size;
+        SCOPED_TRACE(size);
+        CallableGuard one;
+        const int parent = one.add_step(StepKind::kItem, -1, py::str("table"), 0, ordered, "table");
+        one.expect_value(one.add_step(StepKind::kContents, parent, none, 0, none, "contents"), snapshot(ordered));
+        CallableGuard::Tensors tensors;
+        for (int repeat = 0; repeat < 2; ++repeat) EXPECT_EQ(one.check(root.ptr(), tensors), "");
+        if (size == 2) {
+            ordered.attr("move_to_end")(1);
+            EXPECT_NE(one.check(root.ptr(), tensors), "");
+            ordered.attr("move_to_end")(2);
+            EXPECT_EQ(one.check(root.ptr(), tensors), "");
+        }
+        ordered["more"] = 1;
+        EXPECT_NE(one.check(root.ptr(), tensors), "");
+        ordered.attr("pop")("more");
+        EXPECT_EQ(one.check(root.ptr(), tensors), "");
+    }
+}
+
 }  // namespace
 }  // namespace te_graph::graphs
