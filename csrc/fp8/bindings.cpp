@@ -75,6 +75,8 @@ void bind(py::module_& m) {
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("note_cast", &Linear::note_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
+        .def("set_region", &Linear::set_region, py::arg("number"))
+        .def("call", &Linear::call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("is_recorded"), py::arg("scale"), unlocked);
     m.def("set_fp8_region", &set_region, py::arg("number"));

@@ -101,19 +101,19 @@ void describe(GemmPlan& plan, const GemmShape& shape) {
 }
 
 // Up to cuBLAS 13.4, kernels of this family give wrong results where the inner dimension is split into parts of unequal
-// size.
+// size, and the smaller ones end where a stage of the pipeline does; stages are multiples of 8.
 bool is_wrong(const cublasLtMatmulAlgo_t& algorithm, const GemmShape& shape) {
-    constexpr int kFamily = 66;
+    constexpr int kFamily = 66, kLeastStage = 8;
     const int split = attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM);
-    return attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_ID) == kFamily && split > 1 && shape.inner % split != 0;
+    return attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_ID) == kFamily && split > 1 && shape.inner % split != 0 &&
+           shape.inner / split % kLeastStage == 0;
 }
 
-// The first candidate that is right, of those whose partial sums meet by one of `schemes`; false: there is none.
-bool choose(GemmPlan& plan, const GemmShape& shape, cublasLtReductionScheme_t schemes) {
+// The first candidate that is right.
+void choose(GemmPlan& plan, const GemmShape& shape) {
     cublasLtMatmulPreferenceOpaque_t preference;
     check(cublasLtMatmulPreferenceInit(&preference), "cublasLtMatmulPreferenceInit");
     set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMostWorkspace);
-    set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(schemes));
     // The same for all addresses that are accepted, or bits would depend on them.
     for (const auto attribute :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -131,8 +131,7 @@ bool choose(GemmPlan& plan, const GemmShape& shape, cublasLtReductionScheme_t sc
     const cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(plan.handle, &operation, &plan.a, &plan.b, &plan.out, &plan.out, &preference,
                                        kCandidates, candidates.data(), &count);
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return false;
-    check(status, "cublasLtMatmulAlgoGetHeuristic");
+    if (status != CUBLAS_STATUS_NOT_SUPPORTED) check(status, "cublasLtMatmulAlgoGetHeuristic");
     for (int i = 0; i < count; ++i) {
         const auto& [algorithm, workspace, state, waves, reserved] = candidates[static_cast<size_t>(i)];
         if (state != CUBLAS_STATUS_SUCCESS || is_wrong(algorithm, shape)) continue;
@@ -144,15 +143,7 @@ bool choose(GemmPlan& plan, const GemmShape& shape, cublasLtReductionScheme_t sc
                      .stages = attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_STAGES_ID),
                      .split_k = attribute_of(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM),
                      .workspace = workspace};
-        return true;
-    }
-    return false;
-}
-
-// Where each candidate would split the inner dimension into parts of unequal size, one that does not split it.
-void choose(GemmPlan& plan, const GemmShape& shape) {
-    for (const auto schemes : {CUBLASLT_REDUCTION_SCHEME_MASK, CUBLASLT_REDUCTION_SCHEME_NONE}) {
-        if (choose(plan, shape, schemes)) return;
+        return;
     }
     no_kernel_for(shape);
 }

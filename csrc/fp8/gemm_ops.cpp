@@ -207,8 +207,8 @@ void multiply([[maybe_unused]] const char* op, const at::Tensor& out, const at::
                 "outside");
     // From torch's allocator, which lets no two streams and no two graphs that may run at once have the same.
     const auto bytes = static_cast<int64_t>(workspace_of(*plan));
-    const at::Tensor workspace = at::empty({bytes}, out.options().dtype(at::kByte));
-    C10_CUDA_CHECK(launch_gemm(work, *plan, workspace.data_ptr(), stream));
+    const at::Tensor workspace = bytes ? at::empty({bytes}, out.options().dtype(at::kByte)) : at::Tensor();
+    C10_CUDA_CHECK(launch_gemm(work, *plan, bytes ? workspace.data_ptr() : nullptr, stream));
     if (rounded && is_wide) out.add_(*rounded);
 #endif
 }

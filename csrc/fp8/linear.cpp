@@ -1,13 +1,19 @@
 #include "fp8/linear.h"
 
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/narrow.h>
+#include <ATen/ops/select.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <array>
 
 #include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/own_op.h"
+#include "fp8/region.h"
 
 namespace te_graph::fp8 {
 
@@ -17,6 +23,7 @@ using torch::autograd::variable_list;
 namespace {
 
 constexpr const char* kLinear = "te_graph.Linear";
+constexpr int kNotInBackward = -1;
 
 using MaybeTensor = std::optional<at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -126,6 +133,12 @@ private:
     };
 };
 
+ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t number) : table(std::move(owner)), column(number) {
+    if (table == nullptr) return;
+    scale = table->scale().narrow(0, column, 1);
+    amax = table->history().select(0, 0).narrow(0, column, 1);
+}
+
 Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
                at::ScalarType grad_dtype, std::shared_ptr<void> place)
     : weight_(std::move(weight)),
@@ -148,14 +161,6 @@ void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
     const bool is_first = is_forward ? steps->add_forward(std::move(step)) : steps->add_backward(std::move(step));
     // What comes once more in one graph is updated there in between.
     if (!is_first) column.table->launch_update();
-}
-
-Linear::Scaling Linear::scaling_of(const ScaleColumn& column, bool is_recorded) {
-    const auto& [table, number] = column;
-    if (table == nullptr) return {};
-    const at::Tensor scale = table->scale().narrow(0, number, 1);
-    if (!is_recorded) return {scale, std::nullopt};
-    return {scale, table->history().select(0, 0).narrow(0, number, 1)};
 }
 
 std::optional<at::Tensor> Linear::begin_input_cast() {
@@ -189,6 +194,20 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
         return LinearFunction::apply(x, weight, bias, shared_from_this(), dtype, scaling, steps);
     }
     return std::get<0>(call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, false));
+}
+
+std::optional<at::Tensor> Linear::call(const at::Tensor& x, const at::Tensor& weight,
+                                       const std::optional<at::Tensor>& bias) {
+    const bool is_usual = region_ != 0 && region_ == region() && at::GradMode::is_enabled() &&
+                          HostSteps::current() == nullptr &&
+                          at::SavedTensorDefaultHooks::get_tls_state().stack.empty() &&
+                          torch::autograd::get_current_graph_task_id() == kNotInBackward;
+    if (!is_usual || x.device() != weight.device() || x.scalar_type() != weight.scalar_type() ||
+        weight.device() != weight_.device() || weight.sizes() != weight_.sizes() ||
+        at::autocast::is_autocast_enabled(x.device().type()) || !is_cast(weight, true)) {
+        return std::nullopt;
+    }
+    return forward(x, weight, bias, x.scalar_type(), true, std::nullopt);
 }
 
 }  // namespace te_graph::fp8

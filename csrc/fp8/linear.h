@@ -14,8 +14,11 @@ namespace te_graph::fp8 {
 
 // One tensor's place in a table. No table: current scaling.
 struct ScaleColumn {
+    ScaleColumn(std::shared_ptr<ScaleTable> table, int64_t column);
+
     std::shared_ptr<ScaleTable> table;
-    int64_t column = 0;
+    int64_t column;
+    std::optional<at::Tensor> scale, amax;  // [1] each, views of the table's
 };
 
 class Linear : public std::enable_shared_from_this<Linear> {
@@ -34,6 +37,14 @@ public:
     // `dtype`. is_recorded: the magnitude of x, for delayed scaling. scale: that of begin_input_cast(), now or earlier.
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale);
+
+    // forward() of the dtype of x, whose magnitude is recorded, for most calls: inside the region for which the layer has
+    // its place here, with a weight that is cast, where gradients are recorded; nothing is done, and nothing returned,
+    // where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an unusual argument.
+    std::optional<at::Tensor> call(const at::Tensor& x, const at::Tensor& weight,
+                                   const std::optional<at::Tensor>& bias);
+    // The number of that region.
+    void set_region(int64_t number) { region_ = number; }
 
     // Casts all weights that have changed, with this one among them; records their magnitudes if that is wanted.
     using CastWeights = std::function<void(bool is_recorded)>;
@@ -55,13 +66,16 @@ private:
     // `steps` or in its backward.
     static void use(const ScaleColumn& column, HostSteps* steps, bool is_forward);
     // Of a cast.
-    static Scaling scaling_of(const ScaleColumn& column, bool is_recorded);
+    static Scaling scaling_of(const ScaleColumn& column, bool is_recorded) {
+        return {column.scale, is_recorded ? column.amax : std::nullopt};
+    }
 
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const ScaleColumn input_, grad_;
     const at::ScalarType grad_dtype_;
     const std::shared_ptr<void> place_;
     CastWeights cast_weights_;
+    int64_t region_ = 0;
     // Of the weight at its last cast. The storage is held weakly, so that no other one takes its place in memory.
     c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;
     const void* cast_address_ = nullptr;

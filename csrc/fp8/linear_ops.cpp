@@ -27,6 +27,7 @@ constexpr const char* kLinearBackward = "fp8_linear_backward";
 
 // x: [..., N] -> [M, N], contiguous.
 at::Tensor as_matrix(const at::Tensor& x) {
+    if (x.dim() == 2 && x.is_contiguous()) return x;
     const int64_t columns = x.size(-1);
     return x.reshape({columns == 0 ? 0 : x.numel() / columns, columns}).contiguous();
 }
@@ -83,7 +84,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& 
     multiply(kLinearForward, y, input.data, weight, input.scale_inv, weight_scale_inv, bias, true, false);
     note_writes({amax});
     const at::Tensor transposed = with_transposed ? input.transposed : at::empty({0}, input.data.options());
-    return {y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
+    return {x.dim() == 2 ? y : y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
 }
 
 // Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for.
@@ -131,7 +132,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
         const at::Tensor out = at::empty({matrix.size(0), inputs}, grad.options().dtype(x_dtype));
         multiply(kLinearBackward, out, operand.data, *weight_t, operand.scale_inv, *weight_scale_inv, std::nullopt,
                  false, false);
-        grad_x = out.view(with_last(grad.sizes(), inputs));
+        grad_x = grad.dim() == 2 ? out : out.view(with_last(grad.sizes(), inputs));
     }
     if (needs_weight) {
         grad_weight = at::empty({grad.size(-1), x_t->size(0)}, grad.options().dtype(weight_dtype));

@@ -69,18 +69,18 @@ class fp8_autocast(ContextDecorator):
             )
         if self.group is not None and (_is_of_others(self.group) or dist.get_rank(self.group) < 0):
             raise ValueError("fp8_autocast: expected an amax_reduction_group that this rank is in, got one without it")
-        self._number = scaling_scopes.number_of(self.enabled, self.calibrating, self.recipe, self.group)
+        self.number = scaling_scopes.number_of(self.enabled, self.calibrating, self.recipe, self.group)
         self._scopes: dict[torch.device, ScalingScope] = {}
 
     def __enter__(self) -> fp8_autocast:
         _regions.entered.append((self, _C.HostSteps.is_noting()))
-        _C.set_fp8_region(self._number)
+        _C.set_fp8_region(self.number)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
         _regions.entered.pop()
         outer = current_region()
-        _C.set_fp8_region(0 if outer is None else outer._number)
+        _C.set_fp8_region(0 if outer is None else outer.number)
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
         # its replays. An evaluation updates nothing.
         is_evaluation = not (torch.is_grad_enabled() or self.calibrating)

@@ -50,6 +50,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
     if not region.enabled:
         _calibrate(member, x, weight)
         return None
+    member.linear.set_region(region.number)  # which sees to calls that are like this one
     dtype = _dtype_of_result(x, weight)
     is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the magnitude

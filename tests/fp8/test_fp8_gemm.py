@@ -67,7 +67,7 @@ def test_products_are_right(device: str, formats: tuple, dtype: torch.dtype, m: 
         assert_close(out, expected + start.double(), a, b, inv * 4)
 
 
-@pytest.mark.parametrize("k", [16, 32, 96, 528, 1040, 8208])
+@pytest.mark.parametrize("k", [16, 32, 96, 528, 1040, 8192, 8208, 16384])
 def test_products_of_small_integers_are_exact(device: str, k: int) -> None:
     """Whatever parts the sum is split into: all partial sums are integers below 2^24."""
     a, b = (torch.randint(-8, 9, (rows, k), device=device) for rows in (33, 64))
