@@ -43,13 +43,13 @@ def test_a_run_on_the_cpu_has_a_row_for_each_variant(cpu_run):
 @pytest.mark.parametrize("variant", ["torch bf16", "te_graph delayed", "te_graph current"])
 def test_variants_compute_a_linear_layer(variant, seed):
     problem = linears.Problem(linears.SMALL["t256-h512"], "cpu", seed)
-    calls = linears.VARIANTS[variant].build(problem)
-    errors = bench.errors_of(problem, calls)
+    layers = [linears.VARIANTS[variant].build(problem) for _ in range(3)]
+    errors = bench.errors_of(problem, layers[0])
     assert (max(errors.values()) < 0.01) == (variant == "torch bf16")
-    forward, both = bench.steps_of(problem, calls)
-    assert forward().shape == problem.grad.shape
+    forward, both = bench.steps_of(problem, layers)
+    assert [y.shape for y in forward()] == [problem.grad.shape] * 3
     both()
-    assert calls.parameters[0].grad is not None
+    assert all(calls.parameters[0].grad is not None for calls in layers)
 
 
 def test_a_layer_that_is_wrong_is_told(seed):

@@ -8,8 +8,8 @@ from lib.remarks import join_remarks, missed_targets_remark, not_measured_remark
 def fp8_linear_table(record: dict[str, Any]) -> list[str]:
     """Lines of Markdown for fp8_linear.json: a row for each shape, a column for each variant."""
     lines = [
-        "A linear layer in a later micro-batch, tokens x inputs -> outputs: host µs of a forward / of forward + "
-        "backward; device µs of the same.",
+        f"One of {record['layers']} linear layers in a later micro-batch, tokens x inputs -> outputs: host µs of a "
+        "forward / of forward + backward; device µs of the same.",
         "",
         *table_head(record["variants"].values()),
     ]
