@@ -1,23 +1,26 @@
 #include "fp8/linear.h"
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/narrow.h>
 #include <ATen/ops/select.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
 
 #include <array>
 
 #include "common/no_derivative.h"
+#include "common/node_pointer.h"
 #include "common/note_writes.h"
 #include "common/own_op.h"
 #include "fp8/region.h"
 
 namespace te_graph::fp8 {
 
-using torch::autograd::AutogradContext;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 namespace {
@@ -77,61 +80,57 @@ MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTen
 
 }  // namespace
 
-struct LinearFunction : torch::autograd::Function<LinearFunction> {
-    // x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
-    static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
-                              const MaybeTensor& bias, std::shared_ptr<Linear> linear, at::ScalarType dtype,
-                              const Linear::Scaling& scaling, std::shared_ptr<HostSteps> steps) {
-        const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
-        const at::AutoDispatchBelowADInplaceOrView below;
-        auto [y, x_t, x_scale_inv] = call_forward(x, linear->weight_, linear->weight_scale_inv_, bias, scaling.scale,
-                                                  scaling.amax, dtype, needs_weight);
+class LinearBackward final : public torch::autograd::Node {
+public:
+    LinearBackward(std::shared_ptr<Linear> linear, std::shared_ptr<HostSteps> steps, at::ScalarType x_dtype,
+                   at::ScalarType weight_dtype)
+        : linear_(std::move(linear)), steps_(std::move(steps)), x_dtype_(x_dtype), weight_dtype_(weight_dtype) {}
+
+    // weight_t: [I, O], for the gradient of x; x_t [I, padded(M)] and x_scale_inv [1], for that of the weight.
+    void save(const at::Tensor& weight_t, const at::Tensor& x_t, const at::Tensor& x_scale_inv) {
         // The version of weight_t shows, too, whether the scale of its cast has changed, which has one with others.
-        context->save_for_backward({needs_x ? linear->weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
-                                    needs_weight ? x_scale_inv : at::Tensor()});
-        context->set_materialize_grads(false);
-        auto& saved = context->saved_data;
-        saved["linear"] = c10::IValue::make_capsule(c10::make_intrusive<Holder>(std::move(linear), std::move(steps)));
-        saved["x_dtype"] = static_cast<int64_t>(x.scalar_type());
-        saved["weight_dtype"] = static_cast<int64_t>(weight.scalar_type());
-        saved["needs_bias"] = bias && bias->requires_grad();
-        return y;
+        saved_ = {SavedVariable(weight_t, false), SavedVariable(x_t, false), SavedVariable(x_scale_inv, false)};
     }
 
     // gradients: [..., O] -> [..., I], [O, I], [O].
-    static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-        if (!gradients[0].defined()) return variable_list(7);
-        // Gradients of gradients also pass through x and the weight, whose casts have none: results say so when one is
-        // asked of them, whether or not they are recorded for the sake of the gradient.
-        const bool is_recorded = at::GradMode::is_enabled() && !gradients[0].requires_grad();
-        const at::Tensor grad = is_recorded ? gradients[0].detach().requires_grad_() : gradients[0];
-        auto& saved = context->saved_data;
-        const auto holder = saved["linear"].toCapsule();
-        const auto& [linear_pointer, steps] = static_cast<Holder*>(holder.get())->held;
-        Linear& linear = *linear_pointer;
-        const variable_list tensors = context->get_saved_variables();
-        const std::array<bool, 3> mask{context->needs_input_grad(0), context->needs_input_grad(1),
-                                       saved["needs_bias"].toBool() && context->needs_input_grad(2)};
-        Linear::use(linear.grad_, steps.get(), false);
-        const auto [scale, amax] = Linear::scaling_of(linear.grad_, true);
-        static const auto op =
-            own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
-                         const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType,
-                         at::ScalarType, std::array<bool, 3>)>("te_graph::fp8_linear_backward");
-        auto [grad_x, grad_weight, grad_bias] =
-            op.call(grad, maybe(tensors[0]), linear.weight_scale_inv_, maybe(tensors[1]), maybe(tensors[2]), scale,
-                    amax, linear.grad_dtype_, static_cast<at::ScalarType>(saved["x_dtype"].toInt()),
-                    static_cast<at::ScalarType>(saved["weight_dtype"].toInt()), mask);
-        return {grad_x, grad_weight, grad_bias, at::Tensor(), at::Tensor(), at::Tensor(), at::Tensor()};
+    variable_list apply(variable_list&& gradients) override;
+
+    void release_variables() override {
+        const std::lock_guard lock(mutex_);
+        for (SavedVariable& saved : saved_) saved.reset_data();
+        is_released_ = true;
     }
+    std::string name() const override { return "te_graph::LinearBackward"; }
 
 private:
-    struct Holder : torch::CustomClassHolder {
-        Holder(std::shared_ptr<Linear> linear, std::shared_ptr<HostSteps> steps)
-            : held(std::move(linear), std::move(steps)) {}
-        const std::pair<std::shared_ptr<Linear>, std::shared_ptr<HostSteps>> held;
-    };
+    const std::shared_ptr<Linear> linear_;
+    const std::shared_ptr<HostSteps> steps_;
+    const at::ScalarType x_dtype_, weight_dtype_;
+    std::array<SavedVariable, 3> saved_;
+    bool is_released_ = false;
 };
+
+variable_list LinearBackward::apply(variable_list&& gradients) {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!is_released_, torch::autograd::ERR_BACKWARD_TWICE);
+    if (!gradients[0].defined()) return variable_list(3);
+    // Gradients of gradients also pass through x and the weight, whose casts have none: results say so when one is
+    // asked of them, whether or not they are recorded for the sake of the gradient.
+    const bool is_recorded = at::GradMode::is_enabled() && !gradients[0].requires_grad();
+    const at::Tensor grad = is_recorded ? gradients[0].detach().requires_grad_() : gradients[0];
+    const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
+                                   task_should_compute_output(2)};
+    Linear::use(linear_->grad_, steps_.get(), false);
+    const auto [scale, amax] = Linear::scaling_of(linear_->grad_, true);
+    static const auto op =
+        own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
+                     const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
+                     std::array<bool, 3>)>("te_graph::fp8_linear_backward");
+    auto [grad_x, grad_weight, grad_bias] =
+        op.call(grad, maybe(saved_[0].unpack()), linear_->weight_scale_inv_, maybe(saved_[1].unpack()),
+                maybe(saved_[2].unpack()), scale, amax, linear_->grad_dtype_, x_dtype_, weight_dtype_, mask);
+    return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
+}
 
 ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t number) : table(std::move(owner)), column(number) {
     if (table == nullptr) return;
@@ -184,16 +183,37 @@ void Linear::note_cast(const at::Tensor& weight, bool is_recorded) {
 
 at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                            at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale) {
-    check_no_tangent(kLinear, "x", x);
+    if (is_forward_mode()) {
+        check_no_tangent(kLinear, "x", x);
+        check_no_tangent(kLinear, "weight", weight);
+        if (bias) check_no_tangent(kLinear, "bias", *bias);
+    }
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, is_recorded));
     if (is_recorded && !scale) use(input_, steps.get(), true);
     Scaling scaling = scaling_of(input_, is_recorded);
     if (scale) scaling.scale = scale;
-    if (at::GradMode::is_enabled()) {
-        return LinearFunction::apply(x, weight, bias, shared_from_this(), dtype, scaling, steps);
+    const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
+    const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
+    if (!is_followed) {
+        return std::get<0>(
+            call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, false));
     }
-    return std::get<0>(call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, false));
+    if (const auto& transforms = at::functorch::functorchTLSAccessor()) transforms->checkSupportsCppAutogradFunction();
+    const auto [node, owner] =
+        make_node<LinearBackward>(shared_from_this(), steps, x.scalar_type(), weight.scalar_type());
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias.value_or(at::Tensor())));
+    at::Tensor y;
+    {
+        const at::AutoDispatchBelowADInplaceOrView below;
+        auto [result, x_t, x_scale_inv] =
+            call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, needs_weight);
+        node->save(needs_x ? weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
+                   needs_weight ? x_scale_inv : at::Tensor());
+        y = std::move(result);
+    }
+    torch::autograd::set_history(y, owner);
+    return y;
 }
 
 std::optional<at::Tensor> Linear::call(const at::Tensor& x, const at::Tensor& weight,

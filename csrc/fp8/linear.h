@@ -58,7 +58,7 @@ public:
     void note_cast(const at::Tensor& weight, bool is_recorded);
 
 private:
-    friend struct LinearFunction;
+    friend class LinearBackward;
     struct Scaling {
         std::optional<at::Tensor> scale, amax;  // [1]
     };

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "graphs/node_pointer.h"
+#include "common/node_pointer.h"
 
 namespace te_graph::graphs {
 

@@ -9,13 +9,13 @@
 
 #include "common/abort_flag.h"
 #include "common/dtype_name.h"
+#include "common/node_pointer.h"
 #include "graphs/callables/callable.h"
 #include "graphs/callables/copy.h"
 #include "graphs/callables/observers.h"
 #include "graphs/callables/replay_node.h"
 #include "graphs/hooks.h"
 #include "graphs/modes.h"
-#include "graphs/node_pointer.h"
 
 namespace te_graph::graphs {
 

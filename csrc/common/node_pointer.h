@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace te_graph::graphs {
+namespace te_graph {
 
 using NodePointer = decltype(torch::autograd::Edge::function);
 using WeakNodePointer = decltype(torch::autograd::AutogradMeta::grad_accumulator_);
@@ -28,4 +28,4 @@ std::pair<T*, Pointer> make_node(Args&&... args) {
     }
 }
 
-}  // namespace te_graph::graphs
+}  // namespace te_graph
