@@ -216,6 +216,7 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     return y;
 }
 
+// x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
 std::optional<at::Tensor> Linear::call(const at::Tensor& x, const at::Tensor& weight,
                                        const std::optional<at::Tensor>& bias) {
     const bool is_usual = region_ != 0 && region_ == region() && at::GradMode::is_enabled() &&

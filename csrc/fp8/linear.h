@@ -41,6 +41,7 @@ public:
     // forward() of the dtype of x, whose magnitude is recorded, for most calls: inside the region for which the layer has
     // its place here, with a weight that is cast, where gradients are recorded; nothing is done, and nothing returned,
     // where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an unusual argument.
+    // x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
     std::optional<at::Tensor> call(const at::Tensor& x, const at::Tensor& weight,
                                    const std::optional<at::Tensor>& bias);
     // The number of that region.
