@@ -10,29 +10,34 @@
 #include <mutex>
 
 #include "graphs/capture/random_state.h"
+#include "graphs/modes.h"
 
 namespace te_graph::graphs {
 namespace {
 
-// The generators that a graph of torch's draws from, each with how far a replay moves it.
-struct OpenGraph : at::cuda::CUDAGraph {
-    static const auto& generators_of(at::cuda::CUDAGraph& graph) {
-        return graph.*(&OpenGraph::captured_generator_states_);
+// Sees the generators that a graph of torch's draws from, each with how far a replay moves it.
+template <typename Graph>
+class OpenGraph : Graph {
+public:
+    // As torch's replay() does before it launches, by one launch for each generator where that takes two. False where
+    // this release of torch keeps their states elsewhere; nothing is done then.
+    static bool set_generators(Graph& graph, cudaStream_t stream) {
+        if constexpr (requires {
+                          (graph.*(&OpenGraph::captured_generator_states_)).begin()->first->seed_extragraph_;
+                      }) {
+            for (const auto& [generator, increment] : graph.*(&OpenGraph::captured_generator_states_)) {
+                if (increment == 0) continue;
+                const RandomState state{generator->seed_extragraph_.template mutable_data_ptr<int64_t>(),
+                                        generator->offset_extragraph_.template mutable_data_ptr<int64_t>()};
+                C10_CUDA_CHECK(
+                    launch_set_random_state(state, generator->seed_, generator->philox_offset_per_thread_, stream));
+                generator->philox_offset_per_thread_ += (increment + 3) / 4 * 4;
+            }
+            return true;
+        }
+        return false;
     }
 };
-
-// As torch's replay(), which launches twice for each generator where once will do.
-void replay_with_generators(at::cuda::CUDAGraph& graph, cudaGraphExec_t executable) {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    for (const auto& [generator, increment] : OpenGraph::generators_of(graph)) {
-        if (increment == 0) continue;
-        const RandomState state{generator->seed_extragraph_.mutable_data_ptr<int64_t>(),
-                                generator->offset_extragraph_.mutable_data_ptr<int64_t>()};
-        C10_CUDA_CHECK(launch_set_random_state(state, generator->seed_, generator->philox_offset_per_thread_, stream));
-        generator->philox_offset_per_thread_ += (increment + 3) / 4 * 4;
-    }
-    C10_CUDA_CHECK(cudaGraphLaunch(executable, stream));
-}
 
 }  // namespace
 
@@ -69,11 +74,13 @@ void CudaGraph::replay() {
 }
 
 void CudaGraph::launch() {
-    if (const cudaGraphExec_t instantiated = executable()) {
-        const c10::cuda::CUDAGuard on_device(device_);
-        replay_with_generators(*graph_, instantiated);
+    const c10::cuda::CUDAGuard on_device(device_);
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const cudaGraphExec_t instantiated = is_stream_capturing() ? nullptr : executable();
+    if (instantiated && OpenGraph<at::cuda::CUDAGraph>::set_generators(*graph_, stream)) {
+        C10_CUDA_CHECK(cudaGraphLaunch(instantiated, stream));
     } else {
-        graph_->replay();  // instantiates it, or says why it cannot
+        graph_->replay();  // instantiates it, or says what is wrong
     }
 }
 

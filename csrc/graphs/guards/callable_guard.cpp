@@ -75,6 +75,8 @@ CallableGuard::Look CallableGuard::look_at(size_t i, PyObject* root, py::list& k
 bool CallableGuard::is_as_last_time(PyObject* root) const {
     if (root != root_ || changes_ != dict_changes()) return false;
     for (const Look& look : looks_) {
+        if (changes_ != dict_changes())
+            return false;  // by Python code that a step has run, or another thread meanwhile
         if (look.kind == StepKind::kKnown) {
             if (look.key && live_object(look.key) != look.object) return false;
         } else if (take_step(look.kind, look.parent, look.key, look.index) != look.object) {

@@ -23,6 +23,7 @@ bool is_one_of(PyObject* key, std::initializer_list<const char*> names) {
 }
 
 // Whether a step leads to the same object for as long as its parent is the same one, or, of functions, is watched.
+// Another parent may stand at the address of a dead one, so this counts for pinned ones alone.
 bool leads_by_parent_alone(StepKind kind, PyObject* parent, PyObject* key) {
     if (kind == StepKind::kPosition) return PyTuple_Check(parent);
     if (kind == StepKind::kInstanceDict) return PyModule_Check(parent);
@@ -101,14 +102,19 @@ bool Guard::is_attribute(const Step& step) const {
            steps_[step.parent].kind == StepKind::kInstanceDict && PyUnicode_CheckExact(step.key.ptr());
 }
 
-bool Guard::watch(const Step& step, PyObject* parent) const {
+bool Guard::watch(const Step& step, PyObject* parent, const Walk& walk) const {
     if (step.kind == StepKind::kCode) return watch_functions();
-    if (step.parent >= 0 && !step.is_ephemeral && leads_by_parent_alone(step.kind, parent, step.key.ptr())) return true;
+    const bool is_pinned = step.parent >= 0 && !step.is_ephemeral && walk.is_pinned[step.parent];
+    if (is_pinned && leads_by_parent_alone(step.kind, parent, step.key.ptr())) return true;
     if (!is_in_watched_dict(step) || !PyDict_Check(parent)) return false;
     // An OrderedDict keeps its order elsewhere, which counts from two items on.
     const bool has_order = step.kind == StepKind::kKeys || step.kind == StepKind::kContents;
     if (has_order && PyODict_Check(parent) && PyDict_GET_SIZE(parent) > 1) return false;
     return is_attribute(step) ? watch_attributes(parent) : watch_dict(parent);
+}
+
+bool Guard::pins(const Step& step, bool is_watched) {
+    return is_watched || (step.kind == StepKind::kKnown && (step.expected.is_weak() || step.held));
 }
 
 PyObject* Guard::take(const Step& step, PyObject* parent, const std::vector<PyObject*>& reached) {
@@ -135,12 +141,15 @@ std::string Guard::difference(const Step& step, PyObject* object) {
 std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found, Walk& walk, Held& held) const {
     std::vector<PyObject*>& reached = walk.reached;
     reached.assign(steps_.size(), nullptr);
+    walk.is_pinned.assign(steps_.size(), false);
     held.reserve(steps_.size());
     for (size_t i = 0; i < steps_.size(); ++i) {
         const Step& step = steps_[i];
         PyObject* const parent = step.parent < 0 ? root : reached[step.parent];
         const bool is_by_version = step.kind == StepKind::kClass || step.kind == StepKind::kMember;
-        if (!is_by_version && !watch(step, parent)) walk.unwatched.push_back(i);
+        const bool is_watched = !is_by_version && watch(step, parent, walk);
+        if (!is_by_version && !is_watched) walk.unwatched.push_back(i);
+        walk.is_pinned[i] = pins(step, is_watched);
         PyObject* const object = held(take(step, parent, reached));
         if (step.kind == StepKind::kClass) walk.classes.emplace_back(i, type_of(parent)->tp_version_tag);
         reached[i] = object;

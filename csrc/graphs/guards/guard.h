@@ -133,6 +133,7 @@ protected:
     // What a walk has met.
     struct Walk {
         std::vector<PyObject*> reached;                        // [steps], borrowed
+        std::vector<char> is_pinned;                           // [steps], see pins()
         std::vector<size_t> unwatched;                         // steps that are taken at each check
         std::vector<std::pair<size_t, unsigned int>> classes;  // steps that lead to one, and what version it had
     };
@@ -149,7 +150,10 @@ protected:
 private:
     bool is_in_watched_dict(const Step& step) const;
     bool is_attribute(const Step& step) const;
-    bool watch(const Step& step, PyObject* parent) const;
+    bool watch(const Step& step, PyObject* parent, const Walk& walk) const;
+    // Whether no other object can take the place in memory of the one that `step` reaches without a check noticing:
+    // the step is watched, and so tells when the object goes, or known to lead to one that lives.
+    static bool pins(const Step& step, bool is_watched);
     static std::string difference(const Step& step, PyObject* object);
 };
 

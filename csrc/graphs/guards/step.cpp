@@ -69,6 +69,7 @@ PyObject* kept_name_of(PyObject* parent, PyObject* key) {
     if (PyFunction_Check(parent)) return reinterpret_cast<PyFunctionObject*>(parent)->func_name;
     const bool is_kept = PyType_Check(parent) &&
                          PyType_HasFeature(reinterpret_cast<PyTypeObject*>(parent), Py_TPFLAGS_HEAPTYPE) &&
+                         Py_TYPE(parent)->tp_getattro == PyType_Type.tp_getattro &&
                          _PyType_Lookup(Py_TYPE(parent), dunder_name) == of_types;
     return is_kept ? reinterpret_cast<PyHeapTypeObject*>(parent)->ht_name : nullptr;
 }

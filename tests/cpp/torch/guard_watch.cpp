@@ -254,5 +254,44 @@ TEST_F(CallableGuardTest, OrdersOfOrderedDictionariesThatChangeAreNoticed) {
     }
 }
 
+// Containers without weak references, and functions, that nobody else holds: the next of a kind stands at their address.
+TEST_F(CallableGuardTest, WhatStandsAtTheAddressOfADeadOneIsNotTakenForIt) {
+    py::dict scope;
+    py::exec(R"(
+class Slots:
+    __slots__ = ("held",)
+def function_of(value):
+    return lambda x=value: x
+def replace(items, make, value):
+    before = id(items[0])
+    items[0] = None
+    items[0] = make(value)
+    return id(items[0]) == before
+)",
+             scope);
+    const char* const makers[] = {"lambda value: (value, 0)", "function_of"};
+    for (const char* const maker : makers) {
+        SCOPED_TRACE(maker);
+        const py::object make = py::eval(maker, scope);
+        py::list items;
+        items.append(make(1000));
+        CallableGuard one;
+        const int at = one.add_step(StepKind::kPosition, -1, none, 0, none, "items[0]");
+        const bool is_tuple = py::isinstance<py::tuple>(py::object(items[0]));
+        const int inside = is_tuple ? at : one.add_step(StepKind::kAttribute, at, py::str("__defaults__"), 0, none, "");
+        one.expect_value(one.add_step(StepKind::kPosition, inside, none, 0, none, "value"), snapshot(py::int_(1000)));
+        CallableGuard::Tensors tensors;
+        for (int repeat = 0; repeat < 2; ++repeat) ASSERT_EQ(one.check(items.ptr(), tensors), "");
+        bool is_recycled = false;
+        for (int attempt = 0; attempt < 100 && !is_recycled; ++attempt) {
+            is_recycled = scope["replace"](items, make, 1001).cast<bool>();
+            EXPECT_EQ(one.check(items.ptr(), tensors), "value changed from 1000 to 1001");
+            items[0] = make(1000);
+            for (int repeat = 0; repeat < 2; ++repeat) ASSERT_EQ(one.check(items.ptr(), tensors), "");
+        }
+        EXPECT_TRUE(is_recycled);
+    }
+}
+
 }  // namespace
 }  // namespace te_graph::graphs

@@ -1,0 +1,120 @@
+"""Objects that die, and others that take their places in memory: seen by the guards of callables and of functions.
+
+The reference is eager execution.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import te_graph as tg
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Pair(tuple):
+    """A tuple of a class of its own."""
+
+
+SCALE = {
+    "a tuple": (lambda value: (value,), lambda held: held[0]),
+    "a tuple in a tuple": (lambda value: ((value,), 1), lambda held: held[0][0]),
+    "a tuple of a class": (lambda value: Pair([value]), lambda held: held[0]),
+    "slots in a tuple": (lambda value: (Slots(value),), lambda held: held[0].held),
+    "a default": (lambda value: lambda scale=value: scale, lambda held: held()),
+    "a closure": (lambda value: lambda: value, lambda held: held()),
+    "a partial": (lambda value: functools.partial(float, value), lambda held: held()),
+}
+KINDS = pytest.mark.parametrize(("make", "read"), SCALE.values(), ids=SCALE)
+
+
+class Scaled(nn.Module):
+    """x [n] -> [n], times what is found in a list."""
+
+    def __init__(self, held: Any, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.held, self.read = [held], read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.read(self.held[0])
+
+
+def exchange(held: list[Any], make: Callable[[float], Any], value: float) -> None:
+    """Let the old one go before the new one is made."""
+    held[0] = None
+    held[0] = make(value)
+
+
+@KINDS
+def test_callables_see_what_took_the_place_of_another(make: Callable[[float], Any], read: Callable[[Any], Any]) -> None:
+    x = torch.ones(2, requires_grad=True)
+    module = Scaled(make(2.0), read)
+    graphed = tg.make_graphed_callables(module, (x,), on_mismatch="eager")
+    for value in (3.0, 4.0, 5.0):
+        for _ in range(2):
+            assert torch.equal(graphed(x), x * read(module.held[0]))
+        exchange(module.held, make, value)
+        assert torch.equal(graphed(x), x * value)
+
+
+@KINDS
+def test_functions_see_what_took_the_place_of_another(make: Callable[[float], Any], read: Callable[[Any], Any]) -> None:
+    held = [make(2.0)]
+
+    def function(x: Tensor) -> Tensor:
+        return x * read(held[0])
+
+    graphed, x, value = tg.graphed(function), torch.ones(2), 2.0
+    for following in (3.0, 4.0, 5.0):
+        for _ in range(4):
+            assert torch.equal(graphed(x), x * value)
+        value = following
+        exchange(held, make, value)
+        assert torch.equal(graphed(x), x * value)
+
+
+def test_functions_see_tensors_in_what_took_the_place_of_another() -> None:
+    held = [(torch.ones(3),)]
+
+    def function(x: Tensor) -> Tensor:
+        return x * held[0][0]
+
+    graphed, x = tg.graphed(function), torch.ones(3)
+    for value in (2.0, 3.0, 4.0):
+        for _ in range(4):
+            expected = x * held[0][0]
+            assert torch.equal(graphed(x), expected)
+        new = torch.full((3,), value)
+        held[0] = None
+        held[0] = (new,)
+        assert torch.equal(graphed(x), x * value)
+
+
+def test_names_that_a_metaclass_makes_up_stay_as_they_are() -> None:
+    class Meta(type):
+        def __getattribute__(cls, name: str) -> Any:
+            return "another" if name == "__name__" else super().__getattribute__(name)
+
+    class Named(metaclass=Meta):
+        pass
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * len(Named.__name__)
+
+    x = torch.ones(2, requires_grad=True)
+    net = tg.make_graphed_callables(Net(), (x,))
+    for _ in range(3):
+        assert torch.equal(net(x), x * len("another"))
+    assert net.te_graph.info()["eager_calls"] == {}
