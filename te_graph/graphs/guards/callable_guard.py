@@ -159,8 +159,9 @@ class CallableGuard:
         index = source.index if source.key_source is None else self._step_to(source.key_source)
         step = source.kind, parent, source.key, id(source.obj) if is_known else index
         if step not in self._steps:
-            expected = source.obj if is_known else None
-            self._steps[step] = self.guard.add_step(source.kind, parent, source.key, index, expected, source.name)
+            self._steps[step] = self.guard.add_step(source.kind, parent, source.key, index, None, source.name)
+            if is_known:
+                self.guard.expect_same_object(self._steps[step], source.obj)
         source.step, source.in_guard = self._steps[step], True
         return source.step
 

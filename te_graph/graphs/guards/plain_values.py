@@ -29,9 +29,10 @@ _CONTAINERS = (list, dict, collections.OrderedDict, set)
 
 
 def is_value(obj: Any) -> bool:
-    """True for what cannot change and is compared by value: constants, scalars of NumPy, tuples of them."""
+    """True for what cannot change and is compared by value: constants, scalars of NumPy, tuples of them, but for those
+    that may have attributes besides."""
     if isinstance(obj, tuple | frozenset):
-        return holds_values(obj)
+        return holds_values(obj) and not (isinstance(obj, tuple) and type(obj).__dictoffset__)
     if is_constant(obj) or isinstance(obj, _IMMUTABLE):
         return True
     numpy = sys.modules.get("numpy")

@@ -6,6 +6,8 @@ The reference is eager execution.
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import te_graph as tg
+from te_graph import _C
+from te_graph.graphs.guards.callable_guard import CallableGuard
+from te_graph.graphs.guards.sources import Source
 
 
 class Slots:
@@ -118,3 +123,16 @@ def test_names_that_a_metaclass_makes_up_stay_as_they_are() -> None:
     for _ in range(3):
         assert torch.equal(net(x), x * len("another"))
     assert net.te_graph.info()["eager_calls"] == {}
+
+
+def test_what_a_guard_knows_without_a_weak_reference_stays_alive() -> None:
+    """Else a guard would go on from where it was."""
+    held = tuple([object()])
+    source = Source(nn.Module(), "root").child(held, "held", _C.StepKind.KNOWN)
+    callable_guard = CallableGuard()
+    before = sys.getrefcount(held)
+    callable_guard.enter(source)
+    assert sys.getrefcount(held) == before + 1
+    del callable_guard
+    gc.collect()
+    assert sys.getrefcount(held) == before
