@@ -136,3 +136,29 @@ def test_what_a_guard_knows_without_a_weak_reference_stays_alive() -> None:
     del callable_guard
     gc.collect()
     assert sys.getrefcount(held) == before
+
+
+@pytest.mark.parametrize("assigned", [1, 2])
+def test_callables_see_functions_in_what_took_the_place_of_another(assigned: int) -> None:
+    """Tuples that are no values: each is looked into."""
+
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = [("first", torch.relu), ("second", torch.tanh)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _, function in self.stages:
+                x = function(x)
+            return x
+
+    x = torch.tensor([-2.0, 0.5], requires_grad=True)
+    module = tg.make_graphed_callables(Stages(), (x,), on_mismatch="eager")
+    for function in (torch.sigmoid, torch.sin, torch.exp):
+        for _ in range(2):
+            module(x)
+        module.stages[0] = None
+        for _ in range(assigned):
+            module.stages[0] = ("first", function)
+        assert torch.equal(module(x), torch.tanh(function(x)))
+        module.stages[0] = ("first", torch.relu)
