@@ -1,16 +1,17 @@
 """GPT blocks replayed from graphs: wall time, host time and memory of forward + backward, beside eager execution.
 
-    python benchmarks/bench_graphed.py                                  # all shapes and variants; needs a GPU
+    python benchmarks/bench_graphed.py                                  # all blocks and variants; needs a GPU
+    python benchmarks/bench_graphed.py --package transformer_engine     # its layers instead of the blocks
     python benchmarks/bench_graphed.py --quick --shapes h512-t256 --variants eager te_graph
     python benchmarks/bench_graphed.py --device cpu --quick             # the recorder: tries the script, times nothing
     python benchmarks/bench_graphed.py --profile --shapes h512-t256     # where te_graph's host time goes
 
-Eight blocks run after one another in bf16; gradients exist before and every iteration adds to them. Shapes te-* are
-layers of TransformerEngine instead, where that is installed. Each pair of shape and variant is measured in a process of
-its own. After its times and memory are taken, the launches of one step are counted, and te_graph's host time is split:
-its forward and backward calls, and its graphs launched without it.
-A complete run is kept as results/graphed.json, a part of it only where --out says. Exit status: 0 measured,
-1 something failed or gradients differ from eager ones, 2 bad input.
+Eight blocks, or layers of another package, run after one another in bf16; gradients exist before and every iteration
+adds to them. Each pair of shape and variant is measured in a process of its own. After its times and memory are taken,
+the launches of one step are counted, and te_graph's host time is split: its forward and backward calls, and its graphs
+launched without it.
+A complete run is kept as results/graphed.json, with --package as results/graphed_PACKAGE.json, a part of one only where
+--out says. Exit status: 0 measured, 1 something failed or gradients differ from eager ones, 2 bad input.
 """
 
 import argparse
@@ -45,6 +46,8 @@ SHAPES = {
     "te-h512-t256": Shape(hidden=512, heads=8, tokens=256, package=ENGINE),
     CPU_SHAPE: Shape(hidden=32, heads=2, tokens=8),
 }
+# What layers of a package are measured with: its own way to graph them, and the bounds of what can be reached.
+PACKAGE_VARIANTS = ("eager", ENGINE, "te_graph", "whole_graph")
 OUTSIDE_LAYERS = (
     "Outside the layers, a step copies x and the gradient of the last output into static memory of te_graph's first "
     "and last layer, and autograd adds the gradient of x to x.grad; outside_by_operator tells what was launched."
@@ -207,8 +210,9 @@ def print_table(record: dict[str, Any]) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"of {', '.join(SHAPES)}")
-    add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}; default all")
+    add("--package", choices=[ENGINE], help="measure its layers instead of the blocks")
+    add("--shapes", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"of {', '.join(SHAPES)}; te-* with --package")
+    add("--variants", nargs="+", choices=VARIANTS, metavar="VARIANT", help=f"of {', '.join(VARIANTS)}")
     add("--rounds", type=int, default=1, help="processes in which each pair is measured, in alternating order")
     add("--check", action=argparse.BooleanOptionalAction, default=True, help="compare gradients with eager ones")
     add("--profile", action="store_true", help="profile te_graph on the first of --shapes instead of measuring")
@@ -217,15 +221,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def prepare(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {options.rounds}")
-    choose_variants(parser, options, VARIANTS)
-    is_cuda = options.device == "cuda"
-    missing = {name: reason for name, shape in SHAPES.items() if (reason := shape.missing())}
+    shapes = [name for name, shape in SHAPES.items() if shape.package == options.package]
     for name in options.shapes or ():
-        if name in missing:
-            parser.error(f"--shapes: expected what can be measured here, got {name}: {missing[name]}")
-    every_shape = [name for name in SHAPES if (name == CPU_SHAPE) != is_cuda]
-    # That the package is missing is said of the variant that needs it.
-    options.shapes = list(dict.fromkeys(options.shapes or [name for name in every_shape if name not in missing]))
+        if name not in shapes:
+            whose = f"layers of {options.package}" if options.package else "blocks, as there is no --package"
+            parser.error(f"--shapes: expected {whose}, got {name}")
+    if options.package and (missing := VARIANTS[options.package].missing(options.device)):
+        parser.error(f"--package: expected what can be measured here, got {options.package}: {missing}")
+    is_every_variant = not options.variants
+    choose_variants(parser, options, VARIANTS)
+    if options.package:
+        options.results = f"graphed_{options.package}"
+        options.variants = [name for name in options.variants if name in PACKAGE_VARIANTS or not is_every_variant]
+    is_cuda = options.device == "cuda"
+    options.shapes = list(dict.fromkeys(options.shapes or [name for name in shapes if (name == CPU_SHAPE) != is_cuda]))
     options.sampling = QUICK if options.quick else FULL
 
 

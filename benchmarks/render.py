@@ -34,6 +34,7 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "graphed": graphed_table,
+    "graphed_transformer_engine": graphed_table,
     "graphed_sweep": sweep_plot,
     "multi_tensor": multi_tensor_table,
     "flags": flags_table,
@@ -46,8 +47,13 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 def _command(name: str) -> str:
     """What measures the results of this name."""
-    name, _, world = name.partition("_") if name.startswith("collectives_") else (name, "", "")
-    return f"python benchmarks/bench_{name}.py" + (f" --world {world}" if world else "")
+    option = ""
+    if name.startswith("collectives_"):
+        name, _, world = name.partition("_")
+        option = f" --world {world}"
+    elif name == "graphed_transformer_engine":
+        name, option = "graphed", " --package transformer_engine"
+    return f"python benchmarks/bench_{name}.py{option}"
 
 
 def render(text: str, records: dict[str, dict[str, Any]]) -> str:

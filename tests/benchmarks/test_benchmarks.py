@@ -233,8 +233,7 @@ def test_transformer_engine_is_measured_where_it_is_installed_and_named_where_no
     others = ["eager", "torch_graphed", "te_graph_unchained", "te_graph", "whole_graph"]
     assert [name for name in options.variants if name != "transformer_engine"] == others
     assert ("transformer_engine" in options.variants) is is_installed
-    layers = [name for name in options.shapes if name.startswith("te-")]
-    assert layers == (["te-h2048-t2048", "te-h2048-t512", "te-h512-t256"] if is_installed else [])
+    assert not any(name.startswith("te-") for name in options.shapes)
     label = bench.VARIANTS["transformer_engine"].label
     if is_installed:
         assert options.not_measured == {} and label == "TransformerEngine 1.2 of transformer_engine"
@@ -242,8 +241,28 @@ def test_transformer_engine_is_measured_where_it_is_installed_and_named_where_no
         assert options.not_measured == {"TransformerEngine": "transformer_engine is not installed"}
         words = "got transformer_engine: transformer_engine is not installed"
         assert words in refused(capsys, "--variants", "transformer_engine")
-        words = "got te-h512-t256: transformer_engine is not installed"
-        assert words in refused(capsys, "--shapes", "te-h512-t256")
+
+
+PACKAGE = "--package=transformer_engine"
+
+
+def test_layers_of_a_package_are_measured_apart_from_the_blocks(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    options = bench.BENCHMARK.parse_args([PACKAGE])
+    assert (options.results, options.out) == ("graphed_transformer_engine", tmp_path)
+    assert options.shapes == ["te-h2048-t2048", "te-h2048-t512", "te-h512-t256"]
+    assert options.variants == ["eager", "transformer_engine", "te_graph", "whole_graph"]
+    part = bench.BENCHMARK.parse_args([PACKAGE, "--variants", "torch_graphed"])
+    assert (part.variants, part.out) == (["torch_graphed"], None)
+    words = "--shapes: expected blocks, as there is no --package, got te-h512-t256"
+    assert words in refused(capsys, "--shapes", "te-h512-t256")
+    assert "expected layers of transformer_engine, got h512-t256" in refused(capsys, PACKAGE, "--shapes", "h512-t256")
+    words = "--package: expected what can be measured here, got transformer_engine: needs a GPU"
+    assert words in refused(capsys, PACKAGE, "--device=cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "got transformer_engine: transformer_engine is not installed" in refused(capsys, PACKAGE)
 
 
 def test_wrong_options_are_refused(monkeypatch, capsys):

@@ -185,7 +185,8 @@ def test_results_that_are_not_there_are_said_to_be_missing(record):
 def test_a_folder_without_results_is_refused(folder, capsys):
     (folder.path / "results" / "graphed.json").unlink()
     assert folder.render() == 2
-    names = "graphed.json or graphed_sweep.json or multi_tensor.json or flags.json or fp8.json or fp8_linear.json"
+    graphed = "graphed.json or graphed_transformer_engine.json or graphed_sweep.json"
+    names = f"{graphed} or multi_tensor.json or flags.json or fp8.json or fp8_linear.json"
     worlds = "collectives_2.json or collectives_4.json or collectives_8.json or build.json"
     assert f"expected {names} or {worlds}, got none" in capsys.readouterr().err
     assert folder.readme.read_text() == README
@@ -197,7 +198,7 @@ def test_a_folder_without_results_is_refused(folder, capsys):
         ("README.md", "# Title\n", "expected a line <!-- results:NAME -->, got none"),
         ("README.md", "<!-- results:graphed -->\n", "expected <!-- /results --> after it"),
         ("README.md", "<!-- results:graphed -->\n<!-- results:a -->\n<!-- /results -->\n", "before results:a"),
-        ("README.md", "<!-- results:a -->\n<!-- /results -->\n", "results:a: expected one of graphed, graphed_sweep"),
+        ("README.md", "<!-- results:a -->\n<!-- /results -->\n", "results:a: expected one of graphed, graphed_transf"),
         ("results/graphed.json", "{", "expected JSON"),
         ("results/graphed.json", "[]", "expected the results of graphed"),
         ("results/graphed.json", '{"benchmark": "graphed"}', "expected a value for 'rows'"),

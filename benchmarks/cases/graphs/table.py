@@ -1,4 +1,4 @@
-"""The tables of graphed.json, graphed_sweep.json and flags.json."""
+"""The tables of graphed.json, graphed_PACKAGE.json, graphed_sweep.json and flags.json."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ from lib.remarks import join_remarks, not_measured_remark, show_number, show_ran
 
 
 def graphed_table(record: dict[str, Any]) -> list[str]:
-    """Lines of Markdown for graphed.json: one row per shape, one column per variant, and what else was counted."""
+    """Lines of Markdown for graphed.json, or that of a package's layers: one row per shape, one column per variant, and
+    what else was counted."""
     rows = {(row["shape"], row["variant"]): row for row in record["rows"]}
     variants = record["variants"]
     lines = [
-        "Transformer block in bf16, forward + backward with gradients present: wall µs / host µs per layer, peak MiB.",
+        "Transformer layer in bf16, forward + backward with gradients present: wall µs / host µs per layer, peak MiB.",
         "",
         *table_head(variants.values()),
     ]

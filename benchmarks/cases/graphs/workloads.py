@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +34,6 @@ class Shape:
         whose = "TransformerLayer of TransformerEngine, " if self.package else ""
         sharded = f" sharded {self.shards}-way" if self.shards > 1 else ""
         return f"{whose}h {self.hidden}{sharded}, {self.tokens} tokens"
-
-    def missing(self) -> str | None:
-        """Why it cannot be measured here; None if it can."""
-        is_there = self.package is None or importlib.util.find_spec(self.package) is not None
-        return None if is_there else f"{self.package} is not installed"
 
 
 class Block(nn.Module):
