@@ -36,8 +36,8 @@ from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_keywords
 from te_graph.graphs.capture.input_uses import Uses
-from te_graph.graphs.capture.layout import copy_with_gaps, static_copy
-from te_graph.graphs.capture.links import check_links
+from te_graph.graphs.capture.layout import static_copy
+from te_graph.graphs.capture.links import check_links, in_place_of, stand_in
 from te_graph.graphs.capture.main_grads import main_grad_of, refuse_fused_main_grads
 from te_graph.graphs.capture.request import Job
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
@@ -80,7 +80,7 @@ class CallableCapture:
         backward_guard: over what Python code in its backward reads, once warmed up; None where there is nothing.
         layout: where the results lie, once warmed up.
         output_numbers: which outputs require a gradient.
-        saved_outputs: for each output, whether the backward reads it.
+        saved_inputs, saved_outputs: for each input and output, whether the backward reads it.
         inner_outputs: for each of ``output_numbers``, whether another one is computed from it.
         result: the nest of the results; with that of the arguments that are changed in place, where some are.
         changed: those arguments.
@@ -147,15 +147,9 @@ class CallableCapture:
         if self.links:
             self.predecessor = predecessor
             # What is read in place lies as it does there: code asks for that, and views of it depend on it.
-            self._take([self._as_linked(number, results) for number in range(len(self.samples))])
+            places = [results[self.links[n]] if n in self.links else None for n in range(len(self.samples))]
+            self._take(list(map(in_place_of, places, self.samples)))
         predecessor.sample_results = []
-
-    def _as_linked(self, number: int, results: list[Tensor]) -> Tensor:
-        """Sample ``number``, [...]: where it is linked, with the layout that it has among the predecessor's results."""
-        sample = self.samples[number]
-        if number not in self.links or sample.stride() == results[self.links[number]].stride():
-            return sample
-        return copy_with_gaps(results[self.links[number]]).requires_grad_(sample.requires_grad)
 
     @property
     def first_of_chain(self) -> CallableCapture:
@@ -189,7 +183,9 @@ class CallableCapture:
         self.sample_results = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         outputs = self.layout.outputs_of(tensors)
         self.output_numbers = [i for i, tensor in enumerate(outputs) if tensor.requires_grad and self.gradients.any]
-        self.saved_outputs = [storage_key(tensor) in self.watch.saved_storages for tensor in outputs]
+        saved = self.watch.saved_storages
+        self.saved_inputs = [storage_key(tensor) in saved for tensor in self.samples]
+        self.saved_outputs = [storage_key(tensor) in saved for tensor in outputs]
         self.inner_outputs = inner_outputs([outputs[i] for i in self.output_numbers])
         check_made(self.label, tensors, self.layout, self._copies, self.group.options.ignore_attributes)
         used = [i in self.gradients.inputs or self.layout.returns_input(i) for i in range(len(self.samples))]
@@ -210,6 +206,12 @@ class CallableCapture:
             )
         except (RuntimeError, TypeError) as error:
             raise type(error)(f"{self.label}: {error}") from None
+
+    def forget_samples(self) -> None:
+        """Let go of what is of no use once all callables have been warmed up: the results, and the samples in whose
+        place a predecessor's results are read."""
+        self.sample_results = []
+        self.samples = [stand_in(one) if number in self.links else one for number, one in enumerate(self.samples)]
 
     def _refuse_hooks(self, module: nn.Module) -> None:
         """Of a ``module`` that is about to be called, and before they are: they are not for samples."""
@@ -299,11 +301,6 @@ class CallableCapture:
     def _restore(self, what: Callable[[TensorWatch], None]) -> None:
         for watch in [self._watch_beside, *(watch for each in self.rounds[::-1] for watch in each.backwards)]:
             what(watch)
-
-    def is_saved(self, tensor: Tensor) -> bool:
-        """True when autograd saves the external ``tensor`` [...] for the backward."""
-        external = self.watch.externals.get(storage_key(tensor))
-        return external is not None and external.saved
 
     def capture_forward(self, pool: Any) -> None:
         """Capture the forward into a new slot."""

@@ -72,7 +72,7 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
             captures.append(capture)
             progress.update()
         for capture in captures:
-            capture.sample_results = []
+            capture.forget_samples()
         with _main_grads(captures, group):
             _capture_graphs(captures, group, progress)
             entries = _assemble_all(jobs, captures, group, is_chain, (time.perf_counter() - started) / len(captures))
@@ -327,13 +327,11 @@ def _parameter_specs(capture: CallableCapture) -> list[_C.ParameterSpec]:
 
 def _input_specs(capture: CallableCapture) -> list[_C.InputSpec]:
     gradients = capture.gradients
-    saved = capture.watch.saved_storages
     dependence = dict(zip(gradients.inputs, gradients.depends_on[len(gradients.parameters) :], strict=True))
+    each = zip(capture.signature.distinct_names, capture.saved_inputs, capture.is_cast_anew, strict=True)
     return [
-        _C.InputSpec(
-            name, dependence.get(i, []), i in capture.links, storage_key(sample) in saved, capture.is_cast_anew[i]
-        )
-        for i, (name, sample) in enumerate(zip(capture.signature.distinct_names, capture.samples, strict=True))
+        _C.InputSpec(name, dependence.get(i, []), i in capture.links, is_saved, is_cast_anew)
+        for i, (name, is_saved, is_cast_anew) in enumerate(each)
     ]
 
 
@@ -341,7 +339,9 @@ def _external_specs(capture: CallableCapture) -> list[_C.ExternalSpec]:
     """Of each tensor of the guard; ``main_grad`` come after those that the capture itself uses."""
     tensors = capture.callable_guard.tensors
     versions_bumped = [*capture.versions_bumped, *[False] * (len(tensors) - len(capture.versions_bumped))]
+    externals = capture.watch.externals
+    found = [externals.get(storage_key(tensor)) for tensor in tensors]
     return [
-        _C.ExternalSpec(saved=capture.is_saved(tensor), written=bumped)
-        for tensor, bumped in zip(tensors, versions_bumped, strict=True)
+        _C.ExternalSpec(saved=external is not None and external.saved, written=bumped)
+        for external, bumped in zip(found, versions_bumped, strict=True)
     ]

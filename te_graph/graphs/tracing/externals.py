@@ -83,8 +83,8 @@ class TensorWatch(AsWrittenMode):
         self._restorable = restorable
         self.externals: dict[int, External] = {}
         self.mutated_owned: dict[int, tuple[str, str]] = {}
-        self._owned = {storage_key(tensor): tensor.detach() for tensor in owned}
         # Weak references pin the identity of a storage (no later storage gets the same one) but not its memory.
+        self._owned = {storage_key(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in owned}
         self._produced: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, StorageWeakRef] = {}
         self._snapshots: dict[tuple, tuple[Tensor, Tensor]] = {}
