@@ -101,26 +101,40 @@ void add_slot(GraphedCallable& callable, const py::object& forward, const py::ob
                                                      .table = std::move(table)}));
 }
 
-// The GraphedCallable that a Python object stands for; null while it is being made.
-GraphedCallable* callable_of(PyObject* self) {
+// What a Python object stands for; null while it is being made.
+template <typename T>
+T* instance_of(PyObject* self) {
     auto value = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
-    return value.holder_constructed() ? static_cast<GraphedCallable*>(value.value_ptr()) : nullptr;
+    return value.holder_constructed() ? static_cast<T*>(value.value_ptr()) : nullptr;
 }
 
-// Lets the garbage collector see that a guard refers to tensors and functions.
+// Lets the garbage collector see what a guard keeps alive: tensors, functions and what has no weak references.
+template <typename T, int (*visit_guards)(const T&, visitproc, void*), void (*clear_guards)(T&)>
 void collect_garbage_through_guards(PyHeapTypeObject* heap_type) {
     PyTypeObject& type = heap_type->ht_type;
     type.tp_flags |= Py_TPFLAGS_HAVE_GC;
     type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
         Py_VISIT(Py_TYPE(self));
-        const GraphedCallable* const callable = callable_of(self);
-        return callable ? callable->guard().visit(visit, arg) : 0;
+        const T* const owner = instance_of<T>(self);
+        return owner ? visit_guards(*owner, visit, arg) : 0;
     };
     type.tp_clear = [](PyObject* self) {
-        if (const GraphedCallable* const callable = callable_of(self)) callable->guard().forget();
+        if (T* const owner = instance_of<T>(self)) clear_guards(*owner);
         return 0;
     };
 }
+
+int visit_callable(const GraphedCallable& callable, visitproc visit, void* arg) {
+    return callable.visit_guards(visit, arg);
+}
+
+void clear_callable(GraphedCallable& callable) { callable.clear_guards(); }
+
+int visit_function_guard(const FunctionGuard& guard, visitproc visit, void* arg) {
+    return guard.visit_held(visit, arg);
+}
+
+void clear_function_guard(FunctionGuard& guard) { guard.drop_held(); }
 
 }  // namespace
 
@@ -252,13 +266,15 @@ void bind(py::module_& m) {
         .def("add_tensor", &Guard::add_tensor, py::arg("step"), py::arg("tensor"), py::arg("is_used") = true,
              py::arg("is_written") = false, py::arg("compares_hooks") = false)
         .def("expect_identity", &Guard::expect_identity, py::arg("step"), py::arg("object"))
-        .def("expect_same_object", &Guard::expect_same_object, py::arg("step"), py::arg("object"))
         .def("expect_value", &Guard::expect_value, py::arg("step"), py::arg("value"))
         .def("expect_type", &Guard::expect_type, py::arg("step"), py::arg("type"))
         .def("expect_same", &Guard::expect_same, py::arg("step"), py::arg("other"))
         .def_property_readonly("steps", &Guard::steps)
         .def_property_readonly("tensors", &Guard::tensors);
-    py::class_<FunctionGuard, Guard, std::shared_ptr<FunctionGuard>>(m, "FunctionGuard")
+    py::class_<FunctionGuard, Guard, std::shared_ptr<FunctionGuard>>(
+        m, "FunctionGuard",
+        py::custom_type_setup(
+            &collect_garbage_through_guards<FunctionGuard, visit_function_guard, clear_function_guard>))
         .def(py::init<>())
         .def("check", [](const FunctionGuard& guard, const py::object& root) { return guard.check(root.ptr()); })
         .def("begin", [](const FunctionGuard& guard, const Settings& settings, const py::object& root,
@@ -357,7 +373,8 @@ void bind(py::module_& m) {
         .def_readonly("message", &ReplayMiss::message);
 
     py::class_<GraphedCallable, std::shared_ptr<GraphedCallable>>(
-        m, "GraphedCallable", py::custom_type_setup(&collect_garbage_through_guards))
+        m, "GraphedCallable",
+        py::custom_type_setup(&collect_garbage_through_guards<GraphedCallable, visit_callable, clear_callable>))
         .def(py::init<std::string, at::Device, std::shared_ptr<ReplayOrder>, std::shared_ptr<CallableGuard>,
                       std::vector<InputSpec>, std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>,
                       std::vector<bool>, std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from sequences import counts
 from te_graph import graphed, make_graphed_callables
 from te_graph.testing import assert_bitwise_equal
 
-_HEADER = """
+HEADER = """
 import argparse, array, collections, contextlib, copy, ctypes, dataclasses, enum, functools, inspect, math, operator
 import pickle, queue, statistics, threading, typing, weakref
 import numpy as np
@@ -42,7 +42,7 @@ def run_text(module: types.ModuleType, text: str) -> None:
 
 def function_of_case(module: types.ModuleType, setup: str, read: str) -> tuple[Callable, Any, torch.Tensor]:
     """The function, itself and graphed, and its argument [3]."""
-    run_text(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
+    run_text(module, f"{HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
     return module.fn, graphed(module.fn), torch.full((3,), 0.5)
 
 
@@ -61,7 +61,7 @@ def assert_change_is_seen(module: types.ModuleType, setup: str, read: str, chang
 
 def outcome_of_callable(module: types.ModuleType, setup: str, read: str, change: str) -> str:
     """What a module graphed by make_graphed_callables does after the change: "refused", "right" or "stale"."""
-    run_text(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
+    run_text(module, f"{HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
     run_text(module, "class Net(nn.Module):\n def forward(self, x): return fn(x)")
     x = torch.full((3,), 0.5)
     net = make_graphed_callables(module.Net(), (x,))
@@ -82,11 +82,21 @@ def install(module: types.ModuleType, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@contextlib.contextmanager
+def importable(module: types.ModuleType) -> Iterator[None]:
+    """Make it importable by its name, inside. Other modules that are imported meanwhile stay."""
+    sys.modules[module.__name__] = module
+    try:
+        yield
+    finally:
+        del sys.modules[module.__name__]
+
+
 def outcomes_of_changes(module: types.ModuleType, setup: str, read: str, changes: list[str]) -> str:
     """Calls of a graphed function and of a graphed module, which captures anew at a mismatch, after each of
     ``changes``: how one differs from eager execution; empty where none does. Changes that raise an error count for
     nothing."""
-    run_text(module, f"{_HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
+    run_text(module, f"{HEADER}\n{setup}\ndef fn(x):\n v = {read}\n return torch.Tensor.mul(x, v)")
     run_text(module, "class Net(nn.Module):\n def forward(self, x): return fn(x)")
     x = torch.full((3,), 0.5)
     function = graphed(module.fn)

@@ -34,6 +34,19 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
     for (const auto& steps : host_steps) host_steps_.add(*steps);
 }
 
+int GraphedCallable::visit_guards(visitproc visit, void* arg) const {
+    if (const int stop = guard_->visit(visit, arg)) return stop;
+    return backward_guard_ ? backward_guard_->visit(visit, arg) : 0;
+}
+
+void GraphedCallable::clear_guards() const {
+    for (CallableGuard* const guard : {guard_.get(), backward_guard_.get()}) {
+        if (!guard) continue;
+        guard->forget();
+        guard->drop_held();
+    }
+}
+
 void GraphedCallable::add_slot(std::unique_ptr<Slot> slot) {
     if (lent_.size() == slots_.size()) lent_.push_back(std::make_shared<LentStorages>());
     slot->lent_outputs = lent_[slots_.size()];

@@ -116,7 +116,9 @@ public:
 
     const std::string& name() const { return name_; }
     // For the garbage collector.
-    const CallableGuard& guard() const { return *guard_; }
+    // For the garbage collector: what the guards keep alive. Clearing them is the end of the callable.
+    int visit_guards(visitproc visit, void* arg) const;
+    void clear_guards() const;
 
     // Of all slots: each forward, followed by its backward.
     std::vector<std::shared_ptr<CapturedGraph>> graphs() const;

@@ -35,6 +35,7 @@ public:
 
     // For the garbage collector. What a backward still needs is no business of the guard's alone.
     int visit(visitproc visit, void* arg) const {
+        if (const int stop = visit_held(visit, arg)) return stop;
         if (functions_.use_count() == 1) Py_VISIT(functions_->get().ptr());
         return found_.use_count() == 1 ? found_->visit(visit, arg) : 0;
     }

@@ -39,15 +39,17 @@ bool leads_by_parent_alone(StepKind kind, PyObject* parent, PyObject* key) {
 Guard::Identity::Identity(const py::object& object) {
     if (object.is_none()) return;
     address_ = object.ptr();
-    weak_ = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
-    if (!weak_) PyErr_Clear();
+    reference_ = py::reinterpret_steal<py::object>(PyWeakref_NewRef(object.ptr(), nullptr));
+    is_weak_ = bool(reference_);
+    if (!is_weak_) {
+        PyErr_Clear();
+        reference_ = object;
+    }
 }
 
 bool Guard::Identity::matches(PyObject* found) const { return !address_ || (found == address_ && live() == found); }
 
-PyObject* Guard::Identity::live() const { return weak_ ? live_object(weak_.ptr()) : address_; }
-
-void Guard::Identity::release() { weak_.release(); }
+PyObject* Guard::Identity::live() const { return is_weak_ ? live_object(reference_.ptr()) : reference_.ptr(); }
 
 Guard::~Guard() {
     if (!Py_IsInitialized()) {
@@ -55,7 +57,6 @@ Guard::~Guard() {
             step.key.release();
             step.expected.release();
             step.type.release();
-            step.held.release();
         }
         return;
     }
@@ -70,9 +71,14 @@ int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py
     return static_cast<int>(steps_.size()) - 1;
 }
 
-void Guard::expect_same_object(int step, const py::object& object) {
-    steps_[step].expected = Identity(object);
-    if (!steps_[step].expected.is_weak()) steps_[step].held = object;
+int Guard::visit_held(visitproc visit, void* arg) const {
+    for (const Step& step : steps_) Py_VISIT(step.expected.held());
+    return 0;
+}
+
+void Guard::drop_held() {
+    std::vector<py::object> held;  // dropped once the guard is in order: objects may call back
+    for (Step& step : steps_) held.push_back(step.expected.drop());
 }
 
 int Guard::add_tensor(int step, const at::Tensor& tensor, bool is_used, bool is_written, bool compares_hooks) {
@@ -114,7 +120,7 @@ bool Guard::watch(const Step& step, PyObject* parent, const Walk& walk) const {
 }
 
 bool Guard::pins(const Step& step, bool is_watched) {
-    return is_watched || (step.kind == StepKind::kKnown && (step.expected.is_weak() || step.held));
+    return is_watched || (step.kind == StepKind::kKnown && !step.expected.is_any());
 }
 
 PyObject* Guard::take(const Step& step, PyObject* parent, const std::vector<PyObject*>& reached) {

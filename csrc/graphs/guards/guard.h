@@ -3,7 +3,8 @@
 // A guard is a small program: steps that walk from the callable through dictionaries, lists and closure cells, each to
 // an object that must still be the one seen at capture, and tensors met on the way, whose address, shape, strides,
 // dtype and requires_grad must be what they were. Each step starts from its live parent, so the pointers compared are
-// never stale. Nothing is owned but the tensors that the last walk found, and those the garbage collector knows of.
+// never stale. Nothing is owned but the tensors that the last walk found and expected objects that have no weak
+// references, and these the garbage collector knows of.
 //
 // Dictionaries on the way are watched (Python 3.12 or newer). As long as none has changed, a check takes only the
 // steps that lead elsewhere (instance to dictionary, lists, cells) and compares the tensors that the last walk found.
@@ -66,14 +67,16 @@ public:
                    bool compares_hooks = false);
     // As `expected` of add_step().
     void expect_identity(int step, const pybind11::object& object) { steps_[step].expected = Identity(object); }
-    // As `expected` of add_step(), for objects that may have no weak references: those are kept alive.
-    void expect_same_object(int step, const pybind11::object& object);
     // The object that `step` reaches must be as `value` says.
     void expect_value(int step, std::shared_ptr<const Value> value) { steps_[step].value = std::move(value); }
     // It must be of exactly this type.
     void expect_type(int step, const pybind11::object& type) { steps_[step].type = Identity(type); }
     // It must be the very object that the earlier step `other` reaches.
     void expect_same(int step, int other) { steps_[step].same_as = other; }
+
+    // For the garbage collector: objects that are kept alive. Dropping them is the end of the guard.
+    int visit_held(visitproc visit, void* arg) const;
+    void drop_held();
 
     size_t tensors() const { return tensors_.size(); }
     size_t steps() const { return steps_.size(); }
@@ -82,8 +85,8 @@ public:
 protected:
     Guard() = default;
 
-    // An object to be found again, without owning it: by weak reference where its type has them, so that a new object
-    // at the address of a dead one is not taken for it; else by address (constants, closure cells).
+    // An object to be found again, by weak reference where its type has them; others are kept alive, so that no new
+    // object at the address of a dead one is taken for it.
     class Identity {
     public:
         Identity() = default;
@@ -91,15 +94,20 @@ protected:
         bool matches(PyObject* found) const;
         // The object, borrowed; nullptr once it is gone.
         PyObject* live() const;
-        bool is_weak() const { return bool(weak_); }
+        bool is_weak() const { return is_weak_; }
         bool is_any() const { return address_ == nullptr; }
         // The weak reference, borrowed, if there is one.
-        PyObject* weak() const { return weak_.ptr(); }
-        void release();
+        PyObject* weak() const { return is_weak_ ? reference_.ptr() : nullptr; }
+        // The object, borrowed, if it is kept alive.
+        PyObject* held() const { return is_weak_ ? nullptr : reference_.ptr(); }
+        // Gives up what is kept alive, and never matches again.
+        pybind11::object drop() { return is_weak_ ? pybind11::object() : std::move(reference_); }
+        void release() { reference_.release(); }
 
     private:
         PyObject* address_ = nullptr;  // nullptr: any object
-        pybind11::object weak_;
+        pybind11::object reference_;   // a weak one if is_weak_, else the object
+        bool is_weak_ = false;
     };
 
     struct Step {
@@ -114,7 +122,6 @@ protected:
         std::shared_ptr<const Value> value{};
         Identity type{};
         int same_as = -1;
-        pybind11::object held{};  // the expected object, where it has no weak references
     };
     struct ExpectedTensor {
         int step;

@@ -46,7 +46,7 @@ def backward_guard(sources: list[Source], watch: CodeWatch, used: Collection[int
     root, *others = sources
     callable_guard = CallableGuard()
     root.step = callable_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
-    callable_guard.guard.expect_same_object(root.step, root.obj)
+    callable_guard.guard.expect_identity(root.step, root.obj)
     if reads_all and isinstance(root.obj, nn.Module):
         guard_module(root, callable_guard, is_callable=True)
     for source in others:
@@ -78,7 +78,7 @@ class _Reads:
         above, key = source.parent, source.key
         if above is None or source.kind in (_Kind.KNOWN, _Kind.CONTEXT_VAR) or isinstance(above.obj, threading.local):
             return False
-        if source.kind == _Kind.CELL:
+        if source.kind == _Kind.CELL and above.parent.key == "__closure__":
             return self._says(above.name)
         if key in _DEFAULTS:
             return self.names is None or above.obj.__code__ in self.ran

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
-from te_graph.common.dispatch import has_subclass, is_project_file, is_strided, is_user_file, storage_key
+from te_graph.common.dispatch import has_subclass, is_strided, is_user_file, storage_key
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
@@ -161,7 +161,7 @@ class CallableGuard:
         if step not in self._steps:
             self._steps[step] = self.guard.add_step(source.kind, parent, source.key, index, None, source.name)
             if is_known:
-                self.guard.expect_same_object(self._steps[step], source.obj)
+                self.guard.expect_identity(self._steps[step], source.obj)
         source.step, source.in_guard = self._steps[step], True
         return source.step
 
@@ -365,7 +365,7 @@ def guard_source(source: Source, callable_guard: CallableGuard, tells_apart: boo
             f"{source.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
             "list, or list the attribute in ignore_attributes= to freeze it"
         )
-    elif not (isinstance(obj, _GUARDED_ELSEWHERE) or source.kind == _Kind.KNOWN or _is_library(source)):
+    elif not (isinstance(obj, _GUARDED_ELSEWHERE) or source.kind == _Kind.KNOWN):
         callable_guard.enter(source)
 
 
@@ -377,16 +377,6 @@ def _guard_array(source: Source, callable_guard: CallableGuard) -> None:
             "objects: make it a tensor, or list the attribute in ignore_attributes= to freeze it"
         )
     callable_guard.expect_contents(source, value)
-
-
-def _is_library(source: Source) -> bool:
-    """True for functions, classes and libraries that code refers to by global names and that the user did not write."""
-    obj = source.obj
-    if source.parent.key != "__globals__":
-        return False
-    if isinstance(obj, types.FunctionType):
-        return not is_project_file(obj.__code__.co_filename)
-    return obj not in bases_of(obj) if isinstance(obj, type) else isinstance(obj, _CODE)
 
 
 def _guard_absence(source: Source, callable_guard: CallableGuard, reader: CallableReader) -> None:

@@ -71,7 +71,7 @@ class FunctionGuard:
         is_ephemeral = source.parent.is_ephemeral
         step = self.guard.add_step(source.kind, parent, source.key, index, None, source.name, is_ephemeral)
         if source.kind == _Kind.KNOWN:
-            self.guard.expect_same_object(step, source.obj)
+            self.guard.expect_identity(step, source.obj)
         self._steps[id(source)] = step
         return step
 
@@ -92,7 +92,7 @@ class FunctionGuard:
             compares_hooks = self._runs_backward and is_leaf(obj) and obj.requires_grad
             guard.add_tensor(step, obj, is_used or self._tells_apart, is_written, compares_hooks=compares_hooks)
             if self._tells_apart and isinstance(obj, nn.Parameter) and not source.is_grad:
-                guard.expect_same_object(step, obj)
+                guard.expect_identity(step, obj)
             if not source.is_grad:
                 guard.expect_type(step, type(obj))  # code can tell a parameter, or a subclass with functions of its own
         elif source.is_grad:
@@ -106,9 +106,9 @@ class FunctionGuard:
         elif is_transparent(obj):
             guard.expect_type(step, type(obj))
             if self._tells_apart and isinstance(obj, types.FunctionType) and not source.is_ephemeral:
-                guard.expect_same_object(step, obj)
+                guard.expect_identity(step, obj)
         elif id(source) not in self._incomparable:
-            guard.expect_same_object(step, obj)
+            guard.expect_identity(step, obj)
 
     def _expect_keys(self, source: GuardedSource, step: int) -> None:
         """The keys of a function's globals and attributes are not compared: those dictionaries are parents only."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from dataclasses import dataclass
-from unittest import mock
 
-from text_cases import made_module, outcomes_of_changes
+from text_cases import importable, made_module, outcomes_of_changes
 
 
 @dataclass(frozen=True)
@@ -202,7 +200,7 @@ def program(seed: int, places: int = 2, length: int = 4) -> tuple[str, str, list
 
 def failure(setup: str, read: str, changes: list[str]) -> str:
     module = made_module()
-    with mock.patch.dict(sys.modules, {module.__name__: module}):
+    with importable(module):
         return outcomes_of_changes(module, setup, read, changes)
 
 

@@ -1,8 +1,10 @@
-"""Numbers that a function reads from its closure, its defaults, objects and global names are guarded by value."""
+"""Numbers that a function reads from its closure, its defaults, objects and global names are guarded by value, what a
+library has under global names by identity."""
 
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from mutations import assert_seen, batch
 from torch import Tensor, nn
 
 from te_graph import make_graphed_callables
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -97,7 +100,24 @@ def by_self_of_a_method(device: str) -> tuple[Callable, Callable[[float], None]]
     return method.call, lambda value: setattr(method, "scale", value)
 
 
+def by_cell_in_a_list(device: str) -> tuple[Callable, Callable[[float], None]]:
+    held = [types.CellType(2.0)]
+    return lambda x: x * held[0].cell_contents, lambda value: setattr(held[0], "cell_contents", value)
+
+
+def by_cell_of_a_function(device: str) -> tuple[Callable, Callable[[float], None]]:
+    scale = 2.0
+
+    def holder() -> float:
+        return scale
+
+    cell = holder.__closure__[0]
+    return lambda x: x * cell.cell_contents, lambda value: setattr(cell, "cell_contents", value)
+
+
 VARIABLES = [
+    by_cell_in_a_list,
+    by_cell_of_a_function,
     by_closure,
     by_default,
     by_keyword_default,
@@ -112,6 +132,61 @@ VARIABLES = [
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda build: build.__name__)
 def test_a_number_that_a_function_reads_is_seen(device, variable):
     assert_seen(lambda: variable(device), lambda change: change(3.0), "changed( from .*2.0.* to .*3.0.*)?", device)
+
+
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+def test_an_empty_cell_that_is_filled_later_is_seen(device, is_module):
+    cell = types.CellType()
+
+    def call(x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        try:
+            return x * cell.cell_contents
+        except ValueError:
+            return x
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return call(x)
+
+    x = batch(device)
+    graphed = make_graphed_callables(Net() if is_module else call, (x,), on_mismatch="eager")
+    for value in (None, 2.0, 3.0):
+        if value is not None:
+            cell.cell_contents = value
+        assert_bitwise_equal(graphed(x).detach(), call(x).detach())
+    assert replays(graphed) == 1
+
+
+_operation: Callable[[Tensor], Tensor] = torch.relu
+_library = torch
+_layer = nn.Tanh
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return _operation(_library.sin(_layer()(x)))
+
+
+class Lookalike:
+    """Takes the place of a library."""
+
+    sin = torch.cos
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("_operation", torch.sigmoid), ("_library", Lookalike), ("_layer", nn.Sigmoid)]
+)
+def test_what_a_library_has_is_seen_to_be_replaced_under_a_global_name(device, name, other, monkeypatch):
+    net, twin = Named(), Named()
+    graphed = make_graphed_callables(net, (batch(device),))
+    graphed(batch(device))
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), name, other)
+        with pytest.raises(RuntimeError, match=f"global variable {name} was replaced by another object"):
+            graphed(batch(device))
+    x = batch(device)
+    assert_bitwise_equal(graphed(x).detach(), twin(x).detach())
+    assert replays(graphed) == 2
 
 
 def set_global(value: float) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import sys
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +43,9 @@ SCALE = {
     "a default": (lambda value: lambda scale=value: scale, lambda held: held()),
     "a closure": (lambda value: lambda: value, lambda held: held()),
     "a partial": (lambda value: functools.partial(float, value), lambda held: held()),
+    "slots": (Slots, lambda held: held.held),
+    "a method to call": (lambda value: operator.methodcaller("__add__", value), lambda held: held(1.0)),
+    "a cell": (types.CellType, lambda held: held.cell_contents),
 }
 KINDS = pytest.mark.parametrize(("make", "read"), SCALE.values(), ids=SCALE)
 
@@ -70,7 +76,7 @@ def test_callables_see_what_took_the_place_of_another(make: Callable[[float], An
         for _ in range(2):
             assert torch.equal(graphed(x), x * read(module.held[0]))
         exchange(module.held, make, value)
-        assert torch.equal(graphed(x), x * value)
+        assert torch.equal(graphed(x), x * read(module.held[0]))
 
 
 @KINDS
@@ -80,13 +86,12 @@ def test_functions_see_what_took_the_place_of_another(make: Callable[[float], An
     def function(x: Tensor) -> Tensor:
         return x * read(held[0])
 
-    graphed, x, value = tg.graphed(function), torch.ones(2), 2.0
-    for following in (3.0, 4.0, 5.0):
+    graphed, x = tg.graphed(function), torch.ones(2)
+    for value in (3.0, 4.0, 5.0):
         for _ in range(4):
-            assert torch.equal(graphed(x), x * value)
-        value = following
+            assert torch.equal(graphed(x), x * read(held[0]))
         exchange(held, make, value)
-        assert torch.equal(graphed(x), x * value)
+        assert torch.equal(graphed(x), x * read(held[0]))
 
 
 def test_functions_see_tensors_in_what_took_the_place_of_another() -> None:
@@ -136,6 +141,45 @@ def test_what_a_guard_knows_without_a_weak_reference_stays_alive() -> None:
     del callable_guard
     gc.collect()
     assert sys.getrefcount(held) == before
+
+
+class Owner(nn.Module):
+    """Held by something without weak references that it holds and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.held = [Slots(self)]
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:  # [2] -> [2]
+        return self.linear(x) * self.held[0].held.scale
+
+    def evaluate(self, x: Tensor) -> Tensor:  # [2] -> [2]
+        return self.forward(x).detach()
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "function"])
+def test_what_a_guard_keeps_alive_is_garbage_once_nobody_else_has_it(kind: str) -> None:
+    owner, x = Owner(), torch.ones(2, requires_grad=True)
+    if kind == "module":
+        tg.make_graphed_callables(owner, (x,))
+    else:
+        owner.graphed = (
+            tg.graphed(owner.evaluate) if kind == "function" else tg.make_graphed_callables(owner.forward, (x,))
+        )
+    for _ in range(4):
+        result = (owner if kind == "module" else owner.graphed)(x)
+        assert torch.equal(result, owner.linear(x) * 2.0)
+        if result.requires_grad:
+            result.sum().backward()
+    del result
+    dead = weakref.ref(owner)
+    gc.collect()
+    assert dead() is owner
+    del owner
+    gc.collect()
+    assert dead() is None
 
 
 @pytest.mark.parametrize("assigned", [1, 2])

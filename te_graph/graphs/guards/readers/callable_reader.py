@@ -18,7 +18,7 @@ from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
-from te_graph.graphs.guards.readers.guarded_sources import slots_of
+from te_graph.graphs.guards.readers.guarded_sources import is_filled, slots_of
 from te_graph.graphs.guards.readers.library_names import names_in_library
 from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.lookups import (
@@ -155,7 +155,7 @@ class CallableReader(TensorReader):
     def empty_slots(self, source: Source) -> Iterator[str]:
         """Of the slots of the object at ``source`` those in which there is nothing, and which the code may read."""
         names = (name for name in slots_of(type(source.obj)) if self._reads(source, name))
-        yield from (name for name in names if not hasattr(source.obj, name))
+        yield from (name for name in names if not is_filled(source.obj, name))
 
     def may_use(self, source: Source) -> bool:
         """Whether a tensor at ``source`` may be used where no dispatcher sees it: by functions of extension modules."""
@@ -367,7 +367,7 @@ class CallableReader(TensorReader):
             if self._reads(source, key) and not key.startswith("__"):
                 yield members.item(key, f"{owner}.{key}")
         for key in slots_of(type(source.obj)):
-            if self._reads(source, key) and hasattr(source.obj, key):
+            if self._reads(source, key) and is_filled(source.obj, key):
                 yield source.child(getattr(source.obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
 
     def _inside_class(self, source: Source) -> Iterator[Source]:

@@ -21,7 +21,7 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.builtin_objects import builtin_contents
 from te_graph.graphs.guards.readers.class_members import ClassMembers
-from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, Inlined, is_opaque, slots_of
+from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, Inlined, is_filled, is_opaque, slots_of
 from te_graph.graphs.guards.readers.hooks_of_all import hooks_of_all
 from te_graph.graphs.guards.readers.lookups import (
     absent_names,
@@ -332,7 +332,7 @@ def _is_of_torch(kind: type) -> bool:
 
 
 def _slot(source: GuardedSource, name: str, key: str) -> GuardedSource:
-    if hasattr(source.obj, key):
+    if is_filled(source.obj, key):
         return source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
     return source.child(None, name, _Kind.NO_ATTRIBUTE, key)
 

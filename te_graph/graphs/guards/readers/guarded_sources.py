@@ -107,6 +107,8 @@ class GuardedSource(Source):
 
 def slots_of(kind: type) -> list[str]:
     """Names of the attributes that instances of ``kind`` have outside of a dictionary."""
+    if kind is types.CellType:
+        return ["cell_contents"]
     return [
         name
         for base in reversed(kind.__mro__)
@@ -114,6 +116,15 @@ def slots_of(kind: type) -> list[str]:
         for name, member in vars(base).items()
         if isinstance(member, types.MemberDescriptorType)
     ]
+
+
+def is_filled(obj: Any, slot: str) -> bool:
+    """Whether there is something in a ``slot`` of ``obj``."""
+    try:
+        getattr(obj, slot)
+    except (AttributeError, ValueError):  # the latter of a cell
+        return False
+    return True
 
 
 def is_transparent(obj: Any) -> bool:

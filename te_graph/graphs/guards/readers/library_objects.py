@@ -16,7 +16,7 @@ from typing import Any
 
 from te_graph import _C
 from te_graph.graphs.guards.plain_values import holds_values
-from te_graph.graphs.guards.readers.guarded_sources import VIEWS
+from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import bytes_of, np
 
@@ -70,6 +70,9 @@ def inside(source: Source) -> Iterator[Source]:
     elif isinstance(obj, weakref.ProxyTypes):
         if hasattr(obj, "__dict__"):
             yield source.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
+    elif isinstance(obj, types.CellType):
+        if is_filled(obj, "cell_contents"):
+            yield source.child(obj.cell_contents, f"contents of {name}", _Kind.CELL)
     elif isinstance(obj, contextvars.ContextVar):
         yield source.child(_value_of(obj), f"value of {name}", _Kind.CONTEXT_VAR)
     elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
