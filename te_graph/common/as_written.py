@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def import_compiler() -> None:
+    """Import torch._dynamo, as torch does for the first dispatch mode and the first stance.
+
+    On a thread of its own: what it fails to import leaves errors that refer to the frames below, which would keep their
+    tensors alive until garbage is collected.
+    """
+    if "torch._dynamo" not in sys.modules:
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(importlib.import_module, "torch._dynamo").result()
 
 
 class _AsWritten:
@@ -23,6 +36,7 @@ class _AsWritten:
     def __enter__(self) -> None:
         with self._lock:
             if self._entered == 0 and get_eval_frame_callback() in (None, False):  # else it is compiled around
+                import_compiler()
                 self._set = torch.compiler.set_stance("force_eager")
             self._entered += 1
 

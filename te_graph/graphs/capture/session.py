@@ -60,16 +60,9 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         captures: list[CallableCapture] = []
         for job in jobs:
             group.at_work = job.label
-            predecessor = captures[-1] if captures and is_chain else None
-            results = [] if predecessor is None else predecessor.sample_results
-            capture = _begin(job, group, predecessor)
-            _warm_up(job, capture, session, on_failure)
-            if capture.ignored is not None and capture.ignored.has_any({*capture.signature.keywords} - {ARGUMENT}):
-                if predecessor is not None:
-                    predecessor.sample_results = results
-                capture = _begin(job, group, predecessor, capture.ignored)
-                _warm_up(job, capture, session, on_failure)
-            captures.append(capture)
+            captures.append(
+                _warmed_up(job, group, captures[-1] if captures and is_chain else None, session, on_failure)
+            )
             progress.update()
         for capture in captures:
             capture.forget_samples()
@@ -84,6 +77,25 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
             *(entry.label, facts["graphs"], facts["nodes"], facts["bytes"] / 2**20, facts["capture_seconds"]),
         )
     return entries
+
+
+def _warmed_up(
+    job: Job,
+    group: CaptureGroup,
+    predecessor: CallableCapture | None,
+    session: contextlib.ExitStack,
+    on_failure: contextlib.ExitStack,
+) -> CallableCapture:
+    """What is to be captured of ``job``: without the keyword arguments that it has been seen to ignore."""
+    results = [] if predecessor is None else predecessor.sample_results
+    capture = _begin(job, group, predecessor)
+    _warm_up(job, capture, session, on_failure)
+    if capture.ignored is not None and capture.ignored.has_any({*capture.signature.keywords} - {ARGUMENT}):
+        if predecessor is not None:
+            predecessor.sample_results = results
+        capture = _begin(job, group, predecessor, capture.ignored)
+        _warm_up(job, capture, session, on_failure)
+    return capture
 
 
 def _warm_up(

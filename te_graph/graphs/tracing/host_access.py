@@ -9,7 +9,6 @@ way.
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_graph.common.as_written import import_compiler
 from te_graph.graphs.tracing.patches import Patch
 from te_graph.graphs.tracing.refusals import NUMBER_METHODS, READERS, Refusals, refuse_host_access
 
@@ -50,7 +50,7 @@ class _Methods(Patch):
 
     def _patch(self) -> None:
         # It makes tables of the methods when it is first imported, which torch does for the first dispatch mode.
-        importlib.import_module("torch._dynamo")
+        import_compiler()
         self._own = {(owner, name): vars(owner)[name] for owner, name in self._members if name in vars(owner)}
         for owner, name in self._members:
             member = getattr(owner, name)

@@ -27,6 +27,12 @@ def test_samples_in_whose_place_results_are_read_are_gone_before_the_capture(dev
     forgotten, kept, alive = [], [], []
     forget, capture = CallableCapture.forget_samples, CallableCapture.capture_forward
 
+    begun, begin = [], CallableCapture.link_to
+
+    def linking(one: CallableCapture, predecessor: CallableCapture, everything: bool) -> None:
+        begun.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in predecessor.sample_results)
+        begin(one, predecessor, everything)
+
     def noting(one: CallableCapture) -> None:
         tensors = [(number in one.links, tensor) for number, tensor in enumerate(one.samples)]
         tensors += [(True, tensor) for tensor in one.sample_results]
@@ -36,11 +42,13 @@ def test_samples_in_whose_place_results_are_read_are_gone_before_the_capture(dev
         forget(one)
 
     def looking(one: CallableCapture, pool: object) -> None:
-        alive.append([sum(not each.expired() for each in group) for group in (forgotten, kept)])
+        alive.append([sum(not each.expired() for each in group) for group in (begun, forgotten, kept)])
         capture(one, pool)
 
+    monkeypatch.setattr(CallableCapture, "link_to", linking)
     monkeypatch.setattr(CallableCapture, "forget_samples", noting)
     monkeypatch.setattr(CallableCapture, "capture_forward", looking)
     te_graph.make_graphed_callables(tuple(layers), (sample,) * 3, chain=True, show_progress=False)
+    assert len(begun) == 2 * len(sample)  # results that were read in place
     assert (len(forgotten), len(kept)) == (goes, stays)  # samples of all but the first, and results of the last one
-    assert alive == [[0, stays]] * 3
+    assert alive == [[0, 0, stays]] * 3
