@@ -71,15 +71,24 @@ def everything(arguments: list[Any]) -> list[Any]:
     ]
 
 
+def outcome(function: Callable, makers: list[Callable], device: str) -> list[Any]:
+    torch.manual_seed(3)
+    arguments = [make(device) for make in makers]
+    result = function(*arguments)
+    return [[] if result is None else result, everything(arguments)]
+
+
 @pytest.mark.parametrize(("call", "makers"), CALLS.values(), ids=CALLS)
 def test_a_compiled_call_has_the_bits_of_an_eager_one(device, call, makers):
-    outcomes = []
-    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(3)
-        arguments = [make(device) for make in makers]
-        result = function(*arguments)
-        outcomes.append([[] if result is None else result, everything(arguments)])
-    assert_bitwise_equal(*outcomes)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_bitwise_equal(outcome(call, makers, device), outcome(compiled, makers, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("call", "makers"), CALLS.values(), ids=CALLS)
+def test_what_inductor_compiles_has_the_bits_of_an_eager_call(call, makers):
+    compiled = torch.compile(call, fullgraph=True)
+    assert_bitwise_equal(outcome(call, makers, "cuda"), outcome(compiled, makers, "cuda"))
 
 
 def test_parameters_of_a_module_are_clipped_where_it_is_compiled(device):
