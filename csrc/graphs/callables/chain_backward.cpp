@@ -58,7 +58,8 @@ GraphedCallable::Bits GraphedCallable::grads_from(const PendingBackward& upper, 
 bool GraphedCallable::leaves_nothing_behind(const PendingBackward& pending) const {
     const auto stays = [](const ParameterUpdate& update) {
         return update.action == GradientAction::kAddEagerly || update.action == GradientAction::kReturn ||
-               update.action == GradientAction::kCallHooks;
+               update.action == GradientAction::kCallHooks || update.action == GradientAction::kStoreMainGradEagerly ||
+               update.action == GradientAction::kAddMainGradEagerly;
     };
     const Slot& slot = slot_of(pending);
     const auto& updates = slot.updates;

@@ -99,8 +99,10 @@ std::string GraphedCallable::difference_of_memory(const std::vector<at::Tensor>&
 
 bool GraphedCallable::finds_linked_inputs(const Slot& slot, const std::vector<at::Tensor>& inputs) const {
     for (size_t i = 0; i < inputs.size(); ++i) {
-        if (inputs_[i].is_linked && !(inputs[i].const_data_ptr() == slot.inputs[i].const_data_ptr() &&
-                                      inputs[i].strides() == slot.inputs[i].strides() && !inputs[i].is_neg())) {
+        if (inputs_[i].is_linked &&
+            !(inputs[i].const_data_ptr() == slot.inputs[i].const_data_ptr() &&
+              inputs[i].strides() == slot.inputs[i].strides() && inputs[i].is_neg() == slot.inputs[i].is_neg() &&
+              inputs[i].is_conj() == slot.inputs[i].is_conj())) {
             return false;
         }
     }

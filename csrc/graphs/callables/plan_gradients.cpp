@@ -1,5 +1,6 @@
 // What becomes of the gradient of each parameter in a backward, and what the table says of it.
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -17,11 +18,12 @@ using multi_tensor::Mode;
 namespace {
 
 // True when `grad` can be written as a flat run of elements in the order of `source`'s. Complex numbers are added by
-// torch, which multiplies by a complex 1 on the way: that turns -0 into 0, and infinities into NaN.
+// torch, which multiplies by a complex 1 on the way: that turns -0 into 0, and infinities into NaN. So are those whose
+// class has no memory but what it wraps.
 bool fits(const at::Tensor& grad, const at::Tensor& source, at::ScalarType dtype) {
     return !c10::isComplexType(dtype) && grad.layout() == at::kStrided && grad.scalar_type() == dtype &&
            grad.device() == source.device() && grad.sizes() == source.sizes() && grad.strides() == source.strides() &&
-           !grad.is_conj() && !grad.is_neg();
+           !grad.is_conj() && !grad.is_neg() && (grad.numel() == 0 || has_memory(grad));
 }
 
 // The bytes that a dense tensor occupies, as [begin, end).
@@ -30,10 +32,14 @@ std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
     return {begin, begin + tensor.nbytes()};
 }
 
+// Another process may refer to memory that was sent there. What torch's allocators make anew is its own context.
+bool was_sent(const c10::Storage& storage) { return storage.data_ptr().get_context() != storage.data(); }
+
 // A tensor over the memory of `buffer` if nothing else refers to that, else over new memory, like `source`. Always a
 // tensor of its own: what the user has set on an earlier one (attributes, hooks, flags) went with that.
 at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
-    const bool is_ours = buffer.defined() && !is_shared(*buffer.storage().unsafeGetStorageImpl());
+    const bool is_ours =
+        buffer.defined() && !is_shared(*buffer.storage().unsafeGetStorageImpl()) && !was_sent(buffer.storage());
     if (!is_ours || buffer.storage().nbytes() < source.nbytes()) {
         return at::empty_strided(source.sizes(), source.strides(), source.options());
     }
@@ -80,6 +86,10 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
     slot.last_update.is_repeated = got_all && !exec_info && repeats_last(pending);
     if (slot.last_update.is_repeated) return;
     slot.updates.resize(parameters_.size());
+    std::vector<StoreFlag*> used_up;  // put back where this fails
+    auto on_failure = c10::make_scope_exit([&] {
+        for (StoreFlag* const flag : used_up) flag->overwrite = true;
+    });
     auto edge = pending.autograd_parameters.begin();
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];
@@ -121,7 +131,7 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
         if (is_accumulated && is_in_autograd_graph(parameter)) note_use_outside(i);
         if (action == GradientAction::kStoreNew) slot.updates[i].fresh = fresh_grad(buffers_[i], source);
         if (action == GradientAction::kStoreMainGrad || action == GradientAction::kStoreMainGradEagerly) {
-            spec.flag->overwrite = false;
+            if (spec.flag->overwrite.exchange(false)) used_up.push_back(spec.flag.get());
         }
     }
     if (!slot.table->matches([&](size_t i) { return write_of(pending, i); })) {
@@ -130,6 +140,7 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
         slot.table->upload();
     }
     note_for_repetition(pending);
+    on_failure.release();
 }
 
 // Eager code has used the parameter since the forward: there was no edge, so this gradient is added by itself.

@@ -31,7 +31,7 @@ public:
     const std::shared_ptr<const PythonReference>& functions() const { return functions_; }
 
     // Whether the object lives that the first step, one to a known object, leads to.
-    bool is_rooted() const { return steps_.front().expected.live(); }
+    bool is_rooted() const { return !steps_.empty() && steps_.front().expected.live(); }
 
     // For the garbage collector. What a backward still needs is no business of the guard's alone.
     int visit(visitproc visit, void* arg) const {

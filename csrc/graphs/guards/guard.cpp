@@ -72,13 +72,20 @@ int Guard::add_step(StepKind kind, int parent, py::object key, int64_t index, py
 }
 
 int Guard::visit_held(visitproc visit, void* arg) const {
-    for (const Step& step : steps_) Py_VISIT(step.expected.held());
+    for (const Step& step : steps_) {
+        Py_VISIT(step.expected.held());
+        Py_VISIT(step.key.ptr());
+        // What others own as well is not this guard's to count.
+        const bool is_own = step.value && step.value.use_count() == 1;
+        if (const int stop = is_own ? step.value->visit(visit, arg) : 0) return stop;
+    }
     return 0;
 }
 
 void Guard::drop_held() {
-    std::vector<py::object> held;  // dropped once the guard is in order: objects may call back
-    for (Step& step : steps_) held.push_back(step.expected.drop());
+    is_dropped_ = true;
+    const std::vector<Step> held = std::move(steps_);  // dropped once the guard is in order: objects may call back
+    steps_.clear();
 }
 
 int Guard::add_tensor(int step, const at::Tensor& tensor, bool is_used, bool is_written, bool compares_hooks) {
@@ -145,6 +152,7 @@ std::string Guard::difference(const Step& step, PyObject* object) {
 }
 
 std::string Guard::walk(PyObject* root, std::vector<PyObject*>* found, Walk& walk, Held& held) const {
+    if (is_dropped_) return "what the graph takes for granted is gone";
     std::vector<PyObject*>& reached = walk.reached;
     reached.assign(steps_.size(), nullptr);
     walk.is_pinned.assign(steps_.size(), false);

@@ -74,7 +74,7 @@ public:
     // It must be the very object that the earlier step `other` reaches.
     void expect_same(int step, int other) { steps_[step].same_as = other; }
 
-    // For the garbage collector: objects that are kept alive. Dropping them is the end of the guard.
+    // For the garbage collector: objects that are kept alive. Dropping them is the end of the guard: no check passes.
     int visit_held(visitproc visit, void* arg) const;
     void drop_held();
 
@@ -100,8 +100,6 @@ protected:
         PyObject* weak() const { return is_weak_ ? reference_.ptr() : nullptr; }
         // The object, borrowed, if it is kept alive.
         PyObject* held() const { return is_weak_ ? nullptr : reference_.ptr(); }
-        // Gives up what is kept alive, and never matches again.
-        pybind11::object drop() { return is_weak_ ? pybind11::object() : std::move(reference_); }
         void release() { reference_.release(); }
 
     private:
@@ -113,7 +111,7 @@ protected:
     struct Step {
         StepKind kind;
         int parent;
-        pybind11::object key;  // strings, numbers and the like: they refer to nothing else
+        pybind11::object key;  // strings, numbers and the like, weak references
         Py_ssize_t index;
         Identity expected;
         std::string subject;
@@ -153,6 +151,7 @@ protected:
 
     std::vector<Step> steps_;
     std::vector<ExpectedTensor> tensors_;
+    bool is_dropped_ = false;
 
 private:
     bool is_in_watched_dict(const Step& step) const;

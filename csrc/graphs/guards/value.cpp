@@ -62,7 +62,7 @@ bool all_of_sequence(PyObject* sequence, Visit visit) {
 
 template <typename Visit>
 bool all_of_set(PyObject* set, Visit visit) {
-    const auto members = py::reinterpret_steal<py::object>(PyObject_GetIter(set));
+    const auto members = py::reinterpret_steal<py::object>(PySet_Type.tp_iter(set));  // of derived classes, too
     while (const auto member = py::reinterpret_steal<py::object>(members ? PyIter_Next(members.ptr()) : nullptr)) {
         if (!visit(member.ptr())) return false;
     }
@@ -70,8 +70,6 @@ bool all_of_set(PyObject* set, Visit visit) {
     PyErr_Clear();
     return is_done;
 }
-
-bool is_set(PyObject* object) { return Py_IS_TYPE(object, &PySet_Type) || Py_IS_TYPE(object, &PyFrozenSet_Type); }
 
 // What an object shows of its memory, read only; released at once, since it cannot be resized meanwhile.
 class Buffer {
@@ -193,7 +191,7 @@ std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
     const bool is_tuple = PyTuple_Check(object) && Py_TYPE(object)->tp_dictoffset == 0;
     if (PyList_CheckExact(object) || is_tuple) return of_sequence(object, depth);
     if (PyDict_CheckExact(object) || PyODict_CheckExact(object)) return of_dict(object, depth);
-    if (is_set(object)) return of_set(object);
+    if (PyAnySet_Check(object)) return of_set(object);
     auto keyed = of_keyed(object, depth);
     return keyed ? std::move(keyed) : of_buffer(object);
 }
@@ -244,8 +242,12 @@ std::unique_ptr<Value> Value::of_dict(PyObject* object, int depth) {
 
 std::unique_ptr<Value> Value::of_set(PyObject* object) {
     auto value = std::unique_ptr<Value>(new Value(Kind::kSet, object));
-    value->is_mutable_ = Py_IS_TYPE(object, &PySet_Type);
-    if (!all_of_set(object, [&](PyObject* member) { return value->add_member(member); })) return nullptr;
+    value->is_mutable_ = PySet_Check(object);
+    const auto add = [&](PyObject* member) {
+        value->add_member(member);
+        return true;
+    };
+    if (!all_of_set(object, add)) return nullptr;
     value->keep_if_frozen(object);
     return value;
 }
@@ -253,27 +255,26 @@ std::unique_ptr<Value> Value::of_set(PyObject* object) {
 std::unique_ptr<Value> Value::of_keys(PyObject* dict) {
     auto value = std::unique_ptr<Value>(new Value(Kind::kKeys, dict));
     value->is_mutable_ = true;
-    return all_of_dict(dict, [&](PyObject* key, PyObject*) { return value->add_member(key); }) ? std::move(value)
-                                                                                               : nullptr;
+    const auto add = [&](PyObject* key, PyObject*) {
+        value->add_member(key);
+        return true;
+    };
+    return all_of_dict(dict, add) ? std::move(value) : nullptr;
 }
 
-// Constants by value, other objects by identity. A weak reference is owned: it keeps nothing else alive.
-bool Value::add_member(PyObject* object) {
-    if (add(object, 0)) return true;
+// Constants by value, other objects by identity; owned, where they have no weak references.
+void Value::add_member(PyObject* object) {
+    if (add(object, 0)) return;
     holds_objects_ = true;
-    if (PyWeakref_CheckRef(object)) {
-        items_.push_back({Py_NewRef(object), nullptr});
-        return true;
-    }
     PyObject* const weak = PyWeakref_NewRef(object, nullptr);
     if (!weak) {
         PyErr_Clear();
-        return false;
+        items_.push_back({Py_NewRef(object), nullptr});
+        return;
     }
     auto nest = std::unique_ptr<Value>(new Value(Kind::kWeak, object));
     nest->object_ = weak;
     items_.push_back({nullptr, std::move(nest)});
-    return true;
 }
 
 std::unique_ptr<Value> Value::of_keyed(PyObject* object, int depth) {
@@ -285,9 +286,20 @@ std::unique_ptr<Value> Value::of_keyed(PyObject* object, int depth) {
     auto value = std::unique_ptr<Value>(new Value(Kind::kKeyed, object));
     value->key_ = known->second.key;
     if (!value->add(key.ptr(), depth)) return nullptr;
-    value->is_mutable_ = value->holds_mutable_ = known->second.is_mutable;
+    value->is_mutable_ |= known->second.is_mutable;  // or what it holds is
+    value->holds_mutable_ |= known->second.is_mutable;
     if (!value->is_mutable_) value->object_ = Py_NewRef(object);
     return value;
+}
+
+int Value::visit(visitproc visit, void* arg) const {
+    Py_VISIT(type_);
+    Py_VISIT(object_);
+    for (const Item& item : items_) {
+        Py_VISIT(item.constant);
+        if (const int stop = item.nest ? item.nest->visit(visit, arg) : 0) return stop;
+    }
+    return 0;
 }
 
 bool Value::matches(const Item& item, PyObject* found) {

@@ -19,9 +19,9 @@ void register_value_type(const pybind11::object& type, const pybind11::object& k
 
 class Value {
 public:
-    // nullptr for an object that holds more than constants. Members of sets may be objects with weak references.
+    // nullptr for an object that holds more than constants. Members of sets may be any objects.
     static std::unique_ptr<Value> of(PyObject* object) { return of(object, 0); }
-    // The keys of a dictionary alone; nullptr where one is neither a constant nor an object with weak references.
+    // The keys of a dictionary alone, which may be any objects.
     static std::unique_ptr<Value> of_keys(PyObject* dict);
     ~Value();
     Value(const Value&) = delete;
@@ -32,6 +32,8 @@ public:
     // How `found`, which messages call `name`, differs; after matches() has said that it does.
     std::string difference(const std::string& name, PyObject* found) const;
     bool is_mutable() const { return is_mutable_; }
+    // For the garbage collector: classes of constants and members without weak references may lead anywhere.
+    int visit(visitproc visit, void* arg) const;
     // Everything is a dictionary's own: watching that one shows all changes.
     bool is_watchable() const { return kind_ == Kind::kKeys || (kind_ == Kind::kDict && !holds_mutable_); }
 
@@ -50,7 +52,7 @@ private:
     static std::unique_ptr<Value> of_buffer(PyObject* object);
     static std::unique_ptr<Value> of_keyed(PyObject* object, int depth);
     bool add(PyObject* object, int depth);
-    bool add_member(PyObject* object);
+    void add_member(PyObject* object);
     void keep_if_frozen(PyObject* object);
     static bool matches(const Item& item, PyObject* found);
     static std::string difference(const Item& item, const std::string& name, PyObject* found);

@@ -25,7 +25,7 @@ from te_graph.graphs.capture.capture_checks import (
     check_results,
     check_use,
     forms_of,
-    refuse_grad,
+    refuse_use_of_grad,
 )
 from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.engine_attention import refuse_wrong_attention
@@ -45,10 +45,11 @@ from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.capture.unnamed_externals import UnnamedExternals
 from te_graph.graphs.capture.warm_up_round import WarmUpRound
 from te_graph.graphs.guards.backward_guard import backward_guard
-from te_graph.graphs.guards.callable_guard import build_callable_guard, check_hooks
+from te_graph.graphs.guards.build_guard import build_callable_guard
 from te_graph.graphs.guards.effects.module_calls import ModuleCalls
 from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState, global_containers, variables
+from te_graph.graphs.guards.guarded_modules import check_hooks
 from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.graphs.guards.readers.callable_reader import names_around
@@ -232,8 +233,9 @@ class CallableCapture:
             self._let_compile()
         tensors, in_backward = self._iterate_once(self.watch, work)
         self._sources = work.sources
-        read = self._reader_of(self.walker.names).compared(self._explore())
-        self.backward_guard = backward_guard(read, in_backward, self.watch.externals.keys())
+        explored, reader = self._explore(), self._reader_of(self.walker.names)
+        used = self.watch.externals.keys()
+        self.backward_guard = backward_guard(reader, reader.compared(explored), in_backward, used)
         return tensors, work
 
     def _let_compile(self) -> None:
@@ -249,7 +251,7 @@ class CallableCapture:
         steps = _C.HostSteps()  # replays take them, not a warm-up, which is undone
         code = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
         with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
-            refusing = functools.partial(refuse_grad, self.label, work.sources, watch)
+            refusing = functools.partial(refuse_use_of_grad, self.label, work.sources, watch)
             with GradWatch(refusing) if isinstance(watch, TensorWatch) else nothing, code, steps:
                 given = self.changed.given(inputs)
                 if isinstance(watch, FirstCallWatch):
@@ -377,7 +379,8 @@ class CallableCapture:
             with births:
                 grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs, len(self.slots))
                 input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)
-            input_grads = [slot.owned(grad, births.produced_storages) for grad in input_grads]
+            are_linked = [number in self.links for number in self.gradients.inputs]
+            input_grads = slot.owned(input_grads, are_linked, births.produced_storages)
             parameter_grads = [
                 _C.lay_out(grad, parameter, main_grad_of(parameter) if one.is_in_table else None)
                 for grad, parameter, one in zip(grads, parameters, destinations, strict=False)

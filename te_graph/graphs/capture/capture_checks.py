@@ -60,6 +60,11 @@ def check_results(label: str, results: list[Tensor]) -> None:
             raise TypeError(f"{label}: expected dense results, got result {number} of layout {tensor.layout}")
         if kind := subclass_of(tensor):
             raise TypeError(f"{label}: expected result {number} to be a torch.Tensor, got a {kind}")
+        if tensor.retains_grad and not tensor.is_leaf:
+            raise RuntimeError(
+                f"{label}: retain_grad() was called on result {number} inside the callable, and a replay leaves no "
+                ".grad there: call it on the result that the callable returns"
+            )
         is_cut_off = tensor.requires_grad and tensor.grad_fn is None and tensor._is_view()
         if is_cut_off and torch.is_grad_enabled():
             raise RuntimeError(
@@ -158,8 +163,11 @@ def check_host_work(label: str, obstacle: str | None, effect: str | None, genera
         )
 
 
-def refuse_grad(label: str, sources: Iterable[Source], watch: TensorWatch, tensor: Tensor) -> None:
-    """Refuse that a callable uses ``.grad`` of ``tensor`` [...], unless it made that in the iteration of ``watch``.
+def refuse_use_of_grad(
+    label: str, sources: Iterable[Source], watch: TensorWatch, tensor: Tensor, hooking: str | None
+) -> None:
+    """Refuse that a callable uses ``.grad`` of ``tensor`` [...], or has autograd do something with its gradient by its
+    method ``hooking``, unless it made that in the iteration of ``watch``.
 
     Raises:
         RuntimeError: names the tensor, if it is at one of ``sources``.
@@ -167,6 +175,11 @@ def refuse_grad(label: str, sources: Iterable[Source], watch: TensorWatch, tenso
     if is_strided(tensor) and storage_key(tensor) in watch.produced_storages:
         return
     name = next((source.name for source in sources if source.obj is tensor), "an argument or tensor outside")
+    if hooking:
+        raise RuntimeError(
+            f"{label}: the forward calls {hooking}() of {name}, and a replay would neither do that nor run a hook that "
+            "it puts there: do it outside of the callable"
+        )
     raise RuntimeError(
         f"{label}: the forward uses .grad of {name}, and a replay would go on with what it was at capture, or "
         "leave the change out: call zero_grad(), or read gradients, outside of the callable"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +37,22 @@ class Slot:
         """Of the successor's input gradients, where the backward reads its own."""
         return {storage_key(staging.tensor) for staging in self.grad_outputs if staging.is_lent}
 
-    def owned(self, grad: Tensor, own_storages: Container[int]) -> Tensor:
-        """``grad`` [...] of an input, to be handed out: a clone where it lies in memory that is written by others, or
-        before what is handed out is protected. Not so the ``own_storages`` of the backward, nor the successor's input
-        gradient, which is protected like ours."""
-        if storage_key(grad) in own_storages or storage_key(grad) in self.lent_storages:
-            return grad
-        self.clones += 1
-        return grad.clone()
+    def owned(self, grads: Iterable[Tensor], are_linked: Iterable[bool], own_storages: Container[int]) -> list[Tensor]:
+        """``grads`` [...] of inputs, one each, to be handed out: clones where they lie in memory that is written by
+        others, or before what is handed out is protected. Not so the ``own_storages`` of the backward, nor the
+        successor's input gradient, which is protected like ours.
+
+        What is handed to a predecessor in place (``are_linked``) shares its memory with no other one: where a hook, or
+        a use outside, gives another gradient for it, that is copied there."""
+        found: dict[int, bool] = {}  # whether a linked one lies in a storage
+        handed_out = []
+        for grad, is_linked in zip(grads, are_linked, strict=True):
+            key = storage_key(grad)
+            is_ours = key in own_storages or key in self.lent_storages
+            if is_ours and not (key in found and (is_linked or found[key])):
+                found[key] = is_linked or found.get(key, False)
+            else:
+                self.clones += 1
+                grad = grad.clone()
+            handed_out.append(grad)
+        return handed_out

@@ -13,7 +13,7 @@ from te_graph import _C
 from te_graph.common.dispatch import storage_key
 from te_graph.common.reasons import Reported
 from te_graph.graphs.capture.options import Options
-from te_graph.graphs.guards.callable_guard import unnamed
+from te_graph.graphs.guards.build_guard import unnamed
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.library_reader import LibraryReader, holders_of
 from te_graph.graphs.guards.readers.source_walker import SourceWalker

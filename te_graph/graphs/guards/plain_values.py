@@ -8,11 +8,15 @@ import decimal
 import fractions
 import pathlib
 import sys
+import types
 import uuid
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from te_graph.graphs.arguments.constants import is_constant
+from te_graph.graphs.arguments.nest import own_attribute
 
 _IMMUTABLE = (
     range,
@@ -23,6 +27,9 @@ _IMMUTABLE = (
     datetime.timedelta,
     pathlib.PurePath,
     uuid.UUID,
+)
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, tuple, frozenset, slice, torch.dtype, torch.device}
 )
 MAX_MEMBERS = 1000  # of a dictionary, list or set of values that is compared at each call
 _CONTAINERS = (list, dict, collections.OrderedDict, set)
@@ -37,6 +44,19 @@ def is_value(obj: Any) -> bool:
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(obj, numpy.generic)
+
+
+def may_have_attributes(value: Any) -> bool:
+    """Whether a value is of a class that gives it attributes besides: a dictionary of them, or slots."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return False
+    return own_attribute(value, "__dict__") is not NotImplemented or any(
+        isinstance(member, types.MemberDescriptorType)
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for member in vars(base).values()
+    )
 
 
 def holds_values(members: Iterable[Any]) -> bool:

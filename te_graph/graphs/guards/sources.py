@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from te_graph import _C
 from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.constants import is_constant
-from te_graph.graphs.arguments.nest import instance_dict, own_attribute
-from te_graph.graphs.guards.plain_values import is_bulk, is_value
+from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.guards.plain_values import is_bulk, is_value, may_have_attributes
 from te_graph.graphs.tracing.names import Names, globals_of
 
 HOOK_DICTS = {
@@ -151,7 +151,7 @@ class TensorReader:
         """
         if type(source.obj) in weakref.ProxyTypes and isinstance(source.obj, nn.Module | Tensor):  # says the proxy
             raise RuntimeError(f"{source.name} is a weak proxy, which cannot be compared: use weakref.ref")
-        return is_value(source.obj) and own_attribute(source.obj, "__dict__") is NotImplemented
+        return is_value(source.obj) and not may_have_attributes(source.obj)
 
     def contents(self, source: Source) -> Iterable[Source]:
         """What the object there leads to."""
@@ -263,10 +263,10 @@ def items_in(source: Source) -> Iterator[Source]:
 
 
 def members_in(source: Source) -> Iterator[Source]:
-    """Of a set: objects that others may refer to weakly; the others are compared as the set is."""
+    """Of a set: objects, which are members of it by their identity."""
     for member in source.obj:
         obj = member() if isinstance(member, weakref.ref) else member
-        if not is_value(obj) and type(obj).__weakrefoffset__:
+        if not is_value(obj):
             yield source.child(obj, f"a member of {source.name}", _Kind.KNOWN)
 
 

@@ -21,6 +21,7 @@ from te_graph.graphs.tracing.patches import Patch
 from te_graph.graphs.tracing.refusals import NUMBER_METHODS, READERS, Refusals, refuse_host_access
 
 _METHODS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "cpu", "cuda", "to", *NUMBER_METHODS)
+_HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _PROPERTIES = ("data", "grad")
 _of_thread = threading.local()  # watches: those under way, outermost first
 
@@ -45,7 +46,7 @@ class _Methods(Patch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._members = [(torch.Tensor, name) for name in (*_METHODS, *_PROPERTIES)] + list(READERS)
+        self._members = [(torch.Tensor, name) for name in (*_METHODS, *_HOOKING, *_PROPERTIES)] + list(READERS)
         self._own: dict[tuple, Any] = {}
 
     def _patch(self) -> None:
@@ -88,14 +89,17 @@ class MethodWatch:
 
 
 class GradWatch(MethodWatch):
-    """Calls ``on_use`` with each tensor, [...], whose ``.grad`` is about to be read, set or deleted."""
+    """Calls ``on_use`` with each tensor, [...], whose ``.grad`` is about to be read, set or deleted, and None, or with
+    the name of the method that is about to have autograd do something with its gradient."""
 
-    def __init__(self, on_use: Callable[[Tensor], None]) -> None:
+    def __init__(self, on_use: Callable[[Tensor, str | None], None]) -> None:
         self._on_use = on_use
 
     def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
         if func in _USE_GRAD:
-            self._on_use(args[0])
+            self._on_use(args[0], None)
+        elif func.__name__ in _HOOKING:
+            self._on_use(args[0], func.__name__)
 
 
 class HostAccessWatch(MethodWatch):

@@ -43,6 +43,7 @@ _NOT_RUN = frozenset(
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 _TELLS_APART = "(is)"  # stands for a comparison of two objects by identity
 _CALLS_EXTENSIONS = "(extension)"  # and for a call of a function that may take the memory of tensors
+_PUTS_ITEM = "[]="  # and for an item that is put into something
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", _TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
@@ -52,6 +53,30 @@ MARK_OF_COMPILER = "_dynamo_"  # with it begin attributes that torch.compile put
 PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 _TABLE_OF_FIELDS = "__dataclass_fields__"
 
+
+_NAMES_OF_PYTHON = frozenset(
+    name
+    for kind in (
+        object,
+        type,
+        types.FunctionType,
+        types.ModuleType,
+        int,
+        float,
+        complex,
+        str,
+        list,
+        dict,
+        set,
+        property,
+    )
+    for name in dir(kind)
+    if name.startswith("__")
+).union(
+    *(("__wrapped__", "__weakref__", "__slots__", "__orig_class__", "__orig_bases__", "__parameters__"),),
+    *(("__all__", "__path__", "__file__", "__cached__", "__builtins__", PATTERN, _TABLE_OF_FIELDS),),
+    *(("__dataclass_params__", "__abstractmethods__", "__firstlineno__", "__static_attributes__"),),
+)
 
 _FIELD = re.compile(r"\{([^{}]*)")
 _ATTRIBUTE = re.compile(r"\.([^\W\d]\w*)")
@@ -105,6 +130,11 @@ class Names:
     def asks_for_autocast_cache(self) -> bool:
         """Code looks at that switch. Else it is free: captures are made without the cache, calls come with it."""
         return "is_autocast_cache_enabled" in self.said
+
+    @property
+    def puts_items(self) -> bool:
+        """The code may put something into a dictionary."""
+        return not self.said.isdisjoint((_PUTS_ITEM, "setdefault", "__setitem__"))
 
     @property
     def reads_addresses(self) -> bool:
@@ -269,6 +299,11 @@ def is_implicit(name: str) -> bool:
     return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN
 
 
+def is_pythons(name: str) -> bool:
+    """True for names that Python itself gives to attributes of objects, functions, classes and modules."""
+    return name in _NAMES_OF_PYTHON
+
+
 def _methods(kind: type) -> Iterator[tuple[str, types.CodeType]]:
     """The functions of a class that the user wrote, as (name, code)."""
     for base in user_classes(kind):
@@ -308,6 +343,8 @@ def strings_in(code: types.CodeType) -> frozenset[str]:
             found.add(PATTERN)
         elif step.opname == "IS_OP" and before not in dis.hasconst:
             found.add(_TELLS_APART)
+        elif step.opname == "STORE_SUBSCR":
+            found.add(_PUTS_ITEM)
         before = step.opcode
     return frozenset(found)
 

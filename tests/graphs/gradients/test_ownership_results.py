@@ -404,3 +404,16 @@ def test_parts_of_an_argument_with_a_gradient_are_copies_which_is_a_documented_l
     for part, expected in zip(parts, x.chunk(2), strict=True):
         assert torch.equal(part, expected)
         assert (part.data_ptr() == expected.data_ptr()) is not requires_grad
+
+
+def test_a_result_that_is_an_argument_as_another_dtype_is_a_copy_a_documented_limit(device: str) -> None:
+    class Bits(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # [2] -> [2], [2] int32
+            return x + 1, x.view(torch.int32)
+
+    net = tg.make_graphed_callables(Bits(), (torch.ones(2, device=device),))
+    x = torch.tensor([1.0, 2.0], device=device)
+    _, bits = net(x)
+    assert torch.equal(bits, x.view(torch.int32))
+    bits.zero_()
+    assert x.tolist() == [1.0, 2.0]

@@ -196,7 +196,6 @@ def containers_rebuilt(net: Net) -> None:
 
 
 def more_members(net: Net) -> None:
-    net.table["more"] = torch.zeros(1)
     net.more = net.config.more = net.up.weight.more = torch.zeros(1)
 
 

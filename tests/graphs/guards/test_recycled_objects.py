@@ -5,6 +5,7 @@ The reference is eager execution.
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import operator
@@ -178,6 +179,56 @@ def test_what_a_guard_keeps_alive_is_garbage_once_nobody_else_has_it(kind: str) 
     gc.collect()
     assert dead() is owner
     del owner
+    gc.collect()
+    assert dead() is None
+
+
+class OfAnEnumeration:
+    """Makes classes of a program that is over, whose values lead to its module."""
+
+    @staticmethod
+    def member(net: nn.Module) -> Any:
+        return enum.Enum("Mode", {"FAST": 1, "net": enum.nonmember(lambda _: net)}).FAST
+
+    @staticmethod
+    def key(net: nn.Module) -> Any:
+        return {OfAnEnumeration.member(net): 2.0}
+
+    @staticmethod
+    def string(net: nn.Module) -> Any:
+        return type("Text", (str,), {"net": lambda _: net})("fast")
+
+    @staticmethod
+    def tuple(net: nn.Module) -> Any:
+        return (OfAnEnumeration.member(net), 1.0)
+
+
+def without_gradients(net: nn.Module, x: Tensor) -> Tensor:  # [2] -> [2]
+    return net(x).detach()
+
+
+@pytest.mark.parametrize("make", ["member", "key", "string", "tuple"])
+@pytest.mark.parametrize("is_function", [False, True])
+def test_values_of_classes_that_lead_to_the_module_keep_nothing_alive(make: str, is_function: bool) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.value = getattr(OfAnEnumeration, make)(self)
+
+        def forward(self, x: Tensor) -> Tensor:  # [2] -> [2]
+            return self.linear(x) * (2.0 if self.value == self.value else 1.0) * len(str(self.value))
+
+    net, x = Net(), torch.ones(2)
+    expected = without_gradients(net, x)
+    if is_function:
+        call = tg.graphed(functools.partial(without_gradients, net))
+    else:
+        call = functools.partial(without_gradients, tg.make_graphed_callables(net, (x,)))
+    for _ in range(4):
+        assert torch.equal(call(x), expected)
+    dead = weakref.ref(net)
+    del net, call, Net
     gc.collect()
     assert dead() is None
 

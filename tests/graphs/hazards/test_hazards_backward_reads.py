@@ -5,9 +5,13 @@ Eager execution on copies of the same callables tells what code in a backward se
 
 from __future__ import annotations
 
+import collections
+import contextvars
 import copy
+import enum
 import functools
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -299,3 +303,93 @@ def test_a_method_or_setting_that_changed_after_the_forward_is_not_seen_a_docume
     with torch.backends.mkldnn.flags(enabled=False):
         result.square().sum().backward()
     assert_bitwise_equal([p.grad for p in net.parameters()], expected)
+
+
+class Held:
+    scale = 2.0
+
+    def gain(self) -> float:
+        return 2.0
+
+
+Modes = enum.Enum("Modes", {"ONE": [2.0]})
+
+
+VARIABLE = contextvars.ContextVar("scale", default=2.0)
+HELD = [Held() for _ in range(3)]
+TABLES = collections.UserDict(scale=2.0), collections.ChainMap({"scale": 2.0}), Modes.ONE.value
+IN_LIBRARY_OBJECTS: dict[str, tuple[Callable[[], float], Callable[[], Any], Callable[[], Any]]] = {
+    "an attribute that hides one of the class": (
+        lambda: HELD[1].scale,
+        lambda: setattr(HELD[1], "scale", 3.0),
+        lambda: vars(HELD[1]).clear(),
+    ),
+    "an attribute that hides a method": (
+        lambda: HELD[2].gain(),
+        lambda: setattr(HELD[2], "gain", lambda: 3.0),
+        lambda: vars(HELD[2]).clear(),
+    ),
+    "an attribute with a default": (
+        lambda: getattr(HELD[0], "more", 2.0),
+        lambda: setattr(HELD[0], "more", 3.0),
+        lambda: vars(HELD[0]).clear(),
+    ),
+    "a UserDict": (
+        lambda: TABLES[0]["scale"],
+        lambda: TABLES[0].update(scale=3.0),
+        lambda: TABLES[0].update(scale=2.0),
+    ),
+    "a ChainMap": (
+        lambda: TABLES[1]["scale"],
+        lambda: TABLES[1].maps[0].update(scale=3.0),
+        lambda: TABLES[1].maps[0].update(scale=2.0),
+    ),
+    "the value of a member of an enumeration": (
+        lambda: Modes.ONE.value[0],
+        lambda: operator.setitem(Modes.ONE.value, 0, 3.0),
+        lambda: operator.setitem(Modes.ONE.value, 0, 2.0),
+    ),
+}
+
+
+def scaled_in_backward(read: Callable[[], float]) -> nn.Module:
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+            return grad * read()
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:  # [n, 4] -> [n, 4]
+            return Scaled.apply(x)
+
+    return Net()
+
+
+def test_a_variable_of_a_context_that_changed_after_the_forward_is_not_seen_a_documented_limit(device):
+    net, x = make_graphed_callables(scaled_in_backward(VARIABLE.get), (batch(device),)), batch(device)
+    y = net(x)
+    token = VARIABLE.set(3.0)
+    try:
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    finally:
+        VARIABLE.reset(token)
+    assert_bitwise_equal(grad, torch.full_like(grad, 2.0))
+
+
+@pytest.mark.parametrize(("read", "change", "undo"), IN_LIBRARY_OBJECTS.values(), ids=IN_LIBRARY_OBJECTS)
+def test_what_a_backward_reads_of_objects_is_seen_between_forward_and_backward(device, read, change, undo):
+    net, x = make_graphed_callables(scaled_in_backward(read), (batch(device),)), batch(device)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(net(x).sum(), x)
+        assert_bitwise_equal(grad, torch.full_like(grad, read()))
+    y = net(x)
+    try:
+        change()
+        with pytest.raises(RuntimeError, match=r"changed.* since the forward, and code that the backward runs"):
+            y.sum().backward()
+    finally:
+        undo()

@@ -19,7 +19,7 @@ from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.guarded_sources import is_filled, slots_of
-from te_graph.graphs.guards.readers.library_names import names_in_library
+from te_graph.graphs.guards.readers.library_names import called_in_library, names_in_library
 from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.lookups import (
     asked_of_module,
@@ -52,14 +52,20 @@ from te_graph.graphs.guards.sources import (
     submodules,
     tells_tensors_apart,
 )
-from te_graph.graphs.tracing.names import LOOKS_AT_ALL, MARK_OF_COMPILER, Names, codes_of, is_implicit, module_of
+from te_graph.graphs.tracing.names import (
+    LOOKS_AT_ALL,
+    MARK_OF_COMPILER,
+    Names,
+    codes_of,
+    is_implicit,
+    is_pythons,
+    module_of,
+)
 
 _Kind = _C.StepKind
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_METHODS = (
-    *(types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_SLOTS),
-    *(property, staticmethod, classmethod, functools.cached_property, functools.partialmethod),
-)
+_WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
+_METHODS = (types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_SLOTS, *_WRAPPERS)
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 _GOES_THROUGH_TABLES = frozenset(
     (
@@ -142,9 +148,14 @@ class CallableReader(TensorReader):
         own.update(name for base in bases_of(kind) for name in self._class_objects(base))
         asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
         tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
-        for name in sorted((own | asked) - {"forward"}):
-            is_there = name in members or any(name in table for table in tables)
-            if not (is_there or name.startswith("__") or self._is_ignored(source.name, name)):
+        if isinstance(obj, nn.Module):
+            own.discard("forward")  # see guard_module()
+            own.update(called_in_library(kind))
+        read = self._names.said | (self._library_names(kind) if tables else frozenset())
+        hidden = {name for table in tables for name in table if name in read}  # until the instance has it
+        for name in sorted((own | asked | hidden) - members.keys()):
+            is_there = name not in hidden and any(name in table for table in tables)
+            if not (is_there or is_pythons(name) or self._is_ignored(source.name, name)):
                 yield name
 
     def absent_globals(self, function: Source) -> Iterator[Source]:
@@ -167,6 +178,11 @@ class CallableReader(TensorReader):
     def compared(self, sources: list[Source]) -> list[Source]:
         """Those of ``sources`` where something else matters to the code."""
         return outside_of_memos(sources, self._names.ran)
+
+    @property
+    def puts_items(self) -> bool:
+        """Whether the code may put something into a dictionary."""
+        return self._names.puts_items
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""
@@ -196,7 +212,7 @@ class CallableReader(TensorReader):
             found.update(vars(base))
         for name in sorted(found.keys() - around):
             is_method = isinstance(found[name], types.FunctionType) and is_implicit(name)
-            is_shown = is_method or not (name.startswith("__") or isinstance(found[name], _SLOTS))
+            is_shown = is_method or not (is_pythons(name) or isinstance(found[name], _SLOTS))
             if not (is_method or name in names) or not is_shown or is_for_messages(kind, name):
                 continue
             if not self._is_ignored(kind.__name__, name):
@@ -283,7 +299,7 @@ class CallableReader(TensorReader):
     def _said_in(self, kind: type) -> Iterator[tuple[str, Any]]:
         """What the class itself holds, not one below it, and the code names."""
         for key, value in vars(kind).items():
-            if key in self._names.said and not key.startswith("__") and not is_for_messages(kind, key):
+            if key in self._names.said and not is_pythons(key) and not is_for_messages(kind, key):
                 yield key, value
 
     def _inside(self, source: Source) -> Iterator[Source]:
@@ -310,6 +326,7 @@ class CallableReader(TensorReader):
                 yield source.attributes().item("registry", f"functions of {obj.__name__}")
             if (function := written_by_user(obj)) is not None and function is not obj:
                 yield source.child(function, source.name, _Kind.KNOWN)
+                yield from self._inside_object(source, obj.__name__)
             elif function is not None and self._is_followed(function):
                 yield from (child for child in contents(source) if not self._is_ignored_variable(child))
                 found = globals_by_name(source, self._names.said)
@@ -325,8 +342,11 @@ class CallableReader(TensorReader):
                 yield from (one for one in self._inside_object(source, source.name) if self._shows(obj, one.key))
                 if "__getattr__" in vars(obj):
                     yield source.attributes().item("__getattr__", f"__getattr__ of {source.name}")
-        elif isinstance(obj, types.MethodType | functools.partial):
+        elif isinstance(obj, types.MethodType):
             yield from contents(source)
+        elif isinstance(obj, functools.partial):
+            yield from contents(source)
+            yield from self._inside_object(source, source.name)
         elif isinstance(obj, functools.singledispatchmethod):
             yield source.attributes().item("dispatcher", source.name)
         else:
@@ -364,7 +384,7 @@ class CallableReader(TensorReader):
         if self._looks_at_all and members is not None and not isinstance(source.obj, types.ModuleType):
             yield members  # for attributes that come later
         for key in list(members.obj) if members is not None else ():
-            if self._reads(source, key) and not key.startswith("__"):
+            if self._reads(source, key) and not is_pythons(key):
                 yield members.item(key, f"{owner}.{key}")
         for key in slots_of(type(source.obj)):
             if self._reads(source, key) and is_filled(source.obj, key):
@@ -378,6 +398,8 @@ class CallableReader(TensorReader):
         for key, value in self._class_objects(source.obj).items():
             if not self._is_ignored(source.name, key):
                 yield source.child(value, f"{source.name}.{key}", _Kind.TYPE_ITEM, key)
+        for key, value in self._said_in(source.obj):  # the member itself is compared, and holds these for good
+            yield from (source.child(part, f"{source.name}.{key}", _Kind.KNOWN) for part in _objects_behind(value))
         for name, function in methods_of_user(source.obj).items():
             is_named = name in self._names.said or is_implicit(name)
             if is_named and not self._names.is_around(function.__code__):
@@ -401,4 +423,13 @@ def _holds_more(obj: Any) -> bool:
     methods and the like, nor for other classes."""
     if isinstance(obj, type):
         return is_project_module(sys.modules.get(module_of(obj)))
-    return not isinstance(obj, _METHODS)
+    return not isinstance(obj, _METHODS) or bool(bases_of(type(obj)))
+
+
+def _objects_behind(member: Any) -> Iterator[Any]:
+    """What a property, method or the like of a class calls and gives to that, but for functions."""
+    if isinstance(member, _WRAPPERS):
+        for name in ("fget", "fset", "__func__", "func", "args", "keywords"):
+            part = getattr(member, name, None)
+            if not (part is None or isinstance(part, types.FunctionType)):
+                yield part

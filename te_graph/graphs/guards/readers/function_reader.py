@@ -42,6 +42,7 @@ from te_graph.graphs.tracing.names import (
     Names,
     globals_of,
     is_implicit,
+    is_pythons,
     module_of,
     strings_of,
     user_classes,
@@ -220,6 +221,9 @@ class FunctionReader:
         yield source.child(code, f"function {function.__name__}", _Kind.ATTRIBUTE, "__code__")
         if not is_user_file(code.co_filename):  # a wrapper, perhaps, around a function of the user's
             yield from (child for child in contents(source) if child.kind == _Kind.CELL)
+            members = source.attributes()
+            read = [key for key in members.obj if key in self.names.said and not is_pythons(key)]
+            yield from (members.item(key, f"{function.__name__}.{key}") for key in read)
             return
         yield from contents(source)
         yield from descriptions(source, self.names.said)
@@ -282,7 +286,8 @@ class FunctionReader:
             self._not_in_class[kind].add(key)
             if user_classes(kind) and not any(key in vars(base) for base in kind.__mro__):
                 yield above.child(None, f"{key} of class {kind.__name__}", _Kind.TYPE_ABSENT, key)
-        for key in sorted((self._members.hidden(kind) | self._members.expected(kind)) - members.obj.keys()):
+        shown = {key for table in tables for key in table if self._reads(source.obj, key)}
+        for key in sorted((self._members.hidden(kind) | self._members.expected(kind) | shown) - members.obj.keys()):
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
 
     def _class_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:

@@ -11,6 +11,19 @@ from torch import nn
 from te_graph.graphs.tracing.names import is_implicit, module_of, strings_in
 
 
+def called_in_library(kind: type) -> frozenset[str]:
+    """The methods that torch gives to modules of ``kind`` and its own code there names, which an attribute of the
+    instance would hide; not ``forward``."""
+    methods = {
+        name
+        for base in kind.__mro__
+        if base is not nn.Module and module_of(base).startswith("torch.")
+        for name, member in vars(base).items()
+        if isinstance(member, types.FunctionType) and not is_implicit(name)
+    }
+    return names_in_library(kind, frozenset()) & methods - {"forward"}
+
+
 def names_in_library(kind: type, said: Set[str]) -> frozenset[str]:
     """What torch's methods of ``kind`` name: of a module all of them, else those that code may call which has ``said``
     these names."""

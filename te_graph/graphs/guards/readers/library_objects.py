@@ -70,6 +70,7 @@ def inside(source: Source) -> Iterator[Source]:
     elif isinstance(obj, weakref.ProxyTypes):
         if hasattr(obj, "__dict__"):
             yield source.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
+        yield source.child(obj.__class__, f"class of {name}", _Kind.ATTRIBUTE, "__class__")
     elif isinstance(obj, types.CellType):
         if is_filled(obj, "cell_contents"):
             yield source.child(obj.cell_contents, f"contents of {name}", _Kind.CELL)

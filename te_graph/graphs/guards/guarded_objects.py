@@ -1,0 +1,99 @@
+"""How the guard of a callable sees what leads to no tensor that is used: values, containers, other objects."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from torch import Tensor, nn
+
+from te_graph import _C
+from te_graph.graphs.guards.callable_guard import CallableGuard
+from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
+from te_graph.graphs.guards.pure_hooks import ComputedInGraph, computed_by_hooks
+from te_graph.graphs.guards.readers.library_objects import is_array, is_iterator
+from te_graph.graphs.guards.sources import Source, items_of
+from te_graph.graphs.guards.values import value_of
+
+_Kind = _C.StepKind
+_GUARDED_ELSEWHERE = (nn.Module, weakref.ref, ComputedInGraph)
+
+
+def guard_source(source: Source, callable_guard: CallableGuard, puts_items: bool, tells_apart: bool) -> None:
+    """Guard what stands at a source that leads to no tensor that is used.
+
+    Args:
+        puts_items: the code may put something into dictionaries.
+        tells_apart: the code can tell which tensor is there.
+    """
+    obj = source.obj
+    if isinstance(obj, Tensor) and tells_apart:
+        callable_guard.enter(source)
+    elif isinstance(obj, Tensor) and _is_computed_before(source):
+        callable_guard.expect_type(source)
+    elif isinstance(obj, Tensor):
+        callable_guard.expect_form(source)
+    elif is_value(obj):
+        if source.kind != _Kind.KNOWN:  # a known one stays what it is
+            callable_guard.expect_value(source)
+    elif source.again is not None:
+        callable_guard.expect_again(source)
+    elif isinstance(obj, list | tuple | dict | set):
+        _guard_container(source, callable_guard, puts_items)
+    elif is_array(obj):
+        _guard_array(source, callable_guard)
+    elif isinstance(obj, deque):
+        callable_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=len(obj)))
+    elif is_iterator(obj):
+        raise RuntimeError(
+            f"{source.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
+            "list, or list the attribute in ignore_attributes= to freeze it"
+        )
+    elif not (isinstance(obj, _GUARDED_ELSEWHERE) or source.kind == _Kind.KNOWN):
+        callable_guard.enter(source)
+
+
+def _is_computed_before(source: Source) -> bool:
+    """Whether hooks of a module compute what is there, before each call of it."""
+    owner = source.parent.parent.obj if source.parent.kind == _Kind.INSTANCE_DICT else None
+    return isinstance(owner, nn.Module) and any(one.name == source.key for one in computed_by_hooks(owner))
+
+
+def _guard_array(source: Source, callable_guard: CallableGuard) -> None:
+    value = value_of(source.obj)
+    if value is None:
+        raise RuntimeError(
+            f"{source.name} is a {type(source.obj).__name__} that is too large to be compared at each call, or holds "
+            "objects: make it a tensor, or list the attribute in ignore_attributes= to freeze it"
+        )
+    callable_guard.expect_contents(source, value)
+
+
+def _guard_container(source: Source, callable_guard: CallableGuard, puts_items: bool) -> None:
+    """Its members stand at sources of their own; here it is about how many there are, and about values in bulk."""
+    obj, name = source.obj, source.name
+    if isinstance(obj, set):
+        if len(obj) <= MAX_MEMBERS and (contents := value_of(obj)) is not None:
+            callable_guard.expect_contents(source, contents)
+        else:
+            callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+    elif is_bulk(obj) and len(obj) <= MAX_MEMBERS:
+        callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
+    elif isinstance(obj, list | tuple):
+        callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+    elif isinstance(obj, dict) and (
+        # What code puts tensors into may be a cache, which grows whenever other code runs.
+        source.kind == _Kind.INSTANCE_DICT or not (puts_items and _holds_tensors(obj))
+    ):
+        is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, dict.keys(obj)))
+        if is_few:
+            keys = tuple(key for key, _ in items_of(obj))
+            callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.KEYS, keys, index=len(obj)))
+        elif len(obj) <= MAX_MEMBERS:
+            callable_guard.expect_contents(source.child(obj, name, _Kind.CONTENTS), _C.keys_of(obj))
+        else:
+            callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.LENGTH, index=len(obj)))
+
+
+def _holds_tensors(dictionary: dict) -> bool:
+    return any(issubclass(kind, Tensor) for kind in set(map(type, dict.values(dictionary))))
