@@ -22,6 +22,8 @@ from torch import nn
 
 from te_graph.common.dispatch import is_project_file, is_user_file
 
+# Code that says one of these gets to what a class has and another one before it hides.
+LOOKS_ABOVE = frozenset({"super", "__mro__", "mro", "__bases__", "__base__"})
 # Code that says one of these may look at attributes without naming them; ``dir`` tells names alone.
 LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "dumps"})
 _READ_FIELDS = frozenset({"asdict", "astuple"})  # of dataclasses

@@ -242,7 +242,14 @@ MODULES = {
     ),
     "getattr": ("import MODULE as m", "getattr(m, 'k', 2.0)", "k = 3.0"),
 }
-CASES = {**CASES, **TOLD_APART, **MODULES}
+_FAMILY = "class A:\n k = 2.0\nclass B(A): pass\nclass C(B):\n k = 5.0\n"
+ABOVE = {  # a class gets what it had from the one above it, and the one below it hides
+    "__mro__": (_FAMILY, "C.__mro__[1].k", "B.k = 3.0"),
+    "mro()": (_FAMILY, "C.mro()[1].k", "B.k = 3.0"),
+    "__bases__": (f"{_FAMILY}c = C()", "type(c).__bases__[0].k", "B.k = 3.0"),
+    "__base__": (f"{_FAMILY}c = C()", "type(c).__base__.k", "B.k = 3.0"),
+}
+CASES = {**CASES, **TOLD_APART, **MODULES, **ABOVE}
 
 
 @pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)

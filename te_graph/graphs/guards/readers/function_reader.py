@@ -38,6 +38,7 @@ from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, 
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.names import (
+    LOOKS_ABOVE,
     MARK_OF_COMPILER,
     Names,
     globals_of,
@@ -312,7 +313,8 @@ class FunctionReader:
                         member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key
                     )
                     found.add(key)
-            if base is not kind and "super" in self.names.said:  # what is put there later is found before what is above
+            # What is put there later is found before what is above.
+            if base is not kind and not LOOKS_ABOVE.isdisjoint(self.names.said):
                 above = collections.ChainMap(*map(vars, base.__mro__[1:]))
                 for key in sorted(key for key in found - vars(base).keys() if key in above):
                     yield below.child(above[key], f"{base.__name__}.{key}", _Kind.TYPE_ITEM, key)

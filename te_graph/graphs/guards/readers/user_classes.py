@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
-from te_graph.graphs.tracing.names import codes_of, module_of
+from te_graph.graphs.tracing.names import LOOKS_ABOVE, codes_of, module_of
 
 # Of functions.
 _HOLDERS = (
@@ -62,23 +62,23 @@ def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
     return found
 
 
-def members_below(kind: type, ran: Container[int], said: Container[str]) -> Iterator[tuple[type, str, Any]]:
-    """What code gets to by ``super()``, as (class, name, member): where a class above has the name as well of what code
-    says of a class below ``kind``, or of a function there that ran, what each class below has under this name;
-    NotImplemented where it has nothing.
+def members_below(kind: type, ran: Container[int], said: frozenset[str]) -> Iterator[tuple[type, str, Any]]:
+    """What code gets to by ``super()`` and the like, as (class, name, member): where a class above has the name as well
+    of what code says of a class below ``kind``, or of a function there that ran, what each class below has under this
+    name; NotImplemented where it has nothing.
 
     Args:
         ran: identities of the code that was seen to run.
-        said: names in code; without ``super`` among them none counts.
+        said: names in code; without ``super`` or the like among them none counts.
     """
-    says_super = "super" in said
+    looks_above = not LOOKS_ABOVE.isdisjoint(said)
     below = [base for base in kind.__mro__[1:] if base not in (nn.Module, *Tensor.__mro__)]
     above = set(vars(kind))
     names: dict[str, None] = {}
     for base in below:
         for name, member in vars(base).items():
             codes = list(codes_of(member)) if name in above else []
-            if any(id(code) in ran for code in codes) or (says_super and name in above and name in said and not codes):
+            if any(id(code) in ran for code in codes) or (looks_above and name in above and name in said and not codes):
                 names[name] = None
         above |= vars(base).keys()
     for base in reversed(below):  # so that the one which has it is named first
