@@ -54,6 +54,7 @@ def unit_of(source: Path) -> str:
     return "_".join(source.relative_to(CSRC).parts[:-1]) or "library"
 
 
+@pytest.mark.full
 def test_a_run_compiles_everything_once_and_then_the_changed_file_alone(run, tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text(COMPILER)

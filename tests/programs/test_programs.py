@@ -188,6 +188,7 @@ def test_a_printed_program_needs_nothing_but_te_graph() -> None:
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
+@pytest.mark.full
 def test_crashes_and_hangs_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     good = _program(*LINES)
     assert run_alone(good).verdict == "same"  # the server has imported torch by now
