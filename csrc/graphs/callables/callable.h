@@ -149,7 +149,7 @@ private:
     void check_what_backward_reads() const;
     Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const PendingBackward& upper, const Bits& got_upper, const Slot& slot) const;
-    void plan_parameters(PendingBackward& pending, const Bits& got);
+    void plan_parameters(PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up);
     void note_use_outside(size_t parameter);
     void warn_of_lost_gradients();
     void warn_of_autocast();

@@ -1,6 +1,7 @@
 // The backward of one call, or of several calls that follow each other in a chain.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 
@@ -113,11 +114,16 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
     std::vector<Bits> got{first.load_grad_outputs(first.slot_of(chain.front()), grads)};
     // What is lent moves now: a `.grad` may be among it, and what follows plans where gradients go.
     replay_order.input_gradients().protect();
+    std::vector<StoreFlag*> used_up;
+    auto on_failure = c10::make_scope_exit([&] {
+        for (StoreFlag* const flag : used_up) flag->overwrite = true;
+    });
     for (size_t i = 0; i < chain.size(); ++i) {
         GraphedCallable& callable = *chain[i].callable;
         if (i > 0) got.push_back(callable.grads_from(chain[i - 1], got.back(), callable.slot_of(chain[i])));
-        callable.plan_parameters(chain[i], got.back());
+        callable.plan_parameters(chain[i], got.back(), used_up);
     }
+    on_failure.release();
     BackwardResults results;
     if (const auto graph = merged(chain, got)) {
         for (const PendingBackward& pending : chain) pending.callable->host_steps_.prepare_backward();

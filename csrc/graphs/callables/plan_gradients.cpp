@@ -1,6 +1,5 @@
 // What becomes of the gradient of each parameter in a backward, and what the table says of it.
 #include <ATen/ops/empty_strided.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
@@ -74,8 +73,8 @@ bool asks_for_leaf_without_edge(const std::unordered_map<torch::autograd::Node*,
 
 }  // namespace
 
-// Decides what happens to each parameter's gradient, and writes the table.
-void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got) {
+// Decides what happens to each parameter's gradient, and writes the table. Flags that it resets go to `used_up`.
+void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     if (exec_info && exec_info->empty()) exec_info = nullptr;
     const bool asks_without_edge = exec_info && asks_for_leaf_without_edge(*exec_info);
@@ -86,10 +85,6 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
     slot.last_update.is_repeated = got_all && !exec_info && repeats_last(pending);
     if (slot.last_update.is_repeated) return;
     slot.updates.resize(parameters_.size());
-    std::vector<StoreFlag*> used_up;  // put back where this fails
-    auto on_failure = c10::make_scope_exit([&] {
-        for (StoreFlag* const flag : used_up) flag->overwrite = true;
-    });
     auto edge = pending.autograd_parameters.begin();
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];
@@ -140,7 +135,6 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got)
         slot.table->upload();
     }
     note_for_repetition(pending);
-    on_failure.release();
 }
 
 // Eager code has used the parameter since the forward: there was no edge, so this gradient is added by itself.

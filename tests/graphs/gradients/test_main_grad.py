@@ -51,22 +51,25 @@ def test_reset_main_grads_lets_the_next_backward_store(device: str) -> None:
     assert all(torch.equal(p.main_grad, 2 * g) for p, g in zip(graphed.parameters(), once, strict=True))
 
 
-def test_a_backward_that_is_refused_leaves_a_reset_to_the_next_one(device: str) -> None:
-    layer, x = nn.Linear(2, 2, device=device), torch.randn(3, 2, device=device)
-    layer.weight.main_grad = torch.zeros(2, 2, device=device)
-    tg.make_graphed_callables(layer, (x,), max_in_flight=2)
-    layer(x).sum().backward()
-    once = layer.weight.main_grad.clone()
-    tg.reset_main_grads([layer.weight])
-    first, second = layer(x), layer(x)
-    hook = layer.bias.register_hook(lambda grad: grad)
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_backward_that_is_refused_leaves_a_reset_to_the_next_one(device: str, chain: bool) -> None:
+    layers, x = [nn.Linear(2, 2, device=device) for _ in range(2)], torch.randn(3, 2, device=device)
+    weight = layers[1].weight
+    weight.main_grad = torch.zeros(2, 2, device=device)
+    samples = ((x,), (x.clone().requires_grad_(),))
+    tg.make_graphed_callables(tuple(layers), samples, chain=chain, max_in_flight=2)
+    layers[1](layers[0](x)).sum().backward()
+    once = weight.main_grad.clone()
+    tg.reset_main_grads([weight])
+    first, second = layers[1](layers[0](x)), layers[1](layers[0](x))
+    hook = layers[1].bias.register_hook(lambda grad: grad)
     with pytest.raises(RuntimeError, match="a hook was put on bias since the forward"):
         (first + second).sum().backward()
     hook.remove()
     del first, second
-    assert torch.equal(layer.weight.main_grad, once)
-    layer(x).sum().backward()
-    assert torch.equal(layer.weight.main_grad, once)
+    assert torch.equal(weight.main_grad, once)
+    layers[1](layers[0](x)).sum().backward()
+    assert torch.equal(weight.main_grad, once)
 
 
 def test_grad_dtype_of_the_parameter_keeps_grad(device: str) -> None:
