@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import operator
 import weakref
 from collections.abc import Callable
@@ -61,6 +62,8 @@ class Conf:
 
 
 _KEPT = [Conf(), Conf()]
+_LOG = logging.getLogger("unseen_reads.of_a_test")
+_LOG.parent = logging.getLogger("unseen_reads")
 
 
 def with_scale(made: Any) -> Any:
@@ -225,6 +228,44 @@ CASES: dict[str, tuple[dict[str, Callable[[], Any]], Forward, Change]] = {
         lambda m: setattr(m.o.__class__, "scale", 3.0),
     ),
 }
+
+
+@pytest.mark.parametrize("read", [lambda: _LOG.isEnabledFor(logging.DEBUG), lambda: _LOG.level == logging.DEBUG])
+@pytest.mark.parametrize("owner", ["the logger", "the one above", "all"])
+def test_a_level_of_a_logger_is_seen_where_code_asks_for_it(read: Callable[[], bool], owner: str) -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2 if read() else x
+
+    net, x = tg.make_graphed_callables(Net(), (torch.ones(2),), on_mismatch="eager"), torch.ones(2)
+    changed = {"the logger": _LOG, "the one above": _LOG.parent}.get(owner)
+    before = logging.root.manager.disable
+    try:
+        _LOG.setLevel(logging.NOTSET if owner == "the one above" else logging.INFO)
+        for _ in range(2):
+            assert_bitwise_equal(net(x), x * 2 if read() else x)
+        changed.setLevel(logging.DEBUG) if changed else logging.disable(logging.CRITICAL)
+        assert_bitwise_equal(net(x), x * 2 if read() else x)
+    finally:
+        _LOG.setLevel(logging.NOTSET)
+        _LOG.parent.setLevel(logging.NOTSET)
+        logging.disable(before)
+
+
+def test_the_level_of_a_logger_that_code_only_logs_to_does_not_matter() -> None:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            _LOG.debug("called")
+            return x * 2
+
+    net = tg.make_graphed_callables(Net(), (torch.ones(2),))
+    net(torch.ones(2))
+    try:
+        _LOG.setLevel(logging.DEBUG)
+        net(torch.ones(2))
+    finally:
+        _LOG.setLevel(logging.NOTSET)
+    assert replays(net) == 2
 
 
 def with_own_class(kept: list) -> Any:

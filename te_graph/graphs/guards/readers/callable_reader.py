@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
+import logging
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.guarded_sources import is_filled, slots_of
 from te_graph.graphs.guards.readers.library_names import called_in_library, names_in_library
-from te_graph.graphs.guards.readers.library_objects import inside
+from te_graph.graphs.guards.readers.library_objects import inside, levels_of
 from te_graph.graphs.guards.readers.lookups import (
     asked_of_module,
     descriptions,
@@ -66,6 +67,7 @@ _Kind = _C.StepKind
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
 _METHODS = (types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_SLOTS, *_WRAPPERS)
+_ASK_FOR_LEVELS = frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled"})
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 _GOES_THROUGH_TABLES = frozenset(
     (
@@ -347,6 +349,9 @@ class CallableReader(TensorReader):
         elif isinstance(obj, functools.partial):
             yield from contents(source)
             yield from self._inside_object(source, source.name)
+        elif isinstance(obj, logging.Logger):
+            if not _ASK_FOR_LEVELS.isdisjoint(self._names.said):  # else they matter to what is logged alone
+                yield from levels_of(source)
         elif isinstance(obj, functools.singledispatchmethod):
             yield source.attributes().item("dispatcher", source.name)
         else:
