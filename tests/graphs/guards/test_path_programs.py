@@ -10,13 +10,12 @@ from seeds import first_seed
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
-_PROGRAMS, _MOST_SECONDS = 10, 4
+_LEAST, _PROGRAMS, _MOST_SECONDS = 3, 10, 4
 
 
 def test_what_is_replaced_on_the_way_to_what_is_read_is_seen() -> None:
     first, started, count = first_seed("paths"), time.monotonic(), 0
-    while count < _PROGRAMS and time.monotonic() - started < _MOST_SECONDS:
+    while count < _LEAST or (count < _PROGRAMS and time.monotonic() - started < _MOST_SECONDS):
         check(first + count)
         count += 1
     print(f"{count} programs, seeds from {first}")
-    assert count > 2
