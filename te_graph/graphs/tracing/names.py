@@ -53,32 +53,8 @@ _USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GL
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 MARK_OF_COMPILER = "_dynamo_"  # with it begin attributes that torch.compile puts on what it meets, for itself
 PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
-_TABLE_OF_FIELDS = "__dataclass_fields__"
+TABLE_OF_FIELDS = "__dataclass_fields__"
 
-
-_NAMES_OF_PYTHON = frozenset(
-    name
-    for kind in (
-        object,
-        type,
-        types.FunctionType,
-        types.ModuleType,
-        int,
-        float,
-        complex,
-        str,
-        list,
-        dict,
-        set,
-        property,
-    )
-    for name in dir(kind)
-    if name.startswith("__")
-).union(
-    *(("__wrapped__", "__weakref__", "__slots__", "__orig_class__", "__orig_bases__", "__parameters__"),),
-    *(("__all__", "__path__", "__file__", "__cached__", "__builtins__", PATTERN, _TABLE_OF_FIELDS),),
-    *(("__dataclass_params__", "__abstractmethods__", "__firstlineno__", "__static_attributes__"),),
-)
 
 _FIELD = re.compile(r"\{([^{}]*)")
 _ATTRIBUTE = re.compile(r"\.([^\W\d]\w*)")
@@ -178,7 +154,7 @@ class Names:
         if PATTERN in said:
             said.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
         if said & (_READ_FIELDS if self.is_all_heard else _READ_FIELDS | _TELL_FIELDS):
-            said.update(name for kind in kinds for name in getattr(kind, _TABLE_OF_FIELDS, ()))
+            said.update(name for kind in kinds for name in getattr(kind, TABLE_OF_FIELDS, ()))
         return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
@@ -299,11 +275,6 @@ def is_for_making(name: str) -> bool:
 def is_implicit(name: str) -> bool:
     """True for methods that Python calls by itself, and not only when an object is made or shown."""
     return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN
-
-
-def is_pythons(name: str) -> bool:
-    """True for names that Python itself gives to attributes of objects, functions, classes and modules."""
-    return name in _NAMES_OF_PYTHON
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.CodeType]]:

@@ -6,7 +6,6 @@ bit.
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import pytest
 import torch
 from both_ways import PASSING, Graph, Position, both, leaf
 from torch import Tensor, nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 import te_graph as tg
 from te_graph.testing import assert_bitwise_equal
@@ -449,32 +447,3 @@ def test_an_input_that_is_written_into_a_slice_and_used_once_more(device: str) -
         return [x.grad, *(p.grad for p in module.parameters())]
 
     both(program)
-
-
-def test_a_grad_of_a_class_that_wraps_tensors_is_added_to(device: str) -> None:
-    layer = nn.Linear(2, 2, device=device)
-    twin = copy.deepcopy(layer)
-    x = torch.randn(3, 2, device=device)
-    tg.make_graphed_callables(layer, (x,))
-    for one in (layer, twin):
-        one.weight.grad = TwoTensor(torch.ones(2, 2, device=device), torch.zeros(2, 2, device=device))
-        one(x).sum().backward()
-    for part in ("a", "b"):
-        assert_bitwise_equal(getattr(layer.weight.grad, part), getattr(twin.weight.grad, part))
-
-
-def test_a_grad_that_was_sent_to_another_process_is_not_written_again() -> None:
-    """Its memory is exchanged for one that several processes may map, and their references are not counted here."""
-    layer, x = nn.Linear(2, 2), torch.randn(3, 2)
-    tg.make_graphed_callables(layer, (x,))
-    layer(x).sum().backward()
-    layer.zero_grad()
-    layer(x).sum().backward()
-    sent = layer.weight.grad
-    there = torch.UntypedStorage._new_shared_filename_cpu(*sent.untyped_storage()._share_filename_cpu_())
-    value = sent.clone()
-    del sent
-    layer.zero_grad()
-    (layer(x) * 100).sum().backward()
-    assert_bitwise_equal(torch.empty(0).set_(there)[:4].view(2, 2), value)
-    assert_bitwise_equal(layer.bias.grad, torch.full((2,), 300.0))

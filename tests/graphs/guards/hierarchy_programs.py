@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shrinking import fewest
 from torch import nn
 
 import te_graph as tg
@@ -177,17 +178,8 @@ def check(seed: int) -> None:
     text, changes = program(seed)
     chance = random.Random(seed)
     how = chance.choice(["capture", "capture", "eager"]), chance.random() < 0.7
-    error = failure(text, changes, *how)
-    if not error:
-        return
-    position = 0
-    while position < len(changes):
-        fewer = changes[:position] + changes[position + 1 :]
-        if found := failure(text, fewer, *how):
-            changes, error = fewer, found
-        else:
-            position += 1
-    raise AssertionError(f"seed {seed}: {error}\nafter {changes}\n{text}")
+    changes, error = fewest(changes, lambda some: failure(text, some, *how))
+    assert not error, f"seed {seed}: {error}\nafter {changes}\n{text}"
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ with a function, which a graphed function and a graphed module call, and stateme
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shrinking import fewest
 from text_cases import HEADER, importable, made_module, run_text
 
 from te_graph import graphed, make_graphed_callables
@@ -241,17 +243,9 @@ def _result(call: Callable, x: torch.Tensor) -> Any:
 def check(seed: int) -> None:
     """Run the program of ``seed``; where it fails, leave changes out for as long as it does, and show what is left."""
     setup, read, changes = program(seed)
-    error = failure(setup, read, changes)
-    if not error:
-        return
-    position = 0
-    while position < len(changes):
-        fewer = changes[:position] + changes[position + 1 :]
-        if found := failure(setup, read, fewer):
-            changes, error = fewer, found
-        else:
-            position += 1
-    raise AssertionError(f"seed {seed}: {error}\nafter {changes}\nread {read}\n{setup.removeprefix(_SETUP)}")
+    changes, error = fewest(changes, functools.partial(failure, setup, read))
+    made = setup.removeprefix(_SETUP)
+    assert not error, f"seed {seed}: {error}\nafter {changes}\nread {read}\n{made}"
 
 
 def main() -> None:

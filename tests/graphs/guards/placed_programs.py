@@ -6,10 +6,12 @@ change what it reads. ``python tests/graphs/guards/placed_programs.py`` runs as 
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from dataclasses import dataclass
 
+from shrinking import fewest
 from text_cases import importable, made_module, outcomes_of_changes
 
 
@@ -207,18 +209,9 @@ def failure(setup: str, read: str, changes: list[str]) -> str:
 def check(seed: int) -> None:
     """Run the program of ``seed``; where it fails, leave changes out for as long as it does, and show what is left."""
     setup, read, changes = program(seed)
-    error = failure(setup, read, changes)
-    if not error:
-        return
-    position = 0
-    while position < len(changes):
-        fewer = changes[:position] + changes[position + 1 :]
-        if found := failure(setup, read, fewer):
-            changes, error = fewer, found
-        else:
-            position += 1
+    changes, error = fewest(changes, functools.partial(failure, setup, read))
     made = setup.removeprefix(_SETUP)
-    raise AssertionError(f"seed {seed}: {error}\nafter {changes}\nread {read}\n{made}")
+    assert not error, f"seed {seed}: {error}\nafter {changes}\nread {read}\n{made}"
 
 
 def main() -> None:

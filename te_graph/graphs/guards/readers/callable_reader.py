@@ -59,9 +59,9 @@ from te_graph.graphs.tracing.names import (
     Names,
     codes_of,
     is_implicit,
-    is_pythons,
     module_of,
 )
+from te_graph.graphs.tracing.python_names import is_pythons
 
 _Kind = _C.StepKind
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)

@@ -43,11 +43,11 @@ from te_graph.graphs.tracing.names import (
     Names,
     globals_of,
     is_implicit,
-    is_pythons,
     module_of,
     strings_of,
     user_classes,
 )
+from te_graph.graphs.tracing.python_names import is_pythons
 
 _Kind = _C.StepKind
 _MAX_DEPTH = 16
