@@ -47,6 +47,31 @@ def test_a_module_that_the_forward_imports_or_looks_up(
         call(x)
 
 
+@pytest.mark.parametrize("is_filled", [True, False], ids=["filled", "empty"])
+def test_a_slot_of_a_module_is_seen_to_change(is_filled: bool, device: str) -> None:
+    class Settings(types.ModuleType):
+        __slots__ = ("scale",)
+
+    module, x = Settings("settings_of_a_test"), torch.ones(3, device=device, requires_grad=True)
+    if is_filled:
+        module.scale = 2.0
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * getattr(module, "scale", 2.0)
+
+    call, function = make_graphed_callables(scaled, (x,)), graphed(lambda x: scaled(x))
+    with torch.no_grad():
+        for _ in range(4):
+            assert_bitwise_equal(function(x), x * 2.0)
+    assert function.info()["forward_replays"] > 1
+    assert_bitwise_equal(call(x), x * 2.0)
+    module.scale = 3.0
+    with torch.no_grad():
+        assert_bitwise_equal(function(x), x * 3.0)
+    with pytest.raises(RuntimeError, match=r"scale .*since capture"):
+        call(x)
+
+
 def test_a_variable_of_the_function_around_it_that_is_assigned_later(device: str) -> None:
     def scaled(x: Tensor) -> Tensor:
         try:

@@ -341,7 +341,7 @@ class CallableReader(TensorReader):
                 yield from self._inside_class(source)
         elif isinstance(obj, types.ModuleType):
             if is_readable_module(obj):
-                yield from (one for one in self._inside_object(source, source.name) if self._shows(obj, one.key))
+                yield from (one for one in self._inside_object(source, source.name) if self._shows(obj, one.obj))
                 if "__getattr__" in vars(obj):
                     yield source.attributes().item("__getattr__", f"__getattr__ of {source.name}")
         elif isinstance(obj, types.MethodType):
@@ -360,9 +360,9 @@ class CallableReader(TensorReader):
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._classes_of(source)
 
-    def _shows(self, module: types.ModuleType, key: str) -> bool:
-        """Whether what ``module`` has under ``key`` is looked at."""
-        return shows(module, key)
+    def _shows(self, module: types.ModuleType, found: Any) -> bool:
+        """Whether ``found``, which ``module`` has, is looked at."""
+        return shows(module, found)
 
     def _inside_module(self, source: Source) -> Iterator[Source]:
         members = source.attributes()

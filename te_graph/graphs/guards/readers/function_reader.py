@@ -209,8 +209,10 @@ class FunctionReader:
             return
         members = source.attributes()
         said = self.names.said | {"__getattr__"}
-        named = [key for key in list(members.obj) if key in said and shows(source.obj, key)]
+        named = [key for key, value in list(members.obj.items()) if key in said and shows(source.obj, value)]
         yield from (members.item(key, f"{source.name}.{key}") for key in named)
+        slots = (_slot(source, f"{source.name}.{key}", key) for key in slots_of(type(source.obj)) if key in said)
+        yield from (slot for slot in slots if slot.is_end or shows(source.obj, slot.obj))
         if is_project_module(source.obj):
             asked = asked_of_module(source.obj, self.names) - members.obj.keys()
             for key in sorted(key for key in asked if not is_implicit(key)):

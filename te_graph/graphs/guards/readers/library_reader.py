@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class LibraryReader(CallableReader):
         kinds = dict.fromkeys(kind for kind in map(_class_of, self._elsewhere) if kind is not None)
         yield from (root.child(kind, kind.__name__, _Kind.KNOWN) for kind in kinds)
 
-    def _shows(self, module: types.ModuleType, key: str) -> bool:
+    def _shows(self, module: types.ModuleType, found: Any) -> bool:
         return True
 
     def _inside(self, source: Source) -> Iterator[Source]:

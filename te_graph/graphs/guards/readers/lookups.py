@@ -51,12 +51,11 @@ def is_readable_module(module: types.ModuleType) -> bool:
     return is_project_module(module) or (is_users_module(name) and name.partition(".")[0] != "numpy")
 
 
-def shows(module: types.ModuleType, key: str) -> bool:
-    """Whether what ``module`` has under ``key`` is looked at: of an installed package its other modules, and settings:
-    values, containers of values, objects that hold nothing else. What lies behind the rest may be half of the package,
-    or of those that it uses.
+def shows(module: types.ModuleType, found: Any) -> bool:
+    """Whether ``found``, which ``module`` has as a variable or in a slot, is looked at: of an installed package its
+    other modules, and settings: values, containers of values, objects that hold nothing else. What lies behind the rest
+    may be half of the package, or of those that it uses.
     """
-    found = vars(module)[key]
     if is_project_module(module):
         return True
     if isinstance(found, types.ModuleType):
