@@ -37,6 +37,7 @@ from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
     members_below,
+    members_that_ran,
     methods_of_user,
     written_by_user,
 )
@@ -122,6 +123,7 @@ class CallableReader(TensorReader):
         self._elsewhere = elsewhere
         self._holders = holders
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
+        self._that_ran = functools.cache(lambda kind: members_that_ran(kind, names))
 
     def beginnings(self) -> Iterator[Source]:
         """Where the walk begins."""
@@ -214,6 +216,7 @@ class CallableReader(TensorReader):
             found.update(vars(base))
         for name in sorted(found.keys() - around):
             is_method = isinstance(found[name], types.FunctionType) and is_implicit(name)
+            is_method = is_method or name in self._that_ran(kind)
             is_shown = is_method or not (is_pythons(name) or isinstance(found[name], _SLOTS))
             if not (is_method or name in names) or not is_shown or is_for_messages(kind, name):
                 continue

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
-from te_graph.graphs.tracing.names import LOOKS_ABOVE, codes_of, module_of
+from te_graph.graphs.tracing.names import LOOKS_ABOVE, Names, codes_of, module_of
 
 # Of functions.
 _HOLDERS = (
@@ -60,6 +60,13 @@ def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
             if isinstance(member, _HOLDERS) and (function := written_by_user(_function_behind(member))) is not None:
                 found[name] = function
     return found
+
+
+def members_that_ran(kind: type, names: Names) -> frozenset[str]:
+    """Names of what ``kind``, or a class below it that the user wrote, has and that was seen to run: no code need name
+    it. Python calls some methods by itself, and libraries put names together."""
+    found = (item for base in bases_of(kind) for item in vars(base).items())
+    return frozenset(name for name, member in found if names.has_run(member))
 
 
 def members_below(kind: type, ran: Container[int], said: frozenset[str]) -> Iterator[tuple[type, str, Any]]:
