@@ -45,6 +45,7 @@ from te_graph.graphs.capture.slot import Slot
 from te_graph.graphs.capture.unnamed_externals import UnnamedExternals
 from te_graph.graphs.capture.warm_up_round import WarmUpRound
 from te_graph.graphs.guards.backward_guard import backward_guard
+from te_graph.graphs.guards.backward_watch import BackwardWatch
 from te_graph.graphs.guards.build_guard import build_callable_guard
 from te_graph.graphs.guards.effects.module_calls import ModuleCalls
 from te_graph.graphs.guards.effects.random_generators import HostRandom
@@ -234,8 +235,7 @@ class CallableCapture:
         tensors, in_backward = self._iterate_once(self.watch, work)
         self._sources = work.sources
         explored, reader = self._explore(), self._reader_of(self.walker.names)
-        used = self.watch.externals.keys()
-        self.backward_guard = backward_guard(reader, reader.compared(explored), in_backward, used)
+        self.backward_guard = backward_guard(reader, reader.compared(explored), in_backward, self.watch.externals)
         return tensors, work
 
     def _let_compile(self) -> None:
@@ -244,7 +244,7 @@ class CallableCapture:
             outputs = self._call(self.samples, self.changed.given(self.samples))
         self._find_gradients([one for one in outputs if one.requires_grad], self.samples)
 
-    def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], CodeWatch]:
+    def _iterate_once(self, watch: Any, work: HostWork) -> tuple[list[Tensor], BackwardWatch]:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
         inputs, nothing = self.samples, contextlib.nullcontext()
         is_last = watch is self.watch
@@ -269,7 +269,7 @@ class CallableCapture:
                 names = self.signature.distinct_names
                 self.changed.find_views(self.label, names, tensors, self._copies, hidden)
             outputs = self.layout.outputs_of(tensors) if is_last else tensors
-        in_backward = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
+        in_backward = BackwardWatch(work.sources, aside=self._hooks, listens=self.walker.names.asks_for_names)
         with watch, in_backward:
             self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
         self._runs_compiled = code.runs_compiled or in_backward.runs_compiled

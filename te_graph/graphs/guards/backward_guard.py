@@ -6,36 +6,39 @@ changed in between.
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
+from te_graph.graphs.guards.backward_watch import WITHIN, BackwardWatch
 from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.guards.guarded_modules import guard_module
-from te_graph.graphs.guards.guarded_objects import guard_source
+from te_graph.graphs.guards.guarded_objects import guard_keys, guard_source
+from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
-from te_graph.graphs.guards.sources import MODULE_TABLES, Source, name_of, tells_tensors_apart
-from te_graph.graphs.tracing.code_watch import CodeWatch
+from te_graph.graphs.guards.readers.library_objects import is_array
+from te_graph.graphs.guards.sources import MODULE_TABLES, Source, items_of, name_of, tells_tensors_apart
 from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, strings_in
+from te_graph.graphs.tracing.subscripts import reads_unsaid_keys
 
 _Kind = _C.StepKind
 _CALL_OF_MODULES = id(nn.Module._call_impl.__code__)
 _OWNERS = ("__globals__", *MODULE_TABLES)
 _DEFAULTS = ("__defaults__", "__kwdefaults__")
-# Attributes by which Python's library gets to what an object holds.
-_WITHIN = (
-    *("__self__", "__func__", "func", "args", "keywords", "__closure__", "__wrapped__"),
-    *("data", "maps", "_value_"),
-)
+_WITHIN = WITHIN | {"__closure__", "__wrapped__"}
+_ATTRIBUTES = (_Kind.ATTRIBUTE, _Kind.TYPE_ITEM, _Kind.INSTANCE_DICT)
 
 
 def backward_guard(
-    reader: CallableReader, sources: list[Source], watch: CodeWatch, used: Collection[int]
+    reader: CallableReader, sources: list[Source], watch: BackwardWatch, used: Collection[int]
 ) -> _C.CallableGuard | None:
     """The guard over what the code that ``watch`` has seen in a backward may read, of ``sources``, the callable first.
     No other guard is made of these: they know their steps in one.
@@ -50,29 +53,59 @@ def backward_guard(
         return None
     names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
     reads_all = _CALL_OF_MODULES in watch.codes or not LOOKS_AT_ALL.isdisjoint(names)
-    reads = _Reads(frozenset(ran), None if reads_all else frozenset(names))
-    tells_apart = tells_tensors_apart(Names(frozenset(names)), sources)
+    reads_any_key = reads_all or any(map(reads_unsaid_keys, ran))
+    reads = _Reads(frozenset(ran), None if reads_all else frozenset(names), watch.held, reads_any_key)
     root, *others = sources
     callable_guard = CallableGuard()
     root.step = callable_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
     callable_guard.guard.expect_identity(root.step, root.obj)
     if reads_all and isinstance(root.obj, nn.Module):
         guard_module(root, callable_guard, is_callable=True)
+    guard_found = functools.partial(
+        guard_source,
+        callable_guard=callable_guard,
+        puts_items=Names(frozenset(names)).puts_items,
+        tells_apart=tells_tensors_apart(Names(frozenset(names)), sources),
+    )
     looked_at: set[int] = set()
     for source in others:
-        if not reads.may_read(source):
-            continue
-        if isinstance(source.obj, nn.Module) or (isinstance(source.obj, Tensor) and storage_key(source.obj) in used):
-            callable_guard.enter(source)
-            if reads_all and isinstance(source.obj, nn.Module) and source.again is None:
-                guard_module(source, callable_guard, is_callable=False)
+        if reads.may_read(source):
+            if isinstance(source.obj, nn.Module) or (
+                isinstance(source.obj, Tensor) and storage_key(source.obj) in used
+            ):
+                callable_guard.enter(source)
+                if reads_all and isinstance(source.obj, nn.Module) and source.again is None:
+                    guard_module(source, callable_guard, is_callable=False)
+            else:
+                guard_found(source)
+        elif reads.holds(source):
+            _guard_contents(source, callable_guard, reads, guard_found)
         else:
-            guard_source(source, callable_guard, Names(frozenset(names)).puts_items, tells_apart)
+            continue
         if id(source.obj) not in looked_at and (members := source.attributes()) is not None:
             looked_at.add(id(source.obj))
             for name in filter(reads.says, reader.absent(source)):
                 callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
+            found = reader.members(source.obj) if reader.is_users(type(source.obj)) else ()
+            constants = [(name, member) for name, member in found if reads.says(name) and is_value(member)]
+            if constants:
+                callable_guard.expect_class(source, source.name or "self", constants)
     return callable_guard.guard if callable_guard.guard.steps > 1 else None
+
+
+def _guard_contents(
+    source: Source, callable_guard: CallableGuard, reads: _Reads, guard_found: Callable[[Source], None]
+) -> None:
+    """Guard what the object at ``source`` holds by itself; another one may take its place. Objects in a container stand
+    at sources of their own. ``guard_found`` guards all that is there."""
+    obj = source.obj
+    if isinstance(obj, dict) and is_bulk(obj) and not reads.reads_unsaid_keys:
+        guard_keys(source, callable_guard)
+        for key, value in items_of(obj):
+            if reads.says_key(key):
+                callable_guard.expect_value(source.child(value, f"{source.name}[{key!r}]", _Kind.ITEM, key))
+    elif isinstance(obj, dict | list | tuple | set | deque) or is_array(obj):
+        guard_found(source)
 
 
 @dataclass(frozen=True)
@@ -82,10 +115,18 @@ class _Reads:
     Attributes:
         ran: that code.
         names: all that it says; None: it may read everything.
+        held: identities of the objects that it gets hold of, under whatever names.
+        reads_unsaid_keys: of a dictionary it may read items under keys that are not among ``names``.
     """
 
     ran: frozenset[types.CodeType]
     names: frozenset[str] | None
+    held: Collection[int]
+    reads_unsaid_keys: bool
+
+    def holds(self, source: Source) -> bool:
+        """Whether the code gets hold of the object that stands at ``source``, where that was met first."""
+        return source.again is None and source.kind != _Kind.CONTEXT_VAR and id(source.obj) in self.held
 
     def may_read(self, source: Source) -> bool:
         """Whether the code may read what stands at ``source``; variables of a thread or context are not its own."""
@@ -96,12 +137,16 @@ class _Reads:
             return self.says(above.name)
         if key in _DEFAULTS:
             return self.names is None or above.obj.__code__ in self.ran
-        is_named = (
-            source.kind in (_Kind.ATTRIBUTE, _Kind.TYPE_ITEM, _Kind.INSTANCE_DICT) or above.kind == _Kind.INSTANCE_DICT
-        )
+        is_named = source.kind in _ATTRIBUTES or above.kind == _Kind.INSTANCE_DICT
         if (is_named or above.key in _OWNERS) and key not in _WITHIN:
             return self.says(key)
+        if id(above.obj) in self.held and (not isinstance(above.obj, dict) or self.says_key(key)):
+            return True
         return self.may_read(above.parent if above.kind == _Kind.INSTANCE_DICT else above)
+
+    def says_key(self, key: Any) -> bool:
+        """Whether the code may read what a dictionary holds under ``key``."""
+        return self.reads_unsaid_keys or not isinstance(key, str) or self.says(key)
 
     def says(self, name: str) -> bool:
         return self.names is None or name in self.names

@@ -85,14 +85,20 @@ def _guard_container(source: Source, callable_guard: CallableGuard, puts_items: 
         # What code puts tensors into may be a cache, which grows whenever other code runs.
         source.kind == _Kind.INSTANCE_DICT or not (puts_items and _holds_tensors(obj))
     ):
-        is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, dict.keys(obj)))
-        if is_few:
-            keys = tuple(key for key, _ in items_of(obj))
-            callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.KEYS, keys, index=len(obj)))
-        elif len(obj) <= MAX_MEMBERS:
-            callable_guard.expect_contents(source.child(obj, name, _Kind.CONTENTS), _C.keys_of(obj))
-        else:
-            callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.LENGTH, index=len(obj)))
+        guard_keys(source, callable_guard)
+
+
+def guard_keys(source: Source, callable_guard: CallableGuard) -> None:
+    """Guard which keys the dictionary at ``source`` has, or how many where they are too many."""
+    obj, name = source.obj, source.name
+    is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, dict.keys(obj)))
+    if is_few:
+        keys = tuple(key for key, _ in items_of(obj))
+        callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.KEYS, keys, index=len(obj)))
+    elif len(obj) <= MAX_MEMBERS:
+        callable_guard.expect_contents(source.child(obj, name, _Kind.CONTENTS), _C.keys_of(obj))
+    else:
+        callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.LENGTH, index=len(obj)))
 
 
 def _holds_tensors(dictionary: dict) -> bool:

@@ -150,22 +150,31 @@ class CodeWatch:
             self.looks_at_all = is_user_file(above.co_filename) and not is_making(above)
         if id(code) in CODES_OF_FIELDS and is_user_file(frame.f_back.f_code.co_filename):
             self.field_readers.add(CODES_OF_FIELDS[id(code)])
-        is_closure = bool(code.co_freevars) and is_user_file(code.co_filename)
+        has_variables = is_user_file(code.co_filename) and self._wants_variables(code)
         if _is_own(code):
             self._own.add(id(code))
-        elif (id(code) in self.codes and not is_closure) or self._is_aside(frame) or _makes_library_tuple(frame):
+        elif (id(code) in self.codes and not has_variables) or self._is_aside(frame) or _makes_library_tuple(frame):
             return
         self.codes[id(code)] = code
         self.scopes.setdefault(id(code), frame.f_globals)
-        if not is_closure and id(code) not in CODES_OF_LOOKERS and id(code) not in CODES_OF_FIELDS:
+        if not has_variables and id(code) not in CODES_OF_LOOKERS and id(code) not in CODES_OF_FIELDS:
             self._settled.add(id(code))
-        if is_closure and len(starts := self.variables.setdefault(id(code), [])) < _MAX_STARTS:
+        if has_variables:
             held = frame.f_locals
-            starts.append(tuple(held.get(name) for name in code.co_freevars))
+            self._note_variables(code, held)
             # Before Python 3.13 that is a copy, which would keep what the function lets go of. What a profile function
             # leaves in it becomes the variables again.
             if isinstance(held, dict) and not self._is_profiling:
                 held.clear()
+
+    def _wants_variables(self, code: types.CodeType) -> bool:
+        """Whether it matters at each start of ``code`` what its variables hold."""
+        return bool(code.co_freevars)
+
+    def _note_variables(self, code: types.CodeType, variables: dict[str, Any]) -> None:
+        """Of ``code`` that starts with these ``variables``, its own and those of the function around it."""
+        if code.co_freevars and len(starts := self.variables.setdefault(id(code), [])) < _MAX_STARTS:
+            starts.append(tuple(variables.get(name) for name in code.co_freevars))
 
     def _monitored(self) -> Callable[[], None]:
         monitoring = sys.monitoring
