@@ -77,7 +77,8 @@ class HostWork:
             return
         # What stands where the code can get to as far as was known before that iteration; then what it ran besides.
         sources = self._explore()
-        changed, drawn = self._first_change(sources), self._generators.drawn_from()
+        changed = self._first_change(sources)
+        drawn = self._generators.drawn_from() or next((watch.drawn for watch in watches if watch.drawn), None)
         self.is_settled = changed is None
         if self._is_first:
             self.kept_at_first, self.drawn_at_first = changed, drawn

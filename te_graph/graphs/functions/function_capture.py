@@ -197,7 +197,7 @@ class _Attempt:
                 self._result = make_call(self._call)
         finally:
             self._walker.note(code)
-            drawn_from = generators.drawn_from()
+            drawn_from = generators.drawn_from() or code.drawn
             generators.restore()
         if drawn_from is not None:
             raise CaptureError(

@@ -21,7 +21,8 @@ from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_
 from te_graph.graphs.tracing.extensions import is_of_extension
 from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_making, is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
-from te_graph.graphs.tracing.source_lines import run_region
+from te_graph.graphs.tracing.source_lines import run_region, user_site
+from te_graph.graphs.tracing.system_draws import CODE_OF_SEED, FROM_SEED, is_draw_beside, system_draw
 
 _CALL = run_region.__code__  # below it runs what is watched
 _CALLERS = os.path.join(PACKAGE, "graphs", "callables", "")
@@ -51,6 +52,8 @@ class CodeWatch:
         field_readers: it called these of Python's, which go through the fields of a dataclass.
         calls_extensions: some code called a function of an extension module that is neither of torch nor of Python: no
             dispatcher need see what it does with tensors. Before Python 3.12 on this thread alone.
+        drawn: from where some code first drew random numbers of which no generator's state tells, in words; None: from
+            nowhere. Before Python 3.12 on this thread alone.
         runs_compiled: it called what ``torch.compile`` made of a function.
         missing: names of attributes that the user's code asked for, in whatever way, and that were not there. Before
             Python 3.12 on this thread alone, and not under a debugger.
@@ -65,6 +68,7 @@ class CodeWatch:
     def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
         self.names: set[str] = set()
         self.looks_at_all = self.calls_extensions = False
+        self.drawn: str | None = None
         self.field_readers: set[str] = set()
         self.missing: set[str] = set()
         self.codes: dict[int, types.CodeType] = {}
@@ -134,8 +138,15 @@ class CodeWatch:
         if isinstance(name, str) and is_user_file(code.co_filename) and self._is_ours():
             self.missing.add(name)
 
-    def _note_call(self, function: Any) -> None:
-        """Of a call of what Python code did not write."""
+    def _note_draw(self, name: str, frame: types.FrameType) -> None:
+        """That the function of ``frame`` draws from what is called ``name``."""
+        if self.drawn is None and not (self._is_aside(frame) or is_draw_beside(frame)):
+            self.drawn = f"{name} at {user_site()}"
+
+    def _note_call(self, function: Any, frame: types.FrameType) -> None:
+        """Of a call of what Python code did not write, by the function of ``frame``."""
+        if (name := system_draw(function)) is not None:
+            self._note_draw(name, frame)
         if self.calls_extensions or type(function) is types.FunctionType or id(function) in self._known_calls:
             return
         self.calls_extensions = is_of_extension(function)
@@ -150,6 +161,8 @@ class CodeWatch:
             self.looks_at_all = is_user_file(above.co_filename) and not is_making(above)
         if id(code) in CODES_OF_FIELDS and is_user_file(frame.f_back.f_code.co_filename):
             self.field_readers.add(CODES_OF_FIELDS[id(code)])
+        if code is CODE_OF_SEED and frame.f_locals.get("a") is None:
+            self._note_draw(FROM_SEED, frame)
         has_variables = is_user_file(code.co_filename) and self._wants_variables(code)
         if _is_own(code):
             self._own.add(id(code))
@@ -157,7 +170,7 @@ class CodeWatch:
             return
         self.codes[id(code)] = code
         self.scopes.setdefault(id(code), frame.f_globals)
-        if not has_variables and id(code) not in CODES_OF_LOOKERS and id(code) not in CODES_OF_FIELDS:
+        if not (has_variables or id(code) in CODES_OF_LOOKERS or id(code) in CODES_OF_FIELDS or code is CODE_OF_SEED):
             self._settled.add(id(code))
         if has_variables:
             held = frame.f_locals
@@ -193,8 +206,8 @@ class CodeWatch:
         def note_call(code: types.CodeType, offset: int, function: Any, first: Any) -> object:
             if _is_own(code):
                 return monitoring.DISABLE
-            if not self.calls_extensions and self._is_ours():
-                self._note_call(function)
+            if type(function) is not types.FunctionType and self._is_ours():
+                self._note_call(function, sys._getframe(1))
             return None
 
         events = monitoring.events
@@ -225,7 +238,7 @@ class CodeWatch:
                 if id(frame.f_code) not in self._settled:
                     self._note(frame)
             elif event == "c_call" and id(frame.f_code) not in self._own:
-                self._note_call(given)
+                self._note_call(given, frame)
             if callable(outer):
                 outer(frame, event, given)
 

@@ -40,6 +40,9 @@ class HostRandom:
                 bits = getattr(obj, "bit_generator", obj)
                 get, put = functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
                 self._generators.append((name, get, put))
+                self._generators.append((name, functools.partial(_spawned_by, bits), _leave))
+            elif numpy is not None and isinstance(obj, numpy.SeedSequence):
+                self._generators.append((name, functools.partial(getattr, obj, "n_children_spawned"), _leave))
             elif with_torch and isinstance(obj, torch.Generator):
                 self._of_torch.append((obj, obj.get_state()))
         self._states = [get() for _, get, _ in self._generators]
@@ -57,6 +60,16 @@ class HostRandom:
             put(state)
         for generator, state in self._of_torch:
             generator.set_state(state)
+
+
+def _spawned_by(bits: Any) -> int:
+    """How many seeds have been taken from that of a generator of NumPy, its ``bits``, for others."""
+    seeds = getattr(bits, "seed_seq", None)  # it is of NumPy 1.25 and newer
+    return getattr(seeds, "n_children_spawned", 0)
+
+
+def _leave(state: Any) -> None:
+    """Nothing can put this back."""
 
 
 def _objects_at(sources: Iterable[Source]) -> Iterator[tuple[str, Any]]:

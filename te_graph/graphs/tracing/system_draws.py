@@ -1,0 +1,58 @@
+"""Draws of random numbers from the system: other ones come at each call, and no state of a generator tells of them.
+
+Generators that are made without a seed take theirs from there.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import random
+import traceback
+import types
+from typing import Any
+
+import torch
+
+from te_graph.common.dispatch import is_user_file
+
+CODE_OF_SEED = random.Random.seed.__code__  # without an argument it draws in C
+FROM_SEED = "random.Random without a seed"
+_FROM_SYSTEM = "the system (os.urandom, as SystemRandom, secrets, uuid4 and generators without a seed do)"
+_CODE_OF_BITS = random.SystemRandom.getrandbits.__code__  # which NumPy calls, from C
+_OF_SYSTEM = frozenset(id(vars(os)[name]) for name in ("urandom", "getrandom") if hasattr(os, name))
+_SEED_OF_TORCH = torch.Generator.seed
+# What these draw are names of files and modules, and names of what they keep in memory.
+_BESIDE = frozenset({"torch", "te_graph", "triton", "tempfile"})
+
+
+def system_draw(function: Any) -> str | None:
+    """From where ``function``, which is about to be called and is none of Python code, draws; None: from nowhere."""
+    if id(function) in _OF_SYSTEM:
+        return _FROM_SYSTEM
+    is_bound = type(function) is types.BuiltinFunctionType and function.__name__ == "seed"
+    if function is _SEED_OF_TORCH or (is_bound and isinstance(function.__self__, torch.Generator)):
+        return "torch.Generator.seed"
+    return None
+
+
+def is_draw_beside(frame: types.FrameType) -> bool:
+    """Whether what ``frame`` draws matters to no result: the innermost code outside Python's library, or what it calls
+    there, is known to draw names alone; or a seed takes its place."""
+    if frame.f_code is _CODE_OF_BITS and _makes_seeded_state(frame.f_back):
+        return True
+    for one, _ in traceback.walk_stack(frame):
+        if one.f_globals.get("__name__", "").partition(".")[0] in _BESIDE:
+            return True
+        if is_user_file(one.f_code.co_filename):
+            return False
+    return False
+
+
+def _makes_seeded_state(frame: types.FrameType | None) -> bool:
+    """Whether the function of ``frame`` is about to make a ``RandomState`` of NumPy with an argument: the generator in
+    it first draws a seed of its own. Calls from C have no frame; what tells is the instruction."""
+    if frame is None or "RandomState" not in frame.f_code.co_names:
+        return False
+    step = next((step for step in dis.get_instructions(frame.f_code) if step.offset == frame.f_lasti), None)
+    return step is not None and step.opname.startswith("CALL") and bool(step.arg or step.opname == "CALL_FUNCTION_EX")
