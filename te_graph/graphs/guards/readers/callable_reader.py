@@ -19,7 +19,7 @@ from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
-from te_graph.graphs.guards.readers.guarded_sources import is_filled, slots_of
+from te_graph.graphs.guards.readers.guarded_sources import is_filled, name_of_slot, slots_of
 from te_graph.graphs.guards.readers.library_names import called_in_library, names_in_library
 from te_graph.graphs.guards.readers.library_objects import inside, levels_of
 from te_graph.graphs.guards.readers.lookups import (
@@ -377,6 +377,7 @@ class CallableReader(TensorReader):
                 yield from (table.item(name, name_of(name, source.name), distance=0) for name in value)
             elif key not in HOOK_DICTS and key not in ("training", "forward") and self._reads(source, key):
                 yield members.item(key, name_of(key, source.name))
+        yield from self._in_slots(source)
         yield from self._classes_of(source)
 
     def _inside_tensor(self, source: Source) -> Iterator[Source]:
@@ -385,6 +386,7 @@ class CallableReader(TensorReader):
         for key in list(members.obj) if members is not None else ():
             if self._reads(source, key):
                 yield members.item(key, name_of(key, source.name))
+        yield from self._in_slots(source)
 
     def _inside_object(self, source: Source, owner: str) -> Iterator[Source]:
         """Attributes, of the object itself and in slots."""
@@ -394,9 +396,13 @@ class CallableReader(TensorReader):
         for key in list(members.obj) if members is not None else ():
             if self._reads(source, key) and not is_pythons(key):
                 yield members.item(key, f"{owner}.{key}")
+        yield from self._in_slots(source)
+
+    def _in_slots(self, source: Source) -> Iterator[Source]:
+        """What stands in slots, which modules and tensors may have, too."""
         for key in slots_of(type(source.obj)):
             if self._reads(source, key) and is_filled(source.obj, key):
-                yield source.child(getattr(source.obj, key), f"{owner}.{key}", _Kind.ATTRIBUTE, key)
+                yield source.child(getattr(source.obj, key), name_of_slot(source, key), _Kind.ATTRIBUTE, key)
 
     def _inside_class(self, source: Source) -> Iterator[Source]:
         """Constants that a class holds for all instances, and what its methods refer to."""

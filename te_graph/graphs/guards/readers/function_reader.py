@@ -21,7 +21,14 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.builtin_objects import builtin_contents
 from te_graph.graphs.guards.readers.class_members import ClassMembers
-from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, Inlined, is_filled, is_opaque, slots_of
+from te_graph.graphs.guards.readers.guarded_sources import (
+    GuardedSource,
+    Inlined,
+    is_filled,
+    is_opaque,
+    name_of_slot,
+    slots_of,
+)
 from te_graph.graphs.guards.readers.hooks_of_all import hooks_of_all
 from te_graph.graphs.guards.readers.lookups import (
     absent_names,
@@ -188,6 +195,7 @@ class FunctionReader:
         members = source.attributes()
         keys = [key for key in members.obj if not key.startswith(MARK_OF_COMPILER)]
         yield from (members.item(key, name_of(key, source.name)) for key in keys)
+        yield from self._slots(source)
         expected = frozenset() if source.is_ephemeral else self.names.asked
         if is_parameter:
             expected |= {_MAIN_GRAD} & self.names.said
@@ -202,6 +210,11 @@ class FunctionReader:
                 yield members.item(key, name_of(key.strip("_"), source.name))
             elif key != "te_graph" and self._reads(source.obj, key):
                 yield members.item(key, name_of(HOOK_DICTS.get(key, key), source.name))
+        yield from self._slots(source)
+
+    def _slots(self, source: GuardedSource) -> Iterator[GuardedSource]:
+        """What stands in slots, which modules and tensors may have, too."""
+        yield from (_slot(source, key) for key in slots_of(type(source.obj)) if self._reads(source.obj, key))
 
     def _library_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a module of Python that is none of a library's."""
@@ -256,9 +269,7 @@ class FunctionReader:
         elif members is not None:
             keys = [key for key in members.obj if self._reads(obj, key)]
             yield from (members.item(key, f"{owner}.{key}") for key in keys)
-        for key in slots_of(type(obj)):
-            if self._reads(obj, key):
-                yield _slot(source, f"{owner}.{key}", key)
+        yield from self._slots(source)
         yield from self._class_of(source, members)
 
     def _opaque_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
@@ -274,7 +285,7 @@ class FunctionReader:
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
         for key in slots_of(type(source.obj)):
             if key in named:
-                yield _slot(source, f"{source.name}.{key}", key)
+                yield _slot(source, key)
 
     def _class_of(self, source: GuardedSource, members: GuardedSource | None) -> Iterator[GuardedSource]:
         """The class, and that neither the instance nor the class comes to hide what is read of the other."""
@@ -340,7 +351,8 @@ def _is_of_torch(kind: type) -> bool:
     return module_of(kind).partition(".")[0] == "torch" and not issubclass(kind, torch._C.TensorBase)
 
 
-def _slot(source: GuardedSource, name: str, key: str) -> GuardedSource:
+def _slot(source: GuardedSource, key: str) -> GuardedSource:
+    name = name_of_slot(source, key)
     if is_filled(source.obj, key):
         return source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
     return source.child(None, name, _Kind.NO_ATTRIBUTE, key)

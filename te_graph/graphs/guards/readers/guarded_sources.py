@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_strided
-from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.sources import Source, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import module_of
 
@@ -116,6 +116,12 @@ def slots_of(kind: type) -> list[str]:
         for name, member in vars(base).items()
         if isinstance(member, types.MemberDescriptorType)
     ]
+
+
+def name_of_slot(source: Source, slot: str) -> str:
+    """What messages call a ``slot`` of the object at ``source``, like an attribute of it."""
+    is_named_first = isinstance(source.obj, nn.Module | Tensor)
+    return name_of(slot, source.name) if is_named_first else f"{source.name or 'self'}.{slot}"
 
 
 def is_filled(obj: Any, slot: str) -> bool:
