@@ -6,7 +6,7 @@ from torch import nn
 
 from te_graph import _C
 from te_graph.graphs.guards.callable_guard import CallableGuard
-from te_graph.graphs.guards.pure_hooks import is_pure_hook
+from te_graph.graphs.guards.pure_hooks import is_pure_hook, settings_of
 from te_graph.graphs.guards.recording_hooks import REMOVAL_OF_RECORDING, is_recording_hook
 from te_graph.graphs.guards.sources import HOOK_DICTS, Source, name_of, submodules
 
@@ -56,8 +56,12 @@ def guard_hooks(source: Source, callable_guard: CallableGuard, may_capture_hooks
     for key, what in HOOK_DICTS.items():
         hooks = members.item(key, f"{what} of {name}")
         callable_guard.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
-        for hook in hooks.obj:
-            callable_guard.enter(hooks.item(hook, hooks.name))
+        for key in hooks.obj:
+            hook = hooks.item(key, hooks.name)
+            callable_guard.enter(hook)
+            for setting in settings_of(hook.obj) if is_pure_hook(hook.obj) else ():
+                kind = type(hook.obj).__name__
+                callable_guard.expect_value(hook.attributes().item(setting, f"{setting} of {kind} of {name}"))
 
 
 def guard_tables(source: Source, callable_guard: CallableGuard, in_order: bool) -> None:

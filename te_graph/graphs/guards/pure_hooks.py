@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph.graphs.guards.readers.library_names import names_in_library
+
 # The packages' functions of the same names hide the modules.
 _WeightNorm = sys.modules["torch.nn.utils.weight_norm"].WeightNorm
 _SpectralNorm = sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm
@@ -102,6 +104,11 @@ def is_pure_hook(hook: Any) -> bool:
         return False
     base = sys.modules[_PRUNE].BasePruningMethod
     return kind.__call__ is base.__call__ and kind.apply_mask is base.apply_mask
+
+
+def settings_of(hook: Any) -> list[str]:
+    """Names of the attributes by which a pure ``hook`` computes: those that its methods of torch read at a call."""
+    return sorted(vars(hook).keys() & names_in_library(type(hook), frozenset()))
 
 
 def _prunes(hook: Any) -> bool:

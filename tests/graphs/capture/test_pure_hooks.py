@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -148,6 +149,41 @@ def test_hooks_that_are_exchanged_are_seen(device):
         model(batch(device))
     model.te_graph.reset()
     assert not hasattr(model[0], "weight")
+
+
+SETTINGS = {
+    "n_power_iterations": (spectral_norm, 4),
+    "eps": (spectral_norm, 0.5),
+    "dim": (weight_norm, 1),
+}
+
+
+def hook_of(module: nn.Module) -> Any:
+    (hook,) = module._forward_pre_hooks.values()
+    return hook
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_hooks_below_the_callable_are_compared(device: str, name: str) -> None:
+    norm, value = SETTINGS[name]
+    model = nn.Sequential(norm(nn.Linear(4, 4))).to(device)
+    make_graphed_callables(model, (batch(device),))
+    hook = hook_of(model[0])
+    hook.note = "is read by nobody"
+    model(batch(device))
+    setattr(hook, name, value)
+    with pytest.raises(RuntimeError, match=rf"{name} of {type(hook).__name__} of 0 changed .* since capture"):
+        model(batch(device))
+
+
+def test_settings_of_hooks_of_the_callable_itself_may_change(device: str) -> None:
+    model, twin = pair(lambda: spectral_norm(nn.Linear(4, 4)), device)
+    make_graphed_callables(model, (batch(device),))
+    for count in (1, 4, 2):
+        hook_of(model).n_power_iterations = hook_of(twin).n_power_iterations = count
+        batches = steps(device)
+        assert_bitwise_equal(train(model, batches), train(twin, batches))
+    assert model.te_graph.info()["forward_replays"] == 18
 
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
