@@ -6,7 +6,6 @@ import enum
 import functools
 import itertools
 import logging
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,8 +16,15 @@ from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_strided
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
-from te_graph.graphs.guards.plain_values import holds_values, is_bulk, is_value
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
+from te_graph.graphs.guards.readers.class_state import (
+    SLOTS,
+    class_objects,
+    class_values,
+    objects_behind,
+    said_in,
+)
+from te_graph.graphs.guards.readers.containers import inside_container
 from te_graph.graphs.guards.readers.guarded_sources import is_filled, name_of_slot, slots_of
 from te_graph.graphs.guards.readers.library_names import called_in_library, names_in_library
 from te_graph.graphs.guards.readers.library_objects import inside, levels_of
@@ -43,13 +49,10 @@ from te_graph.graphs.guards.readers.user_classes import (
 )
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
-    MAX_OBJECTS,
     MODULE_TABLES,
     Source,
     TensorReader,
     contents,
-    items_in,
-    members_in,
     name_of,
     submodules,
     tells_tensors_apart,
@@ -60,14 +63,10 @@ from te_graph.graphs.tracing.names import (
     Names,
     codes_of,
     is_implicit,
-    module_of,
 )
 from te_graph.graphs.tracing.python_names import is_pythons
 
 _Kind = _C.StepKind
-_SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-_WRAPPERS = (property, staticmethod, classmethod, functools.cached_property, functools.partialmethod)
-_METHODS = (types.FunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, *_SLOTS, *_WRAPPERS)
 _ASK_FOR_LEVELS = frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled"})
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 _GOES_THROUGH_TABLES = frozenset(
@@ -147,15 +146,16 @@ class CallableReader(TensorReader):
         obj = source.obj
         members = vars(obj)
         kind = type(obj)
-        own = {name for name in methods_of_user(kind) if name in self._names.said}
-        own.update(name for base in bases_of(kind) for name in self._class_values(base))
-        own.update(name for base in bases_of(kind) for name in self._class_objects(base))
+        said = self._names.said
+        own = {name for name in methods_of_user(kind) if name in said}
+        own.update(name for base in bases_of(kind) for name in class_values(base, said))
+        own.update(name for base in bases_of(kind) for name in class_objects(base, said))
         asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
         tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
         if isinstance(obj, nn.Module):
             own.discard("forward")  # see guard_module()
             own.update(called_in_library(kind))
-        read = self._names.said | (self._library_names(kind) if tables else frozenset())
+        read = said | (self._library_names(kind) if tables else frozenset())
         hidden = {name for table in tables for name in table if name in read}  # until the instance has it
         for name in sorted((own | asked | hidden) - members.keys()):
             is_there = name not in hidden and any(name in table for table in tables)
@@ -217,7 +217,7 @@ class CallableReader(TensorReader):
         for name in sorted(found.keys() - around):
             is_method = isinstance(found[name], types.FunctionType) and is_implicit(name)
             is_method = is_method or name in self._that_ran(kind)
-            is_shown = is_method or not (is_pythons(name) or isinstance(found[name], _SLOTS))
+            is_shown = is_method or not (is_pythons(name) or isinstance(found[name], SLOTS))
             if not (is_method or name in names) or not is_shown or is_for_messages(kind, name):
                 continue
             if not self._is_ignored(kind.__name__, name):
@@ -292,21 +292,6 @@ class CallableReader(TensorReader):
         tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
         return set().union(*(self._names.said & table.keys() for table in (members, *tables)))
 
-    def _class_values(self, kind: type) -> dict[str, Any]:
-        """Constants that the class itself holds, not one below it, and that the code names."""
-        return {key: value for key, value in self._said_in(kind) if is_value(value) or is_bulk(value)}
-
-    def _class_objects(self, kind: type) -> dict[str, Any]:
-        """Tensors, containers and objects of the user's that the class itself holds, and that the code names."""
-        values = self._class_values(kind)
-        return {key: value for key, value in self._said_in(kind) if key not in values and _holds_more(value)}
-
-    def _said_in(self, kind: type) -> Iterator[tuple[str, Any]]:
-        """What the class itself holds, not one below it, and the code names."""
-        for key, value in vars(kind).items():
-            if key in self._names.said and not is_pythons(key) and not is_for_messages(kind, key):
-                yield key, value
-
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
         yield from members_of_users(source)
@@ -317,15 +302,8 @@ class CallableReader(TensorReader):
             yield from self._inside_module(source)
         elif isinstance(obj, Tensor):
             yield from self._inside_tensor(source)
-        elif isinstance(obj, dict):
-            if not is_bulk(obj):
-                yield from itertools.islice(items_in(source), MAX_OBJECTS)
-        elif isinstance(obj, list | tuple):
-            if not is_bulk(obj):
-                yield from contents(source)
-        elif isinstance(obj, set | frozenset):
-            if not holds_values(obj):
-                yield from members_in(source)
+        elif isinstance(obj, dict | list | tuple | set | frozenset):
+            yield from inside_container(source)
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
             if isinstance(vars(obj).get("registry"), types.MappingProxyType):  # of functools.singledispatch
                 yield source.attributes().item("registry", f"functions of {obj.__name__}")
@@ -406,19 +384,19 @@ class CallableReader(TensorReader):
 
     def _inside_class(self, source: Source) -> Iterator[Source]:
         """Constants that a class holds for all instances, and what its methods refer to."""
-        for key, value in self._class_values(source.obj).items():
+        said = self._names.said
+        for key, value in class_values(source.obj, said).items():
             if not self._is_ignored(source.name, key):
                 yield source.child(value, f"{source.name}.{key}", _Kind.ATTRIBUTE, key)
-        for key, value in self._class_objects(source.obj).items():
+        for key, value in class_objects(source.obj, said).items():
             if not self._is_ignored(source.name, key):
                 yield source.child(value, f"{source.name}.{key}", _Kind.TYPE_ITEM, key)
-        for key, value in self._said_in(source.obj):  # the member itself is compared, and holds these for good
-            yield from (source.child(part, f"{source.name}.{key}", _Kind.KNOWN) for part in _objects_behind(value))
+        for key, value in said_in(source.obj, said):  # the member itself is compared, and holds these for good
+            yield from (source.child(part, f"{source.name}.{key}", _Kind.KNOWN) for part in objects_behind(value))
         for name, function in methods_of_user(source.obj).items():
-            is_named = name in self._names.said or is_implicit(name)
-            if is_named and not self._names.is_around(function.__code__):
+            if (name in said or is_implicit(name)) and not self._names.is_around(function.__code__):
                 yield source.child(function, name, _Kind.KNOWN, distance=0)
-        yield from descriptions(source, self._names.said)
+        yield from descriptions(source, said)
         if issubclass(source.obj, enum.Enum):  # code may go through them
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in source.obj)
         yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(source.obj)[1:])
@@ -430,20 +408,3 @@ class CallableReader(TensorReader):
 
     def _is_ignored_variable(self, source: Source) -> bool:
         return source.name.rpartition(" variable ")[2] in self._ignored
-
-
-def _holds_more(obj: Any) -> bool:
-    """True for tensors, modules, containers, other objects, and classes of the project (settings, as a rule); not for
-    methods and the like, nor for other classes."""
-    if isinstance(obj, type):
-        return is_project_module(sys.modules.get(module_of(obj)))
-    return not isinstance(obj, _METHODS) or bool(bases_of(type(obj)))
-
-
-def _objects_behind(member: Any) -> Iterator[Any]:
-    """What a property, method or the like of a class calls and gives to that, but for functions."""
-    if isinstance(member, _WRAPPERS):
-        for name in ("fget", "fset", "__func__", "func", "args", "keywords"):
-            part = getattr(member, name, None)
-            if not (part is None or isinstance(part, types.FunctionType)):
-                yield part
