@@ -27,6 +27,13 @@ from te_graph.graphs.guards.readers.class_state import (
 from te_graph.graphs.guards.readers.containers import inside_container
 from te_graph.graphs.guards.readers.guarded_sources import is_filled, name_of_slot, slots_of
 from te_graph.graphs.guards.readers.library_names import called_in_library, names_in_library
+from te_graph.graphs.guards.readers.library_namespaces import (
+    classes_of_tensors,
+    held_by_builtins,
+    held_by_class,
+    held_by_module,
+    holds_more,
+)
 from te_graph.graphs.guards.readers.library_objects import inside, levels_of
 from te_graph.graphs.guards.readers.lookups import (
     asked_of_module,
@@ -123,11 +130,13 @@ class CallableReader(TensorReader):
         self._holders = holders
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
         self._that_ran = functools.cache(lambda kind: members_that_ran(kind, names))
+        self._holds_more = functools.cache(lambda kind: is_library_class(kind) and holds_more(kind, names.said))
 
     def beginnings(self) -> Iterator[Source]:
         """Where the walk begins."""
         root = Source(self.root, "")
         yield root
+        yield from classes_of_tensors(root, self._names.said)
         yield from (root.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
         yield from (holder.anew(root) for holder in self._holders)
 
@@ -295,6 +304,8 @@ class CallableReader(TensorReader):
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
         yield from members_of_users(source)
+        if self._holds_more(type(obj)):
+            yield source.child(type(obj), type(obj).__name__, _Kind.KNOWN)
         if isinstance(obj, _CONTAINERS) and bases_of(type(obj)):
             yield from self._inside_object(source, source.name)
             yield from self._classes_of(source)
@@ -316,12 +327,17 @@ class CallableReader(TensorReader):
                 yield from (child for child in found if child.kind == _Kind.ITEM)
                 yield from modules_of(source, self._names.said)
                 yield from descriptions(source, self._names.said)
+                yield from held_by_builtins(source)
                 yield from self._inside_object(source, obj.__name__)
         elif isinstance(obj, type):
             if not is_library_class(obj):
                 yield from self._inside_class(source)
+            else:
+                yield from self._unless_ignored(source, held_by_class(source, self._names.said))
         elif isinstance(obj, types.ModuleType):
-            if is_readable_module(obj):
+            if not is_readable_module(obj):
+                yield from self._unless_ignored(source, held_by_module(source, self._names.said))
+            else:
                 yield from (one for one in self._inside_object(source, source.name) if self._shows(obj, one.obj))
                 if "__getattr__" in vars(obj):
                     yield source.attributes().item("__getattr__", f"__getattr__ of {source.name}")
@@ -405,6 +421,9 @@ class CallableReader(TensorReader):
     def _classes_of(self, source: Source) -> Iterator[Source]:
         """The classes of an object, which lead to what their methods refer to."""
         yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(source.obj)))
+
+    def _unless_ignored(self, owner: Source, held: Iterable[Source]) -> Iterator[Source]:
+        return (one for one in held if not self._is_ignored(owner.name, one.key))
 
     def _is_ignored_variable(self, source: Source) -> bool:
         return source.name.rpartition(" variable ")[2] in self._ignored

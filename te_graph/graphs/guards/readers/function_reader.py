@@ -30,6 +30,12 @@ from te_graph.graphs.guards.readers.guarded_sources import (
     slots_of,
 )
 from te_graph.graphs.guards.readers.hooks_of_all import hooks_of_all
+from te_graph.graphs.guards.readers.library_namespaces import (
+    classes_of_tensors,
+    held_by_builtins,
+    held_by_class,
+    held_by_module,
+)
 from te_graph.graphs.guards.readers.lookups import (
     absent_names,
     asked_of_module,
@@ -96,6 +102,7 @@ class FunctionReader:
             given.is_ephemeral = given.is_given = True
             yield given
         yield from hooks_of_all(root)
+        yield from classes_of_tensors(root, self.names.said)
         yield from (root.child(one, f"function {one.__name__}", _Kind.KNOWN) for one in self.elsewhere)
 
     def is_end(self, source: GuardedSource) -> bool:
@@ -217,8 +224,9 @@ class FunctionReader:
         yield from (_slot(source, key) for key in slots_of(type(source.obj)) if self._reads(source.obj, key))
 
     def _library_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
-        """What the code names of a module of Python that is none of a library's."""
+        """What the code names of a module of Python, and of a library's of what was put there."""
         if not is_readable_module(source.obj):
+            yield from held_by_module(source, self.names.said)
             return
         members = source.attributes()
         said = self.names.said | {"__getattr__"}
@@ -249,6 +257,7 @@ class FunctionReader:
         yield from self._attributes_of_function(source, function.__name__)
         yield from globals_by_name(source, self.names.said)
         yield from modules_of(source, self.names.said)
+        yield from held_by_builtins(source)
         yield from absent_names(source)
 
     def _attributes_of_function(self, source: GuardedSource, owner: str) -> Iterator[GuardedSource]:
@@ -313,6 +322,8 @@ class FunctionReader:
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in kind)
         if classes:
             yield from descriptions(source, self.names.said)
+        else:
+            yield from held_by_class(source, self.names.said)
         bases = source.child(kind.__mro__, f"bases of {source.name}", _Kind.ATTRIBUTE, "__mro__")
         found: set[str] = set()
         for index, base in enumerate(kind.__mro__):
