@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import logging
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -34,7 +33,8 @@ from te_graph.graphs.guards.readers.library_namespaces import (
     held_by_module,
     holds_more,
 )
-from te_graph.graphs.guards.readers.library_objects import inside, levels_of
+from te_graph.graphs.guards.readers.library_objects import inside
+from te_graph.graphs.guards.readers.loggers import LOGGERS, inside_logger, loggers_by_name
 from te_graph.graphs.guards.readers.lookups import (
     asked_of_module,
     descriptions,
@@ -74,7 +74,6 @@ from te_graph.graphs.tracing.names import (
 from te_graph.graphs.tracing.python_names import is_pythons
 
 _Kind = _C.StepKind
-_ASK_FOR_LEVELS = frozenset({"isEnabledFor", "getEffectiveLevel", "level", "disabled"})
 _CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
 _GOES_THROUGH_TABLES = frozenset(
     (
@@ -328,6 +327,7 @@ class CallableReader(TensorReader):
                 yield from modules_of(source, self._names.said)
                 yield from descriptions(source, self._names.said)
                 yield from held_by_builtins(source)
+                yield from loggers_by_name(source, self._names.said)
                 yield from self._inside_object(source, obj.__name__)
         elif isinstance(obj, type):
             if not is_library_class(obj):
@@ -346,9 +346,10 @@ class CallableReader(TensorReader):
         elif isinstance(obj, functools.partial):
             yield from contents(source)
             yield from self._inside_object(source, source.name)
-        elif isinstance(obj, logging.Logger):
-            if not _ASK_FOR_LEVELS.isdisjoint(self._names.said):  # else they matter to what is logged alone
-                yield from levels_of(source)
+        elif isinstance(obj, LOGGERS):
+            yield from inside_logger(source, self._names.said, self._reads)
+            yield from self._in_slots(source)
+            yield from self._classes_of(source)
         elif isinstance(obj, functools.singledispatchmethod):
             yield source.attributes().item("dispatcher", source.name)
         else:

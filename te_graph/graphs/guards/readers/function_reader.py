@@ -36,6 +36,7 @@ from te_graph.graphs.guards.readers.library_namespaces import (
     held_by_class,
     held_by_module,
 )
+from te_graph.graphs.guards.readers.loggers import LOGGERS, inside_logger, loggers_by_name
 from te_graph.graphs.guards.readers.lookups import (
     absent_names,
     asked_of_module,
@@ -166,6 +167,12 @@ class FunctionReader:
         elif isinstance(obj, nn.Module):
             yield from self._module_contents(source)
             yield from self._class_of(source, source.attributes())
+        elif isinstance(obj, LOGGERS):
+            if source.depth < _MAX_DEPTH:
+                is_any = self.everything or not self.names.is_enough
+                yield from inside_logger(source, self.names.said, lambda _, key: is_any or key in self.names.said)
+                yield from self._slots(source)
+                yield from self._class_of(source, source.attributes())
         else:
             yield from builtin_contents(source)
             if source.depth < _MAX_DEPTH:
@@ -258,6 +265,7 @@ class FunctionReader:
         yield from globals_by_name(source, self.names.said)
         yield from modules_of(source, self.names.said)
         yield from held_by_builtins(source)
+        yield from loggers_by_name(source, self.names.said)
         yield from absent_names(source)
 
     def _attributes_of_function(self, source: GuardedSource, owner: str) -> Iterator[GuardedSource]:

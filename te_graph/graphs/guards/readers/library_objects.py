@@ -86,14 +86,6 @@ def inside(source: Source) -> Iterator[Source]:
         yield from (members.item(key, f"{name}.{key}") for key in list(members.obj))
 
 
-def levels_of(source: Source) -> Iterator[Source]:
-    """What decides whether the logger at ``source`` is enabled for a level."""
-    members, name = source.attributes(), source.name
-    yield from (members.item(key, f"{name}.{key}") for key in ("level", "disabled", "parent"))
-    manager = source.child(source.obj.manager, f"manager of {name}", _Kind.ATTRIBUTE, "manager")
-    yield manager.attributes().item("_disable", f"level disabled in the manager of {name}")
-
-
 def _value_of(variable: contextvars.ContextVar) -> Any:
     try:
         return variable.get()
