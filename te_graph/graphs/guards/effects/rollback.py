@@ -43,7 +43,7 @@ class ContainerState:
             self._flags.append((obj, obj.requires_grad))
         if isinstance(obj, CONTAINERS):
             self._keep(obj)
-        elif (members := instance_dict(obj)) is not None:
+        if (members := instance_dict(obj)) is not None:
             self._keep(members)
             if isinstance(obj, nn.Module):
                 tables = (obj._parameters, obj._buffers, obj._modules)

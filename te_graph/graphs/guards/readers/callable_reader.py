@@ -74,7 +74,7 @@ from te_graph.graphs.tracing.names import (
 from te_graph.graphs.tracing.python_names import is_pythons
 
 _Kind = _C.StepKind
-_CONTAINERS = (dict, list, tuple, set, frozenset, functools.partial)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _GOES_THROUGH_TABLES = frozenset(
     (
         *("_modules", "_parameters", "_buffers", "children", "named_children", "modules", "named_modules"),
@@ -305,14 +305,16 @@ class CallableReader(TensorReader):
         yield from members_of_users(source)
         if self._holds_more(type(obj)):
             yield source.child(type(obj), type(obj).__name__, _Kind.KNOWN)
-        if isinstance(obj, _CONTAINERS) and bases_of(type(obj)):
-            yield from self._inside_object(source, source.name)
-            yield from self._classes_of(source)
         if isinstance(obj, nn.Module):
             yield from self._inside_module(source)
-        elif isinstance(obj, Tensor):
+            yield from inside_container(source) if isinstance(obj, _CONTAINERS) else inside(source)
+            return
+        if isinstance(obj, (*_CONTAINERS, functools.partial)) and bases_of(type(obj)):
+            yield from self._inside_object(source, source.name)
+            yield from self._classes_of(source)
+        if isinstance(obj, Tensor):
             yield from self._inside_tensor(source)
-        elif isinstance(obj, dict | list | tuple | set | frozenset):
+        elif isinstance(obj, _CONTAINERS):
             yield from inside_container(source)
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
             if isinstance(vars(obj).get("registry"), types.MappingProxyType):  # of functools.singledispatch

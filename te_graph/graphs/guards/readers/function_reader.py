@@ -166,6 +166,7 @@ class FunctionReader:
             yield source.never(f"{name} is a ScriptModule, which keeps its attributes where they cannot be compared")
         elif isinstance(obj, nn.Module):
             yield from self._module_contents(source)
+            yield from builtin_contents(source)
             yield from self._class_of(source, source.attributes())
         elif isinstance(obj, LOGGERS):
             if source.depth < _MAX_DEPTH:
