@@ -17,7 +17,7 @@ from te_graph.graphs.guards.guarded_objects import guard_source
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
-from te_graph.graphs.guards.readers.lookups import absent_globals, absent_names
+from te_graph.graphs.guards.readers.lookups import absent_globals, absent_names, is_project_module
 from te_graph.graphs.guards.readers.user_classes import bases_of
 from te_graph.graphs.guards.sources import Source, TensorReader, name_of, submodules, walk
 from te_graph.graphs.tracing.externals import External
@@ -167,7 +167,9 @@ def _guard_code(
             if source.kind == _Kind.KNOWN or not reader.is_users(obj):
                 continue  # what leads to a known one is guarded
             callable_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
-        elif not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.is_users(type(obj)):
+        elif is_project_module(obj) or (
+            not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.is_users(type(obj))
+        ):  # a module may get a class with properties
             callable_guard.expect_class(source, source.name or "self", reader.members(obj))
     callable_guard.expect_members_below(reader.members_below(sources))
     for function in reader.functions(sources):

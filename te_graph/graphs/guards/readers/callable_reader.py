@@ -319,6 +319,8 @@ class CallableReader(TensorReader):
         elif isinstance(obj, types.FunctionType | functools._lru_cache_wrapper):
             if isinstance(vars(obj).get("registry"), types.MappingProxyType):  # of functools.singledispatch
                 yield source.attributes().item("registry", f"functions of {obj.__name__}")
+            if "__wrapped__" in self._names.said & vars(obj).keys():
+                yield source.attributes().item("__wrapped__", name_of("__wrapped__", source.name))
             if (function := written_by_user(obj)) is not None and function is not obj:
                 yield source.child(function, source.name, _Kind.KNOWN)
                 yield from self._inside_object(source, obj.__name__)
@@ -343,6 +345,8 @@ class CallableReader(TensorReader):
                 yield from (one for one in self._inside_object(source, source.name) if self._shows(obj, one.obj))
                 if "__getattr__" in vars(obj):
                     yield source.attributes().item("__getattr__", f"__getattr__ of {source.name}")
+                if is_project_module(obj):
+                    yield from self._classes_of(source)
         elif isinstance(obj, types.MethodType):
             yield from contents(source)
         elif isinstance(obj, functools.partial):

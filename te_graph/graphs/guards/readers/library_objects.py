@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from torch._library.custom_ops import CustomOpDef
+
 from te_graph import _C
 from te_graph.graphs.guards.plain_values import holds_values
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled
@@ -23,6 +25,7 @@ from te_graph.graphs.guards.values import bytes_of, np
 _Kind = _C.StepKind
 _ARRAYS = (bytearray, memoryview, array.array, *(() if np is None else (np.ndarray,)))
 _CTYPES = ctypes._SimpleCData.__base__
+_OF_CUSTOM_OPS = ("_backward_fn", "_setup_context_fn")  # which torch calls; calls of the op itself are seen
 _INNER = {
     collections.UserDict: "data",
     collections.UserList: "data",
@@ -79,6 +82,9 @@ def inside(source: Source) -> Iterator[Source]:
     elif isinstance(obj, types.BuiltinFunctionType | types.MethodWrapperType):
         if not isinstance(obj.__self__, types.ModuleType | type | None):
             yield source.child(obj.__self__, f"object of {name}", _Kind.ATTRIBUTE, "__self__")
+    elif isinstance(obj, CustomOpDef):
+        members = source.attributes()
+        yield from (members.item(key, f"{key.strip('_')} of {name}") for key in _OF_CUSTOM_OPS)
     elif isinstance(obj, tuple(_INNER)):
         yield source.attributes().item(next(key for kind, key in _INNER.items() if isinstance(obj, kind)), name)
     elif type(obj) is threading.local:

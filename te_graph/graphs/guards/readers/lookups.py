@@ -71,7 +71,8 @@ def descriptions(source: Source, said: Collection[str]) -> Iterator[Source]:
     class of Python's own tells cannot change."""
     if isinstance(source.obj, type) and not source.obj.__flags__ & HEAP_TYPE:
         return
-    for key in sorted(_DESCRIPTIONS.intersection(said)):
+    hints = {"__annotations__"} if "get_type_hints" in said else frozenset()
+    for key in sorted(_DESCRIPTIONS.intersection(said) | hints):
         if hasattr(source.obj, key):
             name = f"{source.obj.__name__}.{key}"
             yield source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
