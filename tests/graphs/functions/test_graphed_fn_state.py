@@ -418,15 +418,15 @@ def test_the_limits() -> None:
     assert_bitwise_equal(named(x), x * 9)
 
 
-def test_what_torch_tells_beside_its_settings_is_a_limit() -> None:
-    x, count = torch.ones(2), torch.get_num_threads()
-    scaled = graphed(lambda: x * torch.get_num_threads())
+def test_what_functions_of_python_report_is_a_limit() -> None:
+    x, count = torch.ones(2), sys.getrecursionlimit()
+    scaled = graphed(lambda: x * sys.getrecursionlimit())
     called(scaled, 3)
-    torch.set_num_threads(count + 1)
+    sys.setrecursionlimit(count + 1)
     try:
         assert_bitwise_equal(scaled(), x * count)
     finally:
-        torch.set_num_threads(count)
+        sys.setrecursionlimit(count)
 
 
 class Deeper:

@@ -15,6 +15,7 @@ from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_strided
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.graphed_class import plain_class
+from te_graph.graphs.guards.readers.asked_state import asked_state
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.class_state import (
     SLOTS,
@@ -136,6 +137,7 @@ class CallableReader(TensorReader):
         root = Source(self.root, "")
         yield root
         yield from classes_of_tensors(root, self._names.said)
+        yield from asked_state(root, self._names.said)
         yield from (root.child(function, function.__name__, _Kind.KNOWN) for function in self._elsewhere)
         yield from (holder.anew(root) for holder in self._holders)
 

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
 from te_graph.common.own_objects import OwnObject
+from te_graph.graphs.guards.readers.asked_state import asked_state
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.builtin_objects import builtin_contents
 from te_graph.graphs.guards.readers.class_members import ClassMembers
@@ -104,6 +105,7 @@ class FunctionReader:
             yield given
         yield from hooks_of_all(root)
         yield from classes_of_tensors(root, self.names.said)
+        yield from asked_state(root, self.names.said)
         yield from (root.child(one, f"function {one.__name__}", _Kind.KNOWN) for one in self.elsewhere)
 
     def is_end(self, source: GuardedSource) -> bool:

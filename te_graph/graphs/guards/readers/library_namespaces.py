@@ -7,10 +7,11 @@ import builtins
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._config_module import ConfigModule
 
 from te_graph import _C
 from te_graph.common.dispatch import is_project_file
@@ -38,14 +39,14 @@ _OF_PYTHON = frozenset(
 )
 
 
-def held_by_module(source: Source, said: Set[str]) -> Iterator[Source]:
+def held_by_module(source: Source, said: frozenset[str]) -> Iterator[Source]:
     """Of the module of a library at ``source``: other modules of that library, and what was put there, as far as they
     are among the names ``said``."""
     members, name = source.attributes(), _name_of(source.obj)
     package = name.partition(".")[0]
     if package == "te_graph":
         return
-    for key in sorted(said & members.obj.keys()):
+    for key in sorted(said.intersection(members.obj)):
         found = members.obj[key]
         if isinstance(found, types.ModuleType):
             is_held = _name_of(found).partition(".")[0] == package
@@ -55,20 +56,24 @@ def held_by_module(source: Source, said: Set[str]) -> Iterator[Source]:
             is_held = not is_implicit(key) and (name, key) not in _OF_PYTHON and _is_put_there(found)
         if is_held:
             yield members.item(key, f"{source.name}.{key}")
+    if isinstance(source.obj, ConfigModule):  # has its settings elsewhere
+        for key in sorted(said.intersection(members.obj["_config"])):
+            if is_value(value := getattr(source.obj, key)):
+                yield source.child(value, f"{source.name}.{key}", _Kind.ATTRIBUTE, key)
 
 
-def held_by_class(source: Source, said: Set[str]) -> Iterator[Source]:
+def held_by_class(source: Source, said: frozenset[str]) -> Iterator[Source]:
     """What was put on the class of a library at ``source``, or on a base, as far as it is among the names ``said``."""
     for key, found in _held_by(source.obj, said):
         yield source.child(found, f"{source.name}.{key}", _Kind.TYPE_ITEM, key)
 
 
-def holds_more(kind: type, said: Set[str]) -> bool:
+def holds_more(kind: type, said: frozenset[str]) -> bool:
     """Whether something was put on the class ``kind`` of a library that is among the names ``said``."""
     return next(_held_by(kind, said), None) is not None
 
 
-def classes_of_tensors(root: Source, said: Set[str]) -> Iterator[Source]:
+def classes_of_tensors(root: Source, said: frozenset[str]) -> Iterator[Source]:
     """The classes of all tensors, where something was put on them that is among the names ``said``."""
     yield from (root.child(kind, kind.__name__, _Kind.KNOWN) for kind in _OF_TENSORS if holds_more(kind, said))
 
@@ -83,10 +88,10 @@ def held_by_builtins(source: Source) -> Iterator[Source]:
         yield from (members.item(name, f"global variable {name}") for name in put)
 
 
-def _held_by(kind: type, said: Set[str]) -> Iterator[tuple[str, Any]]:
+def _held_by(kind: type, said: frozenset[str]) -> Iterator[tuple[str, Any]]:
     found: set[str] = set()
     for base in kind.__mro__:
-        for key in sorted(said & vars(base).keys() - found):
+        for key in sorted(said.intersection(vars(base)) - found):
             found.add(key)
             member = vars(base)[key]
             is_empty = isinstance(member, _MUTABLE) and not member  # a cache of the library's, as a rule

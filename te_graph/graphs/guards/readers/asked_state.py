@@ -1,0 +1,72 @@
+"""State of torch and Python that no object holds: code asks a function for it, and guards ask again."""
+
+from __future__ import annotations
+
+import decimal
+from collections.abc import Callable, Iterator, Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import deterministic
+from torch.utils.data import get_worker_info
+
+from te_graph import _C
+from te_graph.common.own_objects import OwnObject
+from te_graph.graphs.guards.sources import Source
+
+_Kind = _C.StepKind
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _precision() -> tuple:
+    """What decimal computes by: not its flags, which results set."""
+    context = decimal.getcontext()
+    return context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
+
+
+# By the names that code says.
+_ASKED: dict[str, Callable[[], Any]] = {
+    "get_num_threads": torch.get_num_threads,
+    "get_num_interop_threads": torch.get_num_interop_threads,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "is_anomaly_check_nan_enabled": torch.is_anomaly_check_nan_enabled,
+    "is_warn_always_enabled": torch.is_warn_always_enabled,
+    "fill_uninitialized_memory": lambda: deterministic.fill_uninitialized_memory,
+    "get_swap_module_params_on_conversion": torch.__future__.get_swap_module_params_on_conversion,
+    "get_overwrite_module_params_on_conversion": torch.__future__.get_overwrite_module_params_on_conversion,
+    "get_worker_info": get_worker_info,
+    "is_initialized": _has_group,
+    "get_world_size": lambda: dist.get_world_size() if _has_group() else None,
+    "get_rank": lambda: dist.get_rank() if _has_group() else None,
+    "Decimal": _precision,
+    "getcontext": _precision,
+}
+
+
+class AskedState(OwnObject):
+    """Has what ``_ASKED`` answers as attributes, and keeps the last answers, since guards take what somebody holds."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ASKED:
+            raise AttributeError(name)
+        self._answers[name] = answer = _ASKED[name]()
+        return answer
+
+
+_STATE = AskedState()
+
+
+def asked_state(root: Source, said: Set[str]) -> Iterator[Source]:
+    """What the names ``said`` ask for."""
+    if not said.isdisjoint(_ASKED):
+        state = root.child(_STATE, "state of torch", _Kind.KNOWN)
+        for name in sorted(said & _ASKED.keys()):
+            what = "context of decimal" if _ASKED[name] is _precision else f"{name} of torch"
+            yield state.child(getattr(_STATE, name), what, _Kind.ATTRIBUTE, name)

@@ -1,0 +1,108 @@
+"""State of torch and Python that code asks a function for is compared.
+
+Functions of graphed(), and callables of make_graphed_callables that call them.
+"""
+
+from __future__ import annotations
+
+import decimal
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from calls import replays
+from text_cases import assert_change_is_seen, install, made_module, outcome_of_callable, run_text
+from torch.utils import deterministic
+
+from te_graph import make_graphed_callables
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+_IMPORTS = "import decimal, torch, torch.distributed as dist\nfrom torch.utils import deterministic"
+_IS = "2.0 if {} else 3.0"
+CASES = {
+    "threads": (
+        "torch.set_num_threads(1)",
+        "float(torch.get_num_threads())",
+        "torch.set_num_threads(2)",
+    ),
+    "anomaly detection": (
+        "",
+        _IS.format("torch.is_anomaly_enabled()"),
+        "torch.autograd.set_detect_anomaly(True, check_nan=False)",
+    ),
+    "warnings": ("", _IS.format("torch.is_warn_always_enabled()"), "torch.set_warn_always(True)"),
+    "memory that is filled": (
+        "from torch.utils import deterministic",
+        _IS.format("deterministic.fill_uninitialized_memory"),
+        "deterministic.fill_uninitialized_memory = not deterministic.fill_uninitialized_memory",
+    ),
+    "conversion": (
+        "",
+        _IS.format("torch.__future__.get_swap_module_params_on_conversion()"),
+        "torch.__future__.set_swap_module_params_on_conversion(True)",
+    ),
+    "precision of decimal": (
+        "import decimal",
+        "float(decimal.Decimal(1) / decimal.Decimal(3))",
+        "decimal.getcontext().prec = 3",
+    ),
+    "a setting of the compiler": (
+        "import torch._dynamo",
+        _IS.format("torch._dynamo.config.verbose"),
+        "torch._dynamo.config.verbose = True",
+    ),
+    "a group": (
+        "import torch.distributed as dist",
+        _IS.format("dist.is_initialized()"),
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+    ),
+}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    made = made_module()
+    install(made, monkeypatch)
+    threads, precision = torch.get_num_threads(), decimal.getcontext().prec
+    is_filled = deterministic.fill_uninitialized_memory
+    yield made
+    torch.set_num_threads(threads)
+    decimal.getcontext().prec = precision
+    torch.autograd.set_detect_anomaly(False)
+    torch.set_warn_always(False)
+    deterministic.fill_uninitialized_memory = is_filled
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    torch._dynamo.config.verbose = False
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
+def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    assert_change_is_seen(module, setup, read, change)
+
+
+@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
+def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+    assert outcome_of_callable(module, setup, read, change) == "refused"
+
+
+def test_state_that_no_code_asks_for_may_change(module: types.ModuleType) -> None:
+    net, x = make_graphed_callables(lambda x: x * 2, (torch.ones(3),)), torch.ones(3)
+    net(x)
+    for _, _, change in CASES.values():
+        run_text(module, f"{_IMPORTS}\n{change}")
+    net(x)
+    assert replays(net) == 2
+
+
+def test_results_of_decimal_are_no_change_of_its_context(module: types.ModuleType) -> None:
+    run_text(module, "import decimal\ndef fn(x): return x * float(decimal.Decimal(1) / 4)")
+    net, x = make_graphed_callables(module.fn, (torch.ones(3),)), torch.ones(3)
+    net(x)
+    decimal.Decimal(1) / 3  # is inexact, as the context has noted then
+    net(x)
+    assert replays(net) == 2
