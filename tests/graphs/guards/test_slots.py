@@ -24,6 +24,12 @@ CASES = {
     "of a list of modules": (_WITH_SLOT.format("nn.ModuleList", ""), "s.k", "s.k = 3.0"),
     "of a list of parameters": (_WITH_SLOT.format("nn.ParameterList", ""), "s.k", "s.k = 3.0"),
     "of a parameter": (_WITH_SLOT.format("nn.Parameter", "torch.ones(3)"), "s.k", "s.k = 3.0"),
+    "of a module of Python": (
+        "import types\nclass S(types.ModuleType):\n __slots__ = ('k',)\n"
+        "s = S('made'); s.__file__ = '/nowhere/made.py'\ns.k = 2.0",
+        "s.k",
+        "s.k = 3.0",
+    ),
     "of a base": (_WITH_SLOT.format("nn.Module", "") + "\nclass D(S): pass\ns = D(); s.k = 2.0", "s.k", "s.k = 3.0"),
     "that goes": (_WITH_SLOT.format("nn.Module", ""), "s.k if hasattr(s, 'k') else 3.0", "del s.k"),
     "that comes": (_WITH_SLOT.format("nn.Module", "") + "\ndel s.k", "getattr(s, 'k', 2.0)", "s.k = 3.0"),

@@ -248,6 +248,7 @@ class FunctionReader:
             asked = asked_of_module(source.obj, self.names) - members.obj.keys()
             for key in sorted(key for key in asked if not is_implicit(key)):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
+            yield from self._slots(source)
             yield from self._class_of(source, members)
 
     def _function_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
