@@ -90,6 +90,22 @@ def test_a_counter_in_a_slot_is_refused(device: str) -> None:
         make_graphed_callables(nn.Sequential(Counting(0)), (torch.randn(3, 4, device=device),))
 
 
+def test_a_capture_that_fails_leaves_slots_as_they_were(device: str) -> None:
+    class Plain:
+        __slots__ = ("steps", "told")
+
+    class Failing(Slotted):
+        def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+            self.held, plain.steps, plain.told = self.held + 1, 5, True
+            return x * x.sum().item()
+
+    net, plain = Failing(0), Plain()
+    plain.steps = 0
+    with pytest.raises(RuntimeError):
+        make_graphed_callables(lambda x: net(x) * plain.steps, (torch.randn(3, 4, device=device),))
+    assert (net.held, plain.steps, hasattr(plain, "told")) == (0, 0, False)
+
+
 def test_a_generator_in_a_slot_is_refused(device: str) -> None:
     with pytest.raises(RuntimeError, match="draws from held of 0"):
         make_graphed_callables(nn.Sequential(Drawing(random.Random(1))), (torch.randn(3, 4, device=device),))

@@ -12,17 +12,20 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf
-from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.common.own_objects import OwnObject
+from te_graph.graphs.arguments.nest import instance_dict, own_attribute
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
+from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of
 from te_graph.graphs.guards.sources import Source, items_of
 
 CONTAINERS = (dict, list, set, deque)
+_SLOTS_APART = (types.CellType, Inlined, OwnObject)  # cells are bindings, and te_graph's state is no effect of code
 
 
 class ContainerState:
-    """The contents of the attributes, dictionaries, lists, sets and deques that a callable refers to, the classes of
-    modules and which leaves require gradients.
+    """The contents of the attributes, slots, dictionaries, lists, sets and deques that a callable refers to, the
+    classes of modules and which leaves require gradients.
 
     Args:
         sources: the callable and what it refers to. References to what they hold are kept until this object goes.
@@ -30,6 +33,7 @@ class ContainerState:
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._kept: list[tuple[Any, Any]] = []
+        self._slots: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[nn.Module, type]] = []
         self._flags: list[tuple[Tensor, bool]] = []
         for source in sources:
@@ -41,6 +45,8 @@ class ContainerState:
             self._classes.append((obj, type(obj)))
         elif isinstance(obj, Tensor) and is_leaf(obj):
             self._flags.append((obj, obj.requires_grad))
+        if not isinstance(obj, _SLOTS_APART):
+            self._slots += [(obj, slot, own_attribute(obj, slot)) for slot in slots_of(type(obj))]
         if isinstance(obj, CONTAINERS):
             self._keep(obj)
         if (members := instance_dict(obj)) is not None:
@@ -63,6 +69,9 @@ class ContainerState:
         for tensor, requires_grad in self._flags:
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
+        for obj, slot, value in self._slots:
+            if own_attribute(obj, slot) is not value:  # put back without code of its class
+                object.__delattr__(obj, slot) if value is NotImplemented else object.__setattr__(obj, slot, value)
         for container, contents in self._kept:
             if isinstance(container, list):
                 if not _are_the_same(container, contents):
