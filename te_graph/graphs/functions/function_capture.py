@@ -186,8 +186,8 @@ class _Attempt:
             on_gpu,
             self._reads,
             self.watch,
-            torch.autograd.set_detect_anomaly(False),
-        ):  # it reads values on the host
+            torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
+        ):  # looking for NaN reads values on the host; code may ask for the mode
             yield
 
     def run(self) -> None:

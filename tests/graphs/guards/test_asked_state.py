@@ -14,7 +14,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from calls import replays
-from text_cases import assert_change_is_seen, install, made_module, outcome_of_callable, run_text
+from sequences import counts
+from text_cases import assert_change_is_seen, function_of_case, install, made_module, outcome_of_callable, run_text
 from torch.utils import deterministic
 
 from te_graph import make_graphed_callables
@@ -88,6 +89,14 @@ def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, chang
 @pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
 def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
     assert outcome_of_callable(module, setup, read, change) == "refused"
+
+
+def test_a_capture_under_anomaly_detection_sees_it(module: types.ModuleType) -> None:
+    function, replayed, x = function_of_case(module, "", _IS.format("torch.is_anomaly_enabled()"))
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        for _ in range(4):
+            assert torch.equal(replayed(x), function(x))
+    assert counts(replayed)[1] > 0
 
 
 def test_state_that_no_code_asks_for_may_change(module: types.ModuleType) -> None:
