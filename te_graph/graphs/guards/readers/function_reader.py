@@ -242,13 +242,12 @@ class FunctionReader:
         said = self.names.said | {"__getattr__"}
         named = [key for key, value in list(members.obj.items()) if key in said and shows(source.obj, value)]
         yield from (members.item(key, f"{source.name}.{key}") for key in named)
-        slots = (_slot(source, f"{source.name}.{key}", key) for key in slots_of(type(source.obj)) if key in said)
+        slots = (_slot(source, key) for key in slots_of(type(source.obj)) if key in said)
         yield from (slot for slot in slots if slot.is_end or shows(source.obj, slot.obj))
         if is_project_module(source.obj):
             asked = asked_of_module(source.obj, self.names) - members.obj.keys()
             for key in sorted(key for key in asked if not is_implicit(key)):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
-            yield from self._slots(source)
             yield from self._class_of(source, members)
 
     def _function_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
