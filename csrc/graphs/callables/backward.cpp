@@ -149,8 +149,10 @@ void GraphedCallable::note_main_grad_unused(size_t number) const {
                "execution: it is left in .grad, and main_grad as it is, unless a hook adds it there");
 }
 
-// Once the graph has been launched: sets .grad, and appends what the edges of its node get.
-void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, BackwardResults& results) {
+// Once the graph has been launched: sets .grad, and appends what the edges of its node get. Flags of what it stores are
+// no longer in `used_up`.
+void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up,
+                             BackwardResults& results) {
     Slot& slot = slot_of(pending);
     ++backward_replays_;
     if (!pending.input_edges.empty()) {
@@ -187,6 +189,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, Ba
                 break;
             case GradientAction::kStoreMainGradEagerly:
                 main_grad_of(pending, i).copy_(slot.parameter_grads[i]);
+                std::erase(used_up, parameters_[i].flag.get());
                 break;
             case GradientAction::kAddMainGradEagerly:
                 main_grad_of(pending, i).add_(slot.parameter_grads[i]);

@@ -115,7 +115,6 @@ public:
     void note_lost_gradients() { has_lost_gradients_ = true; }
 
     const std::string& name() const { return name_; }
-    // For the garbage collector.
     // For the garbage collector: what the guards keep alive. Clearing them is the end of the callable.
     int visit_guards(visitproc visit, void* arg) const;
     void clear_guards() const;
@@ -164,7 +163,9 @@ private:
     const at::Tensor& main_grad_of(const PendingBackward& pending, size_t parameter) const;
     void separate_overlapping(const PendingBackward& pending) const;
     bool leaves_nothing_behind(const PendingBackward& pending) const;
-    void finish(const PendingBackward& pending, const Bits& got, BackwardResults& results);
+    void note_stored(const PendingBackward& pending, std::vector<StoreFlag*>& used_up) const;
+    void finish(const PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up,
+                BackwardResults& results);
     static bool repeats_a_step(const std::vector<PendingBackward>& chain);
     static std::shared_ptr<Graph> merged(const std::vector<PendingBackward>& chain, const std::vector<Bits>& got);
     ReplayMiss changed(const std::string& change) const;

@@ -115,7 +115,7 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
     // What is lent moves now: a `.grad` may be among it, and what follows plans where gradients go.
     replay_order.input_gradients().protect();
     std::vector<StoreFlag*> used_up;
-    auto on_failure = c10::make_scope_exit([&] {
+    const auto on_failure = c10::make_scope_exit([&] {
         for (StoreFlag* const flag : used_up) flag->overwrite = true;
     });
     for (size_t i = 0; i < chain.size(); ++i) {
@@ -123,13 +123,13 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
         if (i > 0) got.push_back(callable.grads_from(chain[i - 1], got.back(), callable.slot_of(chain[i])));
         callable.plan_parameters(chain[i], got.back(), used_up);
     }
-    on_failure.release();
     BackwardResults results;
     if (const auto graph = merged(chain, got)) {
         for (const PendingBackward& pending : chain) pending.callable->host_steps_.prepare_backward();
         for (const PendingBackward& pending : chain) pending.callable->host_steps_.run_backward();
         graph->replay();
-        for (size_t i = 0; i < chain.size(); ++i) chain[i].callable->finish(chain[i], got[i], results);
+        for (const PendingBackward& pending : chain) pending.callable->note_stored(pending, used_up);
+        for (size_t i = 0; i < chain.size(); ++i) chain[i].callable->finish(chain[i], got[i], used_up, results);
     } else {
         for (size_t i = 0; i < chain.size(); ++i) {
             GraphedCallable& callable = *chain[i].callable;
@@ -143,7 +143,8 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
             callable.host_steps_.prepare_backward();
             callable.host_steps_.run_backward();
             slot.backward->replay();
-            callable.finish(chain[i], got[i], results);
+            callable.note_stored(chain[i], used_up);
+            callable.finish(chain[i], got[i], used_up, results);
         }
     }
     sync_backward_caller(first.device_);

@@ -39,7 +39,7 @@ bool was_sent(const c10::Storage& storage) { return storage.data_ptr().get_conte
 at::Tensor fresh_grad(const at::Tensor& buffer, const at::Tensor& source) {
     const bool is_ours =
         buffer.defined() && !is_shared(*buffer.storage().unsafeGetStorageImpl()) && !was_sent(buffer.storage());
-    if (!is_ours || buffer.storage().nbytes() < source.nbytes()) {
+    if (!is_ours || buffer.storage().nbytes() != source.nbytes()) {
         return at::empty_strided(source.sizes(), source.strides(), source.options());
     }
     return at::Tensor(buffer.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
@@ -73,7 +73,8 @@ bool asks_for_leaf_without_edge(const std::unordered_map<torch::autograd::Node*,
 
 }  // namespace
 
-// Decides what happens to each parameter's gradient, and writes the table. Flags that it resets go to `used_up`.
+// Decides what happens to each parameter's gradient, and writes the table. Flags that it resets go to `used_up`, until
+// what they ask for is done.
 void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     if (exec_info && exec_info->empty()) exec_info = nullptr;
@@ -180,6 +181,15 @@ void GraphedCallable::note_for_repetition(const PendingBackward& pending) {
     for (size_t i = 0; last_update.is_possible && i < parameters_.size(); ++i) {
         const at::Tensor& tensor = destination(pending, i);
         last_update.destinations.emplace_back(tensor.unsafeGetTensorImpl(), TensorFacts(tensor));
+    }
+}
+
+// The graph has run, and with it what the table stores.
+void GraphedCallable::note_stored(const PendingBackward& pending, std::vector<StoreFlag*>& used_up) const {
+    const Slot& slot = slot_of(pending);
+    if (used_up.empty() || slot.last_update.is_repeated) return;
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        if (slot.updates[i].action == GradientAction::kStoreMainGrad) std::erase(used_up, parameters_[i].flag.get());
     }
 }
 

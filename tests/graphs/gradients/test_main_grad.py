@@ -72,6 +72,53 @@ def test_a_backward_that_is_refused_leaves_a_reset_to_the_next_one(device: str, 
     assert torch.equal(weight.main_grad, once)
 
 
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_backward_that_raises_before_it_stores_leaves_a_reset_to_the_next_one(device: str, chain: bool) -> None:
+    layers, x = [nn.Linear(6, 6, device=device) for _ in range(3)], torch.randn(4, 6, device=device)
+    for parameter in layers[0].parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    tg.make_graphed_callables(tuple(layers), tuple((x.clone().requires_grad_(),) for _ in layers), chain=chain)
+
+    def step() -> None:
+        y = x.clone().requires_grad_()
+        for layer in layers:
+            y = layer(y)
+        y.square().sum().backward()
+
+    step()
+    once = layers[0].weight.main_grad.clone()
+    tg.reset_main_grads(list(layers[0].parameters()))
+    layers[1].bias.grad = torch.zeros(1, device=device).expand(6)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        step()
+    assert torch.equal(layers[0].weight.main_grad, once)
+    for layer in layers[1:]:
+        layer.zero_grad()
+    step()
+    assert torch.equal(layers[0].weight.main_grad, once)
+    step()
+    assert torch.equal(layers[0].weight.main_grad, 2 * once)
+
+
+def test_a_backward_that_raises_before_it_stores_by_an_op_leaves_a_reset_to_the_next_one(device: str) -> None:
+    layer, x = nn.Linear(6, 6, device=device), torch.randn(4, 6, device=device)
+    layer.bias.main_grad = torch.zeros(12, device=device)[::2]  # which the table does not write
+    tg.make_graphed_callables(layer, (x.clone().requires_grad_(),))
+
+    def step() -> None:
+        layer(x.clone().requires_grad_()).square().sum().backward()
+
+    step()
+    once = layer.bias.main_grad.clone()
+    tg.reset_main_grads([layer.bias])
+    layer.weight.grad = torch.zeros(1, 1, device=device).expand(6, 6)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        step()
+    layer.weight.grad = None
+    step()
+    assert torch.equal(layer.bias.main_grad, once)
+
+
 def test_grad_dtype_of_the_parameter_keeps_grad(device: str) -> None:
     graphed = tg.make_graphed_callables(mlp(device), (sample(device),), grad_dtype=torch.float32)
     graphed(sample(device)).sum().backward()

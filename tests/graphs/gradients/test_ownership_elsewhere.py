@@ -42,3 +42,13 @@ def test_a_grad_that_was_sent_to_another_process_is_not_written_again() -> None:
     (layer(x) * 100).sum().backward()
     assert_bitwise_equal(torch.empty(0).set_(there)[:4].view(2, 2), value)
     assert_bitwise_equal(layer.bias.grad, torch.full((2,), 300.0))
+
+
+def test_memory_of_a_grad_that_was_resized_is_not_used_again(device: str) -> None:
+    linear, x = nn.Linear(3, 2, device=device), torch.randn(4, 3, device=device)
+    tg.make_graphed_callables(linear, (x,))
+    linear(x).sum().backward()
+    linear.weight.grad.resize_(20, 20)
+    linear.weight.grad = None
+    linear(x).sum().backward()
+    assert linear.weight.grad.untyped_storage().nbytes() == linear.weight.nbytes
