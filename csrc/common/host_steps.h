@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "common/grad_buffers.h"
+
 namespace te_graph {
 
 class HostStep {
@@ -41,6 +43,9 @@ public:
     const List& forward() const { return forward_; }
     const List& backward() const { return backward_; }
 
+    // Of the backward that is captured, or warmed up.
+    GradBuffers& grad_buffers() { return grad_buffers_; }
+
     // Before a replay of what has these steps; of several at once, all are prepared first.
     void prepare_forward() const { prepare(forward_); }
     void run_forward() const { run(forward_); }
@@ -53,6 +58,7 @@ private:
     static void run(const List& list);
 
     List forward_, backward_;
+    GradBuffers grad_buffers_;
 };
 
 }  // namespace te_graph

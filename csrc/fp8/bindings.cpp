@@ -72,6 +72,13 @@ void bind(py::module_& m) {
              py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"), py::arg("place"))
         .def("set_cast_weights",
              [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })
+        .def("set_main_grad_of",
+             [](Linear& linear, py::function function) {
+                 linear.set_main_grad_of([held = held_on_any_thread(std::move(function))](const at::Tensor& weight) {
+                     const py::gil_scoped_acquire gil;
+                     return (*held)(weight).cast<std::pair<at::Tensor, std::shared_ptr<StoreFlag>>>();
+                 });
+             })
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("note_cast", &Linear::note_cast, py::arg("weight"), py::arg("is_recorded"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)

@@ -1,6 +1,6 @@
 // Products of FP8 matrices, by cuBLASLt. No Torch here.
 //
-//   out = a_scale_inv * b_scale_inv * (a · bᵀ) + bias (+ out), rounded once
+//   out = a_scale_inv * b_scale_inv * (a · bᵀ) + bias, rounded (and then + out, rounded again)
 //
 // Both matrices have the summed dimension last: Hopper's FP8 tensor cores take no other layout.
 #pragma once

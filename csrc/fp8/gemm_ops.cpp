@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include "common/empty_on.h"
 #include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "common/run_on.h"
@@ -36,8 +37,11 @@ void multiply_in_fp32(const at::Tensor& out, const at::Tensor& a, const at::Tens
     at::Tensor sum = at::mm(a.to(at::kFloat), b.to(at::kFloat).t());
     sum.mul_(a_scale_inv.mul(b_scale_inv));
     if (bias) sum.add_(bias->to(at::kFloat));
-    if (accumulate) sum.add_(out.to(at::kFloat));
-    out.copy_(sum);
+    if (accumulate) {
+        out.add_(sum.to(out.scalar_type()));  // cuBLASLt, too, rounds the product first
+    } else {
+        out.copy_(sum);
+    }
 }
 
 #ifdef TE_GRAPH_CUDA
@@ -135,7 +139,7 @@ at::Tensor gemm(const at::Tensor& a,            // [M, K]
                 const MaybeTensor& bias,  // [N]
                 bool fast_accum) {
     const auto sizes = check_operands(kGemm, a, b, a_scale_inv, b_scale_inv, bias, dtype);
-    const at::Tensor out = at::empty(sizes, a.options().dtype(dtype));
+    const at::Tensor out = empty_on(a.device(), sizes, dtype);
     multiply(kGemm, out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, false);
     return out;
 }
@@ -207,7 +211,7 @@ void multiply([[maybe_unused]] const char* op, const at::Tensor& out, const at::
                 "outside");
     // From torch's allocator, which lets no two streams and no two graphs that may run at once have the same.
     const auto bytes = static_cast<int64_t>(workspace_of(*plan));
-    const at::Tensor workspace = bytes ? at::empty({bytes}, out.options().dtype(at::kByte)) : at::Tensor();
+    const at::Tensor workspace = bytes ? empty_on(out.device(), {bytes}, at::kByte) : at::Tensor();
     C10_CUDA_CHECK(launch_gemm(work, *plan, bytes ? workspace.data_ptr() : nullptr, stream));
     if (rounded && is_wide) out.add_(*rounded);
 #endif

@@ -125,10 +125,22 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     static const auto op =
         own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                      const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
-                     std::array<bool, 3>)>("te_graph::fp8_linear_backward");
+                     std::array<bool, 3>, const MaybeTensor&, bool)>("te_graph::fp8_linear_backward");
+    // What hooks of saved tensors run, as a checkpoint's recomputation, is no part of the call.
+    const MaybeTensor weight_t = maybe(saved_[0].unpack()), x_t = maybe(saved_[1].unpack()),
+                      x_scale_inv = maybe(saved_[2].unpack());
+    // Where nothing is followed, autograd's part, some of the call's time on the host, is left out.
+    const bool is_followed = at::GradMode::is_enabled();
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (!is_followed) below.emplace();
+    auto weight_grad = mask[1] && !is_followed ? WeightGrad::find(next_edge(1), linear_->weight_.sizes(), weight_dtype_,
+                                                                  grad, steps_.get(), linear_->main_grad_of_)
+                                               : std::nullopt;
     auto [grad_x, grad_weight, grad_bias] =
-        op.call(grad, maybe(saved_[0].unpack()), linear_->weight_scale_inv_, maybe(saved_[1].unpack()),
-                maybe(saved_[2].unpack()), scale, amax, linear_->grad_dtype_, x_dtype_, weight_dtype_, mask);
+        op.call(grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, scale, amax, linear_->grad_dtype_,
+                x_dtype_, weight_grad ? weight_grad->memory.scalar_type() : weight_dtype_, mask,
+                weight_grad ? MaybeTensor(weight_grad->memory) : std::nullopt, weight_grad && weight_grad->accumulates);
+    if (weight_grad) grad_weight = weight_grad->finish();
     return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
 }
 

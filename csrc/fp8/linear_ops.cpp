@@ -6,11 +6,11 @@
 // Any number of tokens: rows of the transposed copies end in zeros up to a multiple of 16, which add nothing.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <array>
 
+#include "common/empty_on.h"
 #include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "fp8/arguments.h"
@@ -80,14 +80,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& 
     check_apart(kLinearForward, {{"x", x, false}, {"scale", scale, false}, {"amax", amax, true}});
     const at::Tensor matrix = as_matrix(x);
     const Operand input = cast_operand(kLinearForward, matrix, {scale, amax, weight.scalar_type()}, with_transposed);
-    const at::Tensor y = at::empty({matrix.size(0), weight.size(0)}, x.options().dtype(dtype));
+    const at::Tensor y = empty_on(x.device(), {matrix.size(0), weight.size(0)}, dtype);
     multiply(kLinearForward, y, input.data, weight, input.scale_inv, weight_scale_inv, bias, true, false);
     note_writes({amax});
-    const at::Tensor transposed = with_transposed ? input.transposed : at::empty({0}, input.data.options());
+    const at::Tensor transposed = with_transposed ? input.transposed : empty_on(x.device(), {0}, weight.scalar_type());
     return {x.dim() == 2 ? y : y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
 }
 
-// Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for.
+// Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for, but
+// not that of the weight where it goes into grad_weight.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor& grad,               // [..., O]
                                                                const MaybeTensor& weight_t,          // [I, O] FP8
                                                                const MaybeTensor& weight_scale_inv,  // [] or [1]
@@ -97,7 +98,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                                                                const MaybeTensor& amax,              // [] or [1]
                                                                at::ScalarType format, at::ScalarType x_dtype,
                                                                at::ScalarType weight_dtype,
-                                                               std::array<bool, 3> output_mask) {
+                                                               std::array<bool, 3> output_mask,
+                                                               const MaybeTensor& grad_weight_out,  // [O, I]
+                                                               bool accumulate) {
     const auto [needs_x, needs_weight, needs_bias] = output_mask;
     check_tokens(kLinearBackward, "grad", grad);
     format_of(kLinearBackward, "dtype", format);
@@ -118,9 +121,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                           ": expected x_t of two dimensions with rows of ", padded(matrix.size(0)),
                           ", the number of tokens rounded up, got ", x_t->sizes());
     }
-    check_apart(kLinearBackward, {{"grad", grad, false}, {"scale", scale, false}, {"amax", amax, true}});
+    TORCH_CHECK_VALUE(grad_weight_out || !accumulate, kLinearBackward,
+                      ": expected grad_weight, to which to accumulate, got none");
+    if (grad_weight_out) {
+        TORCH_CHECK_VALUE(needs_weight, kLinearBackward, ": expected no grad_weight, as output_mask asks for none");
+        check_dtype(kLinearBackward, "grad_weight", *grad_weight_out, weight_dtype);
+        check_shape(kLinearBackward, "grad_weight", *grad_weight_out, {grad.size(-1), x_t->size(0)});
+        check_contiguous(kLinearBackward, "grad_weight", *grad_weight_out);
+        check_device(kLinearBackward, "grad_weight", *grad_weight_out, grad.device());
+    }
+    check_apart(
+        kLinearBackward,
+        {{"grad", grad, false}, {"scale", scale, false}, {"amax", amax, true}, {"grad_weight", grad_weight_out, true}});
     at::Tensor grad_x, grad_weight;
-    const at::Tensor grad_bias = needs_bias ? at::empty({grad.size(-1)}, grad.options()) : at::Tensor();
+    const at::Tensor grad_bias =
+        needs_bias ? empty_on(grad.device(), {grad.size(-1)}, grad.scalar_type()) : at::Tensor();
     if (!needs_x && !needs_weight) {
         if (needs_bias) cast_operand(kLinearBackward, matrix, {scale, amax, format}, false, grad_bias);
         note_writes({amax});
@@ -129,17 +144,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
     const Operand operand = cast_operand(kLinearBackward, matrix, {scale, amax, format}, needs_weight, grad_bias);
     if (needs_x) {
         const int64_t inputs = weight_t->size(0);
-        const at::Tensor out = at::empty({matrix.size(0), inputs}, grad.options().dtype(x_dtype));
+        const at::Tensor out = empty_on(grad.device(), {matrix.size(0), inputs}, x_dtype);
         multiply(kLinearBackward, out, operand.data, *weight_t, operand.scale_inv, *weight_scale_inv, std::nullopt,
                  false, false);
         grad_x = grad.dim() == 2 ? out : out.view(with_last(grad.sizes(), inputs));
     }
     if (needs_weight) {
-        grad_weight = at::empty({grad.size(-1), x_t->size(0)}, grad.options().dtype(weight_dtype));
-        multiply(kLinearBackward, grad_weight, operand.transposed, *x_t, operand.scale_inv, *x_scale_inv, std::nullopt,
-                 false, false);
+        if (!grad_weight_out) grad_weight = empty_on(grad.device(), {grad.size(-1), x_t->size(0)}, weight_dtype);
+        multiply(kLinearBackward, grad_weight_out.value_or(grad_weight), operand.transposed, *x_t, operand.scale_inv,
+                 *x_scale_inv, std::nullopt, false, accumulate);
     }
-    note_writes({amax});
+    note_writes({amax, grad_weight_out});
     return {grad_x, grad_weight, grad_bias};
 }
 
@@ -159,24 +174,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Ten
             with_transposed ? at::empty_symint({columns, padding}, options) : at::empty({0}, options),
             at::empty({1}, x.options().dtype(at::kFloat))};
 }
-// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; weight_scale_inv, x_scale_inv, scale, amax [] or [1] -> as
-// linear_backward.
+// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I]; weight_scale_inv, x_scale_inv, scale,
+// amax [] or [1] -> as linear_backward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
     const at::Tensor& grad, const MaybeTensor& weight_t, const MaybeTensor& weight_scale_inv, const MaybeTensor& x_t,
     const MaybeTensor& x_scale_inv, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType,
-    at::ScalarType x_dtype, at::ScalarType weight_dtype, std::array<bool, 3> output_mask) {
+    at::ScalarType x_dtype, at::ScalarType weight_dtype, std::array<bool, 3> output_mask,
+    const MaybeTensor& grad_weight_out, bool) {
     check_devices(kLinearBackward, grad.device(),
                   {{"weight_t", weight_t},
                    {"weight_scale_inv", weight_scale_inv},
                    {"x_t", x_t},
                    {"x_scale_inv", x_scale_inv},
                    {"scale", scale},
-                   {"amax", amax}});
+                   {"amax", amax},
+                   {"grad_weight", grad_weight_out}});
     at::Tensor grad_x, grad_weight, grad_bias;
     if (output_mask[0]) {
         grad_x = at::empty_symint(with_last(grad.sym_sizes(), weight_t->sym_size(0)), grad.options().dtype(x_dtype));
     }
-    if (output_mask[1]) {
+    if (output_mask[1] && !grad_weight_out) {
         grad_weight = at::empty_symint({grad.sym_size(-1), x_t->sym_size(0)}, grad.options().dtype(weight_dtype));
     }
     if (output_mask[2]) grad_bias = at::empty_symint({grad.sym_size(-1)}, grad.options());

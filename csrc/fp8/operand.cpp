@@ -1,7 +1,6 @@
 #include "fp8/operand.h"
 
-#include <ATen/ops/empty.h>
-
+#include "common/empty_on.h"
 #include "common/run_on.h"
 #include "fp8/arguments.h"
 #include "fp8/scale.h"
@@ -12,7 +11,7 @@ namespace {
 // The scale by which the largest magnitude of x [M, N] becomes the largest number of `format`: [1] fp32.
 at::Tensor find_scale(const char* op, const at::Tensor& x, Format format) {
     // The magnitude, the scale, and the kernel's scratch of two words.
-    const at::Tensor found = at::empty({4}, x.options().dtype(at::kFloat));
+    const at::Tensor found = empty_on(x.device(), {4}, at::kFloat);
     auto* const words = static_cast<float*>(found.data_ptr());
     const CurrentScale work{.input = x.const_data_ptr(),
                             .numel = x.numel(),
@@ -31,7 +30,7 @@ Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x) {
     Sums result;
     if (!out.defined()) return result;
     if (!x.device().is_cpu()) {
-        result.scratch = at::empty({tiles_in(x.size(0)), x.size(1)}, x.options().dtype(at::kFloat));
+        result.scratch = empty_on(x.device(), {tiles_in(x.size(0)), x.size(1)}, at::kFloat);
         result.sums.partial = static_cast<float*>(result.scratch.data_ptr());
     }
     result.sums.out = out.data_ptr();
@@ -44,9 +43,9 @@ Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling
     const Format format = format_of(op, "dtype", scaling.dtype);
     const at::Tensor scale = scaling.scale ? *scaling.scale : find_scale(op, x, format);
     Operand operand;
-    operand.data = at::empty(x.sizes(), x.options().dtype(scaling.dtype));
-    operand.scale_inv = at::empty({1}, x.options().dtype(at::kFloat));
-    if (with_transposed) operand.transposed = at::empty({x.size(1), padded(x.size(0))}, operand.data.options());
+    operand.data = empty_on(x.device(), x.sizes(), scaling.dtype);
+    operand.scale_inv = empty_on(x.device(), {1}, at::kFloat);
+    if (with_transposed) operand.transposed = empty_on(x.device(), {x.size(1), padded(x.size(0))}, scaling.dtype);
     const Cast work{.input = x.const_data_ptr(),
                     .out = static_cast<uint8_t*>(operand.data.data_ptr()),
                     .out_t = with_transposed ? static_cast<uint8_t*>(operand.transposed.data_ptr()) : nullptr,

@@ -149,6 +149,20 @@ void bind(py::module_& m) {
                  return steps;
              })
         .def("__exit__", [](const HostSteps&, const py::args&) { HostSteps::leave(); })
+        .def(
+            "offer_grad_buffer",
+            [](HostSteps& steps, const at::Tensor& parameter, at::Tensor buffer) {
+                steps.grad_buffers().offer(parameter, std::move(buffer));
+            },
+            py::arg("parameter"), py::arg("buffer"))
+        .def_property_readonly("wanted_grad_buffers",
+                               [](HostSteps& steps) {
+                                   std::vector<std::pair<at::Tensor, bool>> wanted;
+                                   for (const auto& [parameter, to_main_grad] : steps.grad_buffers().taken()) {
+                                       wanted.emplace_back(parameter, to_main_grad);
+                                   }
+                                   return wanted;
+                               })
         .def("__len__", [](const HostSteps& steps) { return steps.forward().size() + steps.backward().size(); })
         .def("change", &change_of_steps)
         .def("run", &run_steps);
@@ -325,12 +339,12 @@ void bind(py::module_& m) {
 
     py::class_<ParameterSpec>(m, "ParameterSpec")
         .def(py::init([](int tensor, int main_grad, std::vector<bool> depends_on, bool through_autograd,
-                         bool main_grad_fits, std::shared_ptr<StoreFlag> flag) {
-                 return ParameterSpec{tensor,           main_grad,      std::move(depends_on),
-                                      through_autograd, main_grad_fits, std::move(flag)};
+                         bool main_grad_fits, bool has_grad_buffer, std::shared_ptr<StoreFlag> flag) {
+                 return ParameterSpec{tensor,         main_grad,       std::move(depends_on), through_autograd,
+                                      main_grad_fits, has_grad_buffer, std::move(flag)};
              }),
              py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"), py::arg("through_autograd"),
-             py::arg("main_grad_fits"), py::arg("flag"));
+             py::arg("main_grad_fits"), py::arg("has_grad_buffer"), py::arg("flag"));
 
     py::class_<View, std::shared_ptr<View>>(m, "View")
         .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("tensor"), py::arg("base"))

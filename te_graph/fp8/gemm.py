@@ -66,7 +66,7 @@ def fp8_gemm_out(
     Args:
         out: [M, N] float32, float16 or bfloat16, contiguous. Mutated.
         a, b, a_scale_inv, b_scale_inv, bias, fast_accum: as for ``fp8_gemm``: [M, K], [N, K], [1], [1], [N].
-        accumulate: add to ``out``: the sum is rounded once, not the product before it.
+        accumulate: add the rounded product to ``out``, with the bits of ``out.add_(product)``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as ``fp8_gemm``; ``out`` overlaps another.

@@ -28,6 +28,11 @@ class Linear(nn.Linear, ReadyForCapture):
     does not divide both numbers of features, the layer computes in high precision, and says so once. On the CPU, and on
     GPUs without FP8, products are made in float32 of the same FP8 operands.
 
+    The product that is the weight's gradient adds it to ``weight.grad`` by itself, with the bits of autograd's addition:
+    of several uses in one backward one after the other, where autograd would add their sum. Gradients go through
+    autograd where the weight has hooks, where ``torch.autograd.grad`` or ``backward(inputs=)`` asks, and where
+    ``weight.grad`` is of another layout or dtype.
+
     Without a recorded gradient nothing is noted of the scales: an evaluation changes no state. Activation checkpointing
     repeats the scales of the first call, and notes nothing.
 
@@ -43,6 +48,9 @@ class Linear(nn.Linear, ReadyForCapture):
         bias, device, dtype: as of ``torch.nn.Linear``.
         params_dtype: another name of ``dtype``.
         return_bias: return (y without the bias, bias).
+        fuse_wgrad_accumulation: the product adds the weight's gradient to ``weight.main_grad``, which is the caller's,
+            instead, and ``weight.grad`` stays None; ``te_graph.reset_main_grads`` lets the next one overwrite it. What
+            goes through autograd, or is computed outside of regions, ends in ``weight.grad``.
         parallel_mode: "column", "row" or None.
         tp_group: a ``te_graph.PeerGroup`` of the ranks that share the layer.
         sequence_parallel: see above.
@@ -56,7 +64,10 @@ class Linear(nn.Linear, ReadyForCapture):
             is not of the weight's dtype, without ``torch.autocast``; a weight that is sharded by others.
         ValueError: a ``parallel_mode`` of another name, or without a group; features that the group's size does not
             divide. In a call, inside a region: a weight on another device than the input; float16 under
-            ``torch.autocast``.
+            ``torch.autocast``. In a backward: a ``main_grad`` that is not contiguous, of the weight's shape and device,
+            and of float32, bfloat16 or float16.
+        RuntimeError: in a backward with ``fuse_wgrad_accumulation``, no ``main_grad``; that backward inside a function
+            that ``te_graph.graphed`` captures.
 
     Stream and capture: a call launches one cast and one product, a backward a cast and two products, on the current
         stream; allocates what they write. A cast of all weights comes first where one has changed, an update of the
@@ -66,6 +77,7 @@ class Linear(nn.Linear, ReadyForCapture):
     """
 
     return_bias = False
+    fuse_wgrad_accumulation = False
     shard: Shard | None = None
     fp8: Member | None = None
     loaded_state: tuple[int, Tensor] | None = None
@@ -81,6 +93,7 @@ class Linear(nn.Linear, ReadyForCapture):
         *,
         params_dtype: torch.dtype | None = None,
         return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         parallel_mode: str | None = None,
         tp_group: PeerGroup | None = None,
         sequence_parallel: bool = False,
@@ -91,6 +104,7 @@ class Linear(nn.Linear, ReadyForCapture):
         nn.Module.__init__(self)
         self.shard = shard
         self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         own_in, own_out = (in_features, out_features) if shard is None else shard.own(in_features, out_features)
         self.in_features, self.out_features = own_in, own_out
         options = {"device": device, "dtype": dtype if params_dtype is None else params_dtype}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
@@ -28,6 +29,7 @@ class HasWeight(Protocol):
     """A module that computes in FP8: ``weight`` [out, in]."""
 
     weight: nn.Parameter
+    fuse_wgrad_accumulation: bool
 
 
 class _Block:
@@ -132,6 +134,8 @@ class Member:
             formats.backward_dtype,
             place,
         )
+        if module.fuse_wgrad_accumulation:
+            self.linear.set_main_grad_of(_main_grad_of)
         # By a weak reference, since what C++ holds is not seen by the garbage collector.
         self.linear.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
 
@@ -215,6 +219,16 @@ class Member:
         direction, column = self.block.place(self.number, tensor)
         self.block.tables[direction].settle(column)
         self.block.tables[direction].note(column)
+
+
+def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.StoreFlag]:
+    """The ``main_grad`` of ``weight`` [out, in], and what says that it is to be overwritten."""
+    main_grad = main_grad_of(weight)
+    if main_grad is None:
+        raise RuntimeError(
+            "te_graph.Linear: expected weight.main_grad, to which fuse_wgrad_accumulation adds the gradient, got none"
+        )
+    return main_grad, gradient_state(weight).flag
 
 
 def _cast_weights_of(reference: weakref.ref[Member], records: bool) -> None:

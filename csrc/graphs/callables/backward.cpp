@@ -179,7 +179,8 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
         ParameterUpdate& update = slot.updates[i];
         switch (update.action) {
             case GradientAction::kStoreNew:
-                if (!buffers_[i].defined() || !buffers_[i].is_alias_of(update.fresh)) {
+                if (!parameters_[i].has_grad_buffer &&
+                    !(buffers_[i].defined() && buffers_[i].is_alias_of(update.fresh))) {
                     buffers_[i] = update.fresh.detach();
                 }
                 parameter.mutable_grad() = std::move(update.fresh);
@@ -194,8 +195,14 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
             case GradientAction::kAddMainGradEagerly:
                 main_grad_of(pending, i).add_(slot.parameter_grads[i]);
                 break;
-            case GradientAction::kStoreMainGrad:
             case GradientAction::kAddInPlace:
+                if (parameters_[i].has_grad_buffer && !is_grad_buffer(i, parameter.grad())) {
+                    const at::NoGradGuard no_grad;
+                    parameter.mutable_grad().copy_(slot.parameter_grads[i]);
+                    break;
+                }
+                [[fallthrough]];
+            case GradientAction::kStoreMainGrad:
             case GradientAction::kAddMainGrad:
                 destination(pending, i).unsafeGetTensorImpl()->bump_version();
                 break;
@@ -211,6 +218,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
         const bool returns = slot.updates[i].action == GradientAction::kReturn;
         results.gradients.push_back(returns ? slot.parameter_grads[i].clone() : at::Tensor());
     }
+    restore_main_grads(pending);
 }
 
 }  // namespace te_graph::graphs

@@ -32,6 +32,10 @@ GraphedCallable::GraphedCallable(std::string name, at::Device device, std::share
         if (externals[i].written) written_.push_back(i);
     }
     for (const auto& steps : host_steps) host_steps_.add(*steps);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        lent_buffers_.push_back(parameters_[i].has_grad_buffer ? std::make_unique<LentStorages>() : nullptr);
+        if (parameters_[i].has_grad_buffer) buffered_.push_back(i);
+    }
 }
 
 int GraphedCallable::visit_guards(visitproc visit, void* arg) const {

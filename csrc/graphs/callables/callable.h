@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "common/host_steps.h"
+#include "common/store_flag.h"
 #include "graphs/callables/gradient_table.h"
 #include "graphs/callables/lent_storages.h"
 #include "graphs/callables/pending_backward.h"
@@ -32,12 +33,6 @@
 
 namespace te_graph::graphs {
 
-// Set by reset_main_grads: the next backward overwrites main_grad. One per parameter, shared by all callables that use
-// it.
-struct StoreFlag {
-    std::atomic<bool> overwrite{false};
-};
-
 // A leaf outside the callable that its backward computes a gradient for.
 struct ParameterSpec {
     int tensor;                       // its number in the guard
@@ -45,6 +40,7 @@ struct ParameterSpec {
     std::vector<bool> depends_on;     // [differentiable outputs]
     bool through_autograd;            // always by an autograd edge
     bool main_grad_fits;              // the table writes it; else an ordinary op after the replay
+    bool has_grad_buffer;             // the op that computes the gradient adds it up in the slots' parameter_grads
     std::shared_ptr<StoreFlag> flag;  // with main_grad only
 };
 
@@ -161,6 +157,10 @@ private:
     GradientTable::EntryWrite write_of(const PendingBackward& pending, size_t entry) const;
     const at::Tensor& destination(const PendingBackward& pending, size_t parameter) const;
     const at::Tensor& main_grad_of(const PendingBackward& pending, size_t parameter) const;
+    bool is_grad_buffer(size_t parameter, const at::Tensor& tensor) const;
+    at::Tensor lend_grad_buffer(size_t parameter);
+    void prepare_grad_buffers(const PendingBackward& pending);
+    void restore_main_grads(const PendingBackward& pending);
     void separate_overlapping(const PendingBackward& pending) const;
     bool leaves_nothing_behind(const PendingBackward& pending) const;
     void note_stored(const PendingBackward& pending, std::vector<StoreFlag*>& used_up) const;
@@ -190,6 +190,8 @@ private:
     const int position_;                               // in the chain
     std::vector<std::shared_ptr<LentStorages>> lent_;  // [slots]
     std::vector<at::Tensor> buffers_;                  // [parameters] whose memory .grad gets when it was None
+    std::vector<size_t> buffered_;                     // parameters whose gradients the ops that compute them add up
+    std::vector<std::unique_ptr<LentStorages>> lent_buffers_;  // [parameters], of these: what is or has been .grad
     std::vector<std::unique_ptr<Slot>> slots_;
     mutable std::vector<bool> reordered_inputs_, reordered_grads_, unused_main_grads_;  // warned about once
     std::atomic<bool> has_lost_gradients_{false};

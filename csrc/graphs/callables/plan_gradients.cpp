@@ -125,16 +125,24 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
         const bool is_accumulated = action == GradientAction::kStoreNew || action == GradientAction::kAddInPlace ||
                                     action == GradientAction::kAddEagerly;
         if (is_accumulated && is_in_autograd_graph(parameter)) note_use_outside(i);
-        if (action == GradientAction::kStoreNew) slot.updates[i].fresh = fresh_grad(buffers_[i], source);
+        if (action == GradientAction::kStoreNew) {
+            slot.updates[i].fresh = spec.has_grad_buffer ? lend_grad_buffer(i) : fresh_grad(buffers_[i], source);
+        }
         if (action == GradientAction::kStoreMainGrad || action == GradientAction::kStoreMainGradEagerly) {
             if (spec.flag->overwrite.exchange(false)) used_up.push_back(spec.flag.get());
         }
     }
-    if (!slot.table->matches([&](size_t i) { return write_of(pending, i); })) {
+    // The table does not know the memory of a .grad that is not the buffer in which an op adds up.
+    const bool is_elsewhere = std::any_of(buffered_.begin(), buffered_.end(), [&](size_t i) {
+        const at::Tensor& tensor = destination(pending, i);
+        return tensor.defined() && !is_grad_buffer(i, tensor);
+    });
+    if (is_elsewhere || !slot.table->matches([&](size_t i) { return write_of(pending, i); })) {
         separate_overlapping(pending);
         for (size_t i = 0; i < slot.table->size(); ++i) slot.table->set(i, write_of(pending, i));
         slot.table->upload();
     }
+    prepare_grad_buffers(pending);
     note_for_repetition(pending);
 }
 
@@ -180,6 +188,7 @@ void GraphedCallable::note_for_repetition(const PendingBackward& pending) {
         !has_shared_inputs(pending) && std::all_of(slot.updates.begin(), slot.updates.end(), adds);
     for (size_t i = 0; last_update.is_possible && i < parameters_.size(); ++i) {
         const at::Tensor& tensor = destination(pending, i);
+        last_update.is_possible = !parameters_[i].has_grad_buffer || is_grad_buffer(i, tensor);
         last_update.destinations.emplace_back(tensor.unsafeGetTensorImpl(), TensorFacts(tensor));
     }
 }
@@ -196,7 +205,7 @@ void GraphedCallable::note_stored(const PendingBackward& pending, std::vector<St
 // What the table shall do for a parameter.
 GradientTable::EntryWrite GraphedCallable::write_of_parameter(const PendingBackward& pending, size_t parameter) const {
     const at::Tensor& tensor = destination(pending, parameter);
-    if (!tensor.defined()) return {Mode::kSkip, nullptr};
+    if (!tensor.defined() || parameters_[parameter].has_grad_buffer) return {Mode::kSkip, nullptr};
     const GradientAction action = slot_of(pending).updates[parameter].action;
     const bool stores = action == GradientAction::kStoreNew || action == GradientAction::kStoreMainGrad;
     return {stores ? Mode::kStore : Mode::kAdd, tensor.mutable_data_ptr()};
@@ -251,7 +260,7 @@ void GraphedCallable::separate_overlapping(const PendingBackward& pending) const
         const at::Tensor& tensor = destination(pending, i);
         if (!tensor.defined()) continue;
         written.push_back(i);
-        has_foreign |= updates[i].action != GradientAction::kStoreNew &&
+        has_foreign |= updates[i].action != GradientAction::kStoreNew && !is_grad_buffer(i, tensor) &&
                        !(buffers_[i].defined() && buffers_[i].is_alias_of(tensor));
     }
     if (!has_foreign) return;

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
 from te_graph.common.environment import is_disabled
+from te_graph.common.gradient_state import main_grad_of
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.arguments.signature import Signature
@@ -24,7 +25,6 @@ from te_graph.graphs.callables.refused_captures import RefusedCaptures
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.fp8_regions import explain_fp8
 from te_graph.graphs.capture.group import CaptureGroup
-from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
 from te_graph.graphs.capture.session import capture_all
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module

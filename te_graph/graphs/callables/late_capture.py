@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass
+from te_graph.common.gradient_state import main_grad_of
 from te_graph.graphs.arguments.nest import flatten
 from te_graph.graphs.capture.group import CaptureGroup
-from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.request import common_device
 

@@ -14,6 +14,7 @@ from te_graph import _C
 from te_graph.common.as_written import as_written
 from te_graph.common.before_capture import make_ready
 from te_graph.common.dispatch import storage_key, version_of
+from te_graph.common.gradient_state import main_grad_of
 from te_graph.graphs.arguments.signature import ResultNest, Signature, containers_kept
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
 from te_graph.graphs.capture.capture_checks import (
@@ -31,6 +32,7 @@ from te_graph.graphs.capture.changed_arguments import ChangedInputs
 from te_graph.graphs.capture.engine_attention import refuse_wrong_attention
 from te_graph.graphs.capture.first_call import FirstCallWatch
 from te_graph.graphs.capture.fp8_regions import refuse_fp8_after, refuse_fp8_before
+from te_graph.graphs.capture.grad_buffers import GradBuffers, new_table
 from te_graph.graphs.capture.gradients import Destination, Gradients, gradients_of, gradients_that_come, leaves_outside
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
@@ -38,7 +40,7 @@ from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_k
 from te_graph.graphs.capture.input_uses import Uses
 from te_graph.graphs.capture.layout import static_copy
 from te_graph.graphs.capture.links import check_links, in_place_of, stand_in
-from te_graph.graphs.capture.main_grads import main_grad_of, refuse_fused_main_grads
+from te_graph.graphs.capture.main_grads import refuse_fused_main_grads
 from te_graph.graphs.capture.request import Job
 from te_graph.graphs.capture.results import ResultLayout, inner_outputs, views_kept
 from te_graph.graphs.capture.slot import Slot
@@ -92,6 +94,7 @@ class CallableCapture:
         ignored: keyword arguments that it does not look at; None where that is unknown.
         computed: attributes that hooks of modules below compute inside the graph.
         host_steps: what its ops do on the host before they launch, of each slot.
+        grad_buffers: where ops add up gradients of parameters by themselves.
     """
 
     def __init__(self, job: Job, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
@@ -109,6 +112,7 @@ class CallableCapture:
         self.unnamed = UnnamedExternals(self.label, self.root, group.options, group.reported)
         self._reader_of = self.unnamed.reader_of
         self.host_steps: list[_C.HostSteps] = []
+        self.grad_buffers = GradBuffers()
         self.walker = SourceWalker(names_around(self.root))
         sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
         if make_ready(source.obj for source in [*sources, *self._sources]):
@@ -272,6 +276,7 @@ class CallableCapture:
         in_backward = BackwardWatch(work.sources, aside=self._hooks, listens=self.walker.names.asks_for_names)
         with watch, in_backward:
             self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
+        self.grad_buffers.note(steps)
         self._runs_compiled = code.runs_compiled or in_backward.runs_compiled
         work.note(code, in_backward, is_last=is_last)
         return tensors, in_backward
@@ -347,7 +352,7 @@ class CallableCapture:
         own = self.group.stagings((slot.live_outputs[i], order) for i, order in orders.items() if i not in lent)
         slot.grad_outputs = [_C.Staging(lent[i], is_lent=True) if i in lent else next(own) for i in self.output_numbers]
         if outputs:
-            self._capture_backward(slot, pool, outputs, [staging.tensor for staging in slot.grad_outputs])
+            self._capture_backward(number, pool, outputs, [staging.tensor for staging in slot.grad_outputs])
         if self.predecessor is None:
             self.settle(number)
         elif slot.lent_storages & {storage_key(grad) for grad in slot.grad_inputs if grad is not None}:
@@ -360,24 +365,18 @@ class CallableCapture:
         if slot.backward is not None:
             slot.grad_inputs = self.backend.results(slot.grad_inputs, slot.backward)
 
-    def _capture_backward(self, slot: Slot, pool: Any, outputs: list[Tensor], grad_outputs: list[Tensor]) -> None:
-        parameters, accumulate = self.gradients.parameters, self.group.options.accumulate_grads
-        destinations = self.destinations()
+    def _capture_backward(self, number: int, pool: Any, outputs: list[Tensor], grad_outputs: list[Tensor]) -> None:
+        slot = self.slots[number]
+        parameters, destinations = self.gradients.parameters, self.destinations()
         uses = Uses(outputs, slot.inputs, self.gradients.inputs)
-        added = [slot.inputs[number] for number in uses.in_table]
-        slot.table = _C.GradientTable(
-            sizes=[
-                *(p.numel() * one.is_in_table for p, one in zip(parameters, destinations, strict=True)),
-                *(tensor.numel() for tensor in added),
-            ],
-            source_dtypes=[*(one.source_dtype for one in destinations), *(tensor.dtype for tensor in added)],
-            destination_dtypes=[*(one.dtype for one in destinations), *(tensor.dtype for tensor in added)],
-            device=self.group.device,
-        )
+        added = [slot.inputs[i] for i in uses.in_table]
+        self.grad_buffers.provide(parameters, destinations, self.host_steps[number])
+        slot.table = new_table(parameters, destinations, self.grad_buffers, added, self.group.device)
         births = TensorWatch(restorable=False, runs_compiled=True)
-        with self.backend.capture(pool, slot.states) as slot.backward:
+        with self.grad_buffers.unchanged(parameters), self.backend.capture(pool, slot.states) as slot.backward:
             with births:
                 grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs, len(self.slots))
+                grads = self.grad_buffers.filled(parameters, grads)
                 input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)
             are_linked = [number in self.links for number in self.gradients.inputs]
             input_grads = slot.owned(input_grads, are_linked, births.produced_storages)
@@ -385,15 +384,16 @@ class CallableCapture:
                 _C.lay_out(grad, parameter, main_grad_of(parameter) if one.is_in_table else None)
                 for grad, parameter, one in zip(grads, parameters, destinations, strict=False)
             ]
-            if (accumulate and parameters) or added:
+            if (self.group.options.accumulate_grads and parameters) or added:
                 torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
-        slot.parameter_grads = self.backend.results(parameter_grads, slot.backward)
+        others = self.backend.results(self.grad_buffers.left_out(parameters, parameter_grads), slot.backward)
+        slot.parameter_grads = self.grad_buffers.put_in(parameters, others)
         slot.table.bind([*slot.parameter_grads, *uses.sources])
         slot.summed_inputs = uses.summed
-        for number, grad in zip(self.gradients.inputs, input_grads, strict=True):
-            slot.grad_inputs[number] = grad
-        for number, each in uses.grads_per_use.items():
-            slot.use_grads[number] = self.backend.results(each, slot.backward)
+        for i, grad in zip(self.gradients.inputs, input_grads, strict=True):
+            slot.grad_inputs[i] = grad
+        for i, each in uses.grads_per_use.items():
+            slot.use_grads[i] = self.backend.results(each, slot.backward)
         for staging in slot.grad_outputs:
             external = births.externals.get(storage_key(staging.tensor))
             if external is not None and external.written:

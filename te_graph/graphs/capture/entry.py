@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.gradient_state import GradientState
 from te_graph.graphs.arguments.signature import DiscernibleError, ResultNest, Signature
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
-from te_graph.graphs.capture.main_grads import GradientState
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, Computed, current_values
 
 _Kind = _C.ReplayMiss.Kind

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.graphs.capture.main_grads import main_grad_of
+from te_graph.common.gradient_state import main_grad_of
 from te_graph.graphs.guards.sources import Source
 
 

@@ -1,48 +1,16 @@
-"""What accumulates the gradient of a parameter, across the graphed callables that use it."""
+"""main_grad of the parameters of graphed callables: what is refused, made and reset."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from te_graph import _C
+from te_graph.common.before_capture import ReadyForCapture
+from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.graphs.guards.sources import Source, name_of
 from te_graph.multi_tensor.tensor_lists import as_sequence, check_members
-
-
-class GradientState:
-    """What graphed callables share about one parameter.
-
-    Attributes:
-        users: the handles of the callables that compute a gradient for it.
-        flag: tells the next backward to overwrite ``main_grad``.
-    """
-
-    def __init__(self) -> None:
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.flag = _C.StoreFlag()
-
-
-# Belongs to the parameters, and would be an attribute of theirs if attributes were not saved with them by torch.save.
-_states = WeakTensorKeyDictionary()
-
-
-def gradient_state(parameter: Tensor) -> GradientState:
-    """The state of ``parameter`` [...], made at first use."""
-    if parameter not in _states:
-        _states[parameter] = GradientState()
-    return _states[parameter]
-
-
-def main_grad_of(parameter: Tensor) -> Tensor | None:
-    """The ``main_grad`` of ``parameter`` [...], or None."""
-    return getattr(parameter, "main_grad", None)
-
 
 # Attributes of modules, of TransformerEngine and Megatron-LM: kernels of their backward add to main_grad.
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
@@ -51,7 +19,7 @@ _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 def refuse_fused_main_grads(label: str, sources: Iterable[Source]) -> None:
     """Raise RuntimeError if the backward of a module at ``sources`` adds to ``main_grad`` by itself."""
     for source in sources:
-        if source.again is None and isinstance(source.obj, nn.Module):
+        if source.again is None and isinstance(source.obj, nn.Module) and not isinstance(source.obj, ReadyForCapture):
             fused = next((name for name in _FUSED if vars(source.obj).get(name) is True), None)
             if fused and any(p.requires_grad for p in source.obj._parameters.values() if p is not None):
                 raise RuntimeError(
@@ -62,7 +30,8 @@ def refuse_fused_main_grads(label: str, sources: Iterable[Source]) -> None:
 
 
 def reset_main_grads(parameters: Tensor | Iterable[Tensor]) -> None:
-    """Let the next graphed backward overwrite each parameter's ``main_grad`` instead of adding to it.
+    """Let the next backward overwrite each parameter's ``main_grad`` instead of adding to it: that of a graphed
+    callable, or of a ``te_graph.Linear`` with ``fuse_wgrad_accumulation``.
 
     Takes the place of ``main_grad.zero_()`` between optimizer steps, without a memset: until that backward has run,
     ``main_grad`` keeps its old values, and it keeps them if no backward reaches the parameter.

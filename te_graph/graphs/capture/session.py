@@ -18,6 +18,7 @@ from te_graph import _C
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
 from te_graph.common.dispatch import storage_key
+from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
@@ -25,7 +26,7 @@ from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.exports import move_exported_results
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_at_once, orderless_parameters
-from te_graph.graphs.capture.main_grads import check_main_grad, create_main_grad, gradient_state, main_grad_of
+from te_graph.graphs.capture.main_grads import check_main_grad, create_main_grad
 from te_graph.graphs.capture.request import Job, sample_of
 from te_graph.graphs.capture.sample_advice import check_sample, left_out
 from te_graph.graphs.capture.wrappers import watching_wrappers
@@ -331,6 +332,7 @@ def _parameter_specs(capture: CallableCapture) -> list[_C.ParameterSpec]:
                 depends_on=depends_on,
                 through_autograd=destination.is_for_autograd,
                 main_grad_fits=destination.is_in_table,
+                has_grad_buffer=parameter in capture.grad_buffers,
                 flag=gradient_state(parameter).flag,
             )
         )

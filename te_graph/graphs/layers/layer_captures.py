@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from te_graph.common.gradient_state import main_grad_of
 from te_graph.graphs.callables.install import capture_and_install, prepare
 from te_graph.graphs.capture.call_form import parameters_of
 from te_graph.graphs.capture.group import CaptureGroup
-from te_graph.graphs.capture.main_grads import main_grad_of
 from te_graph.graphs.capture.options import Options
 from te_graph.graphs.capture.request import Job, check_callable, common_device, sample_of
 from te_graph.graphs.graphed_class import plain_class

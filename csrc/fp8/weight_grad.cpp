@@ -1,0 +1,124 @@
+#include "fp8/weight_grad.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <tuple>
+
+#include "common/arguments_apart.h"
+#include "common/leaf.h"
+
+namespace te_graph::fp8 {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+
+// Its mutex, which is not public.
+struct Locked : AccumulateGrad {
+    static std::mutex& mutex_of(AccumulateGrad& node) { return node.*(&Locked::mutex_); }
+};
+
+// Whether this backward is for all leaves, and its gradients are not followed.
+bool is_plain_backward() {
+    const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+    return !at::GradMode::is_enabled() && (asked == nullptr || asked->empty());
+}
+
+// tensor: [sizes], if it is so.
+bool is_plain(const at::Tensor& tensor, at::IntArrayRef sizes, at::ScalarType dtype) {
+    return tensor.layout() == at::kStrided && tensor.scalar_type() == dtype && tensor.sizes() == sizes &&
+           tensor.is_contiguous() && !tensor.is_inference() && !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+// main_grad: what is called so of a weight of `sizes` [O, I].
+void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, at::Device device) {
+    const at::ScalarType dtype = main_grad.scalar_type();
+    const bool is_wide = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+    TORCH_CHECK_VALUE(
+        is_wide && is_plain(main_grad, sizes, dtype) && main_grad.device() == device,
+        "te_graph.Linear: expected weight.main_grad, to which fuse_wgrad_accumulation adds, contiguous, of ",
+        "float32, bfloat16 or float16 and of shape ", sizes, " on ", device, ", got ", main_grad.toString(),
+        " of shape ", main_grad.sizes(), " and strides ", main_grad.strides(), " on ", main_grad.device());
+}
+
+// What is added on one stream is read on another, which the engine has wait for the end of the backward.
+void wait_on(const c10::Stream& stream) {
+    const c10::impl::VirtualGuardImpl guard(stream.device_type());
+    const c10::Stream current = guard.getStream(stream.device());
+    if (current == stream) return;
+    c10::Event event(stream.device_type());
+    event.record(current);
+    stream.wait(event);
+}
+
+}  // namespace
+
+std::optional<WeightGrad> WeightGrad::find(const torch::autograd::Edge& edge, at::IntArrayRef sizes,
+                                           at::ScalarType dtype, const at::Tensor& grad, HostSteps* steps,
+                                           const MainGradOf& main_grad_of) {
+    auto* const node = dynamic_cast<AccumulateGrad*>(edge.function.get());
+    if (node == nullptr || !is_plain(node->variable, sizes, dtype)) return std::nullopt;
+    const at::Tensor& weight = node->variable;
+    WeightGrad result;
+    if (steps != nullptr) {
+        if (auto buffer = steps->grad_buffers().take(weight, main_grad_of != nullptr)) {
+            result.memory = *std::move(buffer);
+            result.accumulates = true;
+            return result;
+        }
+    }
+    const torch::autograd::AutogradMeta* const meta = meta_of(weight);
+    const bool is_plain_here =
+        is_plain_backward() && !has_gradient_hooks(*meta) && meta->grad_dtype_.value_or(dtype) == dtype;
+    if (!is_plain_here && steps == nullptr) return std::nullopt;
+    at::Tensor main_grad;
+    if (main_grad_of) {
+        std::tie(main_grad, result.flag_) = main_grad_of(weight);
+        check_main_grad(main_grad, sizes, weight.device());
+        dtype = main_grad.scalar_type();
+    }
+    if (!is_plain_here) {
+        // A warm-up, which computes as the capture will: then a kernel has been chosen for that.
+        result.memory = at::zeros(sizes, grad.options().dtype(dtype));
+        result.accumulates = true;
+        result.holder_ = Holder::kEngine;
+        return result;
+    }
+    TORCH_CHECK(!main_grad_of || steps == nullptr,
+                "te_graph.Linear: with fuse_wgrad_accumulation no backward can be captured inside a function, which "
+                "would not see reset_main_grads: graph the layers instead, with make_graphed_callables");
+    result.alone_ = std::unique_lock(Locked::mutex_of(*node));
+    result.accumulator_ = edge.function;
+    if (main_grad_of) {
+        result.holder_ = Holder::kMainGrad;
+        result.memory = std::move(main_grad);
+        result.accumulates = !result.flag_->overwrite;
+        return result;
+    }
+    const at::Tensor& there = weight.grad();
+    if (there.defined() && (!is_plain(there, sizes, dtype) || there.device() != grad.device() ||
+                            there.requires_grad() || share_memory(there, grad))) {
+        return std::nullopt;
+    }
+    result.holder_ = Holder::kGrad;
+    result.memory = there.defined() ? there : at::empty(sizes, grad.options().dtype(dtype));
+    result.accumulates = there.defined();
+    result.weight_ = weight;
+    return result;
+}
+
+at::Tensor WeightGrad::finish() {
+    if (holder_ == Holder::kEngine) return memory;
+    if (holder_ == Holder::kCapture) return {};
+    if (holder_ == Holder::kGrad && !accumulates) weight_.mutable_grad() = memory;
+    if (holder_ == Holder::kMainGrad) flag_->overwrite = false;
+    if (const auto stream = accumulator_->stream()) wait_on(*stream);
+    return {};
+}
+
+}  // namespace te_graph::fp8
