@@ -1,4 +1,6 @@
-"""Linear layers with FP8 matrix products under delayed scaling, made of te_graph's ops and torch._scaled_mm."""
+"""Linear layers with FP8 products, made of te_graph's ops and torch._scaled_mm, for those who want other layers than
+te_graph.Linear: weights are prepared by hand, and a state of the step, which graphs read, tells the first micro-batch.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from twins import gradients_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 fp8_linear = importlib.import_module("fp8_linear")
-fp8_mlp = importlib.import_module("fp8_mlp")
 
 SIZES = (32, 48, 64, 16)
 ROWS = 16
