@@ -28,9 +28,9 @@ class Linear(nn.Linear, ReadyForCapture):
     does not divide both numbers of features, the layer computes in high precision, and says so once. On the CPU, and on
     GPUs without FP8, products are made in float32 of the same FP8 operands.
 
-    The product that is the weight's gradient adds it to ``weight.grad`` by itself, with the bits of autograd's addition:
-    of several uses in one backward one after the other, where autograd would add their sum. Gradients go through
-    autograd where the weight has hooks, where ``torch.autograd.grad`` or ``backward(inputs=)`` asks, and where
+    The product that is the weight's gradient adds it to ``weight.grad`` by itself, with the bits of an addition by
+    autograd: of several uses in one backward one after the other, where autograd would add their sum. Gradients go
+    through autograd where the weight has hooks, where ``torch.autograd.grad`` or ``backward(inputs=)`` asks, and where
     ``weight.grad`` is of another layout or dtype.
 
     Without a recorded gradient nothing is noted of the scales: an evaluation changes no state. Activation checkpointing

@@ -16,6 +16,7 @@ from te_graph.fp8.scaling_scope import INPUT, WEIGHT, Member, new_state
 
 _log = logging.getLogger("te_graph")
 MULTIPLE = 16  # of features, which FP8 tensor cores want
+_FSDP, _ZERO = "_is_fsdp_managed_module", "ds_id"  # marks of modules (FSDP 1 and 2) and weights (DeepSpeed)
 
 
 class FP8Module(Protocol):
@@ -66,13 +67,15 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
 def place_of(module: FP8Module, region: fp8_autocast) -> Member | None:
     """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit."""
     weight, member = module.weight, module.fp8
+    # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
+    if _FSDP in vars(module):
+        raise TypeError(_sharded(f"a module of FSDP ({type(module).__name__})"))
+    if hasattr(weight, _ZERO):
+        raise TypeError(_sharded(type(weight).__name__))
     if member is not None and member.scope is region.scope_on(weight.device) and member.fits(weight):
         return member
-    if is_traceable_wrapper_subclass(weight) or hasattr(weight, "ds_id"):
-        raise TypeError(
-            f"te_graph.Linear: expected a weight that is whole on this rank, got {type(weight).__name__}, as FSDP, "
-            "DTensor or ZeRO-3 make them: compute this layer outside of fp8_autocast, or keep it out of the sharding"
-        )
+    if is_traceable_wrapper_subclass(weight):
+        raise TypeError(_sharded(type(weight).__name__))
     if any(size % MULTIPLE for size in weight.shape) or weight.numel() == 0:
         if not module.has_told_misfit:
             module.has_told_misfit = True
@@ -99,6 +102,13 @@ def place_of(module: FP8Module, region: fp8_autocast) -> Member | None:
         with torch.no_grad():
             module.fp8.load_(state, version)
     return module.fp8
+
+
+def _sharded(got: str) -> str:
+    return (
+        f"te_graph.Linear: expected a weight that is whole on this rank, got {got}, as FSDP, DTensor or ZeRO-3 make "
+        "them: compute this layer outside of fp8_autocast, or keep it out of the sharding"
+    )
 
 
 def state_of(module: FP8Module) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.common.gradient_state import gradient_state, main_grad_of
@@ -146,8 +147,9 @@ class Member:
         return None if module is None else module.weight
 
     def fits(self, weight: Tensor) -> bool:
-        """Whether the copies are of the shape and device of ``weight`` [out, in]."""
-        return self.data.shape == weight.shape and self.data.device == weight.device
+        """Whether the copies are of the shape and device of ``weight`` [out, in], which is not sharded since."""
+        is_like = self.data.shape == weight.shape and self.data.device == weight.device
+        return is_like and not is_traceable_wrapper_subclass(weight)
 
     def history(self, tensor: int) -> tuple[Tensor, Tensor]:
         """Views of the history [H] and the scale [1] of INPUT, WEIGHT or GRAD; of delayed scaling only."""
