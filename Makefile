@@ -73,6 +73,7 @@ train: $(BUILT)
 
 test: TESTS := not gpu and not full
 test-all: TESTS := not gpu
+test-all: CMAKE_ARGS += -DTE_GRAPH_SANITIZE=ON
 test test-all: $(BUILT) tools lint-tools
 	$(PY) -m ruff check .
 	clang-format --dry-run -Werror $(CXX_FILES)
