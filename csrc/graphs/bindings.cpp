@@ -223,10 +223,11 @@ void bind(py::module_& m) {
             py::arg("graph"), py::arg("written"));
 
     py::class_<Settings>(m, "Settings")
-        .def(py::init([](at::Device device, bool with_modes, bool with_autocast_cache) {
-                 return Settings(device.type(), with_modes, with_autocast_cache);
+        .def(py::init([](at::Device device, bool with_modes, bool with_autocast_cache, bool with_autocast_dtype) {
+                 return Settings(device.type(), {with_modes, with_autocast_cache, with_autocast_dtype});
              }),
-             py::arg("device"), py::arg("with_modes") = false, py::arg("with_autocast_cache") = false)
+             py::arg("device"), py::arg("with_modes") = false, py::arg("with_autocast_cache") = false,
+             py::arg("with_autocast_dtype") = false)
         .def("change", &Settings::change);
 
     py::class_<StoreFlag, std::shared_ptr<StoreFlag>>(m, "StoreFlag").def(py::init<>()).def("set", [](StoreFlag& flag) {
@@ -392,11 +393,11 @@ void bind(py::module_& m) {
         .def(py::init<std::string, at::Device, std::shared_ptr<ReplayOrder>, std::shared_ptr<CallableGuard>,
                       std::vector<InputSpec>, std::vector<ParameterSpec>, std::vector<ExternalSpec>, std::vector<int>,
                       std::vector<bool>, std::vector<bool>, std::vector<ResultSpec>, std::shared_ptr<GraphedCallable>,
-                      std::shared_ptr<CallableGuard>, bool, std::vector<std::shared_ptr<HostSteps>>>(),
+                      std::shared_ptr<CallableGuard>, bool, bool, std::vector<std::shared_ptr<HostSteps>>>(),
              py::arg("name"), py::arg("device"), py::arg("replay_order"), py::arg("guard"), py::arg("inputs"),
              py::arg("parameters"), py::arg("externals"), py::arg("differentiable"), py::arg("saved_outputs"),
              py::arg("inner_outputs"), py::arg("results"), py::arg("predecessor"), py::arg("backward_guard"),
-             py::arg("compares_autocast_cache"), py::arg("host_steps"))
+             py::arg("compares_autocast_cache"), py::arg("compares_autocast_dtype"), py::arg("host_steps"))
         .def("add_slot", &add_slot, py::arg("forward"), py::arg("backward"), py::arg("inputs"), py::arg("outputs"),
              py::arg("grad_outputs"), py::arg("grad_inputs"), py::arg("use_grads"), py::arg("parameter_grads"),
              py::arg("summed_inputs"), py::arg("table"), py::arg("rewinds"))

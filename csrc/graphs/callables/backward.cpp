@@ -1,7 +1,9 @@
 // What one callable does in a backward: gradients in, and .grad as eager execution would leave it.
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/isnan.h>
 #include <c10/core/DeviceGuard.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -149,12 +151,25 @@ void GraphedCallable::note_main_grad_unused(size_t number) const {
                "execution: it is left in .grad, and main_grad as it is, unless a hook adds it there");
 }
 
+// Anomaly detection looks at what nodes return, where gradients of parameters are not.
+void GraphedCallable::check_for_nan(const PendingBackward& pending) const {
+    if (!torch::autograd::AnomalyMode::is_enabled() || !torch::autograd::AnomalyMode::should_check_nan()) return;
+    const Slot& slot = slot_of(pending);
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+        const bool is_computed = slot.last_update.is_repeated || slot.updates[i].action != GradientAction::kNothing;
+        TORCH_CHECK(!is_computed || !at::isnan(slot.parameter_grads[i]).any().item<bool>(), name_,
+                    ": the backward returned nan values in the gradient of ",
+                    guard_->tensor_name(parameters_[i].tensor));
+    }
+}
+
 // Once the graph has been launched: sets .grad, and appends what the edges of its node get. Flags of what it stores are
 // no longer in `used_up`.
 void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up,
                              BackwardResults& results) {
     Slot& slot = slot_of(pending);
     ++backward_replays_;
+    check_for_nan(pending);
     if (!pending.input_edges.empty()) {
         const auto lent = slot.grad_inputs.lend(replay_order_->input_gradients());
         for (const InputEdge& edge : pending.input_edges) {

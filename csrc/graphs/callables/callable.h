@@ -86,7 +86,7 @@ public:
                     std::vector<int> differentiable, std::vector<bool> saved_outputs, std::vector<bool> inner_outputs,
                     std::vector<ResultSpec> results, const std::shared_ptr<GraphedCallable>& predecessor,
                     std::shared_ptr<CallableGuard> backward_guard, bool compares_autocast_cache,
-                    const std::vector<std::shared_ptr<HostSteps>>& host_steps);
+                    bool compares_autocast_dtype, const std::vector<std::shared_ptr<HostSteps>>& host_steps);
 
     void add_slot(std::unique_ptr<Slot> slot);
 
@@ -163,6 +163,7 @@ private:
     void restore_main_grads(const PendingBackward& pending);
     void separate_overlapping(const PendingBackward& pending) const;
     bool leaves_nothing_behind(const PendingBackward& pending) const;
+    void check_for_nan(const PendingBackward& pending) const;
     void note_stored(const PendingBackward& pending, std::vector<StoreFlag*>& used_up) const;
     void finish(const PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up,
                 BackwardResults& results);

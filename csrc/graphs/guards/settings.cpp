@@ -97,8 +97,10 @@ int32_t device_of_modes() {
 #define TE_GRAPH_SETTINGS(X)                                                                                   \
     X("autocast", autocast(device))                                                                            \
     X("autocast of other devices", autocast(device == at::kCUDA ? at::kCPU : at::kCUDA))                       \
-    X("the cache of autocast", with_autocast_cache ? at::autocast::is_autocast_cache_enabled() : 0)            \
-    X("the grad mode", with_modes ? at::GradMode::is_enabled() : 0)                                            \
+    X("the cache of autocast", choice.with_autocast_cache ? at::autocast::is_autocast_cache_enabled() : 0)     \
+    X("the dtype of autocast (torch.set_autocast_dtype)",                                                      \
+      choice.with_autocast_dtype ? static_cast<int32_t>(at::autocast::get_autocast_dtype(device)) : 0)         \
+    X("the grad mode", choice.with_modes ? at::GradMode::is_enabled() : 0)                                     \
     X("the default dtype (torch.set_default_dtype)", c10::get_default_dtype_as_scalartype())                   \
     X("torch.use_deterministic_algorithms", context.deterministicAlgorithms())                                 \
     X("warn_only of torch.use_deterministic_algorithms", context.deterministicAlgorithmsWarnOnly())            \
@@ -134,7 +136,7 @@ int32_t device_of_modes() {
     X("torch.backends.opt_einsum.enabled", variables[1])                                                       \
     X("torch.backends.opt_einsum.strategy", variables[2])                                                      \
     X("the default device (torch.set_default_device)", variables[3])                                           \
-    X("the default device (with torch.device(...))", with_modes ? device_of_modes() : 0)
+    X("the default device (with torch.device(...))", choice.with_modes ? device_of_modes() : 0)
 
 #define TE_GRAPH_NAME(name, value) name,
 #define TE_GRAPH_VALUE(name, value) static_cast<int32_t>(value),
@@ -143,13 +145,10 @@ constexpr const char* kNames[] = {TE_GRAPH_SETTINGS(TE_GRAPH_NAME)};
 
 }  // namespace
 
-Settings::Settings(c10::DeviceType device, bool with_modes, bool with_autocast_cache)
-    : device_(device),
-      with_modes_(with_modes),
-      with_autocast_cache_(with_autocast_cache),
-      values_(read(device, with_modes, with_autocast_cache)) {}
+Settings::Settings(c10::DeviceType device, Choice choice)
+    : device_(device), choice_(choice), values_(read(device, choice)) {}
 
-Settings::Values Settings::read(c10::DeviceType device, bool with_modes, bool with_autocast_cache) {
+Settings::Values Settings::read(c10::DeviceType device, Choice choice) {
     const std::vector<int32_t>& variables = Variables::of_torch().read();
     at::Context& context = at::globalContext();
     return {TE_GRAPH_SETTINGS(TE_GRAPH_VALUE)};
@@ -157,7 +156,7 @@ Settings::Values Settings::read(c10::DeviceType device, bool with_modes, bool wi
 
 std::string Settings::change() const {
     static_assert(std::size(kNames) == kCount);
-    const Values now = read(device_, with_modes_, with_autocast_cache_);
+    const Values now = read(device_, choice_);
     if (values_ == now) return {};
     const auto changed = std::mismatch(values_.begin(), values_.end(), now.begin());
     const std::string name = kNames[changed.first - values_.begin()];

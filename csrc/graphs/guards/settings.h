@@ -16,19 +16,22 @@ namespace te_graph::graphs {
 class Settings {
 public:
     // The present ones. with_modes: modes of this thread are among them, the grad mode and `with torch.device(...)`.
-    // with_autocast_cache: whether autocast keeps its casts is one of them. With the GIL: some are variables of Python
-    // modules.
-    explicit Settings(c10::DeviceType device, bool with_modes = false, bool with_autocast_cache = false);
+    // with_autocast_cache: whether autocast keeps its casts is one of them. with_autocast_dtype: so is the dtype of regions
+    // that name none, which may begin inside. With the GIL: some are variables of Python modules.
+    struct Choice {
+        bool with_modes = false, with_autocast_cache = false, with_autocast_dtype = false;
+    };
+    Settings(c10::DeviceType device, Choice choice);
     // Empty while they are the present ones, else which one differs. With the GIL.
     std::string change() const;
 
 private:
-    static constexpr size_t kCount = 40;
+    static constexpr size_t kCount = 41;
     using Values = std::array<int32_t, kCount>;
-    static Values read(c10::DeviceType device, bool with_modes, bool with_autocast_cache);
+    static Values read(c10::DeviceType device, Choice choice);
 
     c10::DeviceType device_;
-    bool with_modes_, with_autocast_cache_;
+    Choice choice_;
     Values values_;
 };
 

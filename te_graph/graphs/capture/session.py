@@ -35,6 +35,9 @@ from te_graph.graphs.tracing.explanations import explained
 
 _log = logging.getLogger("te_graph")
 
+# Names in code that looks at the dtype of autocast, or enters a region, which may be of that one.
+_ASKS_FOR_AUTOCAST_DTYPE = ("autocast", "get_autocast_dtype", "get_autocast_gpu_dtype")
+
 
 def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> list[CallableEntry]:
     """Capture the callables of ``jobs``; with ``is_chain`` each reads the results of the one before in place.
@@ -289,6 +292,7 @@ def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: Callab
         predecessor=None if predecessor is None else predecessor.graphed,
         backward_guard=capture.backward_guard,
         compares_autocast_cache=capture.walker.names.asks_for_autocast_cache,
+        compares_autocast_dtype=not capture.walker.names.said.isdisjoint(_ASKS_FOR_AUTOCAST_DTYPE),
         host_steps=capture.host_steps,
     )
     for slot in capture.slots:

@@ -65,7 +65,7 @@ class FunctionEntry:
 
     def __post_init__(self) -> None:
         self.device = next((device for device in self.devices if device.type == "cuda"), CPU)
-        self.settings = _C.Settings(self.device, with_modes=True, with_autocast_cache=True)
+        self.settings = _C.Settings(self.device, with_modes=True, with_autocast_cache=True, with_autocast_dtype=True)
 
     def change(self, call: Call) -> str:
         """How ``call`` differs from the one that this entry is for; empty when it does not."""

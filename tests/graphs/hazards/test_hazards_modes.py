@@ -3,6 +3,7 @@
 The reference is eager execution of a copy of the same module on the same inputs.
 """
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -239,6 +240,31 @@ def test_anomaly_detection_does_not_stop_a_capture(device):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+class RootOfWeight(nn.Module):
+    """x [n, 3] -> [n, 3], whose weight alone has NaN as gradient where it is 0."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.detach() * torch.sqrt(self.weight * 0)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_anomaly_detection_finds_nan_in_the_gradient_of_a_parameter(device, is_later):
+    module, x = RootOfWeight(device), torch.randn(2, 3, device=device, requires_grad=True)
+    make_graphed_callables(module, (x.detach().requires_grad_(),))
+    for _ in range(3 * is_later):
+        module(x).sum().backward()
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="the backward returned nan values in the gradient of weight"):
+            module(x).sum().backward()
+    module(x).sum().backward()
+    assert bool(module.weight.grad.isnan().all())
+
+
 def test_anomaly_detection_finds_nan_in_a_graphed_function(device):
     weight = torch.zeros(3, device=device, requires_grad=True)
     weight.grad = torch.zeros_like(weight)

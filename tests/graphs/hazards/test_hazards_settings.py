@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from twins import run
 
+import te_graph
 from te_graph import _C, make_graphed_callables
 from te_graph.testing import assert_bitwise_equal
 
@@ -262,6 +263,25 @@ def test_autocast_of_another_device_is_part_of_the_capture(device):
         torch.set_autocast_enabled(other, was)
     assert settings.change() == ""
     run(layer, batch(device))
+
+
+@pytest.mark.parametrize("graphed", [True, False], ids=["a function", "a callable"])
+def test_the_dtype_of_autocast_is_part_of_the_capture_where_code_enters_a_region(device, graphed):
+    linear = torch.nn.Linear(4, 4, device=device)
+
+    def enters(x: torch.Tensor) -> torch.Tensor:  # [3, 4] -> [3, 4]
+        with torch.autocast(device):
+            return linear(x).float().detach()
+
+    x, dtype = batch(device).detach(), torch.get_autocast_dtype(device)
+    call = te_graph.graphed(enters) if graphed else make_graphed_callables(enters, (x,), on_mismatch="eager")
+    try:
+        for chosen in (torch.bfloat16, torch.float16, torch.bfloat16):
+            torch.set_autocast_dtype(device, chosen)
+            for _ in range(3):
+                assert torch.equal(call(x), enters(x))
+    finally:
+        torch.set_autocast_dtype(device, dtype)
 
 
 def test_the_cache_of_autocast_is_part_of_the_capture_where_code_asks_for_it(device):
