@@ -114,7 +114,10 @@ class Program:
     options: dict[str, Any]
     steps: list[list[str]] = field(default_factory=list)
 
-    EVENTS = ("train", "train", "train", "two", "evaluate", "outside", "edit", "copy", "save", "grad")
+    EVENTS = (
+        *("train", "train", "train", "two", "evaluate", "outside", "edit", "copy", "save", "grad"),
+        *("hold", "zero", "hook", "swap", "flat", "export"),  # of .grad
+    )
 
     @classmethod
     def draw(cls, seed: int) -> Program:
@@ -149,7 +152,7 @@ class Program:
         torch.manual_seed(self.seed)
         model = Model(self.kinds, self.width, self.is_tied).to(device, self.dtype)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-        self._values = torch.Generator().manual_seed(self.seed)
+        self._values, self._held = torch.Generator().manual_seed(self.seed), []
         graphed: list[nn.Module] = []
         if is_graphed:
             graphed = [model] if self.graphed is None else [model.blocks[number] for number in self.graphed]
@@ -169,6 +172,7 @@ class Program:
             optimizer.step()
             optimizer.zero_grad()
         found += [(name, value.detach().clone()) for name, value in model.named_parameters()]
+        found += [(f"{number} of the gradients that are held", grad) for number, grad in enumerate(self._held)]
         # Magnitudes that no update has taken up yet may be taken up sooner on one side.
         for module in model.modules():
             if isinstance(module, tg.Linear) and module.fp8 is not None:
@@ -211,6 +215,9 @@ class Program:
         if event == "save":
             tg.load_fp8_state_dict(model, tg.fp8_state_dict(model))
             return []
+        if event in ("hold", "zero", "swap", "flat", "export"):
+            self._change_grads(event, list(model.parameters()))
+            return []
         if event == "grad" and "detached" in self.kinds:
             return []  # a replay records the magnitudes of gradients that nobody asks for
         if event == "grad":
@@ -227,10 +234,33 @@ class Program:
             first.float().square().mean().backward()
             second.float().square().mean().backward()
             return [first.detach().clone(), second.detach().clone(), x.grad, other.grad]
+        hooked = [p for p in model.parameters() if p.requires_grad][::3] if event == "hook" else []
+        seen: list[Tensor] = []
+        handles = [p.register_hook(lambda grad: seen.append(grad.clone())) for p in hooked]
         with self._region(step, device):
             y = model(x)
         y.float().square().mean().backward()
-        return [y.detach().clone(), x.grad]
+        for handle in handles:
+            handle.remove()
+        return [y.detach().clone(), x.grad, *sorted(seen, key=lambda grad: (grad.shape, float(grad.double().sum())))]
+
+    def _change_grads(self, event: str, parameters: list[Tensor]) -> None:
+        """Of every second parameter [...], in a way that eager code may."""
+        for parameter in parameters[::2]:
+            grad = parameter.grad
+            if event == "swap" and parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, 0.5)
+            elif event == "flat" and parameter.requires_grad:
+                memory = torch.zeros(parameter.numel() + 8, device=parameter.device, dtype=parameter.dtype)
+                parameter.grad = memory[8:].view(parameter.shape)
+                self._held.append(memory)
+            elif event == "hold" and grad is not None:
+                self._held.append(grad)
+                parameter.grad = None
+            elif event == "zero" and grad is not None:
+                grad.zero_()
+            elif event == "export" and grad is not None:
+                self._held.append(torch.from_dlpack(grad.detach()))
 
     def compare(self, device: str = "cpu") -> tuple[str, str, int]:
         """A verdict ("same", "differs", "raised", "invalid"), what was found, and the replays."""
