@@ -119,7 +119,11 @@ HELD: dict[str, tuple[Forward, Callable[[], Any], Callable[[Any], None]]] = {
     ),
     "list in ctx": (by_ctx(first), lambda: [2.0], put(0)),
     "length of a list": (by_ctx(len), lambda: [2.0, 2.0], lambda held: held.append(2.0)),
-    "tensor in a list": (by_ctx(first), lambda: [torch.ones(4)], lambda held: held.__setitem__(0, torch.ones(4) * 3)),
+    "tensor in a list": (
+        by_ctx(lambda held: held[0].numel()),
+        lambda: [torch.ones(4)],
+        lambda held: held.__setitem__(0, torch.ones(5)),
+    ),
     "array in ctx": (by_ctx(lambda held: float(held[0])), lambda: np.array([2.0]), put(0)),
     "part of an array": (by_ctx(lambda held: float(held[0])), lambda: np.array([1.0, 2.0])[1:], put(0)),
     "deque in ctx": (by_ctx(first), lambda: collections.deque([2.0]), put(0)),
@@ -193,14 +197,22 @@ def gradient_after(net: nn.Module, x: Tensor, change: Callable[[], Any]) -> Tens
     return torch.autograd.grad(result.sum(), x)[0]
 
 
-@pytest.fixture(params=[True, False], ids=["monitoring", "profile"])
-def _events(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs is known by events of Python 3.12, or by a profile function, as before."""
-    if not request.param:
+@pytest.fixture(
+    params=[
+        pytest.param(("cpu", True), id="cpu-monitoring"),
+        pytest.param(("cpu", False), id="cpu-profile"),
+        pytest.param(("cuda", True), id="cuda-monitoring", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What runs is known by events of Python 3.12, or, before, by a profile function, which sees its own thread alone:
+    not that on which a backward on a GPU runs."""
+    device, has_events = request.param
+    if not has_events:
         monkeypatch.delattr(sys, "monitoring", raising=False)
+    return device
 
 
-@pytest.mark.usefixtures("_events")
 @pytest.mark.parametrize("case", HELD)
 def test_a_change_of_what_a_backward_holds_is_refused(case: str, device: str) -> None:
     forward, given, change = HELD[case]
@@ -217,7 +229,6 @@ def test_a_change_of_what_a_backward_holds_is_refused(case: str, device: str) ->
         gradient_after(net, x, lambda: change(held))
 
 
-@pytest.mark.usefixtures("_events")
 @pytest.mark.parametrize("case", UNREAD)
 def test_what_a_backward_does_not_read_may_change(case: str, device: str) -> None:
     forward, given, change = UNREAD[case]
