@@ -219,8 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             with deterministic():
                 results = {"eager": train(config, corpus, graph=False), "graph": train(config, corpus, graph=True)}
         else:
-            results = {"graph" if config.graph else "eager": train(config, corpus, config.graph, resumed)}
-            if config.fp8 and config.plot and resumed is None:
+            is_beside = config.fp8 and config.plot and resumed is None
+            name = f"FP8, {config.fp8}" if is_beside else "graph" if config.graph else "eager"
+            results = {name: train(config, corpus, config.graph, resumed)}
+            if is_beside:
                 plain = dataclasses.replace(config, fp8=None, checkpoint=None)
                 results[config.dtype] = train(plain, corpus, config.graph)
     except FloatingPointError as error:
