@@ -65,6 +65,19 @@ def test_sums_have_the_bits_of_additions_by_torch(device: str, dtype: torch.dtyp
         assert same_bits(layer.weight.grad, total)
 
 
+def test_uses_in_one_backward_are_added_one_after_the_other(device: str) -> None:
+    """Last ones first: autograd would add their sum, which rounds otherwise."""
+    layer = a_layer(device)
+    samples = [a_sample(device) for _ in range(2)]
+    first, second = products_of(layer, samples, torch.bfloat16)
+    start = torch.randn(OUT, IN, device=device).bfloat16()
+    layer.weight.grad = start.clone()
+    results = [call(layer, x) for x in samples]
+    torch.autograd.backward(results, [torch.ones_like(y) for y in results])
+    assert same_bits(layer.weight.grad, start + second + first)
+    assert not same_bits(layer.weight.grad, start + (second + first))
+
+
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 def test_a_first_product_does_not_read_what_lies_there(device: str, graphed: bool) -> None:
     layer, x = a_layer(device, graphed=graphed), a_sample(device)

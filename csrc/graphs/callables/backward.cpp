@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isnan.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -169,6 +170,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
                              BackwardResults& results) {
     Slot& slot = slot_of(pending);
     ++backward_replays_;
+    const auto at_the_end = c10::make_scope_exit([&] { restore_main_grads(pending); });  // also where this raises
     check_for_nan(pending);
     if (!pending.input_edges.empty()) {
         const auto lent = slot.grad_inputs.lend(replay_order_->input_gradients());
@@ -233,7 +235,6 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
         const bool returns = slot.updates[i].action == GradientAction::kReturn;
         results.gradients.push_back(returns ? slot.parameter_grads[i].clone() : at::Tensor());
     }
-    restore_main_grads(pending);
 }
 
 }  // namespace te_graph::graphs
