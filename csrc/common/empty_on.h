@@ -1,5 +1,5 @@
-// New tensors without the dispatcher's part of at::empty, which is a third of its time. For what an op allocates: dispatch
-// modes do not see where it comes from.
+// New tensors without the dispatcher's part of at::empty, which is a third of its time. For what an op allocates:
+// dispatch modes do not see where it comes from.
 #pragma once
 
 #include <ATen/ops/empty.h>

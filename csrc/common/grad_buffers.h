@@ -10,8 +10,8 @@ namespace te_graph {
 
 class GradBuffers {
 public:
-    // Asked by the backward of an op, which then adds to the buffer [...] and returns no gradient; nothing: it returns the
-    // gradient. Before each replay there is in the buffer what is to be added to. A warm-up learns so who will ask.
+    // Asked by the backward of an op, which then adds to the buffer [...] and returns no gradient; nothing: it returns
+    // the gradient. Before each replay there is in the buffer what is to be added to. A warm-up learns so who will ask.
     // parameter: [...]. to_main_grad: that the gradient goes to main_grad.
     std::optional<at::Tensor> take(const at::Tensor& parameter, bool to_main_grad);
 

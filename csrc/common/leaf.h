@@ -12,8 +12,8 @@ inline const torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
     return static_cast<const torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
 }
 
-// True when something would run if autograd accumulated into `leaf` [...]: tensor hooks, post-accumulate-grad hooks, or hooks
-// on its AccumulateGrad node, where DistributedDataParallel has its own (Python cannot see those).
+// True when something would run if autograd accumulated into `leaf` [...]: tensor hooks, post-accumulate-grad hooks, or
+// hooks on its AccumulateGrad node, where DistributedDataParallel has its own (Python cannot see those).
 inline bool has_gradient_hooks(const torch::autograd::AutogradMeta& leaf) {
     if (!leaf.hooks_.empty() || leaf.post_acc_grad_hooks_) return true;
     if (leaf.grad_accumulator_.expired()) return false;

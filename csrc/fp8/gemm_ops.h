@@ -7,8 +7,8 @@
 
 namespace te_graph::fp8 {
 
-// out = a_scale_inv * b_scale_inv * (a · bᵀ) + bias, rounded (and then + out, rounded again), on out's device: by cuBLASLt, or, where that multiplies no
-// FP8 matrices, in fp32. Nothing is checked but addresses, which views may have.
+// out = a_scale_inv * b_scale_inv * (a · bᵀ) + bias, rounded (and then + out, rounded again), on out's device: by
+// cuBLASLt, or, where that multiplies no FP8 matrices, in fp32. Nothing is checked but addresses, which views may have.
 // out: [M, N] fp32, fp16 or bf16, contiguous; a: [M, K], b: [N, K] of FP8, rows contiguous; a_scale_inv, b_scale_inv:
 // [1] fp32; bias: [N] of any of out's dtypes.
 void multiply(const char* op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,

@@ -24,9 +24,9 @@ struct ScaleColumn {
 
 class Linear : public std::enable_shared_from_this<Linear> {
 public:
-    // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where they
-    // are. input, grad: of the casts. grad_dtype: of the cast of gradients. place: kept until no backward and no graph is
-    // left that uses the columns.
+    // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where
+    // they are. input, grad: of the casts. grad_dtype: of the cast of gradients. place: kept until no backward and no
+    // graph is left that uses the columns.
     Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
            at::ScalarType grad_dtype, std::shared_ptr<void> place);
 
@@ -34,15 +34,16 @@ public:
     // current scaling.
     std::optional<at::Tensor> begin_input_cast();
 
-    // x: [..., I]; weight: [O, I], of which `weight_` is the cast, and which gets the gradient; bias: [O] -> [..., O] of
-    // `dtype`. is_recorded: the magnitude of x, for delayed scaling. scale: that of begin_input_cast(), now or earlier.
+    // x: [..., I]; weight: [O, I], of which `weight_` is the cast, and which gets the gradient; bias: [O] -> [..., O]
+    // of `dtype`. is_recorded: the magnitude of x, for delayed scaling. scale: that of begin_input_cast(), now or
+    // earlier.
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale);
 
-    // forward() of the dtype of x, whose magnitude is recorded, for most calls: inside the region for which the layer has
-    // its place here, with a weight that is cast, where gradients are recorded; nothing is done, and nothing returned,
-    // where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an unusual argument.
-    // x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
+    // forward() of the dtype of x, whose magnitude is recorded, for most calls: inside the region for which the layer
+    // has its place here, with a weight that is cast, where gradients are recorded; nothing is done, and nothing
+    // returned, where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an unusual
+    // argument. x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
     std::optional<at::Tensor> call(const at::Tensor& x, const at::Tensor& weight,
                                    const std::optional<at::Tensor>& bias);
     // The number of that region.

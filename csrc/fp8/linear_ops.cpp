@@ -87,8 +87,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& 
     return {x.dim() == 2 ? y : y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
 }
 
-// Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for, but
-// not that of the weight where it goes into grad_weight.
+// Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for,
+// but not that of the weight where it goes into grad_weight.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor& grad,               // [..., O]
                                                                const MaybeTensor& weight_t,          // [I, O] FP8
                                                                const MaybeTensor& weight_scale_inv,  // [] or [1]

@@ -47,7 +47,8 @@ struct Slot {
     std::vector<std::shared_ptr<Staging>> grad_outputs;  // [differentiable outputs]
     StaticTensors grad_inputs;                           // [inputs], undefined where there is none
     std::vector<std::vector<at::Tensor>> use_grads;      // [inputs][uses], empty where there are fewer than two
-    // [parameters], memory owned by the graph; where the op adds up by itself the memory that .grad has, that of all slots.
+    // [parameters], memory owned by the graph; where the op adds up by itself the memory that .grad has, that of all
+    // slots.
     std::vector<at::Tensor> parameter_grads;
     // Inputs with two uses, whose gradients the table adds up in that of one use; -1 where the graph itself has added
     // them. Their entries follow the parameters'.

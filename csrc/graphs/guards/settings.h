@@ -16,8 +16,8 @@ namespace te_graph::graphs {
 class Settings {
 public:
     // The present ones. with_modes: modes of this thread are among them, the grad mode and `with torch.device(...)`.
-    // with_autocast_cache: whether autocast keeps its casts is one of them. with_autocast_dtype: so is the dtype of regions
-    // that name none, which may begin inside. With the GIL: some are variables of Python modules.
+    // with_autocast_cache: whether autocast keeps its casts is one of them. with_autocast_dtype: so is the dtype of
+    // regions that name none, which may begin inside. With the GIL: some are variables of Python modules.
     struct Choice {
         bool with_modes = false, with_autocast_cache = false, with_autocast_dtype = false;
     };
