@@ -104,13 +104,13 @@ TORCH_LIBRARY(te_graph, m) {
     // The two directions of a linear layer. x: [..., I], grad: [..., O]: fp32, fp16 or bf16; weight: [O, I], weight_t:
     // [I, O], x_t: [I, tokens rounded up to 16]: FP8; scale: of the cast of x or grad, None for current scaling.
     // Results: y, x_t ([0] unless asked for), x_scale_inv; gradients of x, weight, bias, as far as output_mask asks.
-    // grad_weight: [O, I], where the gradient of the weight goes, which is no result then, or is added, as by add_.
+    // grad_weight [O, I], grad_bias [O]: where these gradients go, which are no results then, or are added, as by add_.
     def("fp8_linear_forward(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? scale, "
         "Tensor(a!)? amax, ScalarType dtype, bool with_transposed) -> (Tensor, Tensor, Tensor)");
     def("fp8_linear_backward(Tensor grad, Tensor? weight_t, Tensor? weight_scale_inv, Tensor? x_t, "
         "Tensor? x_scale_inv, Tensor? scale, Tensor(a!)? amax, ScalarType grad_dtype, ScalarType x_dtype, "
-        "ScalarType weight_dtype, bool[3] output_mask, *, Tensor(b!)? grad_weight=None, bool accumulate=False) -> "
-        "(Tensor, Tensor, Tensor)");
+        "ScalarType weight_dtype, bool[3] output_mask, *, Tensor(b!)? grad_weight=None, bool accumulate_weight=False, "
+        "Tensor(c!)? grad_bias=None, bool accumulate_bias=False) -> (Tensor, Tensor, Tensor)");
 
     // Scales. amax_history: [H, n]; scale, scale_inv: [n]; non_weight_mask: [n] bool, or [0] where nothing is a weight.
     def("amax_and_scale_update_inplace(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "

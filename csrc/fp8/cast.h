@@ -64,6 +64,7 @@ struct ColumnSums {
     void* out = nullptr;  // [columns], of `dtype`: fp32 or the input's; nullptr: none
     DType dtype = DType::kFloat32;
     float* partial = nullptr;  // [tiles_in(rows), columns], scratch of the kernels
+    bool accumulates = false;  // to `out`, once they are rounded to its dtype
 };
 
 // What all matrices of a list have in common, so that a kernel made for it will do: one dtype, one format, nothing

@@ -57,6 +57,12 @@ float column_sum(const T* input, const Cast& cast) {
     return sum;
 }
 
+template <typename T>
+void put(T& out, float sum, bool accumulates) {
+    const T rounded = narrow<T>(sum);
+    out = accumulates ? narrow<T>(widen(out) + widen(rounded)) : rounded;
+}
+
 }  // namespace
 
 void cast_cpu(const Cast& cast, const Flag& noop) {
@@ -76,9 +82,9 @@ void cast_transpose_cpu(const Cast& cast, const ColumnSums& sums, const Flag& no
         for (int64_t column = 0; column < cast.columns; ++column) {
             const float sum = column_sum(static_cast<const T*>(cast.input) + column, cast);
             if (sums.dtype == DType::kFloat32) {
-                static_cast<float*>(sums.out)[column] = sum;
+                put(static_cast<float*>(sums.out)[column], sum, sums.accumulates);
             } else {
-                static_cast<T*>(sums.out)[column] = narrow<T>(sum);
+                put(static_cast<T*>(sums.out)[column], sum, sums.accumulates);
             }
         }
     });

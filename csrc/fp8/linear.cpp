@@ -16,6 +16,7 @@
 #include "common/node_pointer.h"
 #include "common/note_writes.h"
 #include "common/own_op.h"
+#include "fp8/gemm.h"
 #include "fp8/region.h"
 
 namespace te_graph::fp8 {
@@ -27,6 +28,7 @@ namespace {
 
 constexpr const char* kLinear = "te_graph.Linear";
 constexpr int kNotInBackward = -1;
+constexpr size_t kNoAlignment = 1;
 
 using MaybeTensor = std::optional<at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -78,6 +80,11 @@ private:
 // tensor: [...] or undefined.
 MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
 
+// Where a gradient [...] goes by itself.
+MaybeTensor memory_of(const std::optional<ParameterGrad>& grad) {
+    return grad ? MaybeTensor(grad->memory) : std::nullopt;
+}
+
 }  // namespace
 
 class LinearBackward final : public torch::autograd::Node {
@@ -125,7 +132,8 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     static const auto op =
         own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                      const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
-                     std::array<bool, 3>, const MaybeTensor&, bool)>("te_graph::fp8_linear_backward");
+                     std::array<bool, 3>, const MaybeTensor&, bool, const MaybeTensor&, bool)>(
+            "te_graph::fp8_linear_backward");
     // What hooks of saved tensors run, as a checkpoint's recomputation, is no part of the call.
     const MaybeTensor weight_t = maybe(saved_[0].unpack()), x_t = maybe(saved_[1].unpack()),
                       x_scale_inv = maybe(saved_[2].unpack());
@@ -133,14 +141,21 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     const bool is_followed = at::GradMode::is_enabled();
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (!is_followed) below.emplace();
-    auto weight_grad = mask[1] && !is_followed ? WeightGrad::find(next_edge(1), linear_->weight_.sizes(), weight_dtype_,
-                                                                  grad, steps_.get(), linear_->main_grad_of_)
-                                               : std::nullopt;
+    std::optional<ParameterGrad> of_weight, of_bias;
+    if (mask[1] && !is_followed) {
+        of_weight = ParameterGrad::find(next_edge(1), linear_->weight_.sizes(), weight_dtype_, kGemmAlignment, grad,
+                                        steps_.get(), linear_->main_grad_of_);
+    }
+    if (mask[2] && !is_followed) {
+        of_bias = ParameterGrad::find(next_edge(2), {grad.size(-1)}, grad.scalar_type(), kNoAlignment, grad,
+                                      steps_.get(), {});
+    }
     auto [grad_x, grad_weight, grad_bias] =
         op.call(grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, scale, amax, linear_->grad_dtype_,
-                x_dtype_, weight_grad ? weight_grad->memory.scalar_type() : weight_dtype_, mask,
-                weight_grad ? MaybeTensor(weight_grad->memory) : std::nullopt, weight_grad && weight_grad->accumulates);
-    if (weight_grad) grad_weight = weight_grad->finish();
+                x_dtype_, of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask, memory_of(of_weight),
+                of_weight && of_weight->accumulates, memory_of(of_bias), of_bias && of_bias->accumulates);
+    if (of_weight) grad_weight = of_weight->finish();
+    if (of_bias) grad_bias = of_bias->finish();
     return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
 }
 

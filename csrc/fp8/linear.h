@@ -8,8 +8,8 @@
 #include <optional>
 
 #include "common/host_steps.h"
+#include "fp8/parameter_grad.h"
 #include "fp8/scale_table.h"
-#include "fp8/weight_grad.h"
 
 namespace te_graph::fp8 {
 
@@ -56,7 +56,7 @@ public:
     void cast_weights(bool is_recorded) const { cast_weights_(is_recorded); }
 
     // From now on gradients of the weight are added to its main_grad.
-    void set_main_grad_of(WeightGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
+    void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
     // Whether weight [O, I] is as it was when it was cast, and its magnitude was recorded if that is wanted.
     bool is_cast(const at::Tensor& weight, bool is_recorded) const;
@@ -81,7 +81,7 @@ private:
     const at::ScalarType grad_dtype_;
     const std::shared_ptr<void> place_;
     CastWeights cast_weights_;
-    WeightGrad::MainGradOf main_grad_of_;
+    ParameterGrad::MainGradOf main_grad_of_;
     int64_t region_ = 0;
     // Of the weight at its last cast. The storage is held weakly, so that no other one takes its place in memory.
     c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;

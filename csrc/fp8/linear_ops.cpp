@@ -5,7 +5,6 @@
 //
 // Any number of tokens: rows of the transposed copies end in zeros up to a multiple of 16, which add nothing.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <torch/library.h>
 
 #include <array>
@@ -87,8 +86,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& 
     return {x.dim() == 2 ? y : y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
 }
 
+// Where the gradient of a parameter goes, of dtype and shape; nothing: a result.
+void check_grad_out(const char* argument, const MaybeTensor& out,  // [...]
+                    bool is_asked_for, bool accumulate, at::ScalarType dtype, at::IntArrayRef shape,
+                    at::Device device) {
+    TORCH_CHECK_VALUE(out || !accumulate, kLinearBackward, ": expected ", argument,
+                      ", to which to accumulate, got none");
+    if (!out) return;
+    TORCH_CHECK_VALUE(is_asked_for, kLinearBackward, ": expected no ", argument, ", as output_mask asks for none");
+    check_dtype(kLinearBackward, argument, *out, dtype);
+    check_shape(kLinearBackward, argument, *out, shape);
+    check_contiguous(kLinearBackward, argument, *out);
+    check_device(kLinearBackward, argument, *out, device);
+}
+
 // Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for,
-// but not that of the weight where it goes into grad_weight.
+// but not what goes into grad_weight_out or grad_bias_out.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor& grad,               // [..., O]
                                                                const MaybeTensor& weight_t,          // [I, O] FP8
                                                                const MaybeTensor& weight_scale_inv,  // [] or [1]
@@ -100,7 +113,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                                                                at::ScalarType weight_dtype,
                                                                std::array<bool, 3> output_mask,
                                                                const MaybeTensor& grad_weight_out,  // [O, I]
-                                                               bool accumulate) {
+                                                               bool accumulate_weight,
+                                                               const MaybeTensor& grad_bias_out,  // [O]
+                                                               bool accumulate_bias) {
     const auto [needs_x, needs_weight, needs_bias] = output_mask;
     check_tokens(kLinearBackward, "grad", grad);
     format_of(kLinearBackward, "dtype", format);
@@ -121,27 +136,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                           ": expected x_t of two dimensions with rows of ", padded(matrix.size(0)),
                           ", the number of tokens rounded up, got ", x_t->sizes());
     }
-    TORCH_CHECK_VALUE(grad_weight_out || !accumulate, kLinearBackward,
-                      ": expected grad_weight, to which to accumulate, got none");
-    if (grad_weight_out) {
-        TORCH_CHECK_VALUE(needs_weight, kLinearBackward, ": expected no grad_weight, as output_mask asks for none");
-        check_dtype(kLinearBackward, "grad_weight", *grad_weight_out, weight_dtype);
-        check_shape(kLinearBackward, "grad_weight", *grad_weight_out, {grad.size(-1), x_t->size(0)});
-        check_contiguous(kLinearBackward, "grad_weight", *grad_weight_out);
-        check_device(kLinearBackward, "grad_weight", *grad_weight_out, grad.device());
-    }
-    check_apart(
-        kLinearBackward,
-        {{"grad", grad, false}, {"scale", scale, false}, {"amax", amax, true}, {"grad_weight", grad_weight_out, true}});
-    at::Tensor grad_x, grad_weight;
-    const at::Tensor grad_bias =
-        needs_bias ? empty_on(grad.device(), {grad.size(-1)}, grad.scalar_type()) : at::Tensor();
+    check_grad_out("grad_weight", grad_weight_out, needs_weight, accumulate_weight, weight_dtype,
+                   {grad.size(-1), needs_weight ? x_t->size(0) : 0}, grad.device());
+    check_grad_out("grad_bias", grad_bias_out, needs_bias, accumulate_bias, grad.scalar_type(), {grad.size(-1)},
+                   grad.device());
+    check_apart(kLinearBackward, {{"grad", grad, false},
+                                  {"scale", scale, false},
+                                  {"amax", amax, true},
+                                  {"grad_weight", grad_weight_out, true},
+                                  {"grad_bias", grad_bias_out, true}});
+    at::Tensor grad_x, grad_weight, grad_bias;
+    if (needs_bias && !grad_bias_out) grad_bias = empty_on(grad.device(), {grad.size(-1)}, grad.scalar_type());
+    const at::Tensor& sums = grad_bias_out ? *grad_bias_out : grad_bias;
     if (!needs_x && !needs_weight) {
-        if (needs_bias) cast_operand(kLinearBackward, matrix, {scale, amax, format}, false, grad_bias);
-        note_writes({amax});
+        if (needs_bias) cast_operand(kLinearBackward, matrix, {scale, amax, format}, false, sums, accumulate_bias);
+        note_writes({amax, grad_bias_out});
         return {grad_x, grad_weight, grad_bias};
     }
-    const Operand operand = cast_operand(kLinearBackward, matrix, {scale, amax, format}, needs_weight, grad_bias);
+    const Operand operand =
+        cast_operand(kLinearBackward, matrix, {scale, amax, format}, needs_weight, sums, accumulate_bias);
     if (needs_x) {
         const int64_t inputs = weight_t->size(0);
         const at::Tensor out = empty_on(grad.device(), {matrix.size(0), inputs}, x_dtype);
@@ -152,9 +165,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
     if (needs_weight) {
         if (!grad_weight_out) grad_weight = empty_on(grad.device(), {grad.size(-1), x_t->size(0)}, weight_dtype);
         multiply(kLinearBackward, grad_weight_out.value_or(grad_weight), operand.transposed, *x_t, operand.scale_inv,
-                 *x_scale_inv, std::nullopt, false, accumulate);
+                 *x_scale_inv, std::nullopt, false, accumulate_weight);
     }
-    note_writes({amax, grad_weight_out});
+    note_writes({amax, grad_weight_out, grad_bias_out});
     return {grad_x, grad_weight, grad_bias};
 }
 
@@ -174,13 +187,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Ten
             with_transposed ? at::empty_symint({columns, padding}, options) : at::empty({0}, options),
             at::empty({1}, x.options().dtype(at::kFloat))};
 }
-// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I]; weight_scale_inv, x_scale_inv, scale,
-// amax [] or [1] -> as linear_backward.
+// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I]; grad_bias_out [O]; weight_scale_inv,
+// x_scale_inv, scale, amax [] or [1] -> as linear_backward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
     const at::Tensor& grad, const MaybeTensor& weight_t, const MaybeTensor& weight_scale_inv, const MaybeTensor& x_t,
     const MaybeTensor& x_scale_inv, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType,
     at::ScalarType x_dtype, at::ScalarType weight_dtype, std::array<bool, 3> output_mask,
-    const MaybeTensor& grad_weight_out, bool) {
+    const MaybeTensor& grad_weight_out, bool, const MaybeTensor& grad_bias_out, bool) {
     check_devices(kLinearBackward, grad.device(),
                   {{"weight_t", weight_t},
                    {"weight_scale_inv", weight_scale_inv},
@@ -188,7 +201,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
                    {"x_scale_inv", x_scale_inv},
                    {"scale", scale},
                    {"amax", amax},
-                   {"grad_weight", grad_weight_out}});
+                   {"grad_weight", grad_weight_out},
+                   {"grad_bias", grad_bias_out}});
     at::Tensor grad_x, grad_weight, grad_bias;
     if (output_mask[0]) {
         grad_x = at::empty_symint(with_last(grad.sym_sizes(), weight_t->sym_size(0)), grad.options().dtype(x_dtype));
@@ -196,7 +210,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
     if (output_mask[1] && !grad_weight_out) {
         grad_weight = at::empty_symint({grad.sym_size(-1), x_t->sym_size(0)}, grad.options().dtype(weight_dtype));
     }
-    if (output_mask[2]) grad_bias = at::empty_symint({grad.sym_size(-1)}, grad.options());
+    if (output_mask[2] && !grad_bias_out) grad_bias = at::empty_symint({grad.sym_size(-1)}, grad.options());
     return {grad_x, grad_weight, grad_bias};
 }
 

@@ -39,7 +39,7 @@ Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x) {
 }
 
 Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling, bool with_transposed,
-                     const at::Tensor& column_sums) {
+                     const at::Tensor& column_sums, bool accumulates_sums) {
     const Format format = format_of(op, "dtype", scaling.dtype);
     const at::Tensor scale = scaling.scale ? *scaling.scale : find_scale(op, x, format);
     Operand operand;
@@ -60,7 +60,8 @@ Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling
                     .pads_out_t = true,
                     .reserved = {}};
     if (with_transposed || column_sums.defined()) {
-        const Sums sums = sums_into(op, column_sums, x);
+        Sums sums = sums_into(op, column_sums, x);
+        sums.sums.accumulates = accumulates_sums;
         TE_GRAPH_RUN(x.device(), cast_transpose, work, sums.sums, {});
     } else {
         TE_GRAPH_RUN(x.device(), cast, work, {});

@@ -30,8 +30,8 @@ struct Scaling {
     at::ScalarType dtype;             // of the cast
 };
 
-// x: [M, N] fp32, fp16 or bf16, contiguous. column_sums: [N], written, fp32 or of x's dtype, or undefined.
+// x: [M, N] fp32, fp16 or bf16, contiguous. column_sums: [N], written, or added to, fp32 or of x's dtype, or undefined.
 Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling, bool with_transposed,
-                     const at::Tensor& column_sums = {});
+                     const at::Tensor& column_sums = {}, bool accumulates_sums = false);
 
 }  // namespace te_graph::fp8

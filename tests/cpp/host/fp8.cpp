@@ -1,5 +1,6 @@
 // FP8 on the CPU: numbers, casts and scales against the definitions of the formats in double precision.
 #include <gtest/gtest.h>
+#include <array>
 
 #include <algorithm>
 #include <cmath>
@@ -235,6 +236,24 @@ TEST(Fp8CastCpu, ColumnSumsAddEightRowsThenSixteenGroupsThenTiles) {
         cast_transpose_cpu(cast, {&sum, DType::kFloat32}, {});
         EXPECT_EQ(sum, now.expected) << "ones in rows " << now.ones[0] << " and " << now.ones[1];
     }
+}
+
+TEST(Fp8CastCpu, ColumnSumsAreRoundedBeforeTheyAreAdded) {
+    // In bfloat16 1 + 2^-9 is 1, and 1 + 2^-8 again; the sum of all three is 1 + 2^-7.
+    constexpr uint16_t kOne = 0x3F80;
+    const std::array<uint16_t, 2> input{kOne, 0x3B00};
+    std::array<uint8_t, 2> out;
+    const float scale = 1;
+    uint16_t sum = 0x3B80;
+    Cast cast{};
+    cast.input = input.data();
+    cast.out = out.data();
+    cast.scale = &scale;
+    cast.rows = 2;
+    cast.columns = 1;
+    cast.dtype = DType::kBFloat16;
+    cast_transpose_cpu(cast, {&sum, DType::kBFloat16, nullptr, true}, {});
+    EXPECT_EQ(sum, kOne);
 }
 
 TEST(Fp8CastCpu, ASetFlagOfAnyDtypeLeavesEveryByteAsItWas) {

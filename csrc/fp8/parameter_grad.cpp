@@ -1,8 +1,8 @@
-#include "fp8/weight_grad.h"
+#include "fp8/parameter_grad.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -35,8 +35,13 @@ bool is_plain(const at::Tensor& tensor, at::IntArrayRef sizes, at::ScalarType dt
            tensor.is_contiguous() && !tensor.is_inference() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-// main_grad: what is called so of a weight of `sizes` [O, I].
-void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, at::Device device) {
+// Whether what writes at multiples of so many bytes can write to tensor [...].
+bool is_aligned(const at::Tensor& tensor, size_t alignment) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
+}
+
+// main_grad: what is called so of a parameter of `sizes`.
+void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, size_t alignment, at::Device device) {
     const at::ScalarType dtype = main_grad.scalar_type();
     const bool is_wide = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
     TORCH_CHECK_VALUE(
@@ -44,6 +49,9 @@ void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, at::Dev
         "te_graph.Linear: expected weight.main_grad, to which fuse_wgrad_accumulation adds, contiguous, of ",
         "float32, bfloat16 or float16 and of shape ", sizes, " on ", device, ", got ", main_grad.toString(),
         " of shape ", main_grad.sizes(), " and strides ", main_grad.strides(), " on ", main_grad.device());
+    TORCH_CHECK_VALUE(is_aligned(main_grad, alignment), "te_graph.Linear: expected weight.main_grad, to which ",
+                      "fuse_wgrad_accumulation adds, at a multiple of ", alignment,
+                      " bytes, got one elsewhere: round offsets in a flat buffer up");
 }
 
 // What is added on one stream is read on another, which the engine has wait for the end of the backward.
@@ -58,33 +66,33 @@ void wait_on(const c10::Stream& stream) {
 
 }  // namespace
 
-std::optional<WeightGrad> WeightGrad::find(const torch::autograd::Edge& edge, at::IntArrayRef sizes,
-                                           at::ScalarType dtype, const at::Tensor& grad, HostSteps* steps,
-                                           const MainGradOf& main_grad_of) {
+std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& edge, at::IntArrayRef sizes,
+                                                 at::ScalarType dtype, size_t alignment, const at::Tensor& grad,
+                                                 HostSteps* steps, const MainGradOf& main_grad_of) {
     auto* const node = dynamic_cast<AccumulateGrad*>(edge.function.get());
     if (node == nullptr || !is_plain(node->variable, sizes, dtype)) return std::nullopt;
-    const at::Tensor& weight = node->variable;
-    WeightGrad result;
+    const at::Tensor& parameter = node->variable;
+    ParameterGrad result;
     if (steps != nullptr) {
-        if (auto buffer = steps->grad_buffers().take(weight, main_grad_of != nullptr)) {
+        if (auto buffer = steps->grad_buffers().take(parameter, main_grad_of != nullptr)) {
             result.memory = *std::move(buffer);
             result.accumulates = true;
             return result;
         }
     }
-    const torch::autograd::AutogradMeta* const meta = meta_of(weight);
+    const torch::autograd::AutogradMeta* const meta = meta_of(parameter);
     const bool is_plain_here =
         is_plain_backward() && !has_gradient_hooks(*meta) && meta->grad_dtype_.value_or(dtype) == dtype;
     if (!is_plain_here && steps == nullptr) return std::nullopt;
     at::Tensor main_grad;
     if (main_grad_of) {
-        std::tie(main_grad, result.flag_) = main_grad_of(weight);
-        check_main_grad(main_grad, sizes, weight.device());
+        std::tie(main_grad, result.flag_) = main_grad_of(parameter);
+        check_main_grad(main_grad, sizes, alignment, parameter.device());
         dtype = main_grad.scalar_type();
     }
     if (!is_plain_here) {
         // A warm-up, which computes as the capture will: then a kernel has been chosen for that.
-        result.memory = at::zeros(sizes, grad.options().dtype(dtype));
+        result.memory = at::full(sizes, -0.0, grad.options().dtype(dtype));  // to which sums are added as they are
         result.accumulates = true;
         result.holder_ = Holder::kEngine;
         return result;
@@ -100,22 +108,22 @@ std::optional<WeightGrad> WeightGrad::find(const torch::autograd::Edge& edge, at
         result.accumulates = !result.flag_->overwrite;
         return result;
     }
-    const at::Tensor& there = weight.grad();
-    if (there.defined() && (!is_plain(there, sizes, dtype) || there.device() != grad.device() ||
-                            there.requires_grad() || share_memory(there, grad))) {
+    const at::Tensor& there = parameter.grad();
+    if (there.defined() && (!is_plain(there, sizes, dtype) || !is_aligned(there, alignment) ||
+                            there.device() != grad.device() || there.requires_grad() || share_memory(there, grad))) {
         return std::nullopt;
     }
     result.holder_ = Holder::kGrad;
     result.memory = there.defined() ? there : at::empty(sizes, grad.options().dtype(dtype));
     result.accumulates = there.defined();
-    result.weight_ = weight;
+    result.parameter_ = parameter;
     return result;
 }
 
-at::Tensor WeightGrad::finish() {
+at::Tensor ParameterGrad::finish() {
     if (holder_ == Holder::kEngine) return memory;
     if (holder_ == Holder::kCapture) return {};
-    if (holder_ == Holder::kGrad && !accumulates) weight_.mutable_grad() = memory;
+    if (holder_ == Holder::kGrad && !accumulates) parameter_.mutable_grad() = memory;
     if (holder_ == Holder::kMainGrad) flag_->overwrite = false;
     if (const auto stream = accumulator_->stream()) wait_on(*stream);
     return {};
