@@ -13,7 +13,7 @@
 #include "collectives/abort.h"
 #include "collectives/group.h"
 #include "collectives/protocols.h"
-#include "collectives/stream_order.h"
+#include "common/stream_order.h"
 
 namespace te_graph::collectives {
 

@@ -1,5 +1,6 @@
 #include <torch/csrc/utils/pybind.h>
 
+#include "fp8/data_writes.h"
 #include "fp8/gemm.h"
 #include "fp8/linear.h"
 #include "fp8/region.h"
@@ -48,6 +49,7 @@ py::dict as_dict(const GemmPlanInfo& info) {
 }  // namespace
 
 void bind(py::module_& m) {
+    watch_data();
     const auto unlocked = py::call_guard<py::gil_scoped_release>();
     py::class_<ScaleTable, TablePointer>(m, "ScaleTable")
         .def(py::init<at::Tensor, at::Tensor, at::Tensor, double, double, std::string>(), py::arg("history"),
@@ -57,8 +59,8 @@ void bind(py::module_& m) {
              [](ScaleTable& table, py::function function) { table.set_reduce(with_gil<const at::Tensor&>(function)); })
         .def("settle", &ScaleTable::settle, py::arg("column"), unlocked)
         .def("note", &ScaleTable::note, py::arg("column"), unlocked)
-        .def("update", &ScaleTable::update, unlocked)
-        .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
+        .def("update", &ScaleTable::update, unlocked);
+    py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));
     py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
         .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, TablePointer input,
                          int64_t input_column, TablePointer grad, int64_t grad_column, at::ScalarType grad_dtype,
@@ -80,12 +82,17 @@ void bind(py::module_& m) {
                  });
              })
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
-        .def("note_cast", &Linear::note_cast, py::arg("weight"), py::arg("is_recorded"))
+        .def(
+            "note_cast",
+            [](Linear& linear, const at::Tensor& weight, bool is_recorded, int64_t writes,
+               std::shared_ptr<CastDone> done) { linear.note_cast(weight, is_recorded, writes, std::move(done)); },
+            py::arg("weight"), py::arg("is_recorded"), py::arg("writes"), py::arg("done"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
         .def("set_region", &Linear::set_region, py::arg("number"))
         .def("call", &Linear::call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("is_recorded"), py::arg("scale"), unlocked);
+    m.def("write_count", &write_count, py::arg("tensor"));
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("note_fp8_region", &note_region);
     m.def("fp8_gemm_plans", [] {

@@ -14,8 +14,8 @@
 
 #include "common/no_derivative.h"
 #include "common/node_pointer.h"
-#include "common/note_writes.h"
 #include "common/own_op.h"
+#include "fp8/data_writes.h"
 #include "fp8/gemm.h"
 #include "fp8/region.h"
 
@@ -67,6 +67,7 @@ public:
         const auto held = weight_.lock();
         if (held == nullptr) return;
         if (!linear_->is_cast(at::Tensor(held), is_recorded_)) linear_->cast_weights(is_recorded_);
+        linear_->wait_for_cast();
     }
     const void* identity() const override { return linear_.get(); }
 
@@ -95,7 +96,6 @@ public:
 
     // weight_t: [I, O], for the gradient of x; x_t [I, padded(M)] and x_scale_inv [1], for that of the weight.
     void save(const at::Tensor& weight_t, const at::Tensor& x_t, const at::Tensor& x_scale_inv) {
-        // The version of weight_t shows, too, whether the scale of its cast has changed, which has one with others.
         saved_ = {SavedVariable(weight_t, false), SavedVariable(x_t, false), SavedVariable(x_scale_inv, false)};
     }
 
@@ -113,9 +113,30 @@ private:
     const std::shared_ptr<Linear> linear_;
     const std::shared_ptr<HostSteps> steps_;
     const at::ScalarType x_dtype_, weight_dtype_;
+    // [I, O] or undefined: weight_t, as it was in the forward.
+    at::Tensor unpack_weight_t();
+
+    const int64_t casts_ = linear_->casts();
     std::array<SavedVariable, 3> saved_;
     bool is_released_ = false;
 };
+
+at::Tensor LinearBackward::unpack_weight_t() {
+    constexpr const char* kOtherCast =
+        "te_graph.Linear: expected the weight of the forward in its backward, but another one, another recipe or a "
+        "step "
+        "of the optimizer came in between, and the cast, of which there is one, is theirs: run the backward before";
+    at::Tensor weight_t;
+    try {
+        weight_t = saved_[0].unpack();
+    } catch (const c10::Error& error) {
+        TORCH_CHECK(false, kOtherCast, " (", error.what_without_backtrace(), ")");
+    }
+    // A hook may have kept a copy, which has no version that shows that the scale is that of another cast.
+    const bool is_copy = weight_t.defined() && !weight_t.is_alias_of(linear_->weight_t_);
+    TORCH_CHECK(!is_copy || linear_->casts() == casts_, kOtherCast);
+    return weight_t;
+}
 
 variable_list LinearBackward::apply(variable_list&& gradients) {
     const std::lock_guard lock(mutex_);
@@ -135,7 +156,7 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
                      std::array<bool, 3>, const MaybeTensor&, bool, const MaybeTensor&, bool)>(
             "te_graph::fp8_linear_backward");
     // What hooks of saved tensors run, as a checkpoint's recomputation, is no part of the call.
-    const MaybeTensor weight_t = maybe(saved_[0].unpack()), x_t = maybe(saved_[1].unpack()),
+    const MaybeTensor weight_t = maybe(unpack_weight_t()), x_t = maybe(saved_[1].unpack()),
                       x_scale_inv = maybe(saved_[2].unpack());
     // Where nothing is followed, autograd's part, some of the call's time on the host, is left out.
     const bool is_followed = at::GradMode::is_enabled();
@@ -196,16 +217,30 @@ std::optional<at::Tensor> Linear::begin_input_cast() {
 }
 
 bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
+    const std::lock_guard lock(mutex_);
     return weight.storage().unsafeGetStorageImpl() == cast_storage_._unsafe_get_target() &&
-           weight.const_data_ptr() == cast_address_ && version_of(weight) == cast_version_ &&
-           (is_recorded_ || !is_recorded);
+           weight.const_data_ptr() == cast_address_ && (is_recorded_ || !is_recorded) &&
+           write_count(weight) == cast_writes_;
 }
 
-void Linear::note_cast(const at::Tensor& weight, bool is_recorded) {
+void Linear::note_cast(const at::Tensor& weight, bool is_recorded, int64_t writes,
+                       std::shared_ptr<const CastDone> done) {
+    const std::lock_guard lock(mutex_);
     cast_storage_ = weight.storage().getWeakStorageImpl();
     cast_address_ = weight.const_data_ptr();
-    cast_version_ = version_of(weight);
+    cast_writes_ = writes;
     is_recorded_ = is_recorded;
+    cast_done_ = std::move(done);
+    ++casts_;
+}
+
+void Linear::wait_for_cast() const {
+    std::shared_ptr<const CastDone> done;
+    {
+        const std::lock_guard lock(mutex_);
+        done = cast_done_;
+    }
+    if (done != nullptr) done->wait();
 }
 
 at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -217,6 +252,7 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     }
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, is_recorded));
+    wait_for_cast();
     if (is_recorded && !scale) use(input_, steps.get(), true);
     Scaling scaling = scaling_of(input_, is_recorded);
     if (scale) scaling.scale = scale;

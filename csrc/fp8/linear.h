@@ -5,9 +5,11 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 
 #include "common/host_steps.h"
+#include "fp8/cast_done.h"
 #include "fp8/parameter_grad.h"
 #include "fp8/scale_table.h"
 
@@ -60,8 +62,16 @@ public:
 
     // Whether weight [O, I] is as it was when it was cast, and its magnitude was recorded if that is wanted.
     bool is_cast(const at::Tensor& weight, bool is_recorded) const;
-    // weight [O, I] has been cast just now.
-    void note_cast(const at::Tensor& weight, bool is_recorded);
+    // weight [O, I] has been cast, after `writes` writes (write_count(), before the cast was launched); `done` for
+    // other streams.
+    void note_cast(const at::Tensor& weight, bool is_recorded, int64_t writes, std::shared_ptr<const CastDone> done);
+    // The current stream waits for that cast.
+    void wait_for_cast() const;
+    // How many there were.
+    int64_t casts() const {
+        const std::lock_guard lock(mutex_);
+        return casts_;
+    }
 
 private:
     friend class LinearBackward;
@@ -83,11 +93,15 @@ private:
     CastWeights cast_weights_;
     ParameterGrad::MainGradOf main_grad_of_;
     int64_t region_ = 0;
-    // Of the weight at its last cast. The storage is held weakly, so that no other one takes its place in memory.
+    // Of what follows, of the weight at its last cast: replays look at it without the GIL. The storage is held weakly,
+    // so that no other one takes its place in memory.
+    mutable std::mutex mutex_;
     c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;
     const void* cast_address_ = nullptr;
-    uint32_t cast_version_ = 0;
+    int64_t cast_writes_ = 0;
     bool is_recorded_ = false;
+    std::shared_ptr<const CastDone> cast_done_;
+    int64_t casts_ = 0;
 };
 
 }  // namespace te_graph::fp8

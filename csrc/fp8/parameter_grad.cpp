@@ -40,7 +40,7 @@ bool is_aligned(const at::Tensor& tensor, size_t alignment) {
     return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % alignment == 0;
 }
 
-// main_grad: what is called so of a parameter of `sizes`.
+// main_grad: [...], of a parameter of `sizes`.
 void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, size_t alignment, at::Device device) {
     const at::ScalarType dtype = main_grad.scalar_type();
     const bool is_wide = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
@@ -54,14 +54,14 @@ void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, size_t 
                       " bytes, got one elsewhere: round offsets in a flat buffer up");
 }
 
-// What is added on one stream is read on another, which the engine has wait for the end of the backward.
-void wait_on(const c10::Stream& stream) {
-    const c10::impl::VirtualGuardImpl guard(stream.device_type());
-    const c10::Stream current = guard.getStream(stream.device());
-    if (current == stream) return;
-    c10::Event event(stream.device_type());
-    event.record(current);
-    stream.wait(event);
+c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+// What comes on stream `later` does so after what is on `earlier` by now.
+void order(const c10::Stream& earlier, const c10::Stream& later) {
+    if (earlier == later) return;
+    c10::Event event(earlier.device_type());
+    event.record(earlier);
+    later.wait(event);
 }
 
 }  // namespace
@@ -72,6 +72,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     auto* const node = dynamic_cast<AccumulateGrad*>(edge.function.get());
     if (node == nullptr || !is_plain(node->variable, sizes, dtype)) return std::nullopt;
     const at::Tensor& parameter = node->variable;
+    if (!parameter.requires_grad()) return std::nullopt;  // frozen since the forward: the engine drops the gradient
     ParameterGrad result;
     if (steps != nullptr) {
         if (auto buffer = steps->grad_buffers().take(parameter, main_grad_of != nullptr)) {
@@ -102,6 +103,9 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
                 "would not see reset_main_grads: graph the layers instead, with make_graphed_callables");
     result.alone_ = std::unique_lock(Locked::mutex_of(*node));
     result.accumulator_ = edge.function;
+    // Another use of the parameter may have been added on another stream: each waits for that of AccumulateGrad, which
+    // waits for each, and the engine has the end of the backward wait for it.
+    if (const auto stream = node->stream()) order(*stream, current_stream(stream->device()));
     if (main_grad_of) {
         result.holder_ = Holder::kMainGrad;
         result.memory = std::move(main_grad);
@@ -125,7 +129,11 @@ at::Tensor ParameterGrad::finish() {
     if (holder_ == Holder::kCapture) return {};
     if (holder_ == Holder::kGrad && !accumulates) parameter_.mutable_grad() = memory;
     if (holder_ == Holder::kMainGrad) flag_->overwrite = false;
-    if (const auto stream = accumulator_->stream()) wait_on(*stream);
+    if (const auto stream = accumulator_->stream()) {
+        const c10::Stream current = current_stream(stream->device());
+        if (current != *stream) memory.record_stream(*stream);
+        order(current, *stream);
+    }
     return {};
 }
 

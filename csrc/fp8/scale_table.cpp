@@ -19,6 +19,7 @@ ScaleTable::ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_in
 
 bool ScaleTable::take_due(std::optional<int64_t> column) {
     const std::lock_guard lock(mutex_);
+    order();
     const bool is_due = column ? has_run_[static_cast<size_t>(*column)] : has_any_run_;
     if (is_due) {
         has_run_.assign(has_run_.size(), false);
@@ -40,9 +41,10 @@ void ScaleTable::update() {
     if (take_due(std::nullopt)) launch_update();
 }
 
-bool ScaleTable::has_run(int64_t column) {
-    const std::lock_guard lock(mutex_);
-    return has_run_[static_cast<size_t>(column)];
+void ScaleTable::order() {
+#ifdef TE_GRAPH_CUDA
+    if (scale_.is_cuda()) order_.run(c10::cuda::getCurrentCUDAStream(scale_.device().index()), [] {});
+#endif
 }
 
 void ScaleTable::launch_update() const {

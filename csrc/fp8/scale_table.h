@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "common/stream_order.h"
+
 namespace te_graph::fp8 {
 
 // A column is rolled once between two casts of its tensor: when all that run in a region are through, or sooner, where
@@ -32,15 +34,14 @@ public:
     void update();
     // Updates all columns, which is captured, and changes nothing of what this object knows.
     void launch_update() const;
-    // Whether that of `column` was.
-    bool has_run(int64_t column);
-
     // [H, n].
     const at::Tensor& history() const { return history_; }
     // [n].
     const at::Tensor& scale() const { return scale_; }
 
 private:
+    // What comes on the current stream does so after what other streams did with the table. With the mutex.
+    void order();
     // Whether a tensor was cast since the last time, of `column` or, without one, of any; then all count as updated.
     bool take_due(std::optional<int64_t> column);
 
@@ -52,6 +53,9 @@ private:
     std::mutex mutex_;
     std::vector<bool> has_run_;
     bool has_any_run_ = false;
+#ifdef TE_GRAPH_CUDA
+    StreamOrder order_;
+#endif
 };
 
 }  // namespace te_graph::fp8

@@ -7,10 +7,10 @@
 #include <initializer_list>
 
 #include "common/no_derivative.h"
-#include "common/note_writes.h"
 #include "common/own_op.h"
 #include "common/to_device.h"
 #include "fp8/arguments.h"
+#include "fp8/data_writes.h"
 
 namespace te_graph::fp8 {
 namespace {
@@ -191,7 +191,7 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     out_states_ = states_of(out_);
     out_t_states_ = states_of(out_t_);
     vector_states_ = states_of(vectors_);
-    versions_.assign(weights_.size(), -1);
+    writes_.assign(weights_.size(), -1);
     kind_ = kind_of(casts[0]);
     for (const Cast& cast : casts) {
         if (kind_of(cast) != kind_) kind_ = counts.defined() ? kCounted : kMixed;
@@ -254,18 +254,14 @@ void WeightTable::cast(const std::optional<at::Tensor>& noop, bool is_done) {
                                        const std::optional<at::Tensor>&)>("te_graph::fp8_cast_weights_table_");
     op.call(table_, tiles_, state_, written_, kind_, noop);
     if (!is_done) return;
-    for (size_t i = 0; i < weights_.size(); ++i) versions_[i] = version_of(weights_[i]);
+    for (size_t i = 0; i < weights_.size(); ++i) writes_[i] = write_count(weights_[i]);
 }
 
 std::string WeightTable::stale() const {
     for (size_t i = 0; i < weights_.size(); ++i) {
-        if (versions_[i] < 0) return names_[i] + " was never cast";
+        if (writes_[i] < 0) return names_[i] + " was never cast";
         if (weights_[i].const_data_ptr() != weight_states_[i].data) return names_[i] + " moved to other memory";
-        const int64_t version = version_of(weights_[i]);
-        if (version != versions_[i]) {
-            return names_[i] + " changed (version " + std::to_string(version) + ", cast at " +
-                   std::to_string(versions_[i]) + ")";
-        }
+        if (write_count(weights_[i]) != writes_[i]) return names_[i] + " changed since it was cast";
     }
     return {};
 }
@@ -297,7 +293,7 @@ void WeightTable::update(Tensors weights) {
     table_.select(1, 0).copy_(at::from_blob(addresses.data(), {static_cast<int64_t>(addresses.size())}, options));
     weights_ = std::move(weights);
     weight_states_ = states_of(weights_);
-    versions_.assign(weights_.size(), -1);
+    writes_.assign(weights_.size(), -1);
 }
 
 }  // namespace te_graph::fp8

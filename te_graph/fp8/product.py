@@ -39,9 +39,11 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
     """The product of ``module`` for x [..., in], with bias [out] or without; None where FP8 is off or does not fit."""
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
-        member = module.fp8
+        member, weight = first.member, module.weight
         checkpoints.note(module, first)
-        return member.linear.forward(x, module.weight, bias, first.dtype, False, first.scale)
+        if not member.linear.is_cast(weight, False):  # another weight was called since, and is the one that is cast
+            member.scope.cast_weights(member, records=False, is_noted=not _C.HostSteps.is_noting())
+        return member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
     region = current_region()
     if region is None or not (region.enabled or region.calibrating):
         return None
@@ -59,7 +61,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
         member.scope.cast_weights(member, is_training, is_noted=not is_captured)
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
-        checkpoints.note(module, FirstCall(scale, dtype))
+        checkpoints.note(module, FirstCall(member, scale, dtype))
         return member.linear.forward(x, weight, bias, dtype, True, scale)
     return member.linear.forward(x, weight, bias, dtype, is_training, None)
 

@@ -29,10 +29,12 @@ class FirstCall:
     """How a layer was called the first time.
 
     Attributes:
+        member: what the layer had in its scope.
         scale: of the input's cast, [1]; None under current scaling.
         dtype: of the result.
     """
 
+    member: Any
     scale: Tensor | None
     dtype: torch.dtype
 

@@ -310,6 +310,8 @@ class ScalingScope(OwnObject):
             and not other.linear.is_cast(weight, records)
         ]
         stale = [(other, weight) for other, weight in stale if other.fits(weight)]
+        # Before the casts: what another thread writes meanwhile is to be cast again.
+        writes = [_C.write_count(weight) for _, weight in stale]
         resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
         changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
         with torch.inference_mode(False), torch.no_grad():
@@ -323,8 +325,10 @@ class ScalingScope(OwnObject):
                 self._cast(block, run, records, is_resumed=False)
             for block, run in _runs(resumed):
                 self._cast(block, run, False, is_resumed=True)
-        for other, weight in stale if is_noted else ():
-            other.linear.note_cast(weight, records or not self.is_delayed or other.is_resumed(weight))
+        done = _C.CastDone(self.device)
+        for (other, weight), count in zip(stale, writes, strict=True) if is_noted else ():
+            is_recorded = records or not self.is_delayed or other.is_resumed(weight)
+            other.linear.note_cast(weight, is_recorded, count, done)
         for other, _ in changed if is_noted else ():
             other.loaded_version = None
 

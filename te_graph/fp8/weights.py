@@ -22,12 +22,11 @@ class Fp8Weights(Uncopyable, StepWeights):
     ``cast_`` casts all of them in one launch over a table that was built once. Outside a graph it is called when the
     weights have changed, once in an optimizer step; a captured one is skipped by a flag on the device.
 
-    Whether weights have changed is known from their version counters. While this object is there, each step of a
-    ``torch.optim.Optimizer``, fused ones too, moves on those of all weights that share the storage of a parameter with
-    a gradient; of any parameter, where a closure or a hook before the step may make gradients. Not seen, so call
-    ``cast_`` after it: a write through ``p.data`` outside a step; any write outside a step where ``p.data`` was given
-    as weight (``p.detach()`` shares the counter of ``p``); a collective of ``torch.distributed`` into a weight; one by
-    NumPy; a CUDA graph of yours that replays an optimizer. Where a module gets another parameter
+    Whether weights have changed is known from their version counters, and from those of what ``.data`` gave of them.
+    While this object is there, each step of a ``torch.optim.Optimizer``, fused ones too, moves on those of all weights
+    that share the storage of a parameter with a gradient; of any parameter, where a closure or a hook before the step
+    may make gradients. Not seen, so call ``cast_`` after it: a collective of ``torch.distributed`` into a weight; a
+    write by NumPy; a CUDA graph of yours that replays an optimizer. Where a module gets another parameter
     (``load_state_dict(assign=True)``, ``m.weight = nn.Parameter(...)``), this object goes on with the old one and takes
     it for current, so call ``update``.
 

@@ -380,6 +380,37 @@ def test_main_grads_that_cannot_be_added_to_are_named(
     assert layer.weight.grad is None
 
 
+def test_what_is_frozen_since_the_forward_gets_no_gradient(device: str) -> None:
+    layer = a_layer(device)
+    y = call(layer, a_sample(device))
+    layer.requires_grad_(False)
+    y.backward(grad_for(y))
+    assert layer.weight.grad is None and layer.bias.grad is None
+
+
+@pytest.mark.gpu
+def test_uses_of_a_weight_on_several_streams_are_added_one_after_the_other() -> None:
+    device = "cuda"
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    sums = []
+    for own in (False, True):
+        torch.manual_seed(0)
+        layer = tg.Linear(1024, 1024, device=device, dtype=torch.bfloat16)
+        samples = [torch.randn(512, 1024, device=device).bfloat16().requires_grad_() for _ in range(8)]
+        for _ in range(20):
+            results = []
+            for number, x in enumerate(samples):
+                stream = streams[number % 2] if own else torch.cuda.current_stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    results.append(call(layer, x))
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+            torch.autograd.backward(results, [grad_for(y) for y in results])
+        sums.append([layer.weight.grad, layer.bias.grad])
+    assert all(map(same_bits, *sums))
+
+
 def test_a_gradient_at_any_address_is_added_to(device: str) -> None:
     layer, samples = a_layer(device), [a_sample(device) for _ in range(2)]
     expected, size = gradients_of(layer, samples, torch.bfloat16), layer.weight.numel()

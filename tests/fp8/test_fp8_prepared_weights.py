@@ -157,12 +157,11 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_weight_that_changed_is_named_with_its_versions(change, device):
+def test_a_weight_that_changed_is_named(change, device):
     prepared, sources = a_prepared_one(device)
-    cast_at = sources[3]._version
     CHANGES[change](sources[3])
     assert prepared.is_stale
-    with pytest.raises(RuntimeError, match=rf"weight 3 changed \(version {cast_at + 1}, cast at {cast_at}\)"):
+    with pytest.raises(RuntimeError, match="weight 3 changed since it was cast"):
         prepared.check()
     prepared.cast_()
     assert not prepared.is_stale

@@ -5,6 +5,7 @@ The reference is the same training without checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -52,6 +53,66 @@ class Model(nn.Module):
         for layer in self.layers:
             x = self.layer_call(layer, x)
         return x
+
+
+def evaluate_by_other_recipe(layer: nn.Module, x: Tensor) -> None:
+    with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["delayed"]):
+        layer(x)
+
+
+def evaluate_with_other_weights(layer: nn.Module, x: Tensor) -> None:
+    weights = {name: 5 * one.detach() for name, one in layer.named_parameters()}
+    with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["current"]):
+        torch.func.functional_call(layer, weights, (x,))
+
+
+def evaluate_with_swapped_weights(layer: nn.Module, x: Tensor) -> None:
+    kept = {name: one.detach().clone() for name, one in layer.named_parameters()}
+    with torch.no_grad():
+        for one in layer.parameters():
+            one.mul_(7)
+    with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["current"]):
+        layer(x)
+    with torch.no_grad():
+        for name, one in layer.named_parameters():
+            one.copy_(kept[name])
+
+
+BETWEEN = (evaluate_by_other_recipe, evaluate_with_other_weights, evaluate_with_swapped_weights)
+
+
+@modes
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+def test_an_evaluation_between_forward_and_backward_changes_no_gradient(
+    device: str, between: object, use_reentrant: bool
+) -> None:
+    layer = tg.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+    x = torch.randn(16, WIDTH, device=device).bfloat16().requires_grad_()
+    found = []
+    for act in (plainly, between):
+        layer.zero_grad()
+        x.grad = None
+        with tg.fp8_autocast(recipe=RECIPES["current"]):
+            y = checkpoint(layer, x, use_reentrant=use_reentrant)
+        act(layer, x.detach())
+        y.sum().backward()
+        found.append([x.grad, layer.weight.grad, layer.bias.grad])
+    assert all(map(same_bits, *found))
+
+
+@pytest.mark.parametrize("between", BETWEEN[1:], ids=lambda between: between.__name__)
+@pytest.mark.parametrize("on_cpu", [False, True], ids=["saved", "saved as copies"])
+def test_without_a_checkpoint_such_an_evaluation_is_named_in_the_backward(
+    device: str, between: object, on_cpu: bool
+) -> None:
+    layer = tg.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+    x = torch.randn(16, WIDTH, device=device).bfloat16().requires_grad_()
+    keep = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda kept: kept)
+    with tg.fp8_autocast(recipe=RECIPES["current"]), keep if on_cpu else contextlib.nullcontext():
+        y = layer(x)
+    between(layer, x.detach())
+    with pytest.raises(RuntimeError, match=r"te_graph.Linear: .* run the backward before"):
+        y.sum().backward()
 
 
 def plainly(layer: nn.Module, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-// Orders the operations of a group one after the other, whatever streams they are called on.
+// Orders operations on the same memory one after the other, whatever streams they are called on.
 #pragma once
 
 #ifdef TE_GRAPH_CUDA
@@ -9,11 +9,10 @@
 
 #include <optional>
 
-namespace te_graph::collectives {
+namespace te_graph {
 
 // Where the last operation and the next one are both eager, or both in one capture, an event orders them. Between
-// graphs, and between graphs and eager operations, no event can: replays are for the caller to order, and kernels
-// detect it where they are not.
+// graphs, and between graphs and eager operations, no event can: replays are for the caller to order.
 class StreamOrder {
 public:
     StreamOrder() = default;
@@ -80,6 +79,6 @@ private:
     Link eager_, captured_;
 };
 
-}  // namespace te_graph::collectives
+}  // namespace te_graph
 
 #endif
