@@ -226,3 +226,39 @@ def test_random_trainings_are_bit_equal(device: str) -> None:
             break
     # On a slow machine few run, of which a chance majority may change something in each step.
     assert replayed and (ran < 20 or replayed * 2 > ran)
+
+
+class Twice(nn.Module):
+    """x [n, WIDTH] -> [n, WIDTH]; one layer called twice, whose scales are updated in between, inside the graph."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.shared = tg.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(torch.tanh(self.shared(x)))
+
+
+@pytest.mark.parametrize("chain", [False, True], ids=["apart", "chain"])
+def test_scales_that_were_loaded_are_those_of_the_first_replay(device: str, chain: bool) -> None:
+    def new_model() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList([Twice(device), tg.Linear(WIDTH, WIDTH, device=device, dtype=torch.bfloat16)])
+
+    def step(model: nn.ModuleList, x: Tensor) -> Tensor:
+        with tg.fp8_autocast(recipe=RECIPES["delayed"]):
+            y = model[1](model[0](x))
+        y.float().square().mean().backward()
+        return y.detach().clone()
+
+    trained, graphed, x = new_model(), new_model(), a_sample(device)
+    for _ in range(3):
+        step(trained, x)
+    graphed.load_state_dict(trained.state_dict())
+    graphed.zero_grad()
+    trained.zero_grad()
+    with tg.fp8_autocast(recipe=RECIPES["delayed"]):
+        tg.make_graphed_callables(tuple(graphed), ((x,),) if chain else ((x,), (x,)), chain=chain)
+    for _ in range(3):
+        assert same_bits(step(graphed, x), step(trained, x))
+    assert all(map(same_bits, (p.grad for p in graphed.parameters()), (p.grad for p in trained.parameters())))

@@ -411,6 +411,35 @@ def test_uses_of_a_weight_on_several_streams_are_added_one_after_the_other() -> 
     assert all(map(same_bits, *sums))
 
 
+class Two(nn.Module):
+    """x [n, IN] -> [n, IN]."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.first, self.second = (tg.Linear(IN, IN, bias=False, device=device) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("offsets", [(128, 0), (0, 128), (0, 0), (0, 1024)], ids=str)
+def test_gradients_that_overlap_are_added_one_after_the_other(device: str, offsets: tuple[int, int]) -> None:
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        layer, x = Two(device), torch.randn(7, IN, device=device).requires_grad_()
+        if graphed:
+            with tg.fp8_autocast(recipe=RECIPE):
+                tg.make_graphed_callables(layer, (x,))
+        for _ in range(2):
+            memory = torch.zeros(2 * IN * IN, device=device)
+            for parameter, offset in zip(layer.parameters(), offsets, strict=True):
+                parameter.grad = memory[offset : offset + IN * IN].view(IN, IN)
+            backward(layer, x)
+            found.append(memory)
+    assert all(map(torch.allclose, found[:2], found[2:]))
+
+
 def test_a_gradient_at_any_address_is_added_to(device: str) -> None:
     layer, samples = a_layer(device), [a_sample(device) for _ in range(2)]
     expected, size = gradients_of(layer, samples, torch.bfloat16), layer.weight.numel()

@@ -268,11 +268,28 @@ void GraphedCallable::separate_overlapping(const PendingBackward& pending) const
         return extent(destination(pending, a)) < extent(destination(pending, b));
     };
     std::sort(written.begin(), written.end(), before);
-    const char* end = nullptr;
+    const auto add_eagerly = [&](size_t i) {
+        if (updates[i].action == GradientAction::kAddInPlace) updates[i].action = GradientAction::kAddEagerly;
+    };
+    // A buffer is copied back as a whole, over what is added meanwhile to what lies across.
+    const auto is_copied_back = [&](size_t i) {
+        return parameters_[i].has_grad_buffer && !is_grad_buffer(i, destination(pending, i));
+    };
+    const char *end = nullptr, *end_of_all = nullptr;
+    size_t furthest = 0;
     for (const size_t i : written) {
         const auto [from, to] = extent(destination(pending, i));
+        if (from < end_of_all) {
+            for (const size_t one : {i, furthest}) {
+                if (is_copied_back(one)) add_eagerly(one);
+            }
+        }
+        if (to > end_of_all) {
+            end_of_all = to;
+            furthest = i;
+        }
         if (from < end && updates[i].action == GradientAction::kAddInPlace) {
-            updates[i].action = GradientAction::kAddEagerly;
+            add_eagerly(i);
         } else {
             end = std::max(end, to);
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from te_graph import _C
+from te_graph.common.before_capture import make_ready
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
 from te_graph.common.dispatch import storage_key
@@ -31,6 +32,7 @@ from te_graph.graphs.capture.request import Job, sample_of
 from te_graph.graphs.capture.sample_advice import check_sample, left_out
 from te_graph.graphs.capture.wrappers import watching_wrappers
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
+from te_graph.graphs.guards.sources import TensorReader, walk
 from te_graph.graphs.tracing.explanations import explained
 
 _log = logging.getLogger("te_graph")
@@ -62,6 +64,9 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         on_failure = session.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []
+        # Before the first warm-up, which puts back what it has written: that may lie beside what these would make.
+        for job in jobs:
+            make_ready(source.obj for source in walk(TensorReader(job.target)))
         for job in jobs:
             group.at_work = job.label
             captures.append(
