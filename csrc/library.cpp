@@ -2,10 +2,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "collectives/group.h"
+#include "collectives/bindings.h"
 #include "common/cpu_only.h"
 #include "common/math_bits.h"
-#include "fp8/weights.h"
+#include "fp8/bindings.h"
 #include "graphs/bindings.h"
 #include "multi_tensor/bindings.h"
 

@@ -1,3 +1,5 @@
+#include "collectives/bindings.h"
+
 #include <torch/csrc/utils/pybind.h>
 
 #include <mutex>

@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
-#include <pybind11/pybind11.h>
 
 #include <memory>
 #include <string>
@@ -77,8 +76,5 @@ void add_group(std::shared_ptr<const Group> group);
 void remove_group(const std::string& name);
 // Throws if there is none.
 std::shared_ptr<const Group> find_group(const char* op, const std::string& name);
-
-// Python's handles of groups and their symmetric buffers.
-void bind(pybind11::module_& m);
 
 }  // namespace te_graph::collectives

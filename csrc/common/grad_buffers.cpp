@@ -5,9 +5,9 @@
 namespace te_graph {
 
 // parameter: [...].
-std::optional<at::Tensor> GradBuffers::take(const at::Tensor& parameter, bool to_main_grad) {
+std::optional<at::Tensor> GradBuffers::request(const at::Tensor& parameter, bool to_main_grad) {
     const auto is_it = [&](const auto& one) { return one.parameter.is_same(parameter); };
-    if (std::none_of(taken_.begin(), taken_.end(), is_it)) taken_.push_back({parameter, to_main_grad});
+    if (std::none_of(requests_.begin(), requests_.end(), is_it)) requests_.push_back({parameter, to_main_grad});
     const auto offer = std::find_if(offers_.begin(), offers_.end(), is_it);
     return offer == offers_.end() ? std::nullopt : std::optional(offer->buffer);
 }

@@ -10,26 +10,26 @@ namespace te_graph {
 
 class GradBuffers {
 public:
-    // Asked by the backward of an op, which then adds to the buffer [...] and returns no gradient; nothing: it returns
-    // the gradient. Before each replay there is in the buffer what is to be added to. A warm-up learns so who will ask.
+    // By the backward of an op, which then adds to the buffer [...] and returns no gradient; nothing: it returns the
+    // gradient. Before each replay there is in the buffer what is to be added to. A warm-up learns so who will ask.
     // parameter: [...]. to_main_grad: that the gradient goes to main_grad.
-    std::optional<at::Tensor> take(const at::Tensor& parameter, bool to_main_grad);
+    std::optional<at::Tensor> request(const at::Tensor& parameter, bool to_main_grad);
 
     // What backwards get from now on. parameter: [...]; buffer: [...] like the parameter.
     void offer(const at::Tensor& parameter, at::Tensor buffer);
-    struct Taken {
+    struct Request {
         at::Tensor parameter;
         bool to_main_grad;
     };
-    // Those for which take() was called, each once.
-    const std::vector<Taken>& taken() const { return taken_; }
+    // Those that were made, one for each parameter.
+    const std::vector<Request>& requests() const { return requests_; }
 
 private:
     struct Offer {
         at::Tensor parameter, buffer;
     };
     std::vector<Offer> offers_;
-    std::vector<Taken> taken_;
+    std::vector<Request> requests_;
 };
 
 }  // namespace te_graph

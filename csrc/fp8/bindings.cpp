@@ -1,3 +1,5 @@
+#include "fp8/bindings.h"
+
 #include <torch/csrc/utils/pybind.h>
 
 #include "fp8/data_writes.h"

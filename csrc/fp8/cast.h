@@ -39,7 +39,8 @@ static_assert(sizeof(Cast) == 80);
 
 // What FP8 matrix products want rows to be multiples of, so that sums go over whole pieces.
 constexpr int64_t kPaddedRows = 16;
-TE_GRAPH_HOST_DEVICE constexpr int64_t padded(int64_t rows) {
+template <typename Int>
+TE_GRAPH_HOST_DEVICE constexpr Int padded(Int rows) {
     return (rows + kPaddedRows - 1) / kPaddedRows * kPaddedRows;
 }
 TE_GRAPH_HOST_DEVICE constexpr int64_t out_t_stride(const Cast& cast) {

@@ -21,7 +21,6 @@ namespace te_graph::fp8 {
 
 // What sizes, strides and addresses are multiples of, in bytes. cuBLAS 13.1 does not look at addresses itself.
 constexpr int64_t kGemmAlignment = 16;
-constexpr int64_t aligned_size(int64_t size) { return (size + kGemmAlignment - 1) / kGemmAlignment * kGemmAlignment; }
 
 // What a product has in common with others that are computed alike.
 struct GemmShape {

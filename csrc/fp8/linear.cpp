@@ -33,16 +33,6 @@ constexpr size_t kNoAlignment = 1;
 using MaybeTensor = std::optional<at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// x [..., I]; weight [O, I]; weight_scale_inv [1]; bias [O]; scale, amax [1] -> [..., O], [I, padded(M)] or [0], [1].
-Three call_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& weight_scale_inv,
-                   const MaybeTensor& bias, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType dtype,
-                   bool with_transposed) {
-    static const auto op =
-        own_op<Three(const at::Tensor&, const at::Tensor&, const at::Tensor&, const MaybeTensor&, const MaybeTensor&,
-                     const MaybeTensor&, at::ScalarType, bool)>("te_graph::fp8_linear_forward");
-    return op.call(x, weight, weight_scale_inv, bias, scale, amax, dtype, with_transposed);
-}
-
 // Before a replay that casts the tensor of a column.
 class ColumnStep : public HostStep {
 public:
@@ -149,7 +139,6 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
                                    task_should_compute_output(2)};
     Linear::use(linear_->grad_, steps_.get(), false);
-    const auto [scale, amax] = Linear::scaling_of(linear_->grad_, true);
     static const auto op =
         own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                      const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
@@ -171,10 +160,10 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
         of_bias = ParameterGrad::find(next_edge(2), {grad.size(-1)}, grad.scalar_type(), kNoAlignment, grad,
                                       steps_.get(), {});
     }
-    auto [grad_x, grad_weight, grad_bias] =
-        op.call(grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, scale, amax, linear_->grad_dtype_,
-                x_dtype_, of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask, memory_of(of_weight),
-                of_weight && of_weight->accumulates, memory_of(of_bias), of_bias && of_bias->accumulates);
+    auto [grad_x, grad_weight, grad_bias] = op.call(
+        grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, linear_->grad_.scale, linear_->grad_.amax,
+        linear_->grad_dtype_, x_dtype_, of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask,
+        memory_of(of_weight), of_weight && of_weight->accumulates, memory_of(of_bias), of_bias && of_bias->accumulates);
     if (of_weight) grad_weight = of_weight->finish();
     if (of_bias) grad_bias = of_bias->finish();
     return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
@@ -212,8 +201,7 @@ void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
 
 std::optional<at::Tensor> Linear::begin_input_cast() {
     use(input_, HostSteps::current().get(), true);
-    const auto scale = scaling_of(input_, false).scale;
-    return scale ? std::optional(scale->clone()) : std::nullopt;
+    return input_.scale ? std::optional(input_.scale->clone()) : std::nullopt;
 }
 
 bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
@@ -254,29 +242,29 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, is_recorded));
     wait_for_cast();
     if (is_recorded && !scale) use(input_, steps.get(), true);
-    Scaling scaling = scaling_of(input_, is_recorded);
-    if (scale) scaling.scale = scale;
     const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
     const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
-    if (!is_followed) {
-        return std::get<0>(
-            call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, false));
+    if (is_followed) {
+        if (const auto& transforms = at::functorch::functorchTLSAccessor()) {
+            transforms->checkSupportsCppAutogradFunction();
+        }
     }
-    if (const auto& transforms = at::functorch::functorchTLSAccessor()) transforms->checkSupportsCppAutogradFunction();
+    static const auto op =
+        own_op<Three(const at::Tensor&, const at::Tensor&, const at::Tensor&, const MaybeTensor&, const MaybeTensor&,
+                     const MaybeTensor&, at::ScalarType, bool)>("te_graph::fp8_linear_forward");
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (is_followed) below.emplace();
+    auto [y, x_t, x_scale_inv] = op.call(x, weight_, weight_scale_inv_, bias, scale ? scale : input_.scale,
+                                         is_recorded ? input_.amax : std::nullopt, dtype, is_followed && needs_weight);
+    if (!is_followed) return std::move(y);
     const auto [node, owner] =
         make_node<LinearBackward>(shared_from_this(), steps, x.scalar_type(), weight.scalar_type());
     node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias.value_or(at::Tensor())));
-    at::Tensor y;
-    {
-        const at::AutoDispatchBelowADInplaceOrView below;
-        auto [result, x_t, x_scale_inv] =
-            call_forward(x, weight_, weight_scale_inv_, bias, scaling.scale, scaling.amax, dtype, needs_weight);
-        node->save(needs_x ? weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
-                   needs_weight ? x_scale_inv : at::Tensor());
-        y = std::move(result);
-    }
+    node->save(needs_x ? weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
+               needs_weight ? x_scale_inv : at::Tensor());
+    below.reset();
     torch::autograd::set_history(y, owner);
-    return y;
+    return std::move(y);
 }
 
 // x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].

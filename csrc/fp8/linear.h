@@ -75,16 +75,9 @@ public:
 
 private:
     friend class LinearBackward;
-    struct Scaling {
-        std::optional<at::Tensor> scale, amax;  // [1]
-    };
     // Tells the table of a cast whose magnitude is recorded; before each replay where it is captured, in the forward of
     // `steps` or in its backward.
     static void use(const ScaleColumn& column, HostSteps* steps, bool is_forward);
-    // Of a cast.
-    static Scaling scaling_of(const ScaleColumn& column, bool is_recorded) {
-        return {column.scale, is_recorded ? column.amax : std::nullopt};
-    }
 
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const ScaleColumn input_, grad_;

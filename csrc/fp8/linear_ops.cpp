@@ -31,7 +31,7 @@ at::Tensor as_matrix(const at::Tensor& x) {
     return x.reshape({columns == 0 ? 0 : x.numel() / columns, columns}).contiguous();
 }
 
-// x: [..., N], weight: FP8 [size, N] or [N, size], along `dim` -> [..., size].
+// shape, with `size` as its last one.
 template <typename Size>
 std::vector<Size> with_last(c10::ArrayRef<Size> shape, Size size) {
     std::vector<Size> result = shape.vec();
@@ -148,13 +148,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
     at::Tensor grad_x, grad_weight, grad_bias;
     if (needs_bias && !grad_bias_out) grad_bias = empty_on(grad.device(), {grad.size(-1)}, grad.scalar_type());
     const at::Tensor& sums = grad_bias_out ? *grad_bias_out : grad_bias;
-    if (!needs_x && !needs_weight) {
-        if (needs_bias) cast_operand(kLinearBackward, matrix, {scale, amax, format}, false, sums, accumulate_bias);
-        note_writes({amax, grad_bias_out});
-        return {grad_x, grad_weight, grad_bias};
+    Operand operand;
+    if (needs_x || needs_weight || needs_bias) {
+        operand = cast_operand(kLinearBackward, matrix, {scale, amax, format}, needs_weight, sums, accumulate_bias);
     }
-    const Operand operand =
-        cast_operand(kLinearBackward, matrix, {scale, amax, format}, needs_weight, sums, accumulate_bias);
     if (needs_x) {
         const int64_t inputs = weight_t->size(0);
         const at::Tensor out = empty_on(grad.device(), {matrix.size(0), inputs}, x_dtype);
@@ -181,10 +178,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Ten
         kLinearForward, x.device(),
         {{"weight", weight}, {"weight_scale_inv", weight_scale_inv}, {"bias", bias}, {"scale", scale}, {"amax", amax}});
     const c10::SymInt columns = x.sym_size(-1);
-    const c10::SymInt rows = x.sym_numel() / columns, padding = (rows + kPaddedRows - 1) / kPaddedRows * kPaddedRows;
+    const c10::SymInt padded_rows = padded(x.sym_numel() / columns);
     const auto options = weight.options();
     return {at::empty_symint(with_last(x.sym_sizes(), weight.sym_size(0)), x.options().dtype(dtype)),
-            with_transposed ? at::empty_symint({columns, padding}, options) : at::empty({0}, options),
+            with_transposed ? at::empty_symint({columns, padded_rows}, options) : at::empty({0}, options),
             at::empty({1}, x.options().dtype(at::kFloat))};
 }
 // grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I]; grad_bias_out [O]; weight_scale_inv,

@@ -75,7 +75,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     if (!parameter.requires_grad()) return std::nullopt;  // frozen since the forward: the engine drops the gradient
     ParameterGrad result;
     if (steps != nullptr) {
-        if (auto buffer = steps->grad_buffers().take(parameter, main_grad_of != nullptr)) {
+        if (auto buffer = steps->grad_buffers().request(parameter, main_grad_of != nullptr)) {
             result.memory = *std::move(buffer);
             result.accumulates = true;
             return result;

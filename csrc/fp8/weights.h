@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <pybind11/pybind11.h>
 
 #include <array>
 #include <optional>
@@ -87,8 +86,5 @@ private:
     int kind_;                     // of all casts
     at::Tensor table_, tiles_, state_;
 };
-
-// Python's name for it.
-void bind(pybind11::module_& m);
 
 }  // namespace te_graph::fp8

@@ -155,10 +155,10 @@ void bind(py::module_& m) {
                 steps.grad_buffers().offer(parameter, std::move(buffer));
             },
             py::arg("parameter"), py::arg("buffer"))
-        .def_property_readonly("wanted_grad_buffers",
+        .def_property_readonly("requested_grad_buffers",
                                [](HostSteps& steps) {
                                    std::vector<std::pair<at::Tensor, bool>> wanted;
-                                   for (const auto& [parameter, to_main_grad] : steps.grad_buffers().taken()) {
+                                   for (const auto& [parameter, to_main_grad] : steps.grad_buffers().requests()) {
                                        wanted.emplace_back(parameter, to_main_grad);
                                    }
                                    return wanted;

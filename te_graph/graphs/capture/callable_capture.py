@@ -376,7 +376,7 @@ class CallableCapture:
         with self.grad_buffers.unchanged(parameters), self.backend.capture(pool, slot.states) as slot.backward:
             with births:
                 grads = gradients_of(self.label, outputs, [*parameters, *uses.leaves], grad_outputs, len(self.slots))
-                grads = self.grad_buffers.filled(parameters, grads)
+                grads = self.grad_buffers.gather_(parameters, grads, self.host_steps[number])
                 input_grads = uses.sums(grads[: len(parameters)], grads[len(parameters) :], births)
             are_linked = [number in self.links for number in self.gradients.inputs]
             input_grads = slot.owned(input_grads, are_linked, births.produced_storages)
@@ -386,8 +386,8 @@ class CallableCapture:
             ]
             if (self.group.options.accumulate_grads and parameters) or added:
                 torch.ops.te_graph.multi_tensor_accumulate_table_(slot.table.entries, slot.table.chunks)
-        others = self.backend.results(self.grad_buffers.left_out(parameters, parameter_grads), slot.backward)
-        slot.parameter_grads = self.grad_buffers.put_in(parameters, others)
+        others = self.backend.results(self.grad_buffers.without_buffers(parameters, parameter_grads), slot.backward)
+        slot.parameter_grads = self.grad_buffers.with_buffers(parameters, others)
         slot.table.bind([*slot.parameter_grads, *uses.sources])
         slot.summed_inputs = uses.summed
         for i, grad in zip(self.gradients.inputs, input_grads, strict=True):

@@ -21,7 +21,7 @@ class GradBuffers:
     """
 
     def __init__(self) -> None:
-        self._wanted: list[tuple[Tensor, bool]] = []
+        self._requests: list[tuple[Tensor, bool]] = []
         self._buffers: dict[int, Tensor] = {}
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -30,10 +30,10 @@ class GradBuffers:
 
     def note(self, steps: _C.HostSteps) -> None:
         """Take from the ``steps`` of a warm-up whose gradients ops would add up, and whether in ``main_grad``."""
-        self._wanted = steps.wanted_grad_buffers
+        self._requests = steps.requested_grad_buffers
 
     def provide(self, parameters: list[Tensor], destinations: list[Destination], steps: _C.HostSteps) -> None:
-        """Give ops that are about to be captured, with ``steps``, the buffers that they want.
+        """Give ops that are about to be captured, with ``steps``, the buffers that they have requested.
 
         Those are made here, outside of the capture, once for all slots: for gradients that would go to ``.grad`` or
         ``main_grad`` by the table, as ``destinations`` say. A ``main_grad`` is the buffer itself.
@@ -43,11 +43,10 @@ class GradBuffers:
             destinations: where their gradients go.
             steps: of the slot.
         """
-        self._steps = steps
-        wanted = {id(parameter): to_main_grad for parameter, to_main_grad in self._wanted}
+        requested = {id(parameter): to_main_grad for parameter, to_main_grad in self._requests}
         for parameter, destination in zip(parameters, destinations, strict=True):
             main_grad, key = main_grad_of(parameter), id(parameter)
-            if key not in wanted or not destination.is_in_table or wanted[key] == (main_grad is None):
+            if key not in requested or not destination.is_in_table or requested[key] == (main_grad is None):
                 continue
             if main_grad is not None:
                 self._buffers[key] = main_grad.detach()
@@ -69,35 +68,35 @@ class GradBuffers:
                     with torch.no_grad():
                         buffer.data.copy_(values)
 
-    def filled(self, parameters: list[Tensor], grads: list[Tensor | None]) -> list[Tensor | None]:
+    def gather_(self, parameters: list[Tensor], grads: list[Tensor | None], steps: _C.HostSteps) -> list[Tensor | None]:
         """``grads`` of ``parameters`` [...] and of others, with the buffers in the place of what they have in them.
 
-        What comes of a parameter from other ops as well is added there.
+        What comes of a parameter from other ops as well is added to its buffer.
 
         Raises:
-            RuntimeError: an op did not take a buffer that it wanted in the warm-up.
+            RuntimeError: an op of the capture, with ``steps``, did not use a buffer that it requested in the warm-up.
         """
-        taken = {id(parameter) for parameter, _ in self._steps.wanted_grad_buffers}
-        filled = list(grads)
+        used = {id(parameter) for parameter, _ in steps.requested_grad_buffers}
+        gathered = list(grads)
         for number, parameter in enumerate(parameters):
             if parameter not in self:
                 continue
-            if id(parameter) not in taken:
+            if id(parameter) not in used:
                 raise RuntimeError(
                     "te_graph: expected a backward that is the same in warm-up and capture, got another one"
                 )
-            filled[number] = buffer = self._buffers[id(parameter)]
+            gathered[number] = buffer = self._buffers[id(parameter)]
             if grads[number] is not None:
                 with torch.no_grad():
                     buffer.add_(grads[number])
-        return filled
+        return gathered
 
-    def left_out(self, parameters: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
+    def without_buffers(self, parameters: list[Tensor], grads: list[Tensor]) -> list[Tensor | None]:
         """``grads`` of ``parameters`` [...], without the buffers."""
         return [None if parameter in self else grad for parameter, grad in zip(parameters, grads, strict=True)]
 
-    def put_in(self, parameters: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
-        """``grads`` of ``parameters`` [...], which ``left_out`` has returned, with the buffers."""
+    def with_buffers(self, parameters: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+        """``grads`` of ``parameters`` [...], which ``without_buffers`` has returned, with the buffers."""
         return [self._buffers.get(id(parameter), grad) for parameter, grad in zip(parameters, grads, strict=True)]
 
 
