@@ -1,4 +1,4 @@
-"""What torch.compile has to leave alone: it breaks its graph around a replay and traces nothing below it."""
+"""What torch.compile has to leave alone: it breaks its graph around it and traces nothing below."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def opaque(function: _Function) -> _Function:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = (
-        "te_graph replays a graph there, or captures one: compile what is around it, without fullgraph=True"
+        "te_graph replays a graph there, captures one, or computes in FP8: compile what is around it, without "
+        "fullgraph=True"
     )
     return function

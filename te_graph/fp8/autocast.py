@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from te_graph import _C
+from te_graph.common.opaque import opaque
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
@@ -37,6 +38,7 @@ class fp8_autocast(ContextDecorator):
         magnitudes in it, and, with a group, a collective; not where gradients are off, but for calibration.
     """
 
+    @opaque
     def __init__(
         self,
         enabled: bool = True,
@@ -72,11 +74,13 @@ class fp8_autocast(ContextDecorator):
         self.number = scaling_scopes.number_of(self.enabled, self.calibrating, self.recipe, self.group)
         self._scopes: dict[torch.device, ScalingScope] = {}
 
+    @opaque
     def __enter__(self) -> fp8_autocast:
         _regions.entered.append((self, _C.HostSteps.is_noting()))
         _C.set_fp8_region(self.number)
         return self
 
+    @opaque
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
         _regions.entered.pop()
         outer = current_region()

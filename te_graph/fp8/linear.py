@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.before_capture import ReadyForCapture
+from te_graph.common.opaque import opaque
 from te_graph.fp8.autocast import current_region, note_region
 from te_graph.fp8.parallel import Shard
 from te_graph.fp8.product import load_state_, place_of, product_in_fp8, state_of
@@ -136,6 +137,7 @@ class Linear(nn.Linear, ReadyForCapture):
         """As of ``torch.nn.Linear``, and how it is split."""
         return super().extra_repr() + ("" if self.shard is None else f", {self.shard}")
 
+    @opaque  # what is kept from call to call, of this layer and of others, is none of a trace's business
     def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """``y = x W^T + b``.
 
