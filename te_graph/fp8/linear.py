@@ -13,9 +13,9 @@ from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.before_capture import ReadyForCapture
 from te_graph.common.opaque import opaque
 from te_graph.fp8.autocast import current_region, note_region
+from te_graph.fp8.member import Member
 from te_graph.fp8.parallel import Shard
 from te_graph.fp8.product import load_state_, place_of, product_in_fp8, state_of
-from te_graph.fp8.scaling_scope import Member
 
 _EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state returns
 

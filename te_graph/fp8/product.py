@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.fp8.autocast import current_region, fp8_autocast
+from te_graph.fp8.member import Member, new_state
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
-from te_graph.fp8.scaling_scope import INPUT, WEIGHT, Member, new_state
+from te_graph.fp8.scale_block import INPUT, WEIGHT
 
 _log = logging.getLogger("te_graph")
 MULTIPLE = 16  # of features, which FP8 tensor cores want

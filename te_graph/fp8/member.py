@@ -1,0 +1,183 @@
+"""What one module has in a scope: its columns, FP8 copies of its weight, and the state that goes into checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_graph import _C
+from te_graph.common.gradient_state import gradient_state, main_grad_of
+from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Place
+
+if TYPE_CHECKING:
+    from te_graph.fp8.scaling_scope import ScalingScope
+
+_VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
+_CAST_SCALE, _IS_CAST = 3, 4  # places in its header
+
+
+class HasWeight(Protocol):
+    """A module that computes in FP8: ``weight`` [out, in]."""
+
+    weight: nn.Parameter
+    fuse_wgrad_accumulation: bool
+
+
+def new_state(device: torch.device, length: int = 0) -> Tensor:
+    """What ``Member.state`` returns of a module that has no magnitudes yet, [3, n] fp32.
+
+    Args:
+        device: where it is.
+        length: of the histories; 0: none.
+    """
+    state = torch.zeros(3, _HEADER + max(length, _USUAL_LENGTH), device=device)
+    state[:, 0], state[:, 1], state[:, 2] = _VERSION, length, 1
+    return state
+
+
+class Member:
+    """What one module has in a scope.
+
+    Args:
+        module: not kept alive.
+        scope: has the block of the place.
+        place: its columns.
+
+    Attributes:
+        linear: the products.
+        loaded_version: of the weight, when a state was loaded that says how it was cast; None: that is not known.
+        trains: whether a forward of the module has recorded magnitudes.
+        data, transposed: FP8 copies of the weight, [out, in] and [in, out].
+    """
+
+    def __init__(self, module: HasWeight, scope: ScalingScope, place: Place) -> None:
+        weight, formats = module.weight, scope.recipe.fp8_format
+        block, number = place.block, place.number
+        self.scope, self.block, self.number = scope, block, number
+        self._module = weakref.ref(module)
+        self.loaded_version: int | None = None
+        self.trains = False
+        options = {"dtype": formats.forward_dtype, "device": weight.device}
+        self.data = torch.zeros(weight.shape, **options)
+        self.transposed = torch.zeros(weight.shape[::-1], **options)
+        forward, backward = block.tables
+        self.linear = _C.Linear(
+            self.data,
+            self.transposed,
+            block.weight_scale_inv[number, :1],
+            forward,
+            block.place(number, INPUT)[1],
+            backward,
+            block.place(number, GRAD)[1],
+            formats.backward_dtype,
+            place,
+        )
+        if module.fuse_wgrad_accumulation:
+            self.linear.set_main_grad_of(_main_grad_of)
+        # By a weak reference, since what C++ holds is not seen by the garbage collector.
+        self.linear.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[out, in]: that of the module, if it is still there."""
+        module = self._module()
+        return None if module is None else module.weight
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether the copies are of the shape and device of ``weight`` [out, in], which is not sharded since."""
+        is_like = self.data.shape == weight.shape and self.data.device == weight.device
+        return is_like and not is_traceable_wrapper_subclass(weight)
+
+    def history(self, tensor: int) -> tuple[Tensor, Tensor]:
+        """Views of the history [H] and the scale [1] of INPUT, WEIGHT or GRAD; of delayed scaling only."""
+        direction, column = self.block.place(self.number, tensor)
+        return self.block.history[direction][:, column], self.block.scale[direction][column : column + 1]
+
+    def state(self) -> Tensor:
+        """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, row by row of INPUT,
+        WEIGHT and GRAD the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
+        cast and whether it is as it was then, three zeros, and the history.
+        """
+        length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
+        state = new_state(self.data.device, length)
+        for tensor in (INPUT, WEIGHT, GRAD) if length else ():
+            history, scale = self.history(tensor)
+            state[tensor, 2:3] = scale
+            state[tensor, _HEADER : _HEADER + length] = history
+        weight = self.weight
+        if length and weight is not None and (self.linear.is_cast(weight, True) or self.is_resumed(weight)):
+            state[WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
+            state[WEIGHT, _IS_CAST] = 1
+        return state
+
+    def is_resumed(self, weight: Tensor) -> bool:
+        """Whether ``weight`` [out, in] is as it was when it was cast, elsewhere, as a loaded state says."""
+        return self.loaded_version is not None and self.loaded_version == weight._version
+
+    def load_(self, state: Tensor, loaded_version: int) -> None:
+        """Take histories and scales from ``state`` [3, n], which ``state()`` returned here or elsewhere.
+
+        Of a longer history the newest magnitudes are taken. If the weight stays as it is, it is cast with the scale of
+        its cast there, and its magnitude, which is in the history, not recorded again.
+
+        Args:
+            state: as above.
+            loaded_version: of the weight that goes with it.
+
+        Raises:
+            ValueError: it is of another form.
+        """
+        if state.dim() != 2 or len(state) != 3 or state.shape[1] <= _HEADER or state[0, 0] != _VERSION:
+            raise ValueError(
+                f"te_graph.Linear: expected FP8 state of version {_VERSION}, got shape {list(state.shape)}"
+            )
+        saved = int(state[0, 1])
+        if not self.scope.is_delayed or not saved:
+            return
+        for tensor in (INPUT, WEIGHT, GRAD):
+            history, scale = self.history(tensor)
+            rows = state[tensor, _HEADER : _HEADER + saved].to(history)
+            kept = min(len(history), saved) - 1  # beside row 0, what was recorded since the last update
+            history.zero_()
+            history[:1] = rows[:1]
+            history[len(history) - kept :] = rows[saved - kept :]
+            scale.copy_(state[tensor, 2:3])
+            self.use(tensor)
+        if state[WEIGHT, _IS_CAST]:
+            self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
+            self.loaded_version = loaded_version
+
+    def settle(self, tensors: Sequence[int] = (INPUT, WEIGHT, GRAD)) -> None:
+        """Update the scales of what has been recorded of ``tensors``, as their next casts would."""
+        for tensor in tensors if self.scope.is_delayed else ():
+            direction, column = self.block.place(self.number, tensor)
+            self.block.tables[direction].settle(column)
+
+    def use(self, tensor: int) -> None:
+        """Say that ``tensor`` is about to be cast, and its magnitude recorded."""
+        direction, column = self.block.place(self.number, tensor)
+        self.block.tables[direction].settle(column)
+        self.block.tables[direction].note(column)
+
+
+def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.StoreFlag]:
+    """The ``main_grad`` of ``weight`` [out, in], and what says that it is to be overwritten."""
+    main_grad = main_grad_of(weight)
+    if main_grad is None:
+        raise RuntimeError(
+            "te_graph.Linear: expected weight.main_grad, to which fuse_wgrad_accumulation adds the gradient, got none"
+        )
+    return main_grad, gradient_state(weight).flag
+
+
+def _cast_weights_of(reference: weakref.ref[Member], records: bool) -> None:
+    """Cast the weights of a member that is about to be replayed, if it is still there."""
+    member = reference()
+    if member is not None:
+        member.scope.cast_weights(member, records)

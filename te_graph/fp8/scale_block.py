@@ -1,0 +1,67 @@
+"""Columns of scales and histories, and the place of one module among them."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.fp8.recipes import DelayedScaling, Recipe
+
+INPUT, WEIGHT, GRAD = range(3)  # tensors of a module that are cast
+
+
+class Block:
+    """Columns for a number of modules. They never move, so kernels of graphs find them.
+
+    Attributes:
+        forward, backward: scales of (input and weight) and of gradients; None under current scaling.
+        history, scale, scale_inv: of both directions, [H, n], [n] and [n] each; empty under current scaling. Casts
+            have inverses of their own.
+        weight_scale: [capacity] fp32, with which the weights were cast.
+        weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
+        free: numbers that no module has, the next one last.
+    """
+
+    def __init__(self, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.weight_scale = torch.ones(capacity, device=device)
+        self.weight_scale_inv = torch.ones(capacity, 4, device=device)
+        self.free = list(reversed(range(capacity)))
+        self.tables: list[_C.ScaleTable | None] = [None, None]
+        self.history: list[Tensor] = []
+        self.scale: list[Tensor] = []
+        self.scale_inv: list[Tensor] = []
+        if not isinstance(recipe, DelayedScaling):
+            return
+        formats = recipe.fp8_format.forward_dtype, recipe.fp8_format.backward_dtype
+        for direction, (columns, dtype) in enumerate(zip((2 * capacity, capacity), formats, strict=True)):
+            self.history.append(torch.zeros(recipe.amax_history_len, columns, device=device))
+            self.scale.append(torch.ones(columns, device=device))
+            self.scale_inv.append(torch.ones(columns, device=device))
+            table = _C.ScaleTable(
+                self.history[direction],
+                self.scale[direction],
+                self.scale_inv[direction],
+                torch.finfo(dtype).max,
+                recipe.margin,
+                recipe.amax_compute_algo,
+            )
+            if group is not None and recipe.reduce_amax:
+                table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, group))
+            self.tables[direction] = table
+
+    def place(self, number: int, tensor: int) -> tuple[int, int]:
+        """Direction and column of ``tensor`` (INPUT, WEIGHT or GRAD) of module ``number``."""
+        return (1, number) if tensor == GRAD else (0, 2 * number + tensor)
+
+
+class Place:
+    """The columns of one module in ``block``; free again when its member is gone, and all backwards and graphs that use
+    them."""
+
+    def __init__(self, block: Block) -> None:
+        self.block, self.number = block, block.free.pop()
+        weakref.finalize(self, block.free.append, self.number).atexit = False
