@@ -18,6 +18,7 @@ class Block:
     """Columns for a number of modules. They never move, so kernels of graphs find them.
 
     Attributes:
+        order: among the blocks of its scope.
         forward, backward: scales of (input and weight) and of gradients; None under current scaling.
         history, scale, scale_inv: of both directions, [H, n], [n] and [n] each; empty under current scaling. Casts
             have inverses of their own.
@@ -26,7 +27,10 @@ class Block:
         free: numbers that no module has, the next one last.
     """
 
-    def __init__(self, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, order: int, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
+        self.order = order
         self.weight_scale = torch.ones(capacity, device=device)
         self.weight_scale_inv = torch.ones(capacity, 4, device=device)
         self.free = list(reversed(range(capacity)))

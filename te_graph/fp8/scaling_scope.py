@@ -36,7 +36,9 @@ class ScalingScope(OwnObject):
     def __init__(self, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.recipe, self.device, self.group = recipe, device, group
         self._blocks: list[Block] = []
-        self._members: weakref.WeakSet[Member] = weakref.WeakSet()
+        # In the order of their creation, which ranks of a group have in common, as that of collectives.
+        self._members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self._count = 0  # of all members so far
         optimizer_step_watch().watch(self)
 
     @property
@@ -45,9 +47,14 @@ class ScalingScope(OwnObject):
         return isinstance(self.recipe, DelayedScaling)
 
     @property
+    def members(self) -> list[Member]:
+        """What the modules have here, in the order of their first calls."""
+        return list(self._members.values())
+
+    @property
     def weights(self) -> list[Tensor]:
         """[out, in] each, those that the modules have now."""
-        return [weight for member in list(self._members) if (weight := member.weight) is not None]
+        return [weight for member in self.members if (weight := member.weight) is not None]
 
     def add(self, module: HasWeight) -> Member:
         """A place for ``module``, whose scales are 1 and histories empty."""
@@ -55,7 +62,7 @@ class ScalingScope(OwnObject):
         if block is None:
             with torch.inference_mode(False), torch.no_grad():
                 capacity = _FIRST_CAPACITY << len(self._blocks)
-                block = Block(capacity, self.recipe, self.device, self.group)
+                block = Block(len(self._blocks), capacity, self.recipe, self.device, self.group)
             self._blocks.append(block)
         with torch.inference_mode(False), torch.no_grad():
             member = Member(module, self, Place(block))
@@ -63,7 +70,8 @@ class ScalingScope(OwnObject):
                 history, scale = member.history(tensor)  # another module may have had the place
                 history.zero_()
                 scale.fill_(1)
-        self._members.add(member)
+        self._members[self._count] = member
+        self._count += 1
         return member
 
     def update(self) -> None:
@@ -85,7 +93,7 @@ class ScalingScope(OwnObject):
         member.trains |= records and is_noted
         stale = [
             (other, weight)
-            for other in list(self._members)
+            for other in self.members
             if (other.trains or other is member or not records)
             and (weight := other.weight) is not None
             and not other.linear.is_cast(weight, records)
@@ -137,8 +145,8 @@ class ScalingScope(OwnObject):
 
 def _runs(stale: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[Block, list[tuple[Member, Tensor]]]]:
     """Members with their weights [out, in], by blocks, in runs of numbers that follow each other."""
-    ordered = sorted(stale, key=lambda pair: (id(pair[0].block), pair[0].number))
-    for _, run in groupby(enumerate(ordered), key=lambda item: (id(item[1][0].block), item[1][0].number - item[0])):
+    ordered = sorted(stale, key=lambda pair: (pair[0].block.order, pair[0].number))
+    for _, run in groupby(enumerate(ordered), key=lambda item: (item[1][0].block.order, item[1][0].number - item[0])):
         pairs = [pair for _, pair in run]
         yield pairs[0][0].block, pairs
 
