@@ -27,7 +27,7 @@ class fp8_autocast(ContextDecorator):
         recipe: a ``DelayedScaling`` or ``Float8CurrentScaling``; ``DelayedScaling()`` if None. Equal ones are the same,
             so that one may be made in each step. Another one is in force from the next call of a module on.
         amax_reduction_group: process group whose ranks share the scales of delayed scaling. All of them call the same
-            modules in the same order.
+            modules in the same order. Columns of scales that a module leaves are not used again there.
         fp8_recipe, fp8_group: older names of the last two.
 
     Raises:

@@ -14,6 +14,11 @@ from te_graph.fp8.recipes import DelayedScaling, Recipe
 INPUT, WEIGHT, GRAD = range(3)  # tensors of a module that are cast
 
 
+def is_shared(recipe: Recipe, group: dist.ProcessGroup | None) -> bool:
+    """Whether ranks of ``group`` share the scales of ``recipe``."""
+    return group is not None and isinstance(recipe, DelayedScaling) and recipe.reduce_amax
+
+
 class Block:
     """Columns for a number of modules. They never move, so kernels of graphs find them.
 
@@ -25,12 +30,14 @@ class Block:
         weight_scale: [capacity] fp32, with which the weights were cast.
         weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
         free: numbers that no module has, the next one last.
+        is_shared: ranks reduce magnitudes, column by column.
     """
 
     def __init__(
         self, order: int, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         self.order = order
+        self.is_shared = is_shared(recipe, group)
         self.weight_scale = torch.ones(capacity, device=device)
         self.weight_scale_inv = torch.ones(capacity, 4, device=device)
         self.free = list(reversed(range(capacity)))
@@ -53,7 +60,7 @@ class Block:
                 recipe.margin,
                 recipe.amax_compute_algo,
             )
-            if group is not None and recipe.reduce_amax:
+            if self.is_shared:
                 table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, group))
             self.tables[direction] = table
 
@@ -63,9 +70,10 @@ class Block:
 
 
 class Place:
-    """The columns of one module in ``block``; free again when its member is gone, and all backwards and graphs that use
-    them."""
+    """The columns of one module in ``block``. Free again when its member is gone, and all backwards and graphs that use
+    them; not so where ranks share them, whose garbage collectors would free them at other times."""
 
     def __init__(self, block: Block) -> None:
         self.block, self.number = block, block.free.pop()
-        weakref.finalize(self, block.free.append, self.number).atexit = False
+        if not block.is_shared:
+            weakref.finalize(self, block.free.append, self.number).atexit = False

@@ -15,7 +15,7 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.member import HasWeight, Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
-from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Block, Place
+from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Block, Place, is_shared
 
 _ops = torch.ops.te_graph
 _FIRST_CAPACITY = 32
@@ -152,10 +152,12 @@ def _runs(stale: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[Block, list[
 
 
 class ScalingScopes(OwnObject):
-    """The scopes of a process; one is there for as long as a module is in it."""
+    """The scopes of a process; one is there for as long as a module is in it, for ever where ranks share it: when the
+    last module goes is up to each one's garbage collector."""
 
     def __init__(self) -> None:
         self._scopes: weakref.WeakValueDictionary[tuple[Any, ...], ScalingScope] = weakref.WeakValueDictionary()
+        self._shared: list[ScalingScope] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
 
     def number_of(self, enabled: bool, calibrating: bool, recipe: Recipe, group: dist.ProcessGroup | None) -> int:
@@ -169,6 +171,8 @@ class ScalingScopes(OwnObject):
         scope = self._scopes.get(key)
         if scope is None:
             scope = self._scopes[key] = ScalingScope(recipe, device, group)
+            if is_shared(recipe, group):
+                self._shared.append(scope)
         return scope
 
     def update(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
 
 import pytest
@@ -51,3 +52,63 @@ def blocks_in_order(rank: Rank) -> None:
 
 def test_updates_of_several_blocks_come_in_one_order_on_all_ranks(ranks) -> None:
     ranks.run(blocks_in_order, 0)
+
+
+def scales_of_their_own(rank: Rank) -> None:
+    x = torch.randn(WIDTH, WIDTH, device=rank.device)
+    dist.broadcast(x, 0)
+    gc.disable()
+    try:
+        old = new_layer(rank)
+        with region():
+            old(x)
+        old.itself = [old]  # a cycle: freed when the collector runs
+        del old
+        if rank.rank == 0:
+            gc.collect()
+        first, second = new_layer(rank), new_layer(rank)
+        for _ in range(3):
+            with region():
+                first(x)
+                second(x * 1024)
+    finally:
+        gc.enable()
+    largest = x.abs().max().cpu()
+    for layer, factor in ((first, 1), (second, 1024)):
+        layer.fp8.settle()
+        assert layer.get_extra_state()[0, 2].cpu() == torch.tensor(448.0) / (largest * factor)
+
+
+def test_ranks_that_free_modules_at_other_times_reduce_the_same_columns(ranks) -> None:
+    ranks.run(scales_of_their_own, 0)
+
+
+def a_scope_that_stays(rank: Rank) -> None:
+    """Where all modules are gone on one rank, and one is still there on another."""
+    recipe = tg.DelayedScaling(amax_history_len=5)
+    x = torch.randn(WIDTH, WIDTH, device=rank.device)
+    numbers = []
+    for _ in range(2):
+        layer = new_layer(rank)
+        with tg.fp8_autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+            layer(x)
+        numbers.append(layer.fp8.number)
+        del layer
+        gc.collect()
+    assert numbers == [0, 1]
+
+
+def test_the_scope_of_a_group_stays_where_its_modules_go(ranks) -> None:
+    ranks.run(a_scope_that_stays, 0)
+
+
+def test_columns_without_a_group_are_used_again(device: str) -> None:
+    numbers = set()
+    for _ in range(3):
+        layer = tg.Linear(WIDTH, WIDTH, device=device)
+        with tg.fp8_autocast(recipe=tg.DelayedScaling(amax_history_len=6)):
+            layer(torch.randn(2, WIDTH, device=device))
+        numbers.add(layer.fp8.number)
+        del layer
+        gc.collect()
+    assert numbers == {0}
