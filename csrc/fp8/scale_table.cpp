@@ -41,6 +41,11 @@ void ScaleTable::update() {
     if (take_due(std::nullopt)) launch_update();
 }
 
+bool ScaleTable::has_run(int64_t column) {
+    const std::lock_guard lock(mutex_);
+    return has_run_[static_cast<size_t>(column)];
+}
+
 void ScaleTable::order() {
 #ifdef TE_GRAPH_CUDA
     if (scale_.is_cuda()) order_.run(c10::cuda::getCurrentCUDAStream(scale_.device().index()), [] {});

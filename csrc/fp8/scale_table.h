@@ -34,6 +34,9 @@ public:
     void update();
     // Updates all columns, which is captured, and changes nothing of what this object knows.
     void launch_update() const;
+    // Whether the tensor of `column` was cast since the last update.
+    bool has_run(int64_t column);
+
     // [H, n].
     const at::Tensor& history() const { return history_; }
     // [n].

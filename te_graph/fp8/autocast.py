@@ -10,9 +10,13 @@ import torch
 import torch.distributed as dist
 
 from te_graph import _C
+from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
+from te_graph.fp8.kept_scales import scales_kept
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
+
+keep_by(scales_kept)
 
 
 class fp8_autocast(ContextDecorator):

@@ -89,6 +89,17 @@ class Member:
         module = self._module()
         return None if module is None else module.weight
 
+    def recorded(self) -> bool | None:
+        """Whether the magnitude of the weight was recorded when it was cast; None: it is not cast as it is now."""
+        weight = self.weight
+        if weight is None or not self.linear.is_cast(weight, False):
+            return None
+        return self.linear.is_cast(weight, True)
+
+    def forget_cast(self) -> None:
+        """Let the weight count as one that has not been cast."""
+        self.linear.note_cast(torch.empty(0), False, 0, None)  # its storage is gone at once, so that no weight is there
+
     def fits(self, weight: Tensor) -> bool:
         """Whether the copies are of the shape and device of ``weight`` [out, in], which is not sharded since."""
         is_like = self.data.shape == weight.shape and self.data.device == weight.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,9 +61,33 @@ class Block:
                 recipe.margin,
                 recipe.amax_compute_algo,
             )
-            if self.is_shared:
-                table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, group))
             self.tables[direction] = table
+        self._group = group
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Let updates begin with a reduction of the newest magnitudes, if ranks share them."""
+        for table in self.tables if self.is_shared else ():
+            table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, self._group))
+
+    def columns(self) -> list[Tensor]:
+        """Histories, scales and inverses, [H, n] or [n] each, and the scales of casts of weights, [capacity]."""
+        return [*self.history, *self.scale, *self.scale_inv, self.weight_scale]
+
+    def due(self) -> list[tuple[_C.ScaleTable, int]]:
+        """The columns, with their tables, whose tensors were cast since the last update."""
+        tables = zip(self.tables, self.scale, strict=False)
+        return [(table, column) for table, scale in tables for column in range(len(scale)) if table.has_run(column)]
+
+    def set_due(self, due: Sequence[tuple[_C.ScaleTable, int]]) -> None:
+        """Let ``due`` be such columns, and no others. What the columns hold may change."""
+        for table in self.tables if self.scale else ():
+            if self.is_shared:
+                table.set_reduce(lambda row: None)
+            table.update()
+        self._reduce()
+        for table, column in due:
+            table.note(column)
 
     def place(self, number: int, tensor: int) -> tuple[int, int]:
         """Direction and column of ``tensor`` (INPUT, WEIGHT or GRAD) of module ``number``."""

@@ -31,11 +31,14 @@ class ScalingScope(OwnObject):
         recipe: how scales are found.
         device: where the modules' weights are.
         group: whose ranks share the scales, or None.
+
+    Attributes:
+        blocks: of columns, in the order of their creation.
     """
 
     def __init__(self, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.recipe, self.device, self.group = recipe, device, group
-        self._blocks: list[Block] = []
+        self.blocks: list[Block] = []
         # In the order of their creation, which ranks of a group have in common, as that of collectives.
         self._members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self._count = 0  # of all members so far
@@ -58,12 +61,12 @@ class ScalingScope(OwnObject):
 
     def add(self, module: HasWeight) -> Member:
         """A place for ``module``, whose scales are 1 and histories empty."""
-        block = next((block for block in self._blocks if block.free), None)
+        block = next((block for block in self.blocks if block.free), None)
         if block is None:
             with torch.inference_mode(False), torch.no_grad():
-                capacity = _FIRST_CAPACITY << len(self._blocks)
-                block = Block(len(self._blocks), capacity, self.recipe, self.device, self.group)
-            self._blocks.append(block)
+                capacity = _FIRST_CAPACITY << len(self.blocks)
+                block = Block(len(self.blocks), capacity, self.recipe, self.device, self.group)
+            self.blocks.append(block)
         with torch.inference_mode(False), torch.no_grad():
             member = Member(module, self, Place(block))
             for tensor in (INPUT, WEIGHT, GRAD) if self.is_delayed else ():
@@ -76,7 +79,7 @@ class ScalingScope(OwnObject):
 
     def update(self) -> None:
         """Update the scales of what forwards have cast since the last time."""
-        for block in self._blocks:
+        for block in self.blocks:
             if block.tables[0] is not None:
                 block.tables[0].update()
 
@@ -112,14 +115,20 @@ class ScalingScope(OwnObject):
                     other.use(WEIGHT)
             for block, run in _runs(changed):
                 self._cast(block, run, records, is_resumed=False)
-            for block, run in _runs(resumed):
-                self._cast(block, run, False, is_resumed=True)
+        self.repeat_casts(resumed)
         done = _C.CastDone(self.device)
         for (other, weight), count in zip(stale, writes, strict=True) if is_noted else ():
             is_recorded = records or not self.is_delayed or other.is_resumed(weight)
             other.linear.note_cast(weight, is_recorded, count, done)
         for other, _ in changed if is_noted else ():
             other.loaded_version = None
+
+    def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
+        """Cast the weights [out, in] of members, which are as they were, with the scales of their last casts. Nothing
+        is recorded, or noted."""
+        with torch.inference_mode(False), torch.no_grad():
+            for block, run in _runs(pairs):
+                self._cast(block, run, False, is_resumed=True)
 
     def _cast(self, block: Block, run: Sequence[tuple[Member, Tensor]], records: bool, is_resumed: bool) -> None:
         """Cast the weights of members whose numbers follow each other in ``block``."""
@@ -175,9 +184,13 @@ class ScalingScopes(OwnObject):
                 self._shared.append(scope)
         return scope
 
+    def all(self) -> list[ScalingScope]:
+        """Those that there are, in the order of their creation."""
+        return list(self._scopes.values())
+
     def update(self) -> None:
         """Update the scales of all scopes in which forwards have recorded magnitudes."""
-        for scope in list(self._scopes.values()):
+        for scope in self.all():
             scope.update()
 
 

@@ -65,11 +65,11 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
         So does each call in eval mode or under ``torch.no_grad()``, where the step had none of that.
 
         The step leaves the model as it was: weights, buffers, ``.grad`` and ``main_grad``, attributes and flags of its
-        modules, and the random generators of torch, Python and NumPy are put back, so training begins as if it had not
-        been. What else the code of the user does stays: a batch that it takes from an iterator is gone, a loss is
-        logged, a configuration object has what a first call sets. Gradients that are there before are copied for the
-        step, which costs their size: call it after ``zero_grad()``. Results and activations of the step are freed
-        before the first capture.
+        modules, the scales and histories of FP8 layers, and the random generators of torch, Python and NumPy are put
+        back, so training begins as if it had not been. What else the code of the user does stays: a batch that it takes
+        from an iterator is gone, a loss is logged, a configuration object has what a first call sets. Gradients that
+        are there before are copied for the step, which costs their size: call it after ``zero_grad()``. Results and
+        activations of the step are freed before the first capture.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what came.

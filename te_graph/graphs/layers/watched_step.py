@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_graph.common.dispatch import is_in_backward, is_strided, storage_key
+from te_graph.common.kept_state import state_kept
 from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.layers.held import values_held_by
@@ -95,8 +96,8 @@ def _is_given_to_function(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
-    """Around a step of ``model`` that is watched: generators, weights, buffers and gradients are afterwards as before,
-    whether it raises or not.
+    """Around a step of ``model`` that is watched: generators, weights, buffers, gradients and scales of FP8 layers are
+    afterwards as before, whether it raises or not.
 
     Raises:
         RuntimeError: the step calls an optimizer, or changes weights; it has not changed them.
@@ -104,6 +105,7 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
     watch = StepWatch(model, calls)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_generators_kept(model))
+        stack.enter_context(state_kept())
         stack.callback(watch.restore)
         stack.enter_context(_grads_kept(model))
         stack.callback(watch.restore_grads)

@@ -1,0 +1,69 @@
+"""Scales, histories and casts put back after a step that is undone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from te_graph import _C
+from te_graph.fp8.member import Member
+from te_graph.fp8.scale_block import Block
+from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
+
+
+class _KeptBlock:
+    """The columns of ``block``, and which of them are due for an update."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._tensors = [(tensor, tensor.clone()) for tensor in block.columns()]
+        self._due = block.due()
+
+    def restore(self) -> None:
+        self._block.set_due(self._due)  # first: it may update what is put back then
+        for tensor, before in self._tensors:
+            tensor.copy_(before)
+
+
+class _KeptScope:
+    """What there is in ``scope``. What comes later goes with the modules that it comes for."""
+
+    def __init__(self, scope: ScalingScope) -> None:
+        self._scope = scope
+        self._blocks = [_KeptBlock(block) for block in scope.blocks]
+        self._members = [(member, member.trains, member.loaded_version, member.recorded()) for member in scope.members]
+
+    def restore(self) -> None:
+        for block in self._blocks:
+            block.restore()
+        again: list[tuple[Member, Tensor, bool]] = []
+        for member, trains, loaded_version, recorded in self._members:
+            member.trains, member.loaded_version = trains, loaded_version
+            weight = member.weight
+            if member.recorded() == recorded or weight is None:
+                continue
+            if recorded is None:
+                member.forget_cast()
+            else:
+                again.append((member, weight, recorded))
+        writes = [_C.write_count(weight) for _, weight, _ in again]
+        self._scope.repeat_casts([(member, weight) for member, weight, _ in again])
+        done = _C.CastDone(self._scope.device)
+        for (member, weight, recorded), count in zip(again, writes, strict=True):
+            member.linear.note_cast(weight, recorded, count, done)
+
+
+@contextlib.contextmanager
+def scales_kept() -> Iterator[None]:
+    """Scales and histories are afterwards as before, and the same weights count as cast, by the same scales."""
+    with torch.inference_mode(False), torch.no_grad():
+        kept = [_KeptScope(scope) for scope in scaling_scopes.all()]
+    try:
+        yield
+    finally:
+        with torch.inference_mode(False), torch.no_grad():
+            for scope in kept:
+                scope.restore()
