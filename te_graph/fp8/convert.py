@@ -106,7 +106,7 @@ def unconvert(model: nn.Module) -> list[str]:
     names = []
     for name, module in model.named_modules():
         if type(module) is ConvertedLinear:
-            for attribute in ("fp8", "loaded_state", "has_told_misfit"):
+            for attribute in ("fp8", "fp8_evaluated", "loaded_state", "has_told_misfit"):
                 module.__dict__.pop(attribute, None)
             module.__class__ = nn.Linear
             names.append(name)

@@ -34,7 +34,7 @@ class Linear(nn.Linear, ReadyForCapture):
     through autograd where the weight has hooks, where ``torch.autograd.grad`` or ``backward(inputs=)`` asks, and where
     ``weight.grad`` is of another layout or dtype.
 
-    Without a recorded gradient nothing is noted of the scales: an evaluation changes no state. Activation checkpointing
+    Without a recorded gradient nothing is noted of the scales: an evaluation changes no state, by whatever recipe. Activation checkpointing
     repeats the scales of the first call, and notes nothing.
 
     With ``parallel_mode`` the layer is one rank's part of a layer. It draws the values of the whole one, as one process
@@ -81,6 +81,7 @@ class Linear(nn.Linear, ReadyForCapture):
     fuse_wgrad_accumulation = False
     shard: Shard | None = None
     fp8: Member | None = None
+    fp8_evaluated: Member | None = None
     loaded_state: tuple[int, Tensor] | None = None
     has_told_misfit = False
 
@@ -178,13 +179,19 @@ class Linear(nn.Linear, ReadyForCapture):
         """Have a place in the scope of the present region, and a cast weight, of which replays record the magnitude."""
         region = current_region()
         if region is not None and region.enabled:
-            place_of(self, region)
-        if self.fp8 is not None and self.fp8.fits(self.weight):
-            self.fp8.scope.cast_weights(self.fp8, records=False)
+            place_of(self, region, torch.is_grad_enabled())
+        for place in (self.fp8, self.fp8_evaluated):
+            if place is not None and place.fits(self.weight):
+                place.scope.cast_weights(place, records=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""
-        return {**self.__dict__, "fp8": None, "loaded_state": (0, state_of(self))}  # tensors begin at version 0
+        return {
+            **self.__dict__,
+            "fp8": None,
+            "fp8_evaluated": None,
+            "loaded_state": (0, state_of(self)),
+        }  # tensors begin at version 0
 
     def get_extra_state(self) -> Tensor:
         """The scales and histories, [3, n] fp32."""

@@ -63,6 +63,7 @@ class Member:
         self._module = weakref.ref(module)
         self.loaded_version: int | None = None
         self.trains = False
+        self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
@@ -88,6 +89,19 @@ class Member:
         """[out, in]: that of the module, if it is still there."""
         module = self._module()
         return None if module is None else module.weight
+
+    def follow(self, leader: Member) -> None:
+        """Compute with the scales of ``leader``, what the same module has in another scope, from now on."""
+        self._leader = weakref.ref(leader)
+
+    def take_scales(self) -> None:
+        """Have the present scales of the member that this one follows, if it follows one and both are delayed."""
+        leader = None if self._leader is None else self._leader()
+        if leader is None or not (leader.scope.is_delayed and self.scope.is_delayed):
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in (INPUT, WEIGHT):
+                self.history(tensor)[1].copy_(leader.history(tensor)[1])
 
     def recorded(self) -> bool | None:
         """Whether the magnitude of the weight was recorded when it was cast; None: it is not cast as it is now."""

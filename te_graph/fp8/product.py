@@ -14,6 +14,7 @@ from te_graph.fp8.autocast import current_region, fp8_autocast
 from te_graph.fp8.member import Member, new_state
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scale_block import INPUT, WEIGHT
+from te_graph.fp8.scaling_scope import ScalingScope
 
 _log = logging.getLogger("te_graph")
 MULTIPLE = 16  # of features, which FP8 tensor cores want
@@ -25,13 +26,15 @@ class FP8Module(Protocol):
 
     Attributes:
         weight: [out, in].
-        fp8: its place in a scope.
+        fp8: its place in a scope, which has what is known of its scales.
+        fp8_evaluated: one in the scope of evaluations by another recipe, which change nothing of that.
         loaded_state: what was loaded before it had one, [3, n] fp32, behind the version of the weight at that time.
         has_told_misfit: it has said that it computes in high precision.
     """
 
     weight: nn.Parameter
     fp8: Member | None
+    fp8_evaluated: Member | None
     loaded_state: tuple[int, Tensor] | None
     has_told_misfit: bool
 
@@ -48,7 +51,8 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
     region = current_region()
     if region is None or not (region.enabled or region.calibrating):
         return None
-    member, weight = place_of(module, region), module.weight
+    is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
+    member, weight = place_of(module, region, is_training or not region.enabled), module.weight
     if member is None:
         return None
     if not region.enabled:
@@ -56,7 +60,6 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
         return None
     member.linear.set_region(region.number)  # which sees to calls that are like this one
     dtype = _dtype_of_result(x, weight)
-    is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the magnitude
     if not member.linear.is_cast(weight, is_training and not is_captured):
         member.scope.cast_weights(member, is_training, is_noted=not is_captured)
@@ -67,44 +70,86 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
     return member.linear.forward(x, weight, bias, dtype, is_training, None)
 
 
-def place_of(module: FP8Module, region: fp8_autocast) -> Member | None:
-    """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit."""
+def place_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member | None:
+    """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit.
+
+    Args:
+        module: gets it.
+        region: the present one.
+        records: whether magnitudes are to be recorded. By another recipe than before, they then begin anew, with what
+            is left of the histories; without, the module goes on with these afterwards.
+    """
     weight, member = module.weight, module.fp8
     # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
     if _FSDP in vars(module):
         raise TypeError(_sharded(f"a module of FSDP ({type(module).__name__})"))
     if hasattr(weight, _ZERO):
         raise TypeError(_sharded(type(weight).__name__))
-    if member is not None and member.scope is region.scope_on(weight.device) and member.fits(weight):
+    scope = region.scope_on(weight.device)
+    if member is not None and member.scope is scope and member.fits(weight):
         return member
+    if not _can_be_multiplied(module, weight):
+        return None
+    has_state = member is not None or module.loaded_state is not None
+    if not records and has_state:
+        return _place_to_evaluate(module, scope, weight)
+    _refuse_first_call_in_capture()
+    state, version = _state_to_move(module, weight)
+    module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
+    if state is not None:
+        with torch.no_grad():
+            module.fp8.load_(state, version)
+    return module.fp8
+
+
+def _can_be_multiplied(module: FP8Module, weight: Tensor) -> bool:
+    """Whether ``weight`` [out, in] of ``module`` can be, in FP8; says so once where not."""
     if is_traceable_wrapper_subclass(weight):
         raise TypeError(_sharded(type(weight).__name__))
-    if any(size % MULTIPLE for size in weight.shape) or weight.numel() == 0:
-        if not module.has_told_misfit:
-            module.has_told_misfit = True
-            _log.warning(
-                "te_graph.Linear(%d, %d) computes in high precision: FP8 products want numbers of features that %d "
-                "divides",
-                *(*reversed(weight.shape), MULTIPLE),
-            )
-        return None
+    if not any(size % MULTIPLE for size in weight.shape) and weight.numel() > 0:
+        return True
+    if not module.has_told_misfit:
+        module.has_told_misfit = True
+        _log.warning(
+            "te_graph.Linear(%d, %d) computes in high precision: FP8 products want numbers of features that %d divides",
+            *(*reversed(weight.shape), MULTIPLE),
+        )
+    return False
+
+
+def _refuse_first_call_in_capture() -> None:
     if _C.HostSteps.is_noting():
         raise RuntimeError(
             "te_graph.Linear: expected a layer that was called in fp8_autocast before it is captured in it, got the "
             "first call of one that the captured code does not lead to: call it once outside of the capture"
         )
+
+
+def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, int]:
+    """What ``module`` takes to a new place, [3, n] fp32, and the version of ``weight`` [out, in] that it goes with."""
     if module.fp8 is not None:
         module.fp8.settle()  # by the rules of the scope that it leaves
-    state, version = None, weight._version
-    if module.fp8 is not None:
-        state = state_of(module)
-    elif module.loaded_state is not None:
+        return module.fp8.state(), weight._version
+    if module.loaded_state is not None:
         version, state = module.loaded_state
-    module.fp8, module.loaded_state = region.scope_on(weight.device).add(module), None
-    if state is not None:
-        with torch.no_grad():
-            module.fp8.load_(state, version)
-    return module.fp8
+        return state, version
+    return None, weight._version
+
+
+def _place_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member:
+    """One in ``scope``, with the scales that ``module``, of ``weight`` [out, in], has elsewhere."""
+    member = module.fp8_evaluated
+    if member is None or member.scope is not scope or not member.fits(weight):
+        _refuse_first_call_in_capture()
+        member = module.fp8_evaluated = scope.add(module)
+        if module.fp8 is not None:
+            member.follow(module.fp8)
+        else:
+            version, state = module.loaded_state
+            with torch.no_grad():
+                member.load_(state, version)
+    member.take_scales()
+    return member
 
 
 def _sharded(got: str) -> str:
@@ -123,6 +168,7 @@ def state_of(module: FP8Module) -> Tensor:
 
 def load_state_(module: FP8Module, state: Tensor) -> None:
     """Let ``module`` take a ``state`` that ``state_of`` returned, [3, n] fp32, here or elsewhere."""
+    module.fp8_evaluated = None
     if module.fp8 is None:
         module.loaded_state = module.weight._version, state.detach().clone()
     else:

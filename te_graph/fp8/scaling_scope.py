@@ -113,6 +113,8 @@ class ScalingScope(OwnObject):
                     other.settle((WEIGHT,))
                 for other, _ in changed:
                     other.use(WEIGHT)
+            for other, _ in changed:
+                other.take_scales()
             for block, run in _runs(changed):
                 self._cast(block, run, records, is_resumed=False)
         self.repeat_casts(resumed)
