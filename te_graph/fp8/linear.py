@@ -13,7 +13,7 @@ from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.before_capture import ReadyForCapture
 from te_graph.common.opaque import opaque
 from te_graph.fp8.autocast import current_region, note_region
-from te_graph.fp8.member import Member
+from te_graph.fp8.member import Member, plain_weight
 from te_graph.fp8.parallel import Shard
 from te_graph.fp8.product import load_state_, place_of, product_in_fp8, state_of
 
@@ -34,8 +34,8 @@ class Linear(nn.Linear, ReadyForCapture):
     through autograd where the weight has hooks, where ``torch.autograd.grad`` or ``backward(inputs=)`` asks, and where
     ``weight.grad`` is of another layout or dtype.
 
-    Without a recorded gradient nothing is noted of the scales: an evaluation changes no state, by whatever recipe. Activation checkpointing
-    repeats the scales of the first call, and notes nothing.
+    Without a recorded gradient nothing is noted of the scales: an evaluation changes no state, by whatever recipe.
+    Activation checkpointing repeats the scales of the first call, and notes nothing.
 
     With ``parallel_mode`` the layer is one rank's part of a layer. It draws the values of the whole one, as one process
     would, and keeps its own. "column" has some of the output features, and of the bias; the input is the same on all
@@ -62,7 +62,8 @@ class Linear(nn.Linear, ReadyForCapture):
 
     Raises:
         TypeError: both ``dtype`` and ``params_dtype``; a group that is none. In a call, inside a region: an input that
-            is not of the weight's dtype, without ``torch.autocast``; a weight that is sharded by others.
+            is not of the weight's dtype, without ``torch.autocast``; a weight that is parametrized, or sharded by
+            others.
         ValueError: a ``parallel_mode`` of another name, or without a group; features that the group's size does not
             divide. In a call, inside a region: a weight on another device than the input; float16 under
             ``torch.autocast``. In a backward: a ``main_grad`` that is not contiguous, of the weight's shape and device,
@@ -169,19 +170,21 @@ class Linear(nn.Linear, ReadyForCapture):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product for x [..., in], with bias [out] or without."""
-        if self.fp8 is not None and (y := self.fp8.linear.call(x, self.weight, bias)) is not None:
+        weight = self.weight  # read once: a property may draw another one each time
+        if self.fp8 is not None and (y := self.fp8.linear.call(x, weight, bias)) is not None:
             return y
         note_region()
-        y = product_in_fp8(self, x, bias)
-        return F.linear(x, self.weight, bias) if y is None else y
+        y = product_in_fp8(self, x, weight, bias)
+        return F.linear(x, weight, bias) if y is None else y
 
     def make_ready_for_capture(self) -> None:
         """Have a place in the scope of the present region, and a cast weight, of which replays record the magnitude."""
         region = current_region()
         if region is not None and region.enabled:
             place_of(self, region, torch.is_grad_enabled())
+        weight = plain_weight(self)
         for place in (self.fp8, self.fp8_evaluated):
-            if place is not None and place.fits(self.weight):
+            if place is not None and weight is not None and place.fits(weight):
                 place.scope.cast_weights(place, records=False)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -29,6 +29,12 @@ class HasWeight(Protocol):
     fuse_wgrad_accumulation: bool
 
 
+def plain_weight(module: HasWeight) -> Tensor | None:
+    """The weight [out, in] that ``module`` holds; None where it has none, or computes it when it is read."""
+    weight = module._parameters.get("weight")
+    return vars(module).get("weight") if weight is None else weight
+
+
 def new_state(device: torch.device, length: int = 0) -> Tensor:
     """What ``Member.state`` returns of a module that has no magnitudes yet, [3, n] fp32.
 
@@ -86,9 +92,9 @@ class Member:
 
     @property
     def weight(self) -> Tensor | None:
-        """[out, in]: that of the module, if it is still there."""
+        """[out, in]: that of the module, if both are still there, and it is no property that computes one."""
         module = self._module()
-        return None if module is None else module.weight
+        return None if module is None else plain_weight(module)
 
     def follow(self, leader: Member) -> None:
         """Compute with the scales of ``leader``, what the same module has in another scope, from now on."""

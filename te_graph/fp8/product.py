@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.fp8.autocast import current_region, fp8_autocast
-from te_graph.fp8.member import Member, new_state
+from te_graph.fp8.member import Member, new_state, plain_weight
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scale_block import INPUT, WEIGHT
 from te_graph.fp8.scaling_scope import ScalingScope
@@ -39,20 +40,19 @@ class FP8Module(Protocol):
     has_told_misfit: bool
 
 
-def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product of ``module`` for x [..., in], with bias [out] or without; None where FP8 is off or does not fit."""
+def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The product of ``module`` for x [..., in] and its weight [out, in], with bias [out] or without; None where FP8 is
+    off or does not fit."""
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
-        member, weight = first.member, module.weight
+        member = module.fp8
         checkpoints.note(module, first)
-        if not member.linear.is_cast(weight, False):  # another weight was called since, and is the one that is cast
-            member.scope.cast_weights(member, records=False, is_noted=not _C.HostSteps.is_noting())
         return member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
     region = current_region()
     if region is None or not (region.enabled or region.calibrating):
         return None
     is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
-    member, weight = place_of(module, region, is_training or not region.enabled), module.weight
+    member = place_of(module, region, is_training or not region.enabled)
     if member is None:
         return None
     if not region.enabled:
@@ -65,7 +65,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, bias: Tensor | None) -> Tensor 
         member.scope.cast_weights(member, is_training, is_noted=not is_captured)
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
-        checkpoints.note(module, FirstCall(member, scale, dtype))
+        checkpoints.note(module, FirstCall(scale, dtype))
         return member.linear.forward(x, weight, bias, dtype, True, scale)
     return member.linear.forward(x, weight, bias, dtype, is_training, None)
 
@@ -79,6 +79,11 @@ def place_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member |
         records: whether magnitudes are to be recorded. By another recipe than before, they then begin anew, with what
             is left of the histories; without, the module goes on with these afterwards.
     """
+    if is_parametrized(module, "weight"):
+        raise TypeError(
+            "te_graph.Linear: expected a weight that is a parameter, got one that torch.nn.utils.parametrize computes "
+            "at each use: compute this layer outside of fp8_autocast, or remove the parametrization"
+        )
     weight, member = module.weight, module.fp8
     # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
     if _FSDP in vars(module):
@@ -163,17 +168,22 @@ def state_of(module: FP8Module) -> Tensor:
     """The scales and histories of ``module``, [3, n] fp32 (``Member.state``)."""
     if module.fp8 is not None:
         return module.fp8.state()
-    return new_state(module.weight.device) if module.loaded_state is None else module.loaded_state[1]
+    if module.loaded_state is not None:
+        return module.loaded_state[1]
+    weight = plain_weight(module)
+    return new_state(torch.device("cpu") if weight is None else weight.device)
 
 
 def load_state_(module: FP8Module, state: Tensor) -> None:
     """Let ``module`` take a ``state`` that ``state_of`` returned, [3, n] fp32, here or elsewhere."""
+    weight = plain_weight(module)
+    version = 0 if weight is None else weight._version
     module.fp8_evaluated = None
     if module.fp8 is None:
-        module.loaded_state = module.weight._version, state.detach().clone()
+        module.loaded_state = version, state.detach().clone()
     else:
         with torch.no_grad():
-            module.fp8.load_(state, module.weight._version)
+            module.fp8.load_(state, version)
 
 
 def _dtype_of_result(x: Tensor, weight: Tensor) -> torch.dtype:
