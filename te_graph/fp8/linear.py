@@ -50,8 +50,9 @@ class Linear(nn.Linear, ReadyForCapture):
         params_dtype: another name of ``dtype``.
         return_bias: return (y without the bias, bias).
         fuse_wgrad_accumulation: the product adds the weight's gradient to ``weight.main_grad``, which is the caller's,
-            instead, and ``weight.grad`` stays None; ``te_graph.reset_main_grads`` lets the next one overwrite it. What
-            goes through autograd, or is computed outside of regions, ends in ``weight.grad``.
+            instead, and ``weight.grad`` stays None; ``te_graph.reset_main_grads`` lets the next one overwrite it. It
+            may be set later, too; graphs go on as captured. What goes through autograd, or is computed outside of
+            regions, ends in ``weight.grad``.
         parallel_mode: "column", "row" or None.
         tp_group: a ``te_graph.PeerGroup`` of the ranks that share the layer.
         sequence_parallel: see above.
@@ -171,8 +172,11 @@ class Linear(nn.Linear, ReadyForCapture):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product for x [..., in], with bias [out] or without."""
         weight = self.weight  # read once: a property may draw another one each time
-        if self.fp8 is not None and (y := self.fp8.linear.call(x, weight, bias)) is not None:
-            return y
+        place = self.fp8
+        if place is not None and place.fuses_wgrad_accumulation == self.fuse_wgrad_accumulation:
+            y = place.linear.call(x, weight, bias)
+            if y is not None:
+                return y
         note_region()
         y = product_in_fp8(self, x, weight, bias)
         return F.linear(x, weight, bias) if y is None else y

@@ -58,6 +58,7 @@ class Member:
     Attributes:
         linear: the products.
         loaded_version: of the weight, when a state was loaded that says how it was cast; None: that is not known.
+        fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded magnitudes.
         data, transposed: FP8 copies of the weight, [out, in] and [in, out].
     """
@@ -85,6 +86,7 @@ class Member:
             formats.backward_dtype,
             place,
         )
+        self.fuses_wgrad_accumulation = module.fuse_wgrad_accumulation
         if module.fuse_wgrad_accumulation:
             self.linear.set_main_grad_of(_main_grad_of)
         # By a weak reference, since what C++ holds is not seen by the garbage collector.

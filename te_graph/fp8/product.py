@@ -27,6 +27,7 @@ class FP8Module(Protocol):
 
     Attributes:
         weight: [out, in].
+        fuse_wgrad_accumulation: the product that is the weight's gradient adds to ``weight.main_grad``.
         fp8: its place in a scope, which has what is known of its scales.
         fp8_evaluated: one in the scope of evaluations by another recipe, which change nothing of that.
         loaded_state: what was loaded before it had one, [3, n] fp32, behind the version of the weight at that time.
@@ -34,6 +35,7 @@ class FP8Module(Protocol):
     """
 
     weight: nn.Parameter
+    fuse_wgrad_accumulation: bool
     fp8: Member | None
     fp8_evaluated: Member | None
     loaded_state: tuple[int, Tensor] | None
@@ -91,7 +93,8 @@ def place_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member |
     if hasattr(weight, _ZERO):
         raise TypeError(_sharded(type(weight).__name__))
     scope = region.scope_on(weight.device)
-    if member is not None and member.scope is scope and member.fits(weight):
+    is_here = member is not None and member.scope is scope and member.fits(weight)
+    if is_here and (not records or member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation):
         return member
     if not _can_be_multiplied(module, weight):
         return None

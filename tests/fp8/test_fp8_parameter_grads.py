@@ -460,3 +460,26 @@ def test_a_backward_inside_a_captured_function_is_refused(device: str) -> None:
     ):
         for _ in range(3):
             call(x)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_whether_gradients_go_to_main_grad_may_change_after_a_call(device: str, fuses: bool) -> None:
+    """Scales and histories go on."""
+    results = []
+    for is_changed in (False, True):
+        torch.manual_seed(0)
+        layer = tg.Linear(IN, OUT, device=device, dtype=torch.bfloat16, fuse_wgrad_accumulation=fuses != is_changed)
+        layer.weight.main_grad = torch.zeros(OUT, IN, device=device)
+        samples = [torch.ones(4, IN, device=device, dtype=torch.bfloat16) * 2.0**power for power in range(4)]
+        for x in samples[:2]:
+            backward(layer, x)
+        layer.fuse_wgrad_accumulation = fuses
+        layer.weight.main_grad.zero_()
+        layer.weight.grad = None
+        for x in samples[2:]:
+            backward(layer, x)
+        assert (layer.weight.grad is None) == fuses
+        assert bool(layer.weight.main_grad.any()) == fuses
+        layer.fp8.settle()
+        results.append([layer.weight.main_grad, layer.get_extra_state()])
+    assert all(map(same_bits, *results))
