@@ -53,13 +53,16 @@ class fp8_autocast(ContextDecorator):
         fp8_recipe: Recipe | None = None,
         fp8_group: dist.ProcessGroup | None = None,
     ) -> None:
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):
+                raise TypeError(f"fp8_autocast: expected {name} to be a bool, got {type(value).__name__}{_hint(value)}")
         for name, old, new in (
             ("recipe", fp8_recipe, recipe),
             ("amax_reduction_group", fp8_group, amax_reduction_group),
         ):
             if old is not None and new is not None:
                 raise TypeError(f"fp8_autocast: expected {name} by one of its names, got both")
-        self.enabled, self.calibrating = bool(enabled), bool(calibrating)
+        self.enabled, self.calibrating = enabled, calibrating
         given = fp8_recipe if recipe is None else recipe
         self.recipe = DelayedScaling() if given is None else given
         if not isinstance(self.recipe, DelayedScaling | Float8CurrentScaling):
@@ -108,6 +111,11 @@ class fp8_autocast(ContextDecorator):
         if scope is None:
             scope = self._scopes[device] = scaling_scopes.find(self.recipe, device, self.group)
         return scope
+
+
+def _hint(value: Any) -> str:
+    """What to write instead of a positional ``value``."""
+    return ": give it by name, recipe=..." if isinstance(value, Recipe) else ""
 
 
 def _is_of_others(group: Any) -> bool:
