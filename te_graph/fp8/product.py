@@ -213,6 +213,11 @@ def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
     """Record the magnitudes of x [..., in] and weight [out, in], which are not cast."""
     if not member.scope.is_delayed:
         return
+    if _C.HostSteps.is_noting():
+        raise RuntimeError(
+            "te_graph.Linear: expected no calibration inside a capture, whose replays would not note that scales are "
+            "due for an update: calibrate before the capture, and capture outside of fp8_autocast(calibrating=True)"
+        )
     with torch.no_grad():
         for tensor, number in ((x, INPUT), (weight, WEIGHT)):
             if tensor.numel():

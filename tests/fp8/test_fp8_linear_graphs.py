@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -161,6 +162,22 @@ def test_other_regions_are_mismatches(device: str, captured: Any, called: Any, m
     if captured is not None:
         calls(model, device, tg.fp8_autocast(recipe=tg.DelayedScaling(amax_history_len=3)))
     assert model[0].te_graph.info()["forward_replays"] == 1 + (captured is not None)
+
+
+@pytest.mark.parametrize("capture", [tg.make_graphed_callables, tg.graph_layers])
+def test_a_calibration_is_refused_in_a_capture(device: str, capture: Callable) -> None:
+    def region() -> tg.fp8_autocast:
+        return tg.fp8_autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"])
+
+    model, x = new_layers(device, 2), a_sample(device)
+    with region():
+        model(x)
+    before = tg.fp8_state_dict(model)
+    with pytest.raises(RuntimeError, match="calibrate before the capture"), region():
+        capture(model, (x,))
+    assert all(map(same_bits, tg.fp8_state_dict(model).values(), before.values()))
+    with region():
+        model(x)
 
 
 def test_layers_without_fp8_do_not_mind_regions(device: str) -> None:
