@@ -34,14 +34,14 @@ class _KeptScope:
     def __init__(self, scope: ScalingScope) -> None:
         self._scope = scope
         self._blocks = [_KeptBlock(block) for block in scope.blocks]
-        self._members = [(member, member.trains, member.loaded_version, member.recorded()) for member in scope.members]
+        self._members = [(member, member.trains, member.loaded_mark, member.recorded()) for member in scope.members]
 
     def restore(self) -> None:
         for block in self._blocks:
             block.restore()
         again: list[tuple[Member, Tensor, bool]] = []
-        for member, trains, loaded_version, recorded in self._members:
-            member.trains, member.loaded_version = trains, loaded_version
+        for member, trains, loaded_mark, recorded in self._members:
+            member.trains, member.loaded_mark = trains, loaded_mark
             weight = member.weight
             if member.recorded() == recorded or weight is None:
                 continue

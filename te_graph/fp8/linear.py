@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.before_capture import ReadyForCapture
 from te_graph.common.opaque import opaque
 from te_graph.fp8.autocast import current_region, note_region
-from te_graph.fp8.member import Member, plain_weight
+from te_graph.fp8.loaded_state import loaded_modules, mark_again, mark_of
+from te_graph.fp8.member import Member
 from te_graph.fp8.parallel import Shard
-from te_graph.fp8.product import load_state_, place_of, product_in_fp8, state_of
+from te_graph.fp8.product import has_state, load_state_, place_of, product_in_fp8, state_of
+from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 _EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state returns
 
@@ -84,7 +87,7 @@ class Linear(nn.Linear, ReadyForCapture):
     shard: Shard | None = None
     fp8: Member | None = None
     fp8_evaluated: Member | None = None
-    loaded_state: tuple[int, Tensor] | None = None
+    loaded_state: tuple[WeightMark | None, Tensor] | None = None
     has_told_misfit = False
 
     def __init__(
@@ -193,12 +196,24 @@ class Linear(nn.Linear, ReadyForCapture):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""
-        return {
-            **self.__dict__,
-            "fp8": None,
-            "fp8_evaluated": None,
-            "loaded_state": (0, state_of(self)),
-        }  # tensors begin at version 0
+        loaded = (None, state_of(self)) if has_state(self) else None
+        return {**self.__dict__, "fp8": None, "fp8_evaluated": None, "loaded_state": loaded}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose weight is that with which the state goes."""
+        super().__setstate__(state)
+        if self.loaded_state is not None:
+            load_state_(self, self.loaded_state[1])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        """A weight that moves to another device is still the one that a loaded state goes with."""
+        before, mark = plain_weight(self), mark_of(self)
+        is_marked = mark is not None and mark.is_of(before)
+        dtype = before.dtype if is_marked else None
+        super()._apply(fn, recurse)
+        if is_marked and plain_weight(self).dtype == dtype:
+            mark_again(self)
+        return self
 
     def get_extra_state(self) -> Tensor:
         """The scales and histories, [3, n] fp32."""
@@ -219,7 +234,8 @@ class Linear(nn.Linear, ReadyForCapture):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         """A checkpoint of ``torch.nn.Linear`` has all that is needed."""
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        with loaded_modules().kept(plain_weight(self), state_dict.get(f"{prefix}weight")):
+            super()._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
         with contextlib.suppress(ValueError):
             missing.remove(f"{prefix}{_EXTRA_STATE}")

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from te_graph import _C
 from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Place
+from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 if TYPE_CHECKING:
     from te_graph.fp8.scaling_scope import ScalingScope
@@ -29,10 +30,11 @@ class HasWeight(Protocol):
     fuse_wgrad_accumulation: bool
 
 
-def plain_weight(module: HasWeight) -> Tensor | None:
-    """The weight [out, in] that ``module`` holds; None where it has none, or computes it when it is read."""
-    weight = module._parameters.get("weight")
-    return vars(module).get("weight") if weight is None else weight
+def without_cast(state: Tensor) -> Tensor:
+    """A copy of ``state`` [3, n] that goes with another weight than that which was cast."""
+    state = state.clone()
+    state[WEIGHT, _CAST_SCALE : _IS_CAST + 1] = 0
+    return state
 
 
 def new_state(device: torch.device, length: int = 0) -> Tensor:
@@ -57,7 +59,7 @@ class Member:
 
     Attributes:
         linear: the products.
-        loaded_version: of the weight, when a state was loaded that says how it was cast; None: that is not known.
+        loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded magnitudes.
         data, transposed: FP8 copies of the weight, [out, in] and [in, out].
@@ -68,7 +70,7 @@ class Member:
         block, number = place.block, place.number
         self.scope, self.block, self.number = scope, block, number
         self._module = weakref.ref(module)
-        self.loaded_version: int | None = None
+        self.loaded_mark: WeightMark | None = None
         self.trains = False
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
@@ -125,7 +127,7 @@ class Member:
     def fits(self, weight: Tensor) -> bool:
         """Whether the copies are of the shape and device of ``weight`` [out, in], which is not sharded since."""
         is_like = self.data.shape == weight.shape and self.data.device == weight.device
-        return is_like and not is_traceable_wrapper_subclass(weight)
+        return is_like and not is_traceable_wrapper_subclass(weight) and not weight.is_inference()
 
     def history(self, tensor: int) -> tuple[Tensor, Tensor]:
         """Views of the history [H] and the scale [1] of INPUT, WEIGHT or GRAD; of delayed scaling only."""
@@ -151,9 +153,9 @@ class Member:
 
     def is_resumed(self, weight: Tensor) -> bool:
         """Whether ``weight`` [out, in] is as it was when it was cast, elsewhere, as a loaded state says."""
-        return self.loaded_version is not None and self.loaded_version == weight._version
+        return self.loaded_mark is not None and self.loaded_mark.is_of(weight)
 
-    def load_(self, state: Tensor, loaded_version: int) -> None:
+    def load_(self, state: Tensor, mark: WeightMark | None) -> None:
         """Take histories and scales from ``state`` [3, n], which ``state()`` returned here or elsewhere.
 
         Of a longer history the newest magnitudes are taken. If the weight stays as it is, it is cast with the scale of
@@ -161,7 +163,7 @@ class Member:
 
         Args:
             state: as above.
-            loaded_version: of the weight that goes with it.
+            mark: of the weight that goes with it, if that is known.
 
         Raises:
             ValueError: it is of another form.
@@ -184,7 +186,7 @@ class Member:
             self.use(tensor)
         if state[WEIGHT, _IS_CAST]:
             self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
-            self.loaded_version = loaded_version
+            self.loaded_mark = mark
 
     def settle(self, tensors: Sequence[int] = (INPUT, WEIGHT, GRAD)) -> None:
         """Update the scales of what has been recorded of ``tensors``, as their next casts would."""

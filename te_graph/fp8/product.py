@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.fp8.autocast import current_region, fp8_autocast
-from te_graph.fp8.member import Member, new_state, plain_weight
+from te_graph.fp8.loaded_state import loaded_modules
+from te_graph.fp8.member import Member, new_state, without_cast
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scale_block import INPUT, WEIGHT
 from te_graph.fp8.scaling_scope import ScalingScope
+from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 _log = logging.getLogger("te_graph")
 MULTIPLE = 16  # of features, which FP8 tensor cores want
@@ -30,7 +32,7 @@ class FP8Module(Protocol):
         fuse_wgrad_accumulation: the product that is the weight's gradient adds to ``weight.main_grad``.
         fp8: its place in a scope, which has what is known of its scales.
         fp8_evaluated: one in the scope of evaluations by another recipe, which change nothing of that.
-        loaded_state: what was loaded before it had one, [3, n] fp32, behind the version of the weight at that time.
+        loaded_state: what was loaded before it had one, [3, n] fp32, behind the mark of the weight at that time.
         has_told_misfit: it has said that it computes in high precision.
     """
 
@@ -38,7 +40,7 @@ class FP8Module(Protocol):
     fuse_wgrad_accumulation: bool
     fp8: Member | None
     fp8_evaluated: Member | None
-    loaded_state: tuple[int, Tensor] | None
+    loaded_state: tuple[WeightMark | None, Tensor] | None
     has_told_misfit: bool
 
 
@@ -92,21 +94,25 @@ def place_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member |
         raise TypeError(_sharded(f"a module of FSDP ({type(module).__name__})"))
     if hasattr(weight, _ZERO):
         raise TypeError(_sharded(type(weight).__name__))
+    if weight.is_inference():
+        raise TypeError(
+            "te_graph.Linear: expected a weight whose changes can be seen, got one that was made in inference mode: "
+            "make or load the layer outside of torch.inference_mode()"
+        )
     scope = region.scope_on(weight.device)
     is_here = member is not None and member.scope is scope and member.fits(weight)
     if is_here and (not records or member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation):
         return member
     if not _can_be_multiplied(module, weight):
         return None
-    has_state = member is not None or module.loaded_state is not None
-    if not records and has_state:
+    if not records and has_state(module):
         return _place_to_evaluate(module, scope, weight)
     _refuse_first_call_in_capture()
-    state, version = _state_to_move(module, weight)
+    state, mark = _state_to_move(module, weight)
     module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
     if state is not None:
         with torch.no_grad():
-            module.fp8.load_(state, version)
+            module.fp8.load_(state, mark)
     return module.fp8
 
 
@@ -133,15 +139,16 @@ def _refuse_first_call_in_capture() -> None:
         )
 
 
-def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, int]:
-    """What ``module`` takes to a new place, [3, n] fp32, and the version of ``weight`` [out, in] that it goes with."""
+def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, WeightMark | None]:
+    """What ``module``, of ``weight`` [out, in], takes to a new place, [3, n] fp32, with the mark of the weight that goes
+    with it."""
     if module.fp8 is not None:
         module.fp8.settle()  # by the rules of the scope that it leaves
-        return module.fp8.state(), weight._version
+        return module.fp8.state(), WeightMark.of(weight)
     if module.loaded_state is not None:
-        version, state = module.loaded_state
-        return state, version
-    return None, weight._version
+        mark, state = module.loaded_state
+        return state, mark
+    return None, None
 
 
 def _place_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member:
@@ -153,9 +160,9 @@ def _place_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -
         if module.fp8 is not None:
             member.follow(module.fp8)
         else:
-            version, state = module.loaded_state
+            mark, state = module.loaded_state
             with torch.no_grad():
-                member.load_(state, version)
+                member.load_(state, mark)
     member.take_scales()
     return member
 
@@ -167,26 +174,34 @@ def _sharded(got: str) -> str:
     )
 
 
+def has_state(module: FP8Module) -> bool:
+    """Whether something is known of the scales of ``module``."""
+    return module.fp8 is not None or module.loaded_state is not None
+
+
 def state_of(module: FP8Module) -> Tensor:
-    """The scales and histories of ``module``, [3, n] fp32 (``Member.state``)."""
+    """The scales and histories of ``module``, [3, n] fp32 (``Member.state``); a copy."""
+    weight = plain_weight(module)
     if module.fp8 is not None:
         return module.fp8.state()
-    if module.loaded_state is not None:
-        return module.loaded_state[1]
-    weight = plain_weight(module)
-    return new_state(torch.device("cpu") if weight is None else weight.device)
+    if module.loaded_state is None:
+        return new_state(torch.device("cpu") if weight is None else weight.device)
+    mark, state = module.loaded_state
+    return state.clone() if mark is not None and mark.is_of(weight) else without_cast(state)
 
 
 def load_state_(module: FP8Module, state: Tensor) -> None:
     """Let ``module`` take a ``state`` that ``state_of`` returned, [3, n] fp32, here or elsewhere."""
-    weight = plain_weight(module)
-    version = 0 if weight is None else weight._version
+    if state.is_meta:
+        return
+    mark = WeightMark.of(plain_weight(module))
     module.fp8_evaluated = None
     if module.fp8 is None:
-        module.loaded_state = version, state.detach().clone()
+        module.loaded_state = mark, state.detach().clone()
     else:
         with torch.no_grad():
-            module.fp8.load_(state, version)
+            module.fp8.load_(state, mark)
+    loaded_modules().add(module)
 
 
 def _dtype_of_result(x: Tensor, weight: Tensor) -> torch.dtype:

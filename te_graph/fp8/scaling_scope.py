@@ -123,7 +123,7 @@ class ScalingScope(OwnObject):
             is_recorded = records or not self.is_delayed or other.is_resumed(weight)
             other.linear.note_cast(weight, is_recorded, count, done)
         for other, _ in changed if is_noted else ():
-            other.loaded_version = None
+            other.loaded_mark = None
 
     def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
         """Cast the weights [out, in] of members, which are as they were, with the scales of their last casts. Nothing

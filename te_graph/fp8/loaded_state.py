@@ -1,0 +1,82 @@
+"""Modules that were given a state, and what keeps the marks of their weights right until it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from te_graph.common.own_objects import OwnObject
+from te_graph.fp8.member import Member
+from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
+from te_graph.fp8.weight_mark import WeightMark, plain_weight
+
+
+class HasLoadedState(Protocol):
+    """A module with ``loaded_state``: [3, n] fp32, behind the mark of the weight that it goes with; or with a place
+    that has taken one."""
+
+    fp8: Member | None
+    loaded_state: tuple[WeightMark | None, Tensor] | None
+
+
+class LoadedModules(OwnObject):
+    """Those of this process. Steps of optimizers move the versions of their weights, as of those that are cast."""
+
+    def __init__(self) -> None:
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        optimizer_step_watch().watch(self)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """[out, in] each, of the modules that have no place yet, whose scope would see to it."""
+        held = (plain_weight(module) for module in list(self._modules) if module.loaded_state is not None)
+        return [weight for weight in held if weight is not None]
+
+    def add(self, module: nn.Module) -> None:
+        """``module`` has been given a state."""
+        self._modules.add(module)
+
+    @contextlib.contextmanager
+    def kept(self, weight: Tensor | None, source: Any) -> Iterator[None]:
+        """Around a copy from ``source`` [out, in] into ``weight`` [out, in]. Tied layers load it several times: where that
+        changes nothing, their marks stay right."""
+        same = [module for module in list(self._modules) if weight is not None and plain_weight(module) is weight]
+        marked = [module for module in same if (mark := mark_of(module)) is not None and mark.is_of(weight)]
+        is_equal = bool(marked) and isinstance(source, Tensor) and _are_equal(source, weight)
+        yield
+        for module in marked if is_equal else ():
+            mark_again(module)
+
+
+def _are_equal(source: Tensor, weight: Tensor) -> bool:
+    """Whether both, [out, in], hold the same."""
+    is_like = source.shape == weight.shape and source.dtype == weight.dtype and not source.is_meta
+    return is_like and torch.equal(source.detach().to(weight.device), weight.detach())
+
+
+def mark_of(module: HasLoadedState) -> WeightMark | None:
+    """Of the weight of ``module`` as it was when a state was loaded that says how it was cast."""
+    if module.fp8 is not None:
+        return module.fp8.loaded_mark
+    return None if module.loaded_state is None else module.loaded_state[0]
+
+
+def mark_again(module: HasLoadedState) -> None:
+    """The weight of ``module`` is another tensor, of the same values."""
+    mark = WeightMark.of(plain_weight(module))
+    if module.fp8 is not None:
+        module.fp8.loaded_mark = mark
+    elif module.loaded_state is not None:
+        module.loaded_state = mark, module.loaded_state[1]
+
+
+@functools.cache
+def loaded_modules() -> LoadedModules:
+    """Those of this process."""
+    return LoadedModules()

@@ -1,0 +1,202 @@
+"""A state that was loaded goes with the weight that was loaded, and with no other one."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from tensor_lists import same_bits
+from torch import Tensor, nn
+
+import te_graph as tg
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+WIDTH = 32
+RECIPE = tg.DelayedScaling(amax_history_len=4)
+
+
+def forward(layer: nn.Module, x: Tensor) -> Tensor:
+    with tg.fp8_autocast(recipe=RECIPE):
+        return layer(x)
+
+
+def new_layer(device: str) -> tg.Linear:
+    torch.manual_seed(0)
+    return tg.Linear(WIDTH, WIDTH, bias=False, device=device)
+
+
+def an_input(device: str) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+@pytest.fixture
+def saved(device: str) -> dict[str, Tensor]:
+    """The state dict of a layer that has run three times."""
+    layer = new_layer(device)
+    for _ in range(3):
+        forward(layer, an_input(device)).sum().backward()
+    layer.fp8.settle()
+    return copy.deepcopy(layer.state_dict())
+
+
+def scaled(layer: tg.Linear, saved: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(8)
+
+
+def stepped(layer: tg.Linear, saved: dict[str, Tensor], fused: bool) -> None:
+    optimizer = torch.optim.SGD(layer.parameters(), lr=100.0, fused=fused)
+    layer(torch.ones(2, WIDTH, device=layer.weight.device)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def replaced(layer: tg.Linear, saved: dict[str, Tensor]) -> None:
+    layer.weight = nn.Parameter(saved["weight"] * 8)
+
+
+def halved(layer: tg.Linear, saved: dict[str, Tensor]) -> None:
+    layer.bfloat16().float()
+
+
+CHANGES: dict[str, Callable] = {
+    "in place": scaled,
+    "by an optimizer": lambda layer, saved: stepped(layer, saved, False),
+    "by a fused optimizer": lambda layer, saved: stepped(layer, saved, True),
+    "another parameter": replaced,
+    "another dtype": halved,
+}
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_weight_that_changes_after_it_was_loaded_is_recorded(
+    device: str, saved: dict[str, Tensor], change: Callable, assign: bool
+) -> None:
+    layer = new_layer(device)
+    layer.load_state_dict(copy.deepcopy(saved), assign=assign)
+    change(layer, saved)
+    state = layer.get_extra_state()
+    assert not state[1, 3:5].any()  # it is not as it was cast
+    twin = new_layer(device)
+    twin.load_state_dict(copy.deepcopy(layer.state_dict()))
+    x = an_input(device)
+    for _ in range(3):
+        assert same_bits(forward(layer, x), forward(twin, x))
+    layer.fp8.settle()
+    assert layer.get_extra_state()[1, 8:12].max() == layer.weight.detach().abs().max()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_weight_that_stays_is_not_recorded_again(device: str, saved: dict[str, Tensor], assign: bool) -> None:
+    layer = new_layer(device)
+    layer.load_state_dict(copy.deepcopy(saved), assign=assign)
+    layer = layer.to(device).to("cpu").to(device)
+    assert same_bits(layer.get_extra_state().to(device), saved["_extra_state"])
+    forward(layer, an_input(device))
+    layer.fp8.settle()
+    assert same_bits(layer.get_extra_state()[1], saved["_extra_state"][1])
+
+
+def test_what_a_state_dict_holds_is_a_copy(device: str, saved: dict[str, Tensor]) -> None:
+    layer = new_layer(device)
+    layer.load_state_dict(saved)
+    for _ in range(2):
+        layer.get_extra_state().zero_()
+    assert same_bits(layer.get_extra_state(), saved["_extra_state"])
+
+
+def new_model(device: str, is_tied: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(tg.Linear(WIDTH, WIDTH, device=device), tg.Linear(WIDTH, WIDTH, device=device))
+    if is_tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+def through_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def micro_batch(model: nn.Module, device: str) -> Tensor:
+    y = forward(model, an_input(device))
+    y.square().mean().backward()
+    return y.detach()
+
+
+def rest(model: nn.Module, grads: list[Tensor], device: str) -> list[Tensor]:
+    """The results of what is left of a training."""
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad.clone()
+    optimizer, results = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for _ in range(4):
+        results.append(micro_batch(model, device))
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.parametrize("way", ["load", "assign", "deepcopy", "pickle"])
+def test_a_training_goes_on_bit_for_bit(device: str, way: str, is_tied: bool, is_known: bool) -> None:
+    """In the middle of a step, after which weights are as they were cast."""
+    model = new_model(device, is_tied)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        micro_batch(model, device)
+        optimizer.step()
+        optimizer.zero_grad()
+    micro_batch(model, device)
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    if way in ("deepcopy", "pickle"):
+        other = copy.deepcopy(model) if way == "deepcopy" else through_a_file(model)
+    else:
+        other = new_model(device, is_tied)
+        if is_known:
+            micro_batch(other, device)
+        other.load_state_dict(copy.deepcopy(model.state_dict()), assign=way == "assign")
+        if is_tied:
+            other[1].weight = other[0].weight
+    assert all(map(same_bits, rest(other, grads, device), rest(model, grads, device)))
+
+
+def test_tied_layers_that_load_other_values_go_with_the_last(device: str) -> None:
+    model = new_model(device, True)
+    micro_batch(model, device)
+    state = copy.deepcopy(model.state_dict())
+    state["1.weight"] = state["1.weight"] * 2
+    model = new_model(device, True)
+    model.load_state_dict(state)
+    assert model[0].get_extra_state()[1, 4] == 0
+    assert model[1].get_extra_state()[1, 4] == 1
+
+
+def test_a_layer_that_is_copied_on_the_meta_device_computes_when_it_is_real(device: str) -> None:
+    with torch.device("meta"):
+        layer = copy.deepcopy(tg.Linear(WIDTH, WIDTH))
+    layer = layer.to_empty(device=device)
+    layer.load_state_dict(nn.Linear(WIDTH, WIDTH).state_dict())
+    forward(layer, an_input(device)).sum().backward()
+    assert layer.state_dict()["_extra_state"].device == torch.device(layer.weight.device)
+
+
+def test_weights_of_inference_mode_are_refused_by_name(device: str) -> None:
+    with torch.inference_mode():
+        layer = new_layer(device)
+    known = new_layer(device)
+    forward(known, an_input(device))
+    with torch.inference_mode():
+        known.load_state_dict({"weight": known.weight.clone()}, assign=True)
+    for each in (layer, known):
+        each.state_dict()
+        with pytest.raises(TypeError, match="got one that was made in inference mode"), torch.no_grad():
+            forward(each, an_input(device))
+        each(an_input(device))
+        forward(new_layer(device), an_input(device))  # others go on
