@@ -44,8 +44,8 @@ class LoadedModules(OwnObject):
 
     @contextlib.contextmanager
     def kept(self, weight: Tensor | None, source: Any) -> Iterator[None]:
-        """Around a copy from ``source`` [out, in] into ``weight`` [out, in]. Tied layers load it several times: where that
-        changes nothing, their marks stay right."""
+        """Around a copy from ``source`` [out, in] into ``weight`` [out, in]. Tied layers load it several times:
+        where that changes nothing, their marks stay right."""
         same = [module for module in list(self._modules) if weight is not None and plain_weight(module) is weight]
         marked = [module for module in same if (mark := mark_of(module)) is not None and mark.is_of(weight)]
         is_equal = bool(marked) and isinstance(source, Tensor) and _are_equal(source, weight)

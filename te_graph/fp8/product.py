@@ -49,10 +49,13 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     off or does not fit."""
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
-        member = module.fp8
         checkpoints.note(module, first)
-        return member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
+        if first.member is None:
+            return None
+        return first.member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
     region = current_region()
+    if checkpoints is not None and (region is None or not region.enabled):
+        checkpoints.note(module, FirstCall())
     if region is None or not (region.enabled or region.calibrating):
         return None
     is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
@@ -69,7 +72,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
         member.scope.cast_weights(member, is_training, is_noted=not is_captured)
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
-        checkpoints.note(module, FirstCall(scale, dtype))
+        checkpoints.note(module, FirstCall(member, scale, dtype))
         return member.linear.forward(x, weight, bias, dtype, True, scale)
     return member.linear.forward(x, weight, bias, dtype, is_training, None)
 
@@ -140,8 +143,8 @@ def _refuse_first_call_in_capture() -> None:
 
 
 def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, WeightMark | None]:
-    """What ``module``, of ``weight`` [out, in], takes to a new place, [3, n] fp32, with the mark of the weight that goes
-    with it."""
+    """What ``module``, of ``weight`` [out, in], takes to a new place, [3, n] fp32, with the mark of the weight that
+    goes with it."""
     if module.fp8 is not None:
         module.fp8.settle()  # by the rules of the scope that it leaves
         return module.fp8.state(), WeightMark.of(weight)

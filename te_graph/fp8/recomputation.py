@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from te_graph import _C
+from te_graph.fp8.member import Member
 
 _NOTES = "_te_graph_fp8_calls"  # attribute of a checkpoint
 _NOT_IN_BACKWARD = -1
@@ -29,14 +30,14 @@ class FirstCall:
     """How a layer was called the first time.
 
     Attributes:
-        member: what the layer had in its scope.
+        member: what it had in the scope; None: it computed without FP8.
         scale: of the input's cast, [1]; None under current scaling.
         dtype: of the result.
     """
 
-    member: Any
-    scale: Tensor | None
-    dtype: torch.dtype
+    member: Member | None = None
+    scale: Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass

@@ -224,3 +224,49 @@ def test_a_second_backward_repeats_the_scales(device: str) -> None:
 
 def checkpointed_call(layer: nn.Module, x: Tensor) -> Tensor:  # x: [..., WIDTH] -> [..., WIDTH]
     return checkpoint(layer, x, use_reentrant=False)
+
+
+@recipes
+@modes
+@pytest.mark.parametrize("first", ["off", "on"])
+@pytest.mark.parametrize("off", [{"enabled": False}, None], ids=["disabled", "left out"])
+def test_calls_without_fp8_are_repeated_without_it(
+    device: str, recipe: object, use_reentrant: bool, first: str, off: dict | None
+) -> None:
+    """Of a layer that computes in FP8 as well, in one checkpoint."""
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        layer, x = tg.Linear(WIDTH, WIDTH, device=device), torch.randn(5, WIDTH, device=device, requires_grad=True)
+
+        def function(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            for is_on in (first == "on", first != "on"):
+                if off is None and not is_on:
+                    x = layer(x)
+                else:
+                    with tg.fp8_autocast(recipe=recipe, **({} if is_on else off)):
+                        x = layer(torch.tanh(x))
+            return x**2
+
+        y = checkpoint(function, x, use_reentrant=use_reentrant) if is_checkpointed else function(x)
+        y.sum().backward()
+        layer.fp8.settle()
+        results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters()), layer.get_extra_state()])
+    assert_equal(*results)
+
+
+@modes
+def test_a_call_is_repeated_by_its_recipe_where_another_one_came_since(device: str, use_reentrant: bool) -> None:
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        layer, x = tg.Linear(WIDTH, WIDTH, device=device), torch.randn(5, WIDTH, device=device, requires_grad=True)
+        losses = []
+        for recipe in (RECIPES["delayed"], RECIPES["newest"]):
+            with tg.fp8_autocast(recipe=recipe):
+                y = checkpoint(layer, x * 3, use_reentrant=use_reentrant) if is_checkpointed else layer(x * 3)
+            losses.append(y.square().sum())
+        for loss in losses:
+            loss.backward()
+        results.append([x.grad, layer.weight.grad])
+    assert_equal(*results)
