@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.common.gradient_state import gradient_state, main_grad_of
-from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Place
+from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Columns
 from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Member:
         data, transposed: FP8 copies of the weight, [out, in] and [in, out].
     """
 
-    def __init__(self, module: HasWeight, scope: ScalingScope, place: Place) -> None:
+    def __init__(self, module: HasWeight, scope: ScalingScope, place: Columns) -> None:
         weight, formats = module.weight, scope.recipe.fp8_format
         block, number = place.block, place.number
         self.scope, self.block, self.number = scope, block, number

@@ -94,7 +94,7 @@ class Block:
         return (1, number) if tensor == GRAD else (0, 2 * number + tensor)
 
 
-class Place:
+class Columns:
     """The columns of one module in ``block``. Free again when its member is gone, and all backwards and graphs that use
     them; not so where ranks share them, whose garbage collectors would free them at other times."""
 

@@ -15,7 +15,7 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.member import HasWeight, Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
-from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Block, Place, is_shared
+from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Block, Columns, is_shared
 
 _ops = torch.ops.te_graph
 _FIRST_CAPACITY = 32
@@ -68,7 +68,7 @@ class ScalingScope(OwnObject):
                 block = Block(len(self.blocks), capacity, self.recipe, self.device, self.group)
             self.blocks.append(block)
         with torch.inference_mode(False), torch.no_grad():
-            member = Member(module, self, Place(block))
+            member = Member(module, self, Columns(block))
             for tensor in (INPUT, WEIGHT, GRAD) if self.is_delayed else ():
                 history, scale = member.history(tensor)  # another module may have had the place
                 history.zero_()
