@@ -30,6 +30,12 @@ class HasWeight(Protocol):
     fuse_wgrad_accumulation: bool
 
 
+def check_state(state: Tensor) -> None:
+    """Raise ValueError if ``state`` [...] is none that ``Member.state`` returned."""
+    if state.dim() != 2 or len(state) != 3 or state.shape[1] <= _HEADER or state[0, 0] != _VERSION:
+        raise ValueError(f"te_graph.Linear: expected FP8 state of version {_VERSION}, got shape {list(state.shape)}")
+
+
 def without_cast(state: Tensor) -> Tensor:
     """A copy of ``state`` [3, n] that goes with another weight than that which was cast."""
     state = state.clone()
@@ -168,10 +174,7 @@ class Member:
         Raises:
             ValueError: it is of another form.
         """
-        if state.dim() != 2 or len(state) != 3 or state.shape[1] <= _HEADER or state[0, 0] != _VERSION:
-            raise ValueError(
-                f"te_graph.Linear: expected FP8 state of version {_VERSION}, got shape {list(state.shape)}"
-            )
+        check_state(state)
         saved = int(state[0, 1])
         if not self.scope.is_delayed or not saved:
             return

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from te_graph import _C
 from te_graph.fp8.autocast import current_region, fp8_autocast
 from te_graph.fp8.loaded_state import loaded_modules
-from te_graph.fp8.member import Member, new_state, without_cast
+from te_graph.fp8.member import Member, check_state, new_state, without_cast
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scale_block import INPUT, WEIGHT
 from te_graph.fp8.scaling_scope import ScalingScope
@@ -197,6 +197,7 @@ def load_state_(module: FP8Module, state: Tensor) -> None:
     """Let ``module`` take a ``state`` that ``state_of`` returned, [3, n] fp32, here or elsewhere."""
     if state.is_meta:
         return
+    check_state(state)
     mark = WeightMark.of(plain_weight(module))
     module.fp8_evaluated = None
     if module.fp8 is None:

@@ -200,3 +200,14 @@ def test_weights_of_inference_mode_are_refused_by_name(device: str) -> None:
             forward(each, an_input(device))
         each(an_input(device))
         forward(new_layer(device), an_input(device))  # others go on
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_states_of_another_form_are_refused_when_they_are_loaded(device: str, is_known: bool) -> None:
+    layer = new_layer(device)
+    if is_known:
+        forward(layer, an_input(device))
+    for state in (torch.zeros(2, 3), torch.zeros(3, 1032), torch.zeros(4)):
+        with pytest.raises(ValueError, match="expected FP8 state of version 1, got shape"):
+            layer.set_extra_state(state)
+    layer.state_dict()
