@@ -25,6 +25,11 @@ class fp8_autocast(ContextDecorator):
     Backwards run outside of it, as under ``torch.autocast``, and go by what their forwards noted. Of nested regions the
     inner one counts. An object may be entered again, and is a decorator, too.
 
+    Scales of delayed scaling are 1 until the first update (calibrate with a batch before, to begin with others), and
+    are updated when the outermost region is left, or right before the tensor is cast again, those of gradients always
+    then: a whole loop in one region trains with the bits of a region in each step. Forwards under ``torch.no_grad`` are
+    evaluations, which record nothing, those of checkpoint functions other than ``torch.utils.checkpoint`` too.
+
     Args:
         enabled: False computes in high precision, inside a region that is on, too.
         calibrating: with ``enabled=False``, record magnitudes for delayed scaling all the same. Not inside a capture.

@@ -38,7 +38,9 @@ class Linear(nn.Linear, ReadyForCapture):
     ``weight.grad`` is of another layout or dtype.
 
     Without a recorded gradient nothing is noted of the scales: an evaluation changes no state, by whatever recipe.
-    Activation checkpointing repeats the scales of the first call, and notes nothing.
+    Activation checkpointing by ``torch.utils.checkpoint`` repeats the scales of the first call, and notes nothing;
+    functions of other libraries that run a forward without gradients make it an evaluation. Values beyond the largest
+    number of a format saturate, infinite ones too.
 
     With ``parallel_mode`` the layer is one rank's part of a layer. It draws the values of the whole one, as one process
     would, and keeps its own. "column" has some of the output features, and of the bias; the input is the same on all

@@ -107,6 +107,26 @@ def test_scales_are_updated_when_the_outermost_region_is_left(layer: tg.Linear, 
     assert layer.get_extra_state()[0, 2] == scale
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_loop_in_one_region_trains_as_with_a_region_in_each_step(device: str, microbatches: int) -> None:
+    results = []
+    for is_whole in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(tg.Linear(32, 32, device=device), tg.Linear(32, 32, device=device))
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+        with tg.fp8_autocast(recipe=DELAYED) if is_whole else contextlib.nullcontext():
+            for step in range(4 * microbatches):
+                with contextlib.nullcontext() if is_whole else tg.fp8_autocast(recipe=DELAYED):
+                    loss = model(torch.randn(5, 32).to(device) * (step + 1)).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+                if step % microbatches == microbatches - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        results.append([*losses, *model.parameters()])
+    assert all(map(same_bits, *results))
+
+
 def test_old_and_new_names() -> None:
     assert tg.fp8_autocast(True, False, CURRENT).recipe is CURRENT
     assert tg.fp8_autocast(fp8_recipe=CURRENT).recipe is CURRENT

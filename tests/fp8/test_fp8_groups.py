@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from unittest import mock
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import WORLDS, Rank, ranks_of
+from tensor_lists import same_bits
 from torch import Tensor, nn
 
 import te_graph as tg
@@ -112,3 +114,33 @@ def test_columns_without_a_group_are_used_again(device: str) -> None:
         del layer
         gc.collect()
     assert numbers == {0}
+
+
+def states_that_are_saved(rank: Rank) -> None:
+    """In the middle of a step gradients' newest magnitudes are each rank's own, so each saves its own state."""
+    results = []
+    for is_resumed in (False, True):
+        torch.manual_seed(0)
+        layer = new_layer(rank)
+        for step in range(4):
+            x = torch.full((WIDTH, WIDTH), 1.0 + rank.rank + step, device=rank.device)
+            with region():
+                y = layer(x)
+            (y * (1.0 + rank.rank)).sum().backward()
+            if is_resumed and step == 1:
+                state, grad = copy.deepcopy(layer.state_dict()), layer.weight.grad
+                layer = new_layer(rank)
+                layer.load_state_dict(state)
+                layer.weight.grad = grad
+                own = state["_extra_state"].contiguous()
+                others = [torch.empty_like(own) for _ in range(rank.world)]
+                dist.all_gather(others, own)
+                newest = [other[2, 8].item() for other in others]
+                assert newest == [1.0 + number for number in range(rank.world)]
+        layer.fp8.settle()
+        results.append([layer.weight.grad, layer.get_extra_state()])
+    assert all(map(same_bits, *results))
+
+
+def test_a_training_is_resumed_with_the_state_of_each_rank(ranks) -> None:
+    ranks.run(states_that_are_saved, 0)
