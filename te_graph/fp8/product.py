@@ -52,6 +52,9 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
         checkpoints.note(module, first)
         if first.member is None:
             return None
+        # Others may have computed with the layer in between, such as a teacher with weights of its own.
+        if not (first.member.linear.is_cast(weight, False) or _C.HostSteps.is_noting()):
+            first.member.scope.cast_weights(first.member, records=False)
         return first.member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
     region = current_region()
     if checkpoints is not None and (region is None or not region.enabled):

@@ -270,3 +270,31 @@ def test_a_call_is_repeated_by_its_recipe_where_another_one_came_since(device: s
             loss.backward()
         results.append([x.grad, layer.weight.grad])
     assert_equal(*results)
+
+
+@modes
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_call_is_repeated_with_its_weight_where_the_layer_had_another_one_since(
+    device: str, use_reentrant: bool, in_place: bool
+) -> None:
+    """As that of a teacher. Current scales, so that a cast that is made again has the same bits."""
+    results = []
+    for has_teacher in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(tg.Linear(WIDTH, WIDTH), nn.Tanh(), tg.Linear(WIDTH, WIDTH)).to(device)
+        x = torch.randn(5, WIDTH, device=device, requires_grad=True)
+        with tg.fp8_autocast(recipe=RECIPES["current"]):
+            y = checkpoint(model, x, use_reentrant=use_reentrant)
+            if has_teacher:
+                others = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+                own = copy.deepcopy(model.state_dict())
+                with torch.no_grad():
+                    if in_place:
+                        model.load_state_dict(others, strict=False)
+                        model(x)
+                        model.load_state_dict(own)
+                    else:
+                        torch.func.functional_call(model, others, (x,))
+        y.square().sum().backward()
+        results.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert_equal(*results)
