@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from te_graph.common.dispatch import storage_key, version_of
+from te_graph import _C
+from te_graph.common.dispatch import storage_key
 
 _PLAIN = (Tensor, nn.Parameter)  # others may have no memory, or one that comes and goes
 
 
 class WeightMark:
-    """A weight [out, in] as it is now, by its memory and its version.
+    """A weight [out, in] as it is now, by its memory and how often that was written.
 
     Args:
         weight: not kept alive.
@@ -19,7 +20,7 @@ class WeightMark:
 
     def __init__(self, weight: Tensor) -> None:
         self._storage = StorageWeakRef(weight.untyped_storage())  # so that no other one takes its place in memory
-        self._address, self._version = weight.data_ptr(), version_of(weight)
+        self._address, self._writes = weight.data_ptr(), _C.write_count(weight)
 
     @classmethod
     def of(cls, weight: Tensor | None) -> WeightMark | None:
@@ -30,7 +31,7 @@ class WeightMark:
         """Whether it is ``weight`` [out, in], unchanged."""
         if type(weight) not in _PLAIN or weight.is_meta or storage_key(weight) != self._storage.cdata:
             return False
-        return (weight.data_ptr(), version_of(weight)) == (self._address, self._version)
+        return (weight.data_ptr(), _C.write_count(weight)) == (self._address, self._writes)
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:
