@@ -84,6 +84,7 @@ class Linear(nn.Linear, ReadyForCapture):
         is a mismatch.
     """
 
+    has_inputs_first = False
     return_bias = False
     fuse_wgrad_accumulation = False
     shard: Shard | None = None

@@ -24,10 +24,11 @@ _CAST_SCALE, _IS_CAST = 3, 4  # places in its header
 
 
 class HasWeight(Protocol):
-    """A module that computes in FP8: ``weight`` [out, in]."""
+    """A module that computes in FP8: ``weight`` [out, in], or [in, out] where it ``has_inputs_first``."""
 
     weight: nn.Parameter
     fuse_wgrad_accumulation: bool
+    has_inputs_first: bool
 
 
 def check_state(state: Tensor) -> None:
@@ -68,14 +69,15 @@ class Member:
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded magnitudes.
-        data, transposed: FP8 copies of the weight, [out, in] and [in, out].
+        data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
+            [in, out] and [out, in] of a module that ``has_inputs_first``.
     """
 
     def __init__(self, module: HasWeight, scope: ScalingScope, place: Columns) -> None:
         weight, formats = module.weight, scope.recipe.fp8_format
         block, number = place.block, place.number
         self.scope, self.block, self.number = scope, block, number
-        self._module = weakref.ref(module)
+        self._module, self._columns, self._has_inputs_first = weakref.ref(module), place, module.has_inputs_first
         self.loaded_mark: WeightMark | None = None
         self.trains = False
         self._leader: weakref.ref[Member] | None = None
@@ -83,9 +85,9 @@ class Member:
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
         forward, backward = block.tables
+        copies = (self.transposed, self.data) if self._has_inputs_first else (self.data, self.transposed)
         self.linear = _C.Linear(
-            self.data,
-            self.transposed,
+            *copies,
             block.weight_scale_inv[number, :1],
             forward,
             block.place(number, INPUT)[1],
@@ -102,7 +104,7 @@ class Member:
 
     @property
     def weight(self) -> Tensor | None:
-        """[out, in]: that of the module, if both are still there, and it is no property that computes one."""
+        """[out, in] or [in, out]: that of the module, if both are still there, and it is no property that computes one."""
         module = self._module()
         return None if module is None else plain_weight(module)
 
@@ -130,8 +132,17 @@ class Member:
         """Let the weight count as one that has not been cast."""
         self.linear.note_cast(torch.empty(0), False, 0, None)  # its storage is gone at once, so that no weight is there
 
+    def outputs_first(self, weight: Tensor) -> Tensor:
+        """``weight``, [out, in] or [in, out], as ``linear`` takes it: [out, in], of the same memory and version."""
+        if not self._has_inputs_first:
+            return weight
+        view = weight.t()
+        if _C.HostSteps.is_noting():
+            self._columns.kept.append(view)  # replays ask it whether the weight has changed
+        return view
+
     def fits(self, weight: Tensor) -> bool:
-        """Whether the copies are of the shape and device of ``weight`` [out, in], which is not sharded since."""
+        """Whether the copies are of the shape and device of ``weight`` [...], which is not sharded since."""
         is_like = self.data.shape == weight.shape and self.data.device == weight.device
         return is_like and not is_traceable_wrapper_subclass(weight) and not weight.is_inference()
 

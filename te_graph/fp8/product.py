@@ -28,7 +28,8 @@ class FP8Module(Protocol):
     """What computes in FP8.
 
     Attributes:
-        weight: [out, in].
+        weight: [out, in], or [in, out].
+        has_inputs_first: it is [in, out].
         fuse_wgrad_accumulation: the product that is the weight's gradient adds to ``weight.main_grad``.
         fp8: its place in a scope, which has what is known of its scales.
         fp8_evaluated: one in the scope of evaluations by another recipe, which change nothing of that.
@@ -37,6 +38,7 @@ class FP8Module(Protocol):
     """
 
     weight: nn.Parameter
+    has_inputs_first: bool
     fuse_wgrad_accumulation: bool
     fp8: Member | None
     fp8_evaluated: Member | None
@@ -45,17 +47,18 @@ class FP8Module(Protocol):
 
 
 def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product of ``module`` for x [..., in] and its weight [out, in], with bias [out] or without; None where FP8 is
-    off or does not fit."""
+    """The product of ``module`` for x [..., in] and its weight, [out, in] or [in, out], with bias [out] or without; None
+    where FP8 is off or does not fit."""
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
         checkpoints.note(module, first)
-        if first.member is None:
+        member = first.member
+        if member is None:
             return None
         # Others may have computed with the layer in between, such as a teacher with weights of its own.
-        if not (first.member.linear.is_cast(weight, False) or _C.HostSteps.is_noting()):
-            first.member.scope.cast_weights(first.member, records=False)
-        return first.member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
+        if not (member.linear.is_cast(weight, False) or _C.HostSteps.is_noting()):
+            member.scope.cast_weights(member, records=False)
+        return member.linear.forward(x, member.outputs_first(weight), bias, first.dtype, False, first.scale)
     region = current_region()
     if checkpoints is not None and (region is None or not region.enabled):
         checkpoints.note(module, FirstCall())
@@ -76,8 +79,8 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
         checkpoints.note(module, FirstCall(member, scale, dtype))
-        return member.linear.forward(x, weight, bias, dtype, True, scale)
-    return member.linear.forward(x, weight, bias, dtype, is_training, None)
+        return member.linear.forward(x, member.outputs_first(weight), bias, dtype, True, scale)
+    return member.linear.forward(x, member.outputs_first(weight), bias, dtype, is_training, None)
 
 
 def place_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member | None:

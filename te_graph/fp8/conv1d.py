@@ -1,0 +1,82 @@
+"""Hugging Face's ``Conv1D``, the linear layer of GPT-2, in FP8.
+
+Its weight is [in, out]. The FP8 copies change places, so that its transposed copy is what ``te_graph.Linear`` has as
+the copy of [out, in]; the gradient passes autograd's transposition of that view.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+
+from te_graph.common.before_capture import ReadyForCapture
+from te_graph.fp8.autocast import note_region
+from te_graph.fp8.linear import Linear
+from te_graph.fp8.product import product_in_fp8
+from te_graph.fp8.scaling_scope import Member
+
+_HOME, _NAME, _CONVERTED = "transformers.pytorch_utils", "Conv1D", "ConvertedConv1D"
+
+
+class FP8Conv1D(ReadyForCapture):
+    """What a converted ``Conv1D`` has in common with ``te_graph.Linear``.
+
+    Without slots of its own, so that modules can get and lose classes with this one among their bases.
+    """
+
+    __slots__ = ()
+    has_inputs_first = True
+    fuse_wgrad_accumulation = False
+    fp8: Member | None = None
+    loaded_state: tuple[int, Tensor] | None = None
+    has_told_misfit = False
+    make_ready_for_capture = Linear.make_ready_for_capture
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``Conv1D`` of transformers, which is not imported for the question, or of a subclass."""
+    return any(kind.__module__ == _HOME and kind.__name__ == _NAME for kind in type(module).__mro__)
+
+
+@functools.cache
+def converted_class() -> type[nn.Module]:
+    """The class of converted ones, a subclass of transformers' ``Conv1D``, which has been imported."""
+    base: type[nn.Module] = getattr(sys.modules[_HOME], _NAME)
+
+    class ConvertedConv1D(base, FP8Conv1D):
+        """What ``convert_to_fp8`` makes of a ``Conv1D``."""
+
+        __qualname__ = _CONVERTED
+        __getstate__ = Linear.__getstate__
+
+        def forward(self, x: Tensor) -> Tensor:
+            """``y = x W + b``, as of a ``te_graph.Linear`` with W^T, but for a copy that transposes its gradient.
+
+            Args:
+                x: [..., in], of the weight's dtype, or any that ``torch.autocast`` casts. Not mutated.
+
+            Returns:
+                [..., out], new.
+
+            Raises:
+                TypeError, ValueError: as of ``te_graph.Linear``.
+            """
+            if self.fp8 is not None and (y := self.fp8.linear.call(x, self.weight.t(), self.bias)) is not None:
+                return y
+            note_region()
+            y = product_in_fp8(self, x, self.bias)
+            return super().forward(x) if y is None else y
+
+    return ConvertedConv1D
+
+
+def __getattr__(name: str) -> Any:
+    """The class by its name, for ``torch.load`` and ``pickle`` of whole models."""
+    if name != _CONVERTED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import transformers.pytorch_utils  # noqa: F401 -- only where a model with such a layer is loaded
+
+    return converted_class()
