@@ -41,10 +41,15 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(kind.__module__ == _HOME and kind.__name__ == _NAME for kind in type(module).__mro__)
 
 
+def plain_class() -> type[nn.Module]:
+    """transformers' ``Conv1D``, which has been imported."""
+    return getattr(sys.modules[_HOME], _NAME)
+
+
 @functools.cache
 def converted_class() -> type[nn.Module]:
-    """The class of converted ones, a subclass of transformers' ``Conv1D``, which has been imported."""
-    base: type[nn.Module] = getattr(sys.modules[_HOME], _NAME)
+    """The class of converted ones, made when the first one is needed."""
+    base = plain_class()
 
     class ConvertedConv1D(base, FP8Conv1D):
         """What ``convert_to_fp8`` makes of a ``Conv1D``."""

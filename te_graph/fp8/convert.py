@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from te_graph.fp8.conv1d import FP8Conv1D, converted_class, is_conv1d, plain_class
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.product import MULTIPLE, load_state_, state_of
 
@@ -22,6 +23,9 @@ class ConvertedLinear(Linear):
 
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+
+_CONVERTED = (Linear, FP8Conv1D)
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,10 @@ def convert_to_fp8(
     filter: Callable[[str, nn.Linear], bool] | None = None,
     min_features: int = 512,
     first_last_bf16: bool = False,
+    conv1d: bool = False,
 ) -> ConversionReport:
-    """Let the linear layers of ``model`` compute in FP8 inside ``fp8_autocast``.
+    """Convert the linear layers of ``model`` in place, so that they compute in FP8 inside ``fp8_autocast``; return a
+    report, not the model.
 
     Modules and parameters stay the objects that they are, and so do hooks, ties, optimizers, and keys of the state
     dict: a layer gets another class. Left as they are: heads, routers and gates by their names, weights that an
@@ -60,6 +66,8 @@ def convert_to_fp8(
         filter: called with the name of each layer that would be converted and the layer; False leaves it.
         min_features: of inputs and of outputs; casts of smaller layers cost more than their products gain.
         first_last_bf16: leave the first and the last block of each stack of blocks ("layers.0", ...).
+        conv1d: convert layers of Hugging Face's ``Conv1D``, too, those of GPT-2. Their weight is [in, out], so each
+            backward launches a copy that transposes its gradient.
 
     Returns:
         Which layers were converted, and why the others were not.
@@ -75,9 +83,9 @@ def convert_to_fp8(
     edges = _first_and_last_blocks(model) if first_last_bf16 else set()
     report = ConversionReport()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or isinstance(module, Linear):
+        if isinstance(module, _CONVERTED) or not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
-        reason = _reason_to_skip(name, module, users, min_features)
+        reason = _reason_to_skip(name, module, users, min_features, conv1d)
         if reason is None and _block_of(name) in edges:
             reason = "in the first or the last block"
         if reason is None and filter is not None and not filter(name, module):
@@ -85,13 +93,13 @@ def convert_to_fp8(
         if reason is not None:
             report.skipped[name] = reason
             continue
-        module.__class__ = ConvertedLinear
+        module.__class__ = converted_class() if is_conv1d(module) else ConvertedLinear
         report.converted.append(name)
     return report
 
 
 def unconvert(model: nn.Module) -> list[str]:
-    """Make of what ``convert_to_fp8`` converted ``torch.nn.Linear`` again.
+    """Make of what ``convert_to_fp8`` converted again what it was.
 
     Args:
         model: mutated.
@@ -105,10 +113,10 @@ def unconvert(model: nn.Module) -> list[str]:
     _check_can_be_changed("unconvert", model)
     names = []
     for name, module in model.named_modules():
-        if type(module) is ConvertedLinear:
+        if isinstance(module, ConvertedLinear | FP8Conv1D):
             for attribute in ("fp8", "fp8_evaluated", "loaded_state", "has_told_misfit"):
                 module.__dict__.pop(attribute, None)
-            module.__class__ = nn.Linear
+            module.__class__ = plain_class() if isinstance(module, FP8Conv1D) else nn.Linear
             names.append(name)
     return names
 
@@ -117,7 +125,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The scales and histories of FP8 layers: what a resumed training needs beside the state dict.
 
     Args:
-        model: with layers that are ``te_graph.Linear``.
+        model: with layers that are ``te_graph.Linear``, or were converted.
 
     Returns:
         [3, n] fp32 by the name of each layer; copies. Rows are those of the input, the weight and the gradient of the
@@ -127,7 +135,7 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
         Zeros fill it up, so that n is 1032 or, for histories of more than 1024, more. Ranks that share scales
         (``amax_reduction_group``) save one each: what has been recorded since the last update is their own.
     """
-    return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, _CONVERTED)}
 
 
 def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -143,7 +151,7 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
 
     Stream and capture: small copies, which are waited for; not inside a capture.
     """
-    modules = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, _CONVERTED)}
     if modules.keys() != state.keys():
         odd = sorted(modules.keys() ^ state.keys())
         raise KeyError(f"load_fp8_state_dict: expected the names of the model's FP8 layers, differing are {odd[:5]}")
@@ -173,9 +181,13 @@ def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
     return users
 
 
-def _reason_to_skip(name: str, module: nn.Linear, users: dict[int, list[str]], min_features: int) -> str | None:
+def _reason_to_skip(
+    name: str, module: nn.Module, users: dict[int, list[str]], min_features: int, conv1d: bool
+) -> str | None:
     """Why ``module`` stays as it is; None: it does not."""
-    if type(module) is not nn.Linear:
+    if is_conv1d(module) and not conv1d:
+        return "a Conv1D of transformers: converted with conv1d=True"
+    if type(module) not in (nn.Linear, *((plain_class(),) if is_conv1d(module) else ())):
         return f"of the subclass {type(module).__name__}"
     if "weight" not in module._parameters or module._parameters["weight"] is None:
         return "its weight is made of other parameters"

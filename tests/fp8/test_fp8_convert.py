@@ -46,10 +46,6 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64))
-
-
 MODELS = {"llama": llama, "qwen": qwen, "bert": bert, "vit": vit, "mixtral": mixtral}
 # What is left, with the first words of the reason; all other linear layers are converted.
 LEFT = {
@@ -91,11 +87,6 @@ def test_small_layers_are_left_by_default() -> None:
     report = tg.convert_to_fp8(model)
     assert report.converted == ["0", "3"]
     assert report.skipped == {"1": "fewer than 512 features: [256, 512]", "2": "16 does not divide [520, 1024]"}
-
-
-def test_layers_of_gpt2_are_no_linear_layers_and_are_converted_when_asked() -> None:
-    model = gpt2()
-    assert tg.convert_to_fp8(model, min_features=16).converted == []
 
 
 def test_filter_and_first_and_last_blocks() -> None:
