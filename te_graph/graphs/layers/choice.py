@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from te_graph.common.module_names import as_choices, chosen_modules
 from te_graph.graphs.layers.layer_calls import LayerCall
 
 _NAME = "graph_layers"
@@ -50,31 +49,13 @@ class Selection:
         self._chosen: set[nn.Module] = set()
         if self.is_default:
             return
-        if isinstance(layers, str | type) or not isinstance(layers, Iterable):
-            layers = (layers,)
-        for one in layers:
-            self._add(one)
+        for one in as_choices(layers):
+            found = chosen_modules(one, names, f"{_NAME}: expected layers")
+            self._chosen.update(found)
+            if isinstance(one, str):  # nobody calls a container: its members are meant
+                self._chosen.update(member for module in found for member in _members(module))
         if not self._chosen:
             raise ValueError(f"{_NAME}: expected layers to choose modules of the model, got none for {layers!r}")
-
-    def _add(self, one: Any) -> None:
-        if isinstance(one, str):
-            found = [module for module, name in self._names.items() if name == one or fnmatch.fnmatchcase(name, one)]
-            if not found:
-                near = difflib.get_close_matches(one, self._names.values(), n=3)
-                hint = f": perhaps {' or '.join(map(repr, near))}" if near else ""
-                raise ValueError(f"{_NAME}: expected layers to name modules of the model, got {one!r}{hint}")
-            # Nobody calls a container: its members are meant.
-            self._chosen.update([*found, *(member for module in found for member in _members(module))])
-        elif isinstance(one, type):
-            self._chosen.update(module for module in self._names if isinstance(module, one))
-        elif callable(one) and not isinstance(one, nn.Module):
-            self._chosen.update(module for module, name in self._names.items() if one(name, module))
-        else:
-            raise TypeError(
-                f"{_NAME}: expected layers to be names, classes, or a function (name, module) -> bool, got "
-                f"{type(one).__name__}"
-            )
 
     def is_candidate(self, module: nn.Module) -> bool:
         """Whether ``module`` may be captured, for all that is known before the step."""
