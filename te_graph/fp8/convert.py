@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from te_graph.fp8.conv1d import FP8Conv1D, converted_class, is_conv1d, plain_class
+from te_graph.fp8.heads import Heads
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.product import MULTIPLE, load_state_, state_of
 
-# Names of layers whose results are probabilities, where the precision of FP8 tells.
-_HEADS = re.compile(r"(^|[._])(lm_head|head|output|embed_out|score|classifier|router|gate|cls|pooler)$")
 _ADAPTERS = re.compile(r"(^|[._])lora_([ab]|embedding_[ab]|magnitude_vector)([._]|$)", re.IGNORECASE)
 _BLOCK = re.compile(r"^(.*?[._]|)(?:layers?|blocks?|h)[._](\d+)[._]")
 
@@ -56,10 +55,17 @@ def convert_to_fp8(
     report, not the model.
 
     Modules and parameters stay the objects that they are, and so do hooks, ties, optimizers, and keys of the state
-    dict: a layer gets another class. Left as they are: heads, routers and gates by their names, weights that an
-    embedding or another layer uses too, adapters of LoRA, layers of fewer than ``min_features`` features or of numbers
-    of them that 16 does not divide, subclasses of ``torch.nn.Linear``, and parametrized or hooked weights. Converting
-    again changes nothing.
+    dict: a layer gets another class. Left as they are: heads and routers, weights that an embedding or another layer
+    uses too, adapters of LoRA, layers of fewer than ``min_features`` features or of numbers of them that 16 does not
+    divide, subclasses of ``torch.nn.Linear``, and parametrized or hooked weights. Converting again changes nothing.
+
+    Heads are, outside of numbered blocks ("layers.0."), the last layer with as many outputs as the vocabulary has
+    entries (rows of the largest ``torch.nn.Embedding``, ``model.config.vocab_size``) or as there are classes
+    (``model.num_classes``, ``model.config.num_labels``); and what is called so, by one part of its path outside of
+    blocks, by the last one inside: head, ..._head, embed_out, unembed, unembedding, to_logits, logits, vocab_proj,
+    vocab_projector, classifier, score, cls, predictions, pooler; of the model itself also fc, output and out, where
+    that is its last linear layer and not square. Routers have a part router, or are called gate and have at most a
+    quarter as many outputs as inputs.
 
     Args:
         model: mutated.
@@ -80,12 +86,13 @@ def convert_to_fp8(
         raise TypeError(f"convert_to_fp8: expected a torch.nn.Module, got {type(model).__name__}")
     _check_can_be_changed("convert_to_fp8", model)
     users = _users_of_weights(model)
+    heads = Heads(model)
     edges = _first_and_last_blocks(model) if first_last_bf16 else set()
     report = ConversionReport()
     for name, module in model.named_modules():
         if isinstance(module, _CONVERTED) or not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
-        reason = _reason_to_skip(name, module, users, min_features, conv1d)
+        reason = _reason_to_skip(name, module, users, heads, min_features, conv1d)
         if reason is None and _block_of(name) in edges:
             reason = "in the first or the last block"
         if reason is None and filter is not None and not filter(name, module):
@@ -182,7 +189,7 @@ def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _reason_to_skip(
-    name: str, module: nn.Module, users: dict[int, list[str]], min_features: int, conv1d: bool
+    name: str, module: nn.Module, users: dict[int, list[str]], heads: Heads, min_features: int, conv1d: bool
 ) -> str | None:
     """Why ``module`` stays as it is; None: it does not."""
     if is_conv1d(module) and not conv1d:
@@ -193,11 +200,12 @@ def _reason_to_skip(
         return "its weight is made of other parameters"
     weight = module.weight
     others = [user for user in users[id(weight)] if user != name]
+    head = heads.reason_to_leave(name, module) if isinstance(module, nn.Linear) else None
     reasons: Iterator[tuple[bool, str]] = iter(
         (
             (type(weight) is not nn.Parameter, f"its weight is a {type(weight).__name__}"),
             (bool(others), f"its weight is that of {', '.join(others)}, too"),
-            (bool(_HEADS.search(name)), "a head or a router, by its name"),
+            (head is not None, str(head)),
             (bool(_ADAPTERS.search(name)), "an adapter of LoRA"),
             (not weight.is_floating_point(), f"its weight is of dtype {weight.dtype}"),
             (any(size % MULTIPLE for size in weight.shape), f"{MULTIPLE} does not divide {list(weight.shape)}"),

@@ -49,11 +49,14 @@ def mixtral() -> nn.Module:
 MODELS = {"llama": llama, "qwen": qwen, "bert": bert, "vit": vit, "mixtral": mixtral}
 # What is left, with the first words of the reason; all other linear layers are converted.
 LEFT = {
-    "llama": {"lm_head": "a head or a router"},
+    "llama": {"lm_head": "a head: its outputs are the vocabulary (64)"},
     "qwen": {"lm_head": "its weight is that of"},
-    "bert": {"classifier": "a head or a router"},
-    "vit": {"classifier": "a head or a router"},
-    "mixtral": {"lm_head": "a head or a router"},
+    "bert": {
+        "bert.pooler.dense": "a head or a router, by its name",
+        "classifier": "a head: its outputs are the classes",
+    },
+    "vit": {"classifier": "a head: its outputs are the classes"},
+    "mixtral": {"lm_head": "a head: its outputs are the vocabulary"},
 }
 
 
