@@ -1,6 +1,8 @@
-"""Reasons why calls do not replay: reported once each, and counted."""
+"""Reasons why calls do not replay, or modules are left: reported once each, and counted."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 _MAX_REASONS = 32  # shapes and values in messages may go on for ever
 
@@ -26,3 +28,15 @@ class ReasonCounts(dict[str, int]):
         """Count one call."""
         known = reason if reason in self or len(self) < _MAX_REASONS else "other reasons"
         self[known] = self.get(known, 0) + 1
+
+
+def said_by_reason(left_out: dict[str, str]) -> list[str]:
+    """One text for each reason in ``left_out`` (name -> reason), with the names of all that it holds for, in short."""
+    names: dict[str, list[str]] = {}
+    for name, reason in left_out.items():
+        names.setdefault(reason, []).append(name)
+    return [f"{_in_short(each)}: {reason}" for reason, each in names.items()]
+
+
+def _in_short(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

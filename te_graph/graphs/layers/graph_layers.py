@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from te_graph.common.reasons import said_by_reason
 from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module, without_wrappers
@@ -23,7 +24,7 @@ from te_graph.graphs.layers.choice import Selection
 from te_graph.graphs.layers.held import holders_in
 from te_graph.graphs.layers.layer_calls import LayerCall, LayerCalls
 from te_graph.graphs.layers.layer_captures import LayerCaptures
-from te_graph.graphs.layers.report import GraphedLayers, said_by_reason
+from te_graph.graphs.layers.report import GraphedLayers
 from te_graph.graphs.layers.watched_step import Use, watched
 from te_graph.graphs.step_state import check_step_state
 

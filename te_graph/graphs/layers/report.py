@@ -8,19 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from te_graph.common.reasons import said_by_reason
+
 _MAX_SHOWN = 12  # reasons why layers are left out
-
-
-def said_by_reason(left_out: dict[str, str]) -> list[str]:
-    """One text for each reason in ``left_out`` (name -> reason), with the names of all that it holds for, in short."""
-    names: dict[str, list[str]] = {}
-    for name, reason in left_out.items():
-        names.setdefault(reason, []).append(name)
-    return [f"{_in_short(each)}: {reason}" for reason, each in names.items()]
-
-
-def _in_short(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 @dataclass(frozen=True)
