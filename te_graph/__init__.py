@@ -35,7 +35,8 @@ from te_graph.fp8.casts import (
     fp8_dequantize_out,
     fp8_scale,
 )
-from te_graph.fp8.convert import ConversionReport, convert_to_fp8, fp8_state_dict, load_fp8_state_dict, unconvert
+from te_graph.fp8.conversion_report import ConversionReport
+from te_graph.fp8.convert import convert_to_fp8, fp8_state_dict, load_fp8_state_dict, unconvert
 from te_graph.fp8.gemm import fp8_gemm, fp8_gemm_out, fp8_plans
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Format

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import logging
+from typing import Any
 
 from torch import Tensor, nn
 
 from te_graph.fp8.conv1d import FP8Conv1D, converted_class, is_conv1d, plain_class
-from te_graph.fp8.heads import Heads
+from te_graph.fp8.conversion_report import ConversionReport, report_on
+from te_graph.fp8.conversion_rules import ConversionRules, has_own_forward
 from te_graph.fp8.linear import Linear
-from te_graph.fp8.product import MULTIPLE, load_state_, state_of
+from te_graph.fp8.product import load_state_, state_of
 
-_ADAPTERS = re.compile(r"(^|[._])lora_([ab]|embedding_[ab]|magnitude_vector)([._]|$)", re.IGNORECASE)
-_BLOCK = re.compile(r"^(.*?[._]|)(?:layers?|blocks?|h)[._](\d+)[._]")
+_log = logging.getLogger("te_graph")
 
 
 class ConvertedLinear(Linear):
@@ -27,29 +26,14 @@ class ConvertedLinear(Linear):
 _CONVERTED = (Linear, FP8Conv1D)
 
 
-@dataclass(frozen=True)
-class ConversionReport:
-    """What ``convert_to_fp8`` did.
-
-    Attributes:
-        converted: names of the modules that compute in FP8 now.
-        skipped: names of the other linear layers, with the reason.
-    """
-
-    converted: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.converted)} layers converted to FP8, {len(self.skipped)} left as they are"]
-        return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in self.skipped.items())])
-
-
 def convert_to_fp8(
     model: nn.Module,
-    filter: Callable[[str, nn.Linear], bool] | None = None,
+    filter: Any = None,
     min_features: int = 512,
     first_last_bf16: bool = False,
     conv1d: bool = False,
+    *,
+    include: Any = (),
 ) -> ConversionReport:
     """Convert the linear layers of ``model`` in place, so that they compute in FP8 inside ``fp8_autocast``; return a
     report, not the model.
@@ -69,39 +53,46 @@ def convert_to_fp8(
 
     Args:
         model: mutated.
-        filter: called with the name of each layer that would be converted and the layer; False leaves it.
+        filter: which layers may be converted: a function ``(name, layer) -> bool``; names as in ``named_modules()``,
+            with wildcards as ``*.mlp.*``, of layers or of what they are in; classes of these; or several of them. None:
+            all.
         min_features: of inputs and of outputs; casts of smaller layers cost more than their products gain.
         first_last_bf16: leave the first and the last block of each stack of blocks ("layers.0", ...).
         conv1d: convert layers of Hugging Face's ``Conv1D``, too, those of GPT-2. Their weight is [in, out], so each
             backward launches a copy that transposes its gradient.
+        include: layers that are converted although they are heads, routers or adapters, too small, in the first or the
+            last block, of a tied weight, ``Conv1D``, or left by ``filter``: as for ``filter``. What cannot be converted
+            (16 does not divide its features, a subclass, a parametrized weight) stays and is reported.
 
     Returns:
-        Which layers were converted, and why the others were not.
+        Which layers were converted, and why other matrices were not. Where nothing was, a warning says why, too.
 
     Raises:
         RuntimeError: a layer is graphed, or the model is wrapped by FSDP or DistributedDataParallel; convert first.
-        TypeError: not a module.
+        TypeError: not a module; a ``filter`` or ``include`` of other types.
+        ValueError: a name that is that of no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_to_fp8: expected a torch.nn.Module, got {type(model).__name__}")
     _check_can_be_changed("convert_to_fp8", model)
-    users = _users_of_weights(model)
-    heads = Heads(model)
-    edges = _first_and_last_blocks(model) if first_last_bf16 else set()
-    report = ConversionReport()
+    rules = ConversionRules(model, filter, include, min_features, first_last_bf16, conv1d)
+    converted: list[str] = []
+    skipped: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, _CONVERTED) or not (isinstance(module, nn.Linear) or is_conv1d(module)):
             continue
-        reason = _reason_to_skip(name, module, users, heads, min_features, conv1d)
-        if reason is None and _block_of(name) in edges:
-            reason = "in the first or the last block"
-        if reason is None and filter is not None and not filter(name, module):
-            reason = "left by filter"
+        reason = rules.reason_to_skip(name, module)
         if reason is not None:
-            report.skipped[name] = reason
+            skipped[name] = reason
             continue
+        vars(module).pop("forward", None)
         module.__class__ = converted_class() if is_conv1d(module) else ConvertedLinear
-        report.converted.append(name)
+        converted.append(name)
+    fp8 = [module for module in model.modules() if isinstance(module, _CONVERTED)]
+    report = report_on(model, converted, skipped, fp8)
+    if not fp8:
+        reasons = report.most_frequent_reasons() or "it has no matrices"
+        _log.warning("convert_to_fp8: no layer of %s computes in FP8: %s", type(model).__name__, reasons)
     return report
 
 
@@ -115,17 +106,20 @@ def unconvert(model: nn.Module) -> list[str]:
         Names of the modules.
 
     Raises:
-        RuntimeError: a layer is graphed.
+        RuntimeError: a layer is graphed, or has got a ``forward`` of its own meanwhile.
     """
     _check_can_be_changed("unconvert", model)
-    names = []
-    for name, module in model.named_modules():
-        if isinstance(module, ConvertedLinear | FP8Conv1D):
-            for attribute in ("fp8", "fp8_evaluated", "loaded_state", "has_told_misfit"):
-                module.__dict__.pop(attribute, None)
-            module.__class__ = plain_class() if isinstance(module, FP8Conv1D) else nn.Linear
-            names.append(name)
-    return names
+    converted = {n: module for n, module in model.named_modules() if isinstance(module, ConvertedLinear | FP8Conv1D)}
+    for name, module in converted.items():
+        if has_own_forward(module):
+            raise RuntimeError(
+                f"unconvert: {name} has a forward of its own, as hooks of accelerate are: remove it first"
+            )
+    for module in converted.values():
+        for attribute in ("fp8", "fp8_evaluated", "loaded_state", "has_told_misfit", "forward"):
+            vars(module).pop(attribute, None)
+        module.__class__ = plain_class() if isinstance(module, FP8Conv1D) else nn.Linear
+    return list(converted)
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -176,55 +170,3 @@ def _check_can_be_changed(function: str, model: nn.Module) -> None:
             raise RuntimeError(
                 f"{function}: {label} is wrapped by {type(module).__name__}: {function} before it is wrapped"
             )
-
-
-def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
-    """Names of the modules that hold each parameter, by its identity."""
-    users: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append(name)
-    return users
-
-
-def _reason_to_skip(
-    name: str, module: nn.Module, users: dict[int, list[str]], heads: Heads, min_features: int, conv1d: bool
-) -> str | None:
-    """Why ``module`` stays as it is; None: it does not."""
-    if is_conv1d(module) and not conv1d:
-        return "a Conv1D of transformers: converted with conv1d=True"
-    if type(module) not in (nn.Linear, *((plain_class(),) if is_conv1d(module) else ())):
-        return f"of the subclass {type(module).__name__}"
-    if "weight" not in module._parameters or module._parameters["weight"] is None:
-        return "its weight is made of other parameters"
-    weight = module.weight
-    others = [user for user in users[id(weight)] if user != name]
-    head = heads.reason_to_leave(name, module) if isinstance(module, nn.Linear) else None
-    reasons: Iterator[tuple[bool, str]] = iter(
-        (
-            (type(weight) is not nn.Parameter, f"its weight is a {type(weight).__name__}"),
-            (bool(others), f"its weight is that of {', '.join(others)}, too"),
-            (head is not None, str(head)),
-            (bool(_ADAPTERS.search(name)), "an adapter of LoRA"),
-            (not weight.is_floating_point(), f"its weight is of dtype {weight.dtype}"),
-            (any(size % MULTIPLE for size in weight.shape), f"{MULTIPLE} does not divide {list(weight.shape)}"),
-            (min(weight.shape) < min_features, f"fewer than {min_features} features: {list(weight.shape)}"),
-            (bool(module._forward_pre_hooks and hasattr(module, "weight_orig")), "its weight is made by a hook"),
-        )
-    )
-    return next((reason for is_so, reason in reasons if is_so), None)
-
-
-def _block_of(name: str) -> tuple[str, int] | None:
-    """The stack and the number of the block that a module of ``name`` is in."""
-    found = _BLOCK.match(name)
-    return None if found is None else (found[1], int(found[2]))
-
-
-def _first_and_last_blocks(model: nn.Module) -> set[tuple[str, int] | None]:
-    numbers: dict[str, set[int]] = {}
-    for name, _ in model.named_modules():
-        if (block := _block_of(f"{name}.")) is not None:
-            numbers.setdefault(block[0], set()).add(block[1])
-    return {(stack, edge) for stack, found in numbers.items() for edge in (min(found), max(found))}

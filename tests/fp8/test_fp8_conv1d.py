@@ -48,7 +48,7 @@ def test_they_are_converted_in_place_when_asked_and_back() -> None:
     model = gpt2()
     report = tg.convert_to_fp8(model, min_features=16)
     assert report.converted == []
-    assert report.skipped["transformer.h.0.attn.c_attn"] == "a Conv1D of transformers: converted with conv1d=True"
+    assert report.skipped["transformer.h.0.attn.c_attn"] == "a Conv1D of transformers, which conv1d=True converts"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
     parameters, keys = list(map(id, model.parameters())), list(model.state_dict())
     before = [dict(vars(layer)) for layer in layers.values()]

@@ -53,9 +53,9 @@ LEFT = {
     "qwen": {"lm_head": "its weight is that of"},
     "bert": {
         "bert.pooler.dense": "a head or a router, by its name",
-        "classifier": "a head: its outputs are the classes",
+        "classifier": "16 does not divide [2, 32]",
     },
-    "vit": {"classifier": "a head: its outputs are the classes"},
+    "vit": {"classifier": "16 does not divide [2, 32]"},
     "mixtral": {"lm_head": "a head: its outputs are the vocabulary"},
 }
 
@@ -120,17 +120,112 @@ class Odd(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm")
-def test_odd_layers_are_left() -> None:
-    report = tg.convert_to_fp8(Odd(), min_features=16)
+def test_odd_layers_are_left_and_a_warning_says_that_nothing_was_converted(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "te_graph"):
+        report = tg.convert_to_fp8(Odd(), min_features=16)
     assert report.converted == []
+    assert report.others == {
+        "attention.in_proj_weight": "of a MultiheadAttention, which multiplies by it itself",
+        "embedding.weight": "an embedding",
+    }
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "convert_to_fp8: no layer of Odd computes in FP8: 2 x of a MultiheadAttention, which multiplies by it itself, "
+        "1 x its weight is made of other parameters, 1 x of the subclass ParametrizedLinear"
+    )
     assert report.skipped == {
-        "attention.out_proj": "of the subclass NonDynamicallyQuantizableLinear",
+        "attention.out_proj": "of a MultiheadAttention, which multiplies by it itself",
         "normed": "its weight is made of other parameters",
         "parametrized": "of the subclass ParametrizedLinear",
         "tied": "its weight is that of embedding, too",
         "lora_A.default": "an adapter of LoRA",
         "router": "a head or a router, by its name",
     }
+
+
+def test_all_matrices_are_reported() -> None:
+    report = tg.convert_to_fp8(mixtral(), min_features=16)
+    router, experts = (f"of a Mixtral{kind}, which is no linear layer" for kind in ("TopKRouter", "Experts"))
+    assert report.others == {"model.embed_tokens.weight": "an embedding"} | {
+        f"model.layers.{number}.mlp.{name}": reason
+        for number in range(2)
+        for name, reason in (
+            ("gate.weight", router),
+            ("experts.gate_up_proj", f"2 matrices in one parameter {experts}"),
+            ("experts.down_proj", f"2 matrices in one parameter {experts}"),
+        )
+    }
+    attention, ffn, gate, table = 4 * 32 * 32, 2 * 3 * 32 * 48, 2 * 32, 64 * 32
+    assert report.fp8_elements == 2 * attention
+    assert report.elements == 2 * (attention + ffn + gate + table)
+    assert str(report).splitlines()[:3] == [
+        "8 layers converted to FP8; FP8 has 27% of the elements of matrices",
+        "  left: lm_head: a head: its outputs are the vocabulary (64)",
+        "  left: model.embed_tokens.weight: an embedding",
+    ]
+    assert len(str(report).splitlines()) == 5
+
+
+def test_tied_matrices_are_counted_once() -> None:
+    model = qwen()
+    report = tg.convert_to_fp8(model, min_features=16)
+    assert report.elements == sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    assert tg.convert_to_fp8(model, min_features=16).fp8_elements == report.fp8_elements > 0
+
+
+def test_what_is_hooked_by_accelerate_is_left() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    hooks.add_hook_to_module(model[0], hooks.ModelHook())
+    reason = "it has a forward of its own, as hooks of accelerate are: convert before they are added"
+    assert tg.convert_to_fp8(model, min_features=16).skipped == {"0": reason}
+    hooks.add_hook_to_module(model[1], hooks.ModelHook())
+    x = torch.randn(4, 32)
+    with torch.no_grad(), tg.fp8_autocast(recipe=CURRENT):
+        assert not same_bits(model[1](x), nn.functional.linear(x, model[1].weight, model[1].bias))
+    with pytest.raises(RuntimeError, match=r"unconvert: 1 has a forward of its own, as hooks of accelerate are"):
+        tg.unconvert(model)
+    hooks.remove_hook_from_module(model[1])
+    assert tg.unconvert(model) == ["1"]
+
+
+def test_layers_are_named_for_filter_and_include() -> None:
+    report = tg.convert_to_fp8(llama(), "*.mlp", min_features=16)
+    assert {name.split(".")[3] for name in report.converted} == {"mlp"}
+    assert len(report.converted) == 6
+    report = tg.convert_to_fp8(llama(), ["model.layers.0", lambda name, layer: layer.out_features == 48], 16)
+    assert sorted({name.split(".")[2] for name in report.converted}) == ["0", "1"]
+    assert len(report.converted) == 7 + 2
+    report = tg.convert_to_fp8(llama(), include="model.layers.*.mlp.*_proj")  # all are too small
+    assert len(report.converted) == 6
+    report = tg.convert_to_fp8(llama(), lambda name, layer: False, include=("lm_head", "*.0.self_attn"))
+    assert len(report.converted) == 5
+    report = tg.convert_to_fp8(nn.Sequential(nn.Linear(24, 32)), include="0")
+    assert report.skipped == {"0": "16 does not divide [32, 24]"}
+
+
+def test_a_tied_head_that_is_included_trains() -> None:
+    model = qwen()
+    assert "lm_head" in tg.convert_to_fp8(model, min_features=16, include="lm_head").converted
+    tokens = torch.randint(0, 64, (2, 8))
+    with tg.fp8_autocast(recipe=CURRENT):
+        model(tokens, labels=tokens).loss.backward()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.grad is not None
+
+
+def test_wrong_names_are_refused() -> None:
+    for argument in ("filter", "include"):
+        with pytest.raises(
+            ValueError,
+            match=rf"convert_to_fp8: expected {argument} to name modules of the model, got 'lm_hed': perhaps",
+        ):
+            tg.convert_to_fp8(llama(), **{argument: "lm_hed"})
+        with pytest.raises(
+            TypeError,
+            match=rf"expected {argument} to be names, classes, or a function \(name, module\) -> bool, got int",
+        ):
+            tg.convert_to_fp8(llama(), **{argument: 3})
 
 
 def test_wrong_models_are_refused() -> None:
