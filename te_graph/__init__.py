@@ -117,3 +117,8 @@ __all__ = [
     "unconvert",
     "update_hp_grads",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public, without the modules that importing it loads."""
+    return sorted(__all__)
