@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import platform
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ def build_info() -> dict[str, str | None]:
     """Tells what is installed and what is running.
 
     Returns:
-        te_graph: version of this package.
+        te_graph: version of this package; of a checkout that was not installed, what its pyproject.toml says.
         torch_built: torch that te_graph was compiled against.
         torch_running: torch of this process.
         cuda: CUDA toolkit that compiled the kernels; None where only the CPU ops were built.
@@ -27,7 +28,7 @@ def build_info() -> dict[str, str | None]:
     """
     config = _build_config()
     return {
-        "te_graph": importlib.metadata.version("te_graph"),
+        "te_graph": _version(),
         "torch_built": config.TORCH_VERSION,
         "torch_running": str(torch.__version__),
         "cuda": config.CUDA_VERSION,
@@ -79,6 +80,16 @@ def _build_config() -> ModuleType:
             f"te_graph is not built in {Path(__file__).parents[1]}: run pip install --no-build-isolation -e . there, "
             "or import the installed te_graph from another working directory"
         ) from error
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("te_graph")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on PYTHONPATH
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        text = project.read_text() if project.is_file() else ""
+        found = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)
+        return "not installed" if found is None else found[1]
 
 
 def _minor(version: str) -> list[str]:
