@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import ContextDecorator
 from typing import Any
@@ -17,13 +18,16 @@ from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 keep_by(scales_kept)
+_log = logging.getLogger("te_graph")
+_told: set[int] = set()  # numbers of regions in which nothing computed in FP8
 
 
 class fp8_autocast(ContextDecorator):
     """A region in which ``te_graph.Linear`` multiplies in FP8.
 
     Backwards run outside of it, as under ``torch.autocast``, and go by what their forwards noted. Of nested regions the
-    inner one counts. An object may be entered again, and is a decorator, too.
+    inner one counts. An object may be entered again, and is a decorator, too. Where a training leaves a region and no
+    layer has computed in FP8 yet, a warning says so, once.
 
     Scales of delayed scaling are 1 until the first update (calibrate with a batch before, to begin with others), and
     are updated when the outermost region is left, or right before the tensor is cast again, those of gradients always
@@ -102,6 +106,12 @@ class fp8_autocast(ContextDecorator):
         is_evaluation = not (torch.is_grad_enabled() or self.calibrating)
         if kind is None and outer is None and not is_evaluation and not _C.HostSteps.is_noting():
             scaling_scopes.update()
+            if self.enabled and self.number not in _told and scaling_scopes.are_unused:
+                _told.add(self.number)
+                _log.warning(
+                    "fp8_autocast: nothing has computed in FP8: no te_graph.Linear was called in it, nor a layer that "
+                    "te_graph.convert_to_fp8 converted"
+                )
 
     def scope_on(self, device: torch.device) -> ScalingScope:
         """The scales of this region's recipe and group.

@@ -190,6 +190,11 @@ class ScalingScopes(OwnObject):
         """Those that there are, in the order of their creation."""
         return list(self._scopes.values())
 
+    @property
+    def are_unused(self) -> bool:
+        """Whether no module that is there has been called in a region."""
+        return not any(scope.members for scope in self.all())
+
     def update(self) -> None:
         """Update the scales of all scopes in which forwards have recorded magnitudes."""
         for scope in self.all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import re
 import threading
 from typing import Any
@@ -221,3 +222,24 @@ def not_in_the_group(rank: Rank) -> None:
 
 def test_a_group_without_this_rank_is_refused(ranks) -> None:
     ranks.run(not_in_the_group, 0)
+
+
+def test_a_training_without_fp8_layers_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # layers of other tests
+    model, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
+
+    def run(recipe: Any, **options: Any) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("WARNING", "te_graph"), tg.fp8_autocast(recipe=recipe, **options):
+            model(x)
+        return [record.getMessage() for record in caplog.records]
+
+    recipe = tg.DelayedScaling(margin=3)
+    with torch.no_grad():
+        assert run(recipe) == []
+    assert run(recipe, enabled=False) == []
+    (message,) = run(recipe)
+    assert message.startswith("fp8_autocast: nothing has computed in FP8: no te_graph.Linear was called in it")
+    assert run(recipe) == []
+    tg.convert_to_fp8(torch.nn.Sequential(model), min_features=16)
+    assert run(tg.DelayedScaling(margin=4)) == []
