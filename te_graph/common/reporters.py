@@ -19,6 +19,7 @@ class CaptureFacts:
     slots: int
     graphs: int
     nodes: int
+    fp8_calls: int
     clones: int
     bytes: int
     capture_seconds: float
@@ -37,6 +38,7 @@ class CaptureFacts:
             _count(self.signatures, "signature"),
             _count(self.graphs, "graph"),
             _count(self.nodes, "node"),
+            *([_count(self.fp8_calls, "FP8 layer")] if self.fp8_calls else []),
             f"{self.bytes / 2**20:.1f} MiB",
             f"captured in {self.capture_seconds:.2f} s",
         ]

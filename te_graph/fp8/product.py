@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
+from te_graph.common.fp8_calls import note_captured_fp8_call
 from te_graph.fp8.autocast import current_region, fp8_autocast
 from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.member import Member, check_state, new_state, without_cast
@@ -74,6 +75,8 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     member.linear.set_region(region.number)  # which sees to calls that are like this one
     dtype = _dtype_of_result(x, weight)
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the magnitude
+    if is_captured:
+        note_captured_fp8_call()
     if not member.linear.is_cast(weight, is_training and not is_captured):
         member.scope.cast_weights(member, is_training, is_noted=not is_captured)
     if checkpoints is not None and checkpoints.noting:

@@ -279,3 +279,19 @@ def test_scales_that_were_loaded_are_those_of_the_first_replay(device: str, chai
     for _ in range(3):
         assert same_bits(step(graphed, x), step(trained, x))
     assert all(map(same_bits, (p.grad for p in graphed.parameters()), (p.grad for p in trained.parameters())))
+
+
+def test_reports_say_what_was_captured_in_fp8(device: str) -> None:
+    layers = [nn.Sequential(nn.LayerNorm(32), tg.Linear(32, 32), tg.Linear(32, 32)).to(device) for _ in range(2)]
+    model, x = nn.Sequential(*layers), torch.randn(4, 32, device=device, requires_grad=True)
+    for enabled, calls in ((True, 2), (False, 0)):
+        with tg.fp8_autocast(enabled=enabled):
+            report = tg.graph_layers(model, (x,))
+            graphed = tg.graphed(lambda: model[0][1](x.detach()).detach())
+            for _ in range(3):
+                graphed()
+        assert [layer.te_graph.info()["fp8_calls"] for layer in layers] == [calls] * 2
+        assert (report.fp8, "2 in FP8" in str(report)) == (calls, bool(calls))
+        assert ("2 FP8 layers" in repr(layers[0].te_graph)) == bool(calls)
+        assert graphed.info()["fp8_calls"] == calls // 2
+        report.reset()

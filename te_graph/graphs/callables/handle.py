@@ -381,10 +381,11 @@ class Handle:
 
         Returns:
             ``name``; ``backend`` ("cuda", "recorder", or None when not graphed); ``signatures``; ``slots`` of each;
-            ``graphs``; ``nodes``; ``clones`` that the graphs make of results and gradients which lie in memory of
-            others; ``bytes`` of graph memory; ``capture_seconds``; ``recaptures``; ``in_flight`` forwards that wait for
-            their backward; ``forward_replays``; ``backward_replays``; ``eager_calls``, by reason. Graphs, nodes,
-            clones, bytes and seconds are sums over the signatures that are captured now.
+            ``graphs``; ``nodes``; ``fp8_calls`` of FP8 layers in a forward; ``clones`` that the graphs make of results
+            and gradients which lie in memory of others; ``bytes`` of graph memory; ``capture_seconds``;
+            ``recaptures``; ``in_flight`` forwards that wait for their backward; ``forward_replays``;
+            ``backward_replays``; ``eager_calls``, by reason. Graphs, nodes, FP8 calls, clones, bytes and seconds are
+            sums over the signatures that are captured now.
         """
         entries = self._entries
 
@@ -398,6 +399,7 @@ class Handle:
             slots=entries[0].statistics["slots"] if entries else 0,
             graphs=total("graphs"),
             nodes=total("nodes"),
+            fp8_calls=total("fp8_calls"),
             clones=total("clones"),
             bytes=total("bytes"),
             capture_seconds=float(total("capture_seconds")),

@@ -14,6 +14,7 @@ from te_graph import _C
 from te_graph.common.as_written import as_written
 from te_graph.common.before_capture import make_ready
 from te_graph.common.dispatch import storage_key, version_of
+from te_graph.common.fp8_calls import captured_fp8_calls
 from te_graph.common.gradient_state import main_grad_of
 from te_graph.graphs.arguments.signature import ResultNest, Signature, containers_kept
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
@@ -94,6 +95,7 @@ class CallableCapture:
         ignored: keyword arguments that it does not look at; None where that is unknown.
         computed: attributes that hooks of modules below compute inside the graph.
         host_steps: what its ops do on the host before they launch, of each slot.
+        fp8_calls: of FP8 layers, in the forward.
         grad_buffers: where ops add up gradients of parameters by themselves.
     """
 
@@ -112,6 +114,7 @@ class CallableCapture:
         self.unnamed = UnnamedExternals(self.label, self.root, group.options, group.reported)
         self._reader_of = self.unnamed.reader_of
         self.host_steps: list[_C.HostSteps] = []
+        self.fp8_calls = 0
         self.grad_buffers = GradBuffers()
         self.walker = SourceWalker(names_around(self.root))
         sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
@@ -315,8 +318,10 @@ class CallableCapture:
         self.slots.append(slot)
         self.host_steps.append(_C.HostSteps())
         before = [version_of(tensor) for tensor in self.callable_guard.tensors]
+        fp8_calls = captured_fp8_calls()
         with self.backend.capture(pool, slot.states) as slot.forward, self.host_steps[-1]:
             slot.live_outputs = self.layout.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
+        self.fp8_calls = captured_fp8_calls() - fp8_calls
         self.versions_bumped = [
             version_of(t) != old for t, old in zip(self.callable_guard.tensors, before, strict=True)
         ]

@@ -30,7 +30,7 @@ class CallableEntry:
         leaves: those outside that get a gradient, in the order of their numbers; not kept alive.
         states: what graphed callables share about each of those.
         has_main_grads: the gradient of one of them goes to a ``main_grad``.
-        statistics: of the capture: backend, slots, graphs, nodes, bytes, capture_seconds.
+        statistics: of the capture: backend, slots, graphs, nodes, fp8_calls, bytes, capture_seconds.
         computed: attributes that hooks of modules below the callable compute inside the graph.
         changed: arguments that the callable changes in place; None where it changes none.
         predecessor: in a chain, the entry whose results it reads in place.

@@ -41,6 +41,7 @@ class FunctionEntry:
         checks: what is called before each replay: what ``before_replay`` was given in the capture, and these steps.
         nbytes: memory that belongs to the graph.
         nodes: of the graph.
+        fp8_calls: of FP8 layers in it.
         seconds: that the capture took.
         pool: that memory, on a GPU.
     """
@@ -60,6 +61,7 @@ class FunctionEntry:
     checks: list[Callable[[], None]] = field(default_factory=list)
     nbytes: int = 0
     nodes: int = 0
+    fp8_calls: int = 0
     seconds: float = 0.0
     pool: Any = None
 

@@ -236,6 +236,7 @@ class GraphedFunction(Inlined):
             slots=0,
             graphs=len(entries),
             nodes=sum(entry.nodes for entry in entries),
+            fp8_calls=sum(entry.fp8_calls for entry in entries),
             clones=0,
             bytes=sum(entry.nbytes for entry in entries),
             capture_seconds=float(sum(entry.seconds for entry in entries)),

@@ -216,6 +216,7 @@ def _report(captures: LayerCaptures, names: dict[nn.Module, str], started: float
         chains=tuple(tuple(names[call.module] for call in chain) for chain in captures.chains),
         left_out={names[module]: reason for module, reason in captures.left_out.items()},
         graphs=sum(info["graphs"] for info in infos),
+        fp8=sum(info["fp8_calls"] > 0 for info in infos),
         bytes=sum(info["bytes"] for info in infos),
         seconds=time.perf_counter() - started,
         _modules=[weakref.ref(call.module) for call in calls],

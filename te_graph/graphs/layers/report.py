@@ -22,6 +22,7 @@ class GraphedLayers:
         chains: those that hand on their results without a copy, chain by chain.
         left_out: names of modules that stay eager -> why.
         graphs: how many there are: a forward and a backward for each layer and slot.
+        fp8: how many of the layers compute in FP8.
         bytes: memory of the graphs.
         seconds: what the step and all captures took.
     """
@@ -30,6 +31,7 @@ class GraphedLayers:
     chains: tuple[tuple[str, ...], ...]
     left_out: dict[str, str]
     graphs: int
+    fp8: int
     bytes: int
     seconds: float
     _modules: Sequence[weakref.ref[nn.Module]] = field(repr=False, compare=False)
@@ -46,7 +48,7 @@ class GraphedLayers:
         count = len(self.layers)
         lines = [
             f"{count} {'layer' if count == 1 else 'layers'} graphed: {self.graphs} graphs, "
-            f"{self.bytes / 2**20:.1f} MiB, {self.seconds:.2f} s"
+            f"{self.bytes / 2**20:.1f} MiB, {self.seconds:.2f} s" + (f", {self.fp8} in FP8" if self.fp8 else "")
         ]
         lines += [f"  chain of {len(chain)}: {chain[0]} ... {chain[-1]}" for chain in self.chains]
         alone = [name for name in self.layers if not any(name in chain for chain in self.chains)]
