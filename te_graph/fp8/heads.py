@@ -33,8 +33,9 @@ class Heads:
         for size, meaning in _sizes_of_results(model).items():
             names = [name for name, module in linear.items() if module.out_features == size]
             # An FFN may be as wide as the vocabulary by chance, where the head is elsewhere, or there is none.
-            if names and not _IN_BLOCK.search(names[-1]):
-                self._by_size[names[-1]] = f"a head: its outputs are {meaning} ({size})"
+            heads = [name for name in names if self._is_named_so(name, linear[name])]
+            heads = heads or [name for name in names[-1:] if not _IN_BLOCK.search(name)]
+            self._by_size.update(dict.fromkeys(heads, f"a head: its outputs are {meaning} ({size})"))
 
     def reason_to_leave(self, name: str, module: nn.Linear) -> str | None:
         """Why the layer called ``name`` counts as a head or a router; None: it does not."""

@@ -67,6 +67,15 @@ def test_a_head_is_known_by_the_vocabulary() -> None:
     assert report.skipped == {"anything": "a head: its outputs are the vocabulary (64)"}
 
 
+def test_an_ffn_as_wide_as_the_vocabulary_is_no_head_where_there_is_another() -> None:
+    model = model_of({"unembed": (32, 64), "layers.0.up": (32, 64), "ffn_gate": (32, 64)})
+    model.embed = nn.Embedding(64, 32)
+    assert left_of(model) == {"unembed"}
+    model = model_of({"layers.0.up": (32, 64), "layers.0.down": (64, 32), "layers.1.up": (32, 64)})
+    model.embed = nn.Embedding(64, 32)
+    assert left_of(model) == set()
+
+
 def test_positions_are_no_vocabulary() -> None:
     model = model_of({"up": (32, 32), "down": (32, 32)})
     model.positions = nn.Embedding(32, 32)
