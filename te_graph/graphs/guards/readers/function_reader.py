@@ -338,14 +338,16 @@ class FunctionReader:
             yield from held_by_class(source, self.names.said)
         bases = source.child(kind.__mro__, f"bases of {source.name}", _Kind.ATTRIBUTE, "__mro__")
         found: set[str] = set()
+        hidden: set[str] = set()  # by classes of libraries
         for index, base in enumerate(kind.__mro__):
             if base not in classes:
+                hidden |= vars(base).keys()
                 continue
             below = source if base is kind else bases.child(base, base.__name__, _Kind.POSITION, index=index)
             for key, member in vars(base).items():
                 is_shown = not isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)
                 if is_shown and self._members.may_use(base, key):
-                    yield (below if key in found else source).child(
+                    yield (below if key in found or key in hidden else source).child(
                         member, f"{source.name}.{key}", _Kind.TYPE_ITEM, key
                     )
                     found.add(key)
