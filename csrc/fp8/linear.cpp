@@ -50,9 +50,11 @@ private:
 // Before a replay that reads the cast of a weight.
 class WeightStep : public HostStep {
 public:
-    // weight: [O, I].
+    // weight: [O, I], or a view of it, which is gone by then.
     WeightStep(std::shared_ptr<Linear> linear, const at::Tensor& weight, bool is_recorded)
-        : linear_(std::move(linear)), weight_(weight.getIntrusivePtr()), is_recorded_(is_recorded) {}
+        : linear_(std::move(linear)),
+          weight_((weight.is_view() ? weight._base() : weight).getIntrusivePtr()),
+          is_recorded_(is_recorded) {}
     void prepare() override {
         const auto held = weight_.lock();
         if (held == nullptr) return;

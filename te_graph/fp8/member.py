@@ -77,7 +77,7 @@ class Member:
         weight, formats = module.weight, scope.recipe.fp8_format
         block, number = place.block, place.number
         self.scope, self.block, self.number = scope, block, number
-        self._module, self._columns, self._has_inputs_first = weakref.ref(module), place, module.has_inputs_first
+        self._module, self._has_inputs_first = weakref.ref(module), module.has_inputs_first
         self.loaded_mark: WeightMark | None = None
         self.trains = False
         self._leader: weakref.ref[Member] | None = None
@@ -104,7 +104,7 @@ class Member:
 
     @property
     def weight(self) -> Tensor | None:
-        """[out, in] or [in, out]: that of the module, if both are still there, and it is no property that computes one."""
+        """[out, in] or [in, out]: that of the module, if both are still there; none that a property computes."""
         module = self._module()
         return None if module is None else plain_weight(module)
 
@@ -134,12 +134,7 @@ class Member:
 
     def outputs_first(self, weight: Tensor) -> Tensor:
         """``weight``, [out, in] or [in, out], as ``linear`` takes it: [out, in], of the same memory and version."""
-        if not self._has_inputs_first:
-            return weight
-        view = weight.t()
-        if _C.HostSteps.is_noting():
-            self._columns.kept.append(view)  # replays ask it whether the weight has changed
-        return view
+        return weight.t() if self._has_inputs_first else weight
 
     def fits(self, weight: Tensor) -> bool:
         """Whether the copies are of the shape and device of ``weight`` [...], which is not sharded since."""

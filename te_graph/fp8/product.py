@@ -48,8 +48,10 @@ class FP8Module(Protocol):
 
 
 def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The product of ``module`` for x [..., in] and its weight, [out, in] or [in, out], with bias [out] or without; None
-    where FP8 is off or does not fit."""
+    """The product of ``module`` for x [..., in] and its weight, [out, in] or [in, out], with bias [out] or without.
+
+    None where FP8 is off or does not fit.
+    """
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
         checkpoints.note(module, first)

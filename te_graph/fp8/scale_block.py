@@ -100,6 +100,5 @@ class Columns:
 
     def __init__(self, block: Block) -> None:
         self.block, self.number = block, block.free.pop()
-        self.kept: list[Tensor] = []  # what graphs refer to weakly
         if not block.is_shared:
             weakref.finalize(self, block.free.append, self.number).atexit = False

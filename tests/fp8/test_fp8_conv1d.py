@@ -169,6 +169,35 @@ def test_graphed_layers_of_gpt2_are_bit_equal(device: str, recipe: Any) -> None:
     assert all(map(same_bits, *results))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_graphed_function_of_forward_and_backward_is_bit_equal(device: str, recipe: Any) -> None:
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model, x = convert(nn.Sequential(Conv1D(32, 32), Conv1D(64, 32))).to(device), torch.zeros(6, 32, device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+        def step(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            with tg.fp8_autocast(recipe=recipe):
+                loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        called, found = tg.graphed(step) if is_graphed else step, []
+        for number in range(6):
+            x.normal_()
+            found += [called().clone(), *(parameter.grad.clone() for parameter in model.parameters())]
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        if is_graphed:
+            assert called.info()["forward_replays"] == 5
+        results.append(found)
+    assert all(map(same_bits, *results))
+
+
 def test_transformers_is_not_imported_for_them() -> None:
     code = (
         "import sys, torch, te_graph as tg\n"
