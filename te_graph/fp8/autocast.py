@@ -109,8 +109,8 @@ class fp8_autocast(ContextDecorator):
             if self.enabled and self.number not in _told and scaling_scopes.are_unused:
                 _told.add(self.number)
                 _log.warning(
-                    "fp8_autocast: nothing has computed in FP8: no te_graph.Linear was called in it, nor a layer that "
-                    "te_graph.convert_to_fp8 converted"
+                    "fp8_autocast: nothing has computed in FP8: no te_graph.Linear whose features fit was called in "
+                    "it, nor a layer that te_graph.convert_to_fp8 converted"
                 )
 
     def scope_on(self, device: torch.device) -> ScalingScope:

@@ -12,28 +12,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_graph.common.before_capture import ReadyForCapture
+from te_graph.common.opaque import opaque
 from te_graph.fp8.autocast import note_region
-from te_graph.fp8.linear import Linear
+from te_graph.fp8.fp8_layer import FP8Layer
 from te_graph.fp8.product import product_in_fp8
-from te_graph.fp8.scaling_scope import Member
 
 _HOME, _NAME, _CONVERTED = "transformers.pytorch_utils", "Conv1D", "ConvertedConv1D"
 
 
-class FP8Conv1D(ReadyForCapture):
-    """What a converted ``Conv1D`` has in common with ``te_graph.Linear``.
-
-    Without slots of its own, so that modules can get and lose classes with this one among their bases.
-    """
+class FP8Conv1D(FP8Layer):
+    """What all converted ones are, whichever transformers they are of."""
 
     __slots__ = ()
     has_inputs_first = True
-    fuse_wgrad_accumulation = False
-    fp8: Member | None = None
-    loaded_state: tuple[int, Tensor] | None = None
-    has_told_misfit = False
-    make_ready_for_capture = Linear.make_ready_for_capture
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -55,8 +46,9 @@ def converted_class() -> type[nn.Module]:
         """What ``convert_to_fp8`` makes of a ``Conv1D``."""
 
         __qualname__ = _CONVERTED
-        __getstate__ = Linear.__getstate__
+        __getstate__, __setstate__, _apply = FP8Layer.__getstate__, FP8Layer.__setstate__, FP8Layer._apply
 
+        @opaque
         def forward(self, x: Tensor) -> Tensor:
             """``y = x W + b``, as of a ``te_graph.Linear`` with W^T, but for a copy that transposes its gradient.
 
@@ -69,10 +61,11 @@ def converted_class() -> type[nn.Module]:
             Raises:
                 TypeError, ValueError: as of ``te_graph.Linear``.
             """
-            if self.fp8 is not None and (y := self.fp8.linear.call(x, self.weight.t(), self.bias)) is not None:
+            weight, place = self.weight, self.fp8
+            if place is not None and (y := place.linear.call(x, place.outputs_first(weight), self.bias)) is not None:
                 return y
             note_region()
-            y = product_in_fp8(self, x, self.bias)
+            y = product_in_fp8(self, x, weight, self.bias)
             return super().forward(x) if y is None else y
 
     return ConvertedConv1D

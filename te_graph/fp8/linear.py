@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,19 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from te_graph.collectives.peer_group import PeerGroup
-from te_graph.common.before_capture import ReadyForCapture
 from te_graph.common.opaque import opaque
-from te_graph.fp8.autocast import current_region, note_region
-from te_graph.fp8.loaded_state import loaded_modules, mark_again, mark_of
-from te_graph.fp8.member import Member
+from te_graph.fp8.autocast import note_region
+from te_graph.fp8.fp8_layer import FP8Layer
+from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.parallel import Shard
-from te_graph.fp8.product import has_state, load_state_, place_of, product_in_fp8, state_of
-from te_graph.fp8.weight_mark import WeightMark, plain_weight
+from te_graph.fp8.product import load_state_, product_in_fp8, state_of
+from te_graph.fp8.weight_mark import plain_weight
 
 _EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state returns
 
 
-class Linear(nn.Linear, ReadyForCapture):
+class Linear(nn.Linear, FP8Layer):
     """``y = x W^T + b``, as ``torch.nn.Linear``; inside ``fp8_autocast`` all three products of forward and backward are
     made of FP8 operands.
 
@@ -32,10 +30,10 @@ class Linear(nn.Linear, ReadyForCapture):
     does not divide both numbers of features, the layer computes in high precision, and says so once. On the CPU, and on
     GPUs without FP8, products are made in float32 of the same FP8 operands.
 
-    The product that is the weight's gradient adds it to ``weight.grad`` by itself, with the bits of an addition by
+    What computes the gradients of weight and bias adds them to ``.grad`` by itself, with the bits of an addition by
     autograd: of several uses in one backward one after the other, where autograd would add their sum. Gradients go
-    through autograd where the weight has hooks, where ``torch.autograd.grad`` or ``backward(inputs=)`` asks, and where
-    ``weight.grad`` is of another layout or dtype.
+    through autograd where the parameter has hooks, where ``torch.autograd.grad`` or ``backward(inputs=)`` asks, and
+    where its ``.grad`` is of another layout or dtype.
 
     Without a recorded gradient nothing is noted of the scales: an evaluation changes no state, by whatever recipe.
     Activation checkpointing by ``torch.utils.checkpoint`` repeats the scales of the first call, and notes nothing;
@@ -84,14 +82,9 @@ class Linear(nn.Linear, ReadyForCapture):
         is a mismatch.
     """
 
-    has_inputs_first = False
     return_bias = False
-    fuse_wgrad_accumulation = False
     shard: Shard | None = None
-    fp8: Member | None = None
-    fp8_evaluated: Member | None = None
-    loaded_state: tuple[WeightMark | None, Tensor] | None = None
-    has_told_misfit = False
+    __getstate__, __setstate__, _apply = FP8Layer.__getstate__, FP8Layer.__setstate__, FP8Layer._apply
 
     def __init__(
         self,
@@ -186,37 +179,6 @@ class Linear(nn.Linear, ReadyForCapture):
         note_region()
         y = product_in_fp8(self, x, weight, bias)
         return F.linear(x, weight, bias) if y is None else y
-
-    def make_ready_for_capture(self) -> None:
-        """Have a place in the scope of the present region, and a cast weight, of which replays record the magnitude."""
-        region = current_region()
-        if region is not None and region.enabled:
-            place_of(self, region, torch.is_grad_enabled())
-        weight = plain_weight(self)
-        for place in (self.fp8, self.fp8_evaluated):
-            if place is not None and weight is not None and place.fits(weight):
-                place.scope.cast_weights(place, records=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has scales and FP8 weights of its own."""
-        loaded = (None, state_of(self)) if has_state(self) else None
-        return {**self.__dict__, "fp8": None, "fp8_evaluated": None, "loaded_state": loaded}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose weight is that with which the state goes."""
-        super().__setstate__(state)
-        if self.loaded_state is not None:
-            load_state_(self, self.loaded_state[1])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        """A weight that moves to another device is still the one that a loaded state goes with."""
-        before, mark = plain_weight(self), mark_of(self)
-        is_marked = mark is not None and mark.is_of(before)
-        dtype = before.dtype if is_marked else None
-        super()._apply(fn, recurse)
-        if is_marked and plain_weight(self).dtype == dtype:
-            mark_again(self)
-        return self
 
     def get_extra_state(self) -> Tensor:
         """The scales and histories, [3, n] fp32."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from te_graph import _C
 from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.member import HasWeight, Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch

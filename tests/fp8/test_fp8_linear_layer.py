@@ -164,7 +164,8 @@ def test_misfits_compute_in_high_precision_and_say_so_once(device: str, caplog: 
         with caplog.at_level(logging.WARNING), tg.fp8_autocast():
             for _ in range(3):
                 assert same_bits(layer(x), F.linear(x, layer.weight, layer.bias))
-        assert [record.getMessage() for record in caplog.records] == [
+        told = [record.getMessage() for record in caplog.records]
+        assert [text for text in told if "has computed" not in text] == [
             f"te_graph.Linear({inputs}, {outputs}) computes in high precision: FP8 products want numbers of features "
             "that 16 divides"
         ]

@@ -1,0 +1,62 @@
+"""What layers that compute in FP8 have in common, beside the module that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_graph.common.before_capture import ReadyForCapture
+from te_graph.fp8.autocast import current_region
+from te_graph.fp8.loaded_state import mark_again, mark_of
+from te_graph.fp8.member import Member
+from te_graph.fp8.product import has_state, load_state_, place_of, state_of
+from te_graph.fp8.weight_mark import WeightMark, plain_weight
+
+
+class FP8Layer(ReadyForCapture):
+    """Stands behind a class of modules among the bases of a layer: Python lets a module get and lose the layer's class
+    where the module's comes first, and where this one has no slots. So what ``torch.nn.Module`` has, too, a layer names
+    in its own body.
+    """
+
+    __slots__ = ()
+    has_inputs_first = False
+    fuse_wgrad_accumulation = False
+    fp8: Member | None = None
+    fp8_evaluated: Member | None = None
+    loaded_state: tuple[WeightMark | None, Tensor] | None = None
+    has_told_misfit = False
+
+    def make_ready_for_capture(self) -> None:
+        """Have a place in the scope of the present region, and a cast weight, of which replays record the magnitude."""
+        region = current_region()
+        if region is not None and region.enabled:
+            place_of(self, region, torch.is_grad_enabled())
+        weight = plain_weight(self)
+        for place in (self.fp8, self.fp8_evaluated):
+            if place is not None and weight is not None and place.fits(weight):
+                place.scope.cast_weights(place, records=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which has scales and FP8 weights of its own."""
+        loaded = (None, state_of(self)) if has_state(self) else None
+        return {**self.__dict__, "fp8": None, "fp8_evaluated": None, "loaded_state": loaded}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose weight is that with which the state goes."""
+        nn.Module.__setstate__(self, state)
+        if self.loaded_state is not None:
+            load_state_(self, self.loaded_state[1])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Layer:
+        """A weight that moves to another device is still the one that a loaded state goes with."""
+        before, mark = plain_weight(self), mark_of(self)
+        is_marked = mark is not None and mark.is_of(before)
+        dtype = before.dtype if is_marked else None
+        nn.Module._apply(self, fn, recurse)
+        if is_marked and plain_weight(self).dtype == dtype:
+            mark_again(self)
+        return self
