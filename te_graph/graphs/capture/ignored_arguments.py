@@ -16,8 +16,8 @@ from torch import nn
 
 from te_graph.common.dispatch import PACKAGE
 from te_graph.graphs.graphed_class import plain_class
+from te_graph.graphs.tracing.code_names import strings_in
 from te_graph.graphs.tracing.keyword_uses import KeywordUses, collecting_variable, uses_of
-from te_graph.graphs.tracing.names import strings_in
 from te_graph.graphs.tracing.source_lines import run_region
 
 _PROBE = "te_graph_keyword_that_nothing_names"

@@ -26,7 +26,8 @@ from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.library_objects import is_array
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source, items_of, name_of, tells_tensors_apart
-from te_graph.graphs.tracing.names import LOOKS_AT_ALL, Names, strings_in
+from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL, strings_in
+from te_graph.graphs.tracing.names import Names
 from te_graph.graphs.tracing.subscripts import reads_unsaid_keys
 
 _Kind = _C.StepKind

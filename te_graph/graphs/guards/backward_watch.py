@@ -22,8 +22,8 @@ from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled, slots_of
 from te_graph.graphs.guards.readers.library_objects import is_array
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source
+from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL, strings_in
 from te_graph.graphs.tracing.code_watch import CodeWatch
-from te_graph.graphs.tracing.names import LOOKS_AT_ALL, strings_in
 from te_graph.graphs.tracing.subscripts import reads_unsaid_keys
 
 # Attributes by which Python's library gets to what an object holds.

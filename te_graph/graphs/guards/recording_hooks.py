@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from te_graph.graphs.arguments.nest import instance_dict
-from te_graph.graphs.tracing.names import globals_of
+from te_graph.graphs.tracing.code_names import globals_of
 
 REMOVAL_OF_RECORDING = (
     "Hugging Face's stay after the first forward with output_hidden_states=True or output_attentions=True: "

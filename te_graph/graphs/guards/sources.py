@@ -22,7 +22,8 @@ from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value, may_have_attributes
-from te_graph.graphs.tracing.names import Names, globals_of
+from te_graph.graphs.tracing.code_names import globals_of
+from te_graph.graphs.tracing.names import Names
 
 HOOK_DICTS = {
     "_forward_hooks": "forward hooks",

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_file, is_user_file
+from te_graph.graphs.tracing.code_names import is_making
 from te_graph.graphs.tracing.extensions import is_of_extension
-from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_making, is_users_module
+from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_users_module
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region, user_site
 from te_graph.graphs.tracing.system_draws import CODE_OF_SEED, FROM_SEED, is_draw_beside, system_draw

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import dis
 import functools
 import gc
 import inspect
-import itertools
 import operator
 import pickle
-import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -21,19 +18,24 @@ from typing import Any
 from torch import nn
 
 from te_graph.common.dispatch import is_project_file, is_user_file
+from te_graph.graphs.tracing.code_names import (
+    BY_NAME,
+    PATTERN,
+    PUTS_ITEM,
+    TELLS_APART,
+    UNNAMED,
+    asked_in,
+    attributes_in_format,
+    looks_up,
+    said_in,
+    strings_in,
+)
 
 # Code that says one of these gets to what a class has and another one before it hides.
 LOOKS_ABOVE = frozenset({"super", "__mro__", "mro", "__bases__", "__base__"})
-# Code that says one of these may look at attributes without naming them; ``dir`` tells names alone.
-LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "dumps"})
 _READ_FIELDS = frozenset({"asdict", "astuple"})  # of dataclasses
 _TELL_FIELDS = frozenset({"fields"})  # by whose names code may go on, as can be heard
-_UNNAMED = LOOKS_AT_ALL | {"dir"}
-BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
-_ASKING = BY_NAME | {"getattr_static"}
 _FILLS_IN = frozenset({"format", "format_map", "vformat"})
-_SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})
-_MADE_BY = frozenset({"__init__", "__post_init__"})
 _NOT_RUN = frozenset(
     (
         *("__init__", "__new__", "__del__", "__repr__", "__str__", "__init_subclass__", "__set_name__"),
@@ -43,21 +45,14 @@ _NOT_RUN = frozenset(
     )
 )
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
-_TELLS_APART = "(is)"  # stands for a comparison of two objects by identity
-_CALLS_EXTENSIONS = "(extension)"  # and for a call of a function that may take the memory of tensors
-_PUTS_ITEM = "[]="  # and for an item that is put into something
-_IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", _TELLS_APART})
+_CALLS_EXTENSIONS = "(extension)"  # stands for a call of a function that may take the memory of tensors
+_IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
-_USES_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 MARK_OF_COMPILER = "_dynamo_"  # with it begin attributes that torch.compile puts on what it meets, for itself
-PATTERN = "__match_args__"  # attributes that a pattern of a class goes by
 TABLE_OF_FIELDS = "__dataclass_fields__"
 
-
-_FIELD = re.compile(r"\{([^{}]*)")
-_ATTRIBUTE = re.compile(r"\.([^\W\d]\w*)")
 # Under whatever name, and called by whatever: these may read any attribute of what they are given.
 _LOOKERS = (vars, dir, eval, exec, getattr, hasattr, operator.attrgetter, operator.methodcaller, pickle.dumps)
 _LOOKERS_OF_PYTHON = (
@@ -97,7 +92,7 @@ class Names:
     @property
     def is_enough(self) -> bool:
         """No code looks at attributes without naming them."""
-        return not self.said & _UNNAMED
+        return not self.said & UNNAMED
 
     @property
     def asks_for_names(self) -> bool:
@@ -112,7 +107,7 @@ class Names:
     @property
     def puts_items(self) -> bool:
         """The code may put something into a dictionary."""
-        return not self.said.isdisjoint((_PUTS_ITEM, "setdefault", "__setitem__"))
+        return not self.said.isdisjoint((PUTS_ITEM, "setdefault", "__setitem__"))
 
     @property
     def reads_addresses(self) -> bool:
@@ -145,10 +140,10 @@ class Names:
         codes += [code for name, code in methods if self._may_run(name, code, said)]
         while codes:
             for code in codes:
-                said |= _said_in(code)
+                said |= said_in(code)
                 # Else it is known what was not there.
-                if not self.is_all_heard or is_project_file(code.co_filename) or _looks_up(code):
-                    asked |= _asked_in(code)
+                if not self.is_all_heard or is_project_file(code.co_filename) or looks_up(code):
+                    asked |= asked_in(code)
             done.update(codes)
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
         if PATTERN in said:
@@ -162,7 +157,7 @@ class Names:
         strings = list(strings)
         told = self
         if not self.said.isdisjoint(_FILLS_IN):
-            told = replace(told, said=told.said.union(*map(_attributes_in_format, strings)))
+            told = replace(told, said=told.said.union(*map(attributes_in_format, strings)))
         if not self.asks_for_names:
             return told
         found = {string for string in strings if string.isidentifier()}
@@ -190,7 +185,7 @@ class Names:
 
     def with_tellers(self, are_met: bool) -> Names:
         """These, and where ``are_met`` that code tells objects apart."""
-        return replace(self, said=self.said | {_TELLS_APART}) if are_met else self
+        return replace(self, said=self.said | {TELLS_APART}) if are_met else self
 
     def is_around(self, code: types.CodeType) -> bool:
         """Whether ``code`` runs around a replay, as far as was seen."""
@@ -303,145 +298,3 @@ def codes_of(member: Any) -> Iterator[types.CodeType]:
 def strings_of(member: Any) -> frozenset[str]:
     """Names and strings in the code of what a class has."""
     return frozenset().union(*(strings_in(code) for code in codes_of(member)))
-
-
-@functools.lru_cache(maxsize=4096)
-def strings_in(code: types.CodeType) -> frozenset[str]:
-    """Names and strings in ``code``, and in the functions written inside it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    found = set(_constants_in(code).union(code.co_names, *map(strings_in, inner)))
-    before = None
-    for step in dis.get_instructions(code):
-        if step.opname == "MATCH_CLASS":
-            found.add(PATTERN)
-        elif step.opname == "IS_OP" and before not in dis.hasconst:
-            found.add(_TELLS_APART)
-        elif step.opname == "STORE_SUBSCR":
-            found.add(_PUTS_ITEM)
-        before = step.opcode
-    return frozenset(found)
-
-
-def _constants_in(code: types.CodeType) -> frozenset[str]:
-    found: set[str] = set()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _constants_in(constant)
-        else:
-            parts = constant if isinstance(constant, tuple | frozenset) else (constant,)
-            for part in parts:
-                if isinstance(part, str):
-                    found.add(part)
-                    found.update(_attributes_in_format(part))
-    return frozenset(found)
-
-
-def _attributes_in_format(text: str) -> Iterator[str]:
-    """What ``text.format`` reads: of ``"{0.kind}"`` the name ``kind``."""
-    for field in _FIELD.findall(text):
-        yield from _ATTRIBUTE.findall(field)
-
-
-@functools.lru_cache(maxsize=4096)
-def _said_in(code: types.CodeType) -> frozenset[str]:
-    """All of the object that it makes it may look at: others see nothing of it but what they name."""
-    said = strings_in(code) - _only_of_self(code) if is_making(code) else strings_in(code)
-    return said - {"__dict__"} if "__dict__" in said and _only_sets_items(code) else said
-
-
-def _only_sets_items(code: types.CodeType) -> bool:
-    """Whether it says ``__dict__`` only to set what it names there, as in ``self.__dict__[name] = value``."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    if "__dict__" in _constants_in(code).union(*map(strings_in, inner)):
-        return False
-    steps = _steps_of(code)
-    following = [steps[number + 1 : number + 3] for number, step in enumerate(steps) if step.argval == "__dict__"]
-    return all(len(pair) == 2 and _loads_plainly(pair[0]) and pair[1].opname == "STORE_SUBSCR" for pair in following)
-
-
-def _loads_plainly(step: dis.Instruction) -> bool:
-    return step.opname.startswith(("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF"))
-
-
-def _steps_of(code: types.CodeType) -> list[dis.Instruction]:
-    return [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
-
-
-def is_making(code: types.CodeType) -> bool:
-    """True for the methods that make an object, their first argument."""
-    return code.co_name in _MADE_BY and code.co_argcount > 0
-
-
-def _only_of_self(code: types.CodeType) -> frozenset[str]:
-    """Of the names by which code looks at all attributes: those that it says of its first argument alone, as in
-    ``vars(self)`` and ``self.__dict__``."""
-    steps = _steps_of(code)
-    owner = code.co_varnames[0]
-    if any(step.opname.startswith("STORE_") and step.argval == owner for step in steps):
-        return frozenset()
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    elsewhere = _constants_in(code).union(*map(strings_in, inner))
-    is_of_self = {name: True for name in LOOKS_AT_ALL.intersection(code.co_names) - elsewhere}
-    for number, step in enumerate(steps):
-        if step.argval in is_of_self:
-            given = steps[number - 1] if step.argval == "__dict__" else steps[number + 1]
-            is_of_self[step.argval] &= given.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and given.argval == owner
-    return frozenset(name for name, is_so in is_of_self.items() if is_so)
-
-
-@functools.lru_cache(maxsize=4096)
-def _asked_in(code: types.CodeType) -> frozenset[str]:
-    strings = strings_in(code)
-    named = {string for string in strings if not string.startswith("__")} if _may_do_without(code) else set()
-    asks = not strings.isdisjoint(_ASKING) or _looks_up(code)
-    found = named.union(_constants_in(code) if asks else _asked_by_in(code))
-    return frozenset(string for string in found if string.isidentifier())
-
-
-def _asked_by_in(code: types.CodeType) -> Iterator[str]:
-    """Strings that it asks for by ``in``, perhaps of a namespace."""
-    steps = _steps_of(code)
-    for number, step in enumerate(steps):
-        if step.opname == "CONTAINS_OP":
-            found = next(
-                (one for one in reversed(steps[max(number - 4, 0) : number]) if one.opcode in dis.hasconst), None
-            )
-            if found is not None and isinstance(found.argval, str):
-                yield found.argval
-
-
-def _looks_up(code: types.CodeType) -> bool:
-    """Whether it may look for attributes in dictionaries or lists of them."""
-    return not _said_in(code).isdisjoint(_UNNAMED)
-
-
-def _may_do_without(code: types.CodeType) -> bool:
-    """Whether it may go on after an attribute was not there."""
-    return not strings_in(code).isdisjoint(_SWALLOWS | {PATTERN}) or _catches_everything(code)
-
-
-def _catches_everything(code: types.CodeType) -> bool:
-    """Whether it has an ``except`` without a class."""
-    steps = [step.opname for step in dis.get_instructions(code)]
-    return any(pair == ("PUSH_EXC_INFO", "POP_TOP") for pair in itertools.pairwise(steps))
-
-
-@functools.lru_cache(maxsize=4096)
-def globals_of(code: types.CodeType) -> frozenset[str]:
-    """Names that a function and the functions written inside it look up as globals, or set."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in _USES_GLOBAL}
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(names.union(*(globals_of(constant) for constant in inner)))
-
-
-@functools.lru_cache(maxsize=4096)
-def imports_of(code: types.CodeType) -> frozenset[tuple[str, int]]:
-    """Modules that a function, or one written inside it, imports when it runs: (name, level)."""
-    found, constants = set(), [None]
-    for step in dis.get_instructions(code):
-        if step.opname == "IMPORT_NAME":
-            found.add((step.argval, next((c for c in reversed(constants) if isinstance(c, int)), 0)))
-        elif step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
-            constants.append(step.argval)
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(found.union(*(imports_of(constant) for constant in inner)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 
-from te_graph.graphs.tracing.names import PATTERN, TABLE_OF_FIELDS
+from te_graph.graphs.tracing.code_names import PATTERN
+from te_graph.graphs.tracing.names import TABLE_OF_FIELDS
 
 _NAMES_OF_PYTHON = frozenset(
     name

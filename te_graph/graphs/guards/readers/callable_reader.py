@@ -65,13 +65,8 @@ from te_graph.graphs.guards.sources import (
     submodules,
     tells_tensors_apart,
 )
-from te_graph.graphs.tracing.names import (
-    LOOKS_AT_ALL,
-    MARK_OF_COMPILER,
-    Names,
-    codes_of,
-    is_implicit,
-)
+from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL
+from te_graph.graphs.tracing.names import MARK_OF_COMPILER, Names, codes_of, is_implicit
 from te_graph.graphs.tracing.python_names import is_pythons
 
 _Kind = _C.StepKind

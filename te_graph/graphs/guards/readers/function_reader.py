@@ -52,11 +52,11 @@ from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
+from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import (
     LOOKS_ABOVE,
     MARK_OF_COMPILER,
     Names,
-    globals_of,
     is_implicit,
     module_of,
     strings_of,

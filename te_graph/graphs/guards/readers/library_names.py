@@ -8,7 +8,8 @@ from collections.abc import Set
 
 from torch import nn
 
-from te_graph.graphs.tracing.names import is_implicit, module_of, strings_in
+from te_graph.graphs.tracing.code_names import strings_in
+from te_graph.graphs.tracing.names import is_implicit, module_of
 
 
 def called_in_library(kind: type) -> frozenset[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Set
 
 from te_graph import _C
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.names import strings_in
+from te_graph.graphs.tracing.code_names import strings_in
 
 _Kind = _C.StepKind
 LOGGERS = (logging.Logger, logging.LoggerAdapter)

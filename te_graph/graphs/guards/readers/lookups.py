@@ -14,16 +14,8 @@ from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.nest import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.names import (
-    HEAP_TYPE,
-    Names,
-    globals_of,
-    imports_of,
-    is_implicit,
-    is_users_module,
-    strings_in,
-    user_classes,
-)
+from te_graph.graphs.tracing.code_names import globals_of, imports_of, strings_in
+from te_graph.graphs.tracing.names import HEAP_TYPE, Names, is_implicit, is_users_module, user_classes
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
