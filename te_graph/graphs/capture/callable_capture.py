@@ -256,7 +256,7 @@ class CallableCapture:
         inputs, nothing = self.samples, contextlib.nullcontext()
         is_last = watch is self.watch
         steps = _C.HostSteps()  # replays take them, not a warm-up, which is undone
-        code = CodeWatch(aside=self._hooks, listens=self.walker.names.asks_for_names)
+        code = CodeWatch(aside=self._hooks)
         with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
             refusing = functools.partial(refuse_use_of_grad, self.label, work.sources, watch)
             with GradWatch(refusing) if isinstance(watch, TensorWatch) else nothing, code, steps:
@@ -276,7 +276,7 @@ class CallableCapture:
                 names = self.signature.distinct_names
                 self.changed.find_views(self.label, names, tensors, self._copies, hidden)
             outputs = self.layout.outputs_of(tensors) if is_last else tensors
-        in_backward = BackwardWatch(work.sources, aside=self._hooks, listens=self.walker.names.asks_for_names)
+        in_backward = BackwardWatch(work.sources, aside=self._hooks)
         with watch, in_backward:
             self.gradients = self._find_gradients([one for one in outputs if one.requires_grad], inputs)
         self.grad_buffers.note(steps)

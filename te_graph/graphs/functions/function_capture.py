@@ -71,7 +71,7 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
     if named := next((source for source in sources if source.is_strided_tensor and source.obj.has_names()), None):
         return make_call(call), f"{named.name} has names of dimensions, which cannot be captured"
     before = FunctionGuard(sources, used=set(), is_strict=False).guard
-    watch, reads, code = RegionWatch(), GradReads(), CodeWatch(listens=walker.names.asks_for_names)
+    watch, reads, code = RegionWatch(), GradReads(), CodeWatch()
     with capturing(), reads, watch, code:
         result = make_call(call)
     walker.note(code)
@@ -193,7 +193,7 @@ class _Attempt:
             yield
 
     def run(self) -> None:
-        generators, code = HostRandom(self._before), CodeWatch(listens=self._walker.names.asks_for_names)
+        generators, code = HostRandom(self._before), CodeWatch()
         fp8_calls = captured_fp8_calls()
         try:
             with code, self._host_steps:

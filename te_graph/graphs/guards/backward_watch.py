@@ -41,14 +41,14 @@ class BackwardWatch(CodeWatch):
 
     Args:
         sources: where the callable can get to; no other objects are noted.
-        aside, listens: as of a ``CodeWatch``.
+        aside: as of a ``CodeWatch``.
 
     Attributes:
         held: the identities of those objects, but for values and tensors.
     """
 
-    def __init__(self, sources: Iterable[Source], aside: Iterable[Any] = (), listens: bool = False) -> None:
-        super().__init__(aside, listens)
+    def __init__(self, sources: Iterable[Source], aside: Iterable[Any] = ()) -> None:
+        super().__init__(aside)
         found = (source.obj for source in sources)
         self._known = {id(obj): obj for obj in found if not (isinstance(obj, Tensor) or is_value(obj))}
         self.held: set[int] = set()

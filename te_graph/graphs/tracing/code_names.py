@@ -114,7 +114,12 @@ def asked_in(code: types.CodeType) -> frozenset[str]:
     named = {string for string in strings if not string.startswith("__")} if _may_do_without(code) else set()
     asks = not strings.isdisjoint(_ASKING) or looks_up(code)
     found = named.union(_constants_in(code) if asks else _asked_by_in(code))
-    return frozenset(string for string in found if string.isidentifier())
+    return frozenset(filter(may_be_name, found))
+
+
+def may_be_name(string: str) -> bool:
+    """Whether ``string`` may be the name of an attribute, such as "layer.0", not words for people."""
+    return bool(string) and not any(map(str.isspace, string))
 
 
 def _asked_by_in(code: types.CodeType) -> Iterator[str]:

@@ -20,7 +20,13 @@ from typing import Any
 from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_file, is_user_file
 from te_graph.graphs.tracing.code_names import is_making
 from te_graph.graphs.tracing.extensions import is_of_extension
-from te_graph.graphs.tracing.names import CODES_OF_FIELDS, CODES_OF_LOOKERS, is_users_module
+from te_graph.graphs.tracing.names import (
+    CODES_OF_FIELDS,
+    CODES_OF_LOOKERS,
+    MARK_OF_COMPILER,
+    is_implicit,
+    is_users_module,
+)
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region, user_site
 from te_graph.graphs.tracing.system_draws import CODE_OF_SEED, FROM_SEED, is_draw_beside, system_draw
@@ -31,8 +37,8 @@ _ASIDE = ("<frozen importlib", typing.__file__)
 _CALL_OF_ALIAS = typing._BaseGenericAlias.__call__.__code__  # ``C[int]()`` makes an object of C
 _COMPILER, _COMPILED = os.path.join(TORCH, "_dynamo", "eval_frame.py"), "compile_wrapper"
 _MAX_INSTANCES = 64  # of one piece of code: functions made anew for each object, and compared at each call
-_MAX_NAME_LENGTH = 64
 _MAX_STARTS = 64  # of one piece of code that are distinguished
+_NO_INSTANCES = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _LASTING = (type, types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 
 
@@ -44,7 +50,6 @@ class CodeWatch:
 
     Args:
         aside: callables that are left out as well, with all that they call.
-        listens: whether ``names`` are wanted.
 
     Attributes:
         names: of attributes that the user's code asks for by ``getattr`` and the like.
@@ -62,16 +67,18 @@ class CodeWatch:
         variables: of such code of the user's as has variables of the function around it: what these held when it
             started, for each of its starts. They tell which of several functions it was.
         scopes: the globals that each of ``codes`` ran with first.
+        looked_up: attributes that code of Python or torch asked for by ``getattr`` or ``hasattr``, and those that were
+            not there for it as ``missing`` are for the user's: (class of the object, name).
         sees_all: so it is for all threads.
-        hears_all: and ``names`` are wanted.
     """
 
-    def __init__(self, aside: Iterable[Any] = (), listens: bool = False) -> None:
+    def __init__(self, aside: Iterable[Any] = ()) -> None:
         self.names: set[str] = set()
         self.looks_at_all = self.calls_extensions = False
         self.drawn: str | None = None
         self.field_readers: set[str] = set()
         self.missing: set[str] = set()
+        self.looked_up: set[tuple[type, str]] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.variables: dict[int, list[tuple]] = {}
         self.scopes: dict[int, dict[str, Any]] = {}
@@ -82,14 +89,12 @@ class CodeWatch:
         self._own: set[int] = set()  # those of ``codes`` that are of this package
         self._known_calls: dict[int, Any] = {}  # what was called and is of no extension module, and lives for long
         self._collects_on: int | None = None  # thread
-        self.sees_all = self.hears_all = False
-        self._listens = listens
+        self.sees_all = False
         self._is_profiling = False
-        self._name_watch = NameWatch(self._note_name) if listens else contextlib.nullcontext()
 
     def __enter__(self) -> CodeWatch:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._name_watch)
+            stack.enter_context(NameWatch(self._note_name, self._note_look))
             gc.callbacks.append(self._on_collection)
             stack.callback(gc.callbacks.remove, self._on_collection)
             stack.callback(self._monitored() if hasattr(sys, "monitoring") else self._profiled())
@@ -130,13 +135,26 @@ class CodeWatch:
         return threading.get_ident() == self._thread or is_in_backward()
 
     def _note_name(self, name: str) -> None:
-        if len(name) < _MAX_NAME_LENGTH and name.isidentifier() and self._is_ours():
+        if self._is_ours():
             self.names.add(name)
 
-    def _note_error(self, code: types.CodeType, error: BaseException) -> None:
-        """Of an error that ``code`` sees."""
-        name = getattr(error, "name", None) if isinstance(error, AttributeError) else None
-        if isinstance(name, str) and is_user_file(code.co_filename) and self._is_ours():
+    def _note_look(self, obj: Any, name: str, frame: types.FrameType) -> None:
+        """That the function of ``frame``, of a library, asks ``obj`` for an attribute."""
+        look = (type(obj), name)
+        if look in self.looked_up or issubclass(type(obj), _NO_INSTANCES) or _is_own(frame.f_code):
+            return
+        is_special = name.startswith(MARK_OF_COMPILER) or is_implicit(name)
+        if not is_special and self._is_ours() and not self._is_aside(frame):
+            self.looked_up.add(look)
+
+    def _note_error(self, frame: types.FrameType, error: BaseException) -> None:
+        """Of an error that the function of ``frame`` sees."""
+        name = error.name if isinstance(error, AttributeError) else None
+        if not isinstance(name, str):
+            return
+        if not is_user_file(frame.f_code.co_filename):
+            self._note_look(error.obj, name, frame)
+        elif self._is_ours():
             self.missing.add(name)
 
     def _note_draw(self, name: str, frame: types.FrameType) -> None:
@@ -202,7 +220,7 @@ class CodeWatch:
             return monitoring.DISABLE if id(code) in self._settled else None
 
         def note_error(code: types.CodeType, offset: int, error: BaseException) -> None:
-            self._note_error(code, error)
+            self._note_error(sys._getframe(1), error)
 
         def note_call(code: types.CodeType, offset: int, function: Any, first: Any) -> object:
             if _is_own(code):
@@ -226,7 +244,7 @@ class CodeWatch:
             monitoring.register_callback(tool, event, callback)
         monitoring.set_events(tool, functools.reduce(operator.or_, callbacks))
         monitoring.restart_events()  # what others had enough of under this number
-        self.sees_all, self.hears_all = True, self._listens
+        self.sees_all = True
         return stop
 
     def _profiled(self) -> Callable[[], None]:
@@ -258,7 +276,7 @@ class CodeWatch:
     def _trace(self, frame: types.FrameType, event: str, given: Any) -> Callable | None:
         """Where Python has no events for many: of errors on this thread, unless a debugger listens to them."""
         if event == "exception":
-            self._note_error(frame.f_code, given[1])
+            self._note_error(frame, given[1])
         frame.f_trace_lines = False
         return self._trace if is_user_file(frame.f_code.co_filename) else None
 

@@ -27,6 +27,7 @@ from te_graph.graphs.tracing.code_names import (
     asked_in,
     attributes_in_format,
     looks_up,
+    may_be_name,
     said_in,
     strings_in,
 )
@@ -76,9 +77,10 @@ class Names:
         asked: those of attributes that code may look for while they are not there: strings where it has ``getattr``,
             ``__dict__`` or the like, all names where it may go on without.
         ran: identities of the code that was seen to run, by which methods count that Python calls by itself.
-        is_all_seen: nothing else ran. Code of installed packages that did not run then does not count: what leads to
-            it is compared.
-        is_all_heard: and no other names were given to ``getattr`` and the like than are among these.
+        is_all_seen: nothing else ran, and no other names were given to ``getattr`` and the like than are among these.
+            Code of installed packages that did not run then does not count: what leads to it is compared.
+        looked_up: attributes that code of Python and torch was seen to ask objects for by ``getattr`` and the like, or
+            in vain, as (class, name).
         around: methods that run around a replay: they count once another object was seen to run them.
     """
 
@@ -86,7 +88,7 @@ class Names:
     asked: frozenset[str] = frozenset()
     ran: frozenset[int] = frozenset()
     is_all_seen: bool = False
-    is_all_heard: bool = False
+    looked_up: frozenset[tuple[type, str]] = frozenset()
     around: frozenset[types.CodeType] = frozenset()
 
     @property
@@ -128,6 +130,8 @@ class Names:
         """Whether the code may read ``attribute`` of ``obj``."""
         if not self.is_enough or attribute in self.said or not is_user_type(type(obj)):
             return True
+        if (type(obj), attribute) in self.looked_up:
+            return True
         return isinstance(obj, nn.Module) and attribute in _own_attributes_of_modules()
 
     def with_code(self, running: Iterable[types.CodeType], types_met: Iterable[type]) -> Names:
@@ -142,30 +146,37 @@ class Names:
             for code in codes:
                 said |= said_in(code)
                 # Else it is known what was not there.
-                if not self.is_all_heard or is_project_file(code.co_filename) or looks_up(code):
+                if not self.is_all_seen or is_project_file(code.co_filename) or looks_up(code):
                     asked |= asked_in(code)
             done.update(codes)
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
         if PATTERN in said:
             said.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
-        if said & (_READ_FIELDS if self.is_all_heard else _READ_FIELDS | _TELL_FIELDS):
+        if said & (_READ_FIELDS if self.is_all_seen else _READ_FIELDS | _TELL_FIELDS):
             said.update(name for kind in kinds for name in getattr(kind, TABLE_OF_FIELDS, ()))
         return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
         """These, and ``strings``, which code may pass to ``getattr`` or fill in, if any code does."""
+        fills_in, asks = not self.said.isdisjoint(_FILLS_IN), self.asks_for_names and not self.is_all_seen
+        if not (fills_in or asks):
+            return self
         strings = list(strings)
-        told = self
-        if not self.said.isdisjoint(_FILLS_IN):
-            told = replace(told, said=told.said.union(*map(attributes_in_format, strings)))
-        if not self.asks_for_names:
-            return told
-        found = {string for string in strings if string.isidentifier()}
-        return replace(told, said=told.said | found, asked=told.asked | found)
+        read = frozenset().union(*map(attributes_in_format, strings)) if fills_in else frozenset()
+        found = frozenset(filter(may_be_name, strings)) if asks else frozenset()
+        return replace(self, said=self.said | read | found, asked=self.asked | found)
 
     def with_heard(self, names: Iterable[str]) -> Names:
         """These, and ``names`` that code was heard to ask for by ``getattr`` and the like."""
         return replace(self, said=self.said.union(names), asked=self.asked.union(names))
+
+    def with_looked_up(self, looks: Iterable[tuple[type, str]]) -> Names:
+        """These, and attributes that code of libraries was seen to look up, as (class, name)."""
+        return replace(self, looked_up=self.looked_up.union(looks))
+
+    def looked_up_of(self, kind: type) -> set[str]:
+        """Attributes that code of libraries was seen to look up, of objects of ``kind``."""
+        return {name for owner, name in self.looked_up if owner is kind}
 
     def with_getters(self, getters: Iterable[Any]) -> Names:
         """These, and the names in objects of ``operator`` that read attributes or call methods."""

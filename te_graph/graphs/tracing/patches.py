@@ -6,8 +6,10 @@ import builtins
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
+from te_graph.common.as_written import import_compiler
 from te_graph.common.dispatch import is_user_file
 from te_graph.common.own_objects import OwnObject
 
@@ -44,11 +46,17 @@ class Patch(OwnObject):
 
 
 class NameWatch:
-    """Context that calls ``on_name`` with the names of the attributes that the user's code, on any thread, asks for by
-    ``getattr`` and the like."""
+    """Context that hears which attributes code on any thread asks for by ``getattr`` and the like.
 
-    def __init__(self, on_name: Callable[[str], None]) -> None:
+    Args:
+        on_name: is called with the names that the user's code gives.
+        on_look: is called with an object, the name of an attribute, and the frame of the code of a library that asks
+            for it.
+    """
+
+    def __init__(self, on_name: Callable[[str], None], on_look: Callable[[Any, str, FrameType], None]) -> None:
         self.on_name = on_name
+        self.on_look = on_look
 
     def __enter__(self) -> NameWatch:
         _attribute_functions.begin(self)
@@ -59,7 +67,7 @@ class NameWatch:
 
 
 class _AttributeFunctions(Patch):
-    """``getattr`` and the like, which tell the watches the names that code of the user's gives them."""
+    """``getattr`` and the like, which tell the watches the names that code gives them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,10 +75,17 @@ class _AttributeFunctions(Patch):
         self._patched = {name: self._reporting(function) for name, function in self._own.items()}
 
     def _reporting(self, function: Callable) -> Callable:
+        is_look = function in (self._own["getattr"], self._own["hasattr"])
+
         def reporting(*args: Any) -> Any:
-            if len(args) > 1 and type(args[1]) is str and is_user_file(sys._getframe(1).f_code.co_filename):
-                for watch in self.users:
-                    watch.on_name(args[1])
+            if len(args) > 1 and isinstance(args[1], str):
+                frame, name = sys._getframe(1), str.__str__(args[1])  # of a derived class, too
+                if is_user_file(frame.f_code.co_filename):
+                    for watch in self.users:
+                        watch.on_name(name)
+                elif is_look:
+                    for watch in self.users:
+                        watch.on_look(args[0], name, frame)
             return function(*args)
 
         reporting.__name__ = reporting.__qualname__ = function.__name__
@@ -78,6 +93,7 @@ class _AttributeFunctions(Patch):
         return reporting
 
     def _patch(self) -> None:
+        import_compiler()  # which makes tables of Python's functions
         vars(builtins).update(self._patched)
 
     def _restore(self) -> None:

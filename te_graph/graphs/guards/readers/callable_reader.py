@@ -124,6 +124,7 @@ class CallableReader(TensorReader):
         self._elsewhere = elsewhere
         self._holders = holders
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
+        self._looked_up_of = functools.cache(names.looked_up_of)
         self._that_ran = functools.cache(lambda kind: members_that_ran(kind, names))
         self._holds_more = functools.cache(lambda kind: is_library_class(kind) and holds_more(kind, names.said))
 
@@ -155,6 +156,7 @@ class CallableReader(TensorReader):
         own = {name for name in methods_of_user(kind) if name in said}
         own.update(name for base in bases_of(kind) for name in class_values(base, said))
         own.update(name for base in bases_of(kind) for name in class_objects(base, said))
+        own |= self._looked_up_of(kind)
         asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
         tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
         if isinstance(obj, nn.Module):
@@ -213,7 +215,8 @@ class CallableReader(TensorReader):
         asks for something that is not there."""
         kind = plain_class(obj if isinstance(obj, type) else type(obj))
         is_module = issubclass(kind, nn.Module)
-        names = self._names.said | (self._library_names(kind) | {"_call_impl"} if is_module else frozenset())
+        names = self._names.said | self._looked_up_of(kind)
+        names |= self._library_names(kind) | {"_call_impl"} if is_module else frozenset()
         around = set(_AROUND) if is_module and obj is self.root else set()
         around |= {name for base in kind.__mro__ for name in _EXCHANGED.get(base.__name__, ())}
         found: dict[str, Any] = {}
@@ -266,7 +269,7 @@ class CallableReader(TensorReader):
             return True
         if name == "_value_" and isinstance(source.obj, enum.Enum):
             return True
-        return name in self._library_names(type(source.obj))
+        return name in self._library_names(type(source.obj)) or name in self._looked_up_of(type(source.obj))
 
     def _is_ignored(self, owner: str, name: str) -> bool:
         is_named = name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
@@ -286,7 +289,7 @@ class CallableReader(TensorReader):
             is_asked = function is not None and is_project_file(function.__code__.co_filename)
         else:
             is_asked = True
-        return self._names.asked if is_asked else set()
+        return self._names.asked | self._looked_up_of(kind) if is_asked else set()
 
     def _own_names(self, obj: Any) -> set[str]:
         """Attributes that the code names and ``obj`` has of its own, in whose place its class may come to have a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
@@ -13,20 +14,25 @@ class ClassMembers:
     """Tells what counts of classes for code that says ``names``."""
 
     names: Names
-    _cache: dict[type, frozenset[str]] = field(default_factory=dict)
+    _hidden: dict[type, frozenset[str]] = field(default_factory=dict)
+    _expected: dict[type, frozenset[str]] = field(default_factory=dict)
 
     def hidden(self, kind: type) -> frozenset[str]:
         """What the code may use of a class and an attribute of the instance would hide."""
-        if kind not in self._cache:
+        if kind not in self._hidden:
             found = {key for base in kind.__mro__ for key in vars(base) if self.may_use(base, key)}
-            self._cache[kind] = frozenset(key for key in found if not is_implicit(key))
-        return self._cache[kind]
+            self._hidden[kind] = frozenset(key for key in found if not is_implicit(key))
+        return self._hidden[kind]
 
     def expected(self, kind: type) -> frozenset[str]:
         """Attributes that instances may get, and that code asks for also while they have not."""
+        if kind not in self._expected:
+            self._expected[kind] = frozenset(key for key in self._looked_for(kind) if not is_implicit(key))
+        return self._expected[kind]
+
+    def _looked_for(self, kind: type) -> Set[str]:
         answers = issubclass(kind, NAMESPACES) or any("__getattr__" in vars(base) for base in user_classes(kind))
-        names = self.names.said if answers else self.names.asked
-        return frozenset(key for key in names if not is_implicit(key))
+        return (self.names.said if answers else self.names.asked) | self.names.looked_up_of(kind)
 
     def may_use(self, base: type, key: str) -> bool:
         """Whether the code may use what the class ``base`` itself has under ``key``."""

@@ -213,7 +213,7 @@ class FunctionReader:
         keys = [key for key in members.obj if not key.startswith(MARK_OF_COMPILER)]
         yield from (members.item(key, name_of(key, source.name)) for key in keys)
         yield from self._slots(source)
-        expected = frozenset() if source.is_ephemeral else self.names.asked
+        expected = frozenset() if source.is_ephemeral else self._members.expected(type(tensor))
         if is_parameter:
             expected |= {_MAIN_GRAD} & self.names.said
         for key in sorted(expected - members.obj.keys()):
@@ -298,10 +298,12 @@ class FunctionReader:
         members = source.attributes()
         methods = (member for base in type(source.obj).__mro__ for member in vars(base).values())
         named = self.names.said.union(*(strings_of(one) for one in methods if self.names.has_run(one)))
+        named |= self.names.looked_up_of(type(source.obj))
         for key in list(members.obj) if members is not None else ():
             if key in named and not is_implicit(key):
                 yield members.item(key, f"{source.name}.{key}")
-        for key in sorted(self.names.asked - members.obj.keys()) if members is not None else ():
+        expected = self._members.expected(type(source.obj))
+        for key in sorted(expected - members.obj.keys()) if members is not None else ():
             if not hasattr(type(source.obj), key):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
         for key in slots_of(type(source.obj)):

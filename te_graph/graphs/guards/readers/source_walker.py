@@ -59,11 +59,10 @@ class SourceWalker:
             self._observed.with_heard(watch.names),
             ran=frozenset(self._ran),
             is_all_seen=is_all_seen,
-            is_all_heard=is_all_seen and watch.hears_all,
         )
         observed = replace(observed, asked=observed.asked | watch.missing)
         observed = observed.with_all_attributes(watch.looks_at_all).with_fields(watch.field_readers)
-        observed = observed.with_extensions(watch.calls_extensions)
+        observed = observed.with_extensions(watch.calls_extensions).with_looked_up(watch.looked_up)
         if observed != self._observed:
             # Once all is seen that runs, what other code has said is forgotten.
             said, asked = (frozenset(), frozenset()) if is_all_seen else (self.names.said, self.names.asked)
@@ -87,8 +86,7 @@ class SourceWalker:
             kinds = [obj if isinstance(obj, type) else type(obj) for obj in known]
             codes = (function.__code__ for function in functions if names.may_run(function.__code__))
             more = names.with_code([*self._running, *codes], kinds)
-            if not names.is_all_heard:
-                more = more.with_strings(string for obj in known for string in _strings_of(obj))
+            more = more.with_strings(string for obj in known for string in _strings_of(obj))
             more = more.with_getters(obj for obj in known if isinstance(obj, GETTERS))
             more = more.with_all_attributes(any(looks_at_all(obj) for obj in known))
             more = more.with_tellers(not TELLERS.isdisjoint(map(id, known)))
