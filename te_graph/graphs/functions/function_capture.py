@@ -25,7 +25,7 @@ from te_graph.graphs.capture.autocast import own_casts
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.functions.entry import CHANGES_STATE, CPU, FunctionEntry
 from te_graph.graphs.functions.histories import OuterHistories
-from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradReads, RegionWatch
+from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradUses, RegionWatch
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
 from te_graph.graphs.guards.effects.random_generators import HostRandom
@@ -71,8 +71,8 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
     if named := next((source for source in sources if source.is_strided_tensor and source.obj.has_names()), None):
         return make_call(call), f"{named.name} has names of dimensions, which cannot be captured"
     before = FunctionGuard(sources, used=set(), is_strict=False).guard
-    watch, reads, code = RegionWatch(), GradReads(), CodeWatch()
-    with capturing(), reads, watch, code:
+    watch, grads, code = RegionWatch(), GradUses(), CodeWatch()
+    with capturing(), grads, watch, code:
         result = make_call(call)
     walker.note(code)
     used = {*watch.externals, *watch.produced_storages}
@@ -82,7 +82,7 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
     function_guard = FunctionGuard(
         sources,
         used,
-        asked=reads.asked,
+        asked=grads.used,
         runs_backward=watch.runs_backward,
         tells_apart=tells_tensors_apart(walker.names, sources),
     )
@@ -159,7 +159,7 @@ class _Attempt:
         self._is_gpu = is_gpu
         # A recorder runs what it captures: that is undone, and the replay that follows does it, as on a GPU.
         self.watch = RegionWatch(device if is_gpu else None, restorable=not is_gpu, is_capture=True)
-        self._reads = GradReads()
+        self._grads = GradUses()
         self._before = walker.explore(_reader_of(call, everything=True), learns=False)
         if make_ready(source.obj for source in self._before):
             self._before = walker.explore(_reader_of(call, everything=True), learns=False)
@@ -186,7 +186,7 @@ class _Attempt:
         with (
             outer,
             on_gpu,
-            self._reads,
+            self._grads,
             self.watch,
             torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False),
         ):  # looking for NaN reads values on the host; code may ask for the mode
@@ -237,7 +237,7 @@ class _Attempt:
             sources,
             None if names.reads_addresses or names.calls_extensions else used,
             written,
-            self._reads.asked,
+            self._grads.used,
             is_backward,
             tells_tensors_apart(names, sources),
         )

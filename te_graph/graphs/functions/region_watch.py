@@ -20,7 +20,7 @@ from te_graph.common.dispatch import (
     written_tensors,
 )
 from te_graph.graphs.tracing.externals import TensorWatch
-from te_graph.graphs.tracing.host_access import GET_GRAD, MethodWatch
+from te_graph.graphs.tracing.host_access import USES_OF_GRAD, MethodWatch
 from te_graph.graphs.tracing.refusals import (
     BUILDS_ON_HOST,
     COPIES,
@@ -135,19 +135,19 @@ class RegionWatch(TensorWatch):
         return is_strided(tensor) and storage_key(tensor) in self.produced_storages
 
 
-class GradReads(MethodWatch):
-    """Sees which tensors a region asks for their ``.grad``.
+class GradUses(MethodWatch):
+    """Sees of which tensors a region reads, sets or deletes the ``.grad``: without one to begin with, that leaves none.
 
     Attributes:
-        asked: their identities, those that are gone by now included.
+        used: their identities, those that are gone by now included.
     """
 
     def __init__(self) -> None:
-        self.asked: set[int] = set()
+        self.used: set[int] = set()
 
     def see(self, func: Any, args: tuple, kwargs: dict) -> None:
-        if func == GET_GRAD:
-            self.asked.add(id(args[0]))
+        if func in USES_OF_GRAD:
+            self.used.add(id(args[0]))
 
 
 class DeviceAccessMode(HostAccessMode):

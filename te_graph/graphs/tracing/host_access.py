@@ -25,8 +25,7 @@ _HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"
 _PROPERTIES = ("data", "grad")
 _of_thread = threading.local()  # watches: those under way, outermost first
 
-GET_GRAD = torch.Tensor.grad.__get__
-_USE_GRAD = (GET_GRAD, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)
+USES_OF_GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)
 
 
 def _seen(func: Callable) -> Callable:
@@ -96,7 +95,7 @@ class GradWatch(MethodWatch):
         self._on_use = on_use
 
     def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        if func in _USE_GRAD:
+        if func in USES_OF_GRAD:
             self._on_use(args[0], None)
         elif func.__name__ in _HOOKING:
             self._on_use(args[0], func.__name__)

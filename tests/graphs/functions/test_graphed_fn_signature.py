@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -312,3 +313,24 @@ def test_attributes_that_are_read_without_a_name_are_all_compared(device: str) -
     assert_bitwise_equal(called(read, 3, engine, x), x)
     engine.total = torch.ones(2, device=device)
     assert_bitwise_equal(read(engine, x), x + 1)
+
+
+@pytest.mark.parametrize("drop", [lambda p: setattr(p, "grad", None), lambda p: delattr(p, "grad")], ids=["set", "del"])
+def test_gradients_that_it_drops_are_dropped_though_there_were_none_at_the_capture(
+    drop: Callable[[Tensor], None], device: str
+) -> None:
+    weight, x = torch.ones(3, device=device, requires_grad=True), torch.rand(3, device=device)
+
+    def begin(x: Tensor) -> Tensor:
+        drop(weight)
+        return x / x.sum()
+
+    replaying = graphed(begin)
+    called(replaying, 3, x)
+    assert counts(replaying)[1] == 2
+    for _ in range(2):
+        (replaying(x) * weight).sum().backward()
+    assert_bitwise_equal(weight.grad, begin(x))
+    weight.grad = None
+    assert_bitwise_equal(replaying(x).clone(), begin(x))
+    assert counts(replaying)[1] == 4
