@@ -115,7 +115,12 @@ private:
         bool is_name = false;  // of a field, between colons
         for (; *format; ++format) {
             if (*format == ':') is_name = !is_name;
-            if (!is_name && std::strchr("OPXZz&", *format)) return true;
+            if (is_name) continue;
+            if (*format == 'Z' && format[1] && std::strchr("fdg", format[1])) {  // complex numbers; else text elsewhere
+                ++format;
+            } else if (std::strchr("OPXZz&", *format)) {
+                return true;
+            }
         }
         return false;
     }

@@ -253,6 +253,13 @@ CONTAINERS = {
         "d[1].k",
         "b = Plain(); b.k = 3.0; d[1] = b",
     ),
+    "complex numbers": ("a = np.array([2.0 + 1j])", "float(a[0].real)", "a[0] = 3.0"),
+    "single complex numbers": ("a = np.array([2.0 + 1j], dtype=np.complex64)", "float(a[0].real)", "a[0] = 3.0"),
+    "complex numbers in records": (
+        "a = np.zeros(1, dtype=[('k', 'c16'), ('l', 'i4')])\na['k'] = 2.0",
+        "float(a['k'][0].real)",
+        "a['k'] = 3.0",
+    ),
     "np.matrix": ("m = np.matrix([[2.0]])", "float(m[0, 0])", "m[0, 0] = 3.0"),
     "a class of arrays": ("class A(np.ndarray): pass\nm = np.array([2.0]).view(A)", "float(m[0])", "m[0] = 3.0"),
     "an attribute of an array": (
