@@ -26,10 +26,32 @@ struct KeyedType {
     bool is_mutable;
 };
 
+// Whether instances of `type`, derived from `base`, hold nothing besides but a dictionary and a list of weak references.
+bool adds_no_fields(PyTypeObject* type, PyTypeObject* base) {
+    constexpr Py_ssize_t kInFront = -1;  // offset of a dictionary that Python keeps before the object, not in it
+    const bool has_dict = type->tp_dictoffset && type->tp_dictoffset != kInFront && !base->tp_dictoffset;
+    const bool has_list = type->tp_weaklistoffset > 0 && !base->tp_weaklistoffset;
+    const auto added = static_cast<Py_ssize_t>(sizeof(PyObject*)) * (has_dict + has_list);
+    return type->tp_basicsize == base->tp_basicsize + added && type->tp_itemsize == base->tp_itemsize;
+}
+
 // Of the process, like the types, which are kept for good.
 std::unordered_map<PyTypeObject*, KeyedType>& keyed_types() {
     static std::unordered_map<PyTypeObject*, KeyedType> types;
     return types;
+}
+
+// How instances of `type` are compared: as those of the first of its bases that is known and cannot change.
+const KeyedType* keyed_type(PyTypeObject* type) {
+    const auto known = keyed_types().find(type);
+    if (known != keyed_types().end()) return &known->second;
+    for (Py_ssize_t i = 1; type->tp_mro && i < PyTuple_GET_SIZE(type->tp_mro); ++i) {
+        auto* const base = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(type->tp_mro, i));
+        const auto found = keyed_types().find(base);
+        if (found == keyed_types().end()) continue;
+        return found->second.is_mutable || !adds_no_fields(type, base) ? nullptr : &found->second;
+    }
+    return nullptr;
 }
 
 PyTypeObject* import_type(const char* module, const char* name) {
@@ -283,16 +305,16 @@ void Value::add_member(PyObject* object) {
 }
 
 std::unique_ptr<Value> Value::of_keyed(PyObject* object, int depth) {
-    const auto known = keyed_types().find(Py_TYPE(object));
-    if (known == keyed_types().end()) return nullptr;
-    const auto key = py::reinterpret_steal<py::object>(PyObject_CallOneArg(known->second.key, object));
+    const KeyedType* const known = keyed_type(Py_TYPE(object));
+    if (!known) return nullptr;
+    const auto key = py::reinterpret_steal<py::object>(PyObject_CallOneArg(known->key, object));
     if (!key) PyErr_Clear();
     if (!key || key.is_none()) return nullptr;
     auto value = std::unique_ptr<Value>(new Value(Kind::kKeyed, object));
-    value->key_ = known->second.key;
+    value->key_ = known->key;
     if (!value->add(key.ptr(), depth)) return nullptr;
-    value->is_mutable_ |= known->second.is_mutable;  // or what it holds is
-    value->holds_mutable_ |= known->second.is_mutable;
+    value->is_mutable_ |= known->is_mutable;  // or what it holds is
+    value->holds_mutable_ |= known->is_mutable;
     if (!value->is_mutable_) value->object_ = Py_NewRef(object);
     return value;
 }

@@ -78,9 +78,15 @@ class CallableGuard:
         return source.step
 
     def expect_value(self, source: Source) -> None:
-        """Let the guard compare what stands at ``source`` by value, or by identity where it has none."""
+        """Let the guard compare what stands at ``source`` by value, or by identity where it has none.
+
+        Raises:
+            RuntimeError: it is what a container holds, which may change, and has no value.
+        """
         value = value_of(source.obj)
         if value is None:
+            if source.kind == _Kind.CONTENTS:
+                raise RuntimeError(f"{source.name} cannot be compared at each call: list it in ignore_attributes=")
             self.guard.expect_identity(self._step_to(source), source.obj)
         elif value.is_mutable and source.kind != _Kind.CONTENTS:  # looked at also where nothing has taken its place
             self.expect_contents(source, value)
@@ -145,8 +151,8 @@ class CallableGuard:
         at = self.guard.add_step(_Kind.MEMBER, step, key, 0, None, f"{key} of class {kind.__name__}")
         if first >= 0:
             self.guard.expect_same(at, first)
-        elif is_value(member):
-            self.guard.expect_value(at, value_of(member))
+        elif is_value(member) and (value := value_of(member)) is not None:
+            self.guard.expect_value(at, value)
         else:
             self.guard.expect_identity(at, member)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.graphs.guards.callable_guard import CallableGuard
-from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
+from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_compared_whole, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, computed_by_hooks
 from te_graph.graphs.guards.readers.library_objects import is_array, is_iterator
 from te_graph.graphs.guards.sources import Source, items_of
@@ -77,7 +77,7 @@ def _guard_container(source: Source, callable_guard: CallableGuard, puts_items: 
             callable_guard.expect_contents(source, contents)
         else:
             callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif is_bulk(obj) and len(obj) <= MAX_MEMBERS:
+    elif is_compared_whole(obj) and len(obj) <= MAX_MEMBERS:
         callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
         callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))

@@ -6,17 +6,19 @@ import collections
 import datetime
 import decimal
 import fractions
+import functools
 import pathlib
 import sys
 import types
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.arguments.nest import own_attribute
+from te_graph.graphs.guards.values import value_of
 
 _IMMUTABLE = (
     range,
@@ -32,6 +34,7 @@ _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, tuple, frozenset, slice, torch.dtype, torch.device}
 )
 MAX_MEMBERS = 1000  # of a dictionary, list or set of values that is compared at each call
+_MAX_NESTED = 24  # snapshots go down to 32
 _CONTAINERS = (list, dict, collections.OrderedDict, set)
 
 
@@ -59,12 +62,21 @@ def may_have_attributes(value: Any) -> bool:
     )
 
 
-def holds_values(members: Iterable[Any]) -> bool:
-    """True when there is nothing but values among ``members``; of a million numbers in milliseconds."""
+def holds_values(members: Iterable[Any], is_one: Callable[[Any], bool] = is_value) -> bool:
+    """True when there is nothing but values among ``members``, as ``is_one`` tells; of a million numbers in
+    milliseconds."""
     kinds = set(map(type, members))
     if not any(issubclass(kind, tuple | frozenset) for kind in kinds):
-        return all(map(is_value, _one_of_each(members, kinds)))
-    return all(map(is_value, members))
+        return all(map(is_one, _one_of_each(members, kinds)))
+    return all(map(is_one, members))
+
+
+def has_snapshot(value: Any, depth: int = 0) -> bool:
+    """Whether a guard can compare ``value`` with what it was, in whatever container. Not so where a derived class has
+    fields of its own, or a tuple is nested too deep: such a one is compared by identity."""
+    if isinstance(value, tuple | frozenset):
+        return depth < _MAX_NESTED and holds_values(value, functools.partial(has_snapshot, depth=depth + 1))
+    return value_of(value) is not None
 
 
 def _one_of_each(members: Iterable[Any], kinds: set[type]) -> list[Any]:
@@ -87,6 +99,14 @@ def is_bulk(obj: Any) -> bool:
     if not isinstance(obj, dict):
         return holds_values(obj)
     return holds_values(obj.values()) and (len(obj) > MAX_MEMBERS or holds_values(obj))
+
+
+def is_compared_whole(obj: Any) -> bool:
+    """True for a container of values alone that a guard compares at once: by its members, or its length if these are
+    too many."""
+    if not is_bulk(obj) or len(obj) > MAX_MEMBERS:
+        return is_bulk(obj)
+    return all(holds_values(part, has_snapshot) for part in ((obj, obj.values()) if isinstance(obj, dict) else (obj,)))
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -28,6 +28,10 @@ def _zone_of(zone: datetime.tzinfo | None) -> Any:
     return (type(zone).__name__, str(zone)) if zone is not None else None
 
 
+def _time_of(t: datetime.time | datetime.datetime) -> tuple:
+    return t.hour, t.minute, t.second, t.microsecond, t.fold, _zone_of(t.tzinfo)
+
+
 def _times_key(values: Any) -> Any:
     """Of an array of dates or times, which alone does not show its memory."""
     if values.dtype.kind not in "mM":
@@ -35,7 +39,13 @@ def _times_key(values: Any) -> Any:
     return values.dtype.str, values.view(np.int64)
 
 
+# For derived classes, too, where these have no fields of their own.
 _IMMUTABLE = {
+    str: str.__str__,
+    bytes: lambda b: b"".join((b,)),
+    int: int.__int__,
+    float: float.__float__,
+    complex: complex.__pos__,
     slice: lambda s: (s.start, s.stop, s.step),
     range: lambda r: (r.start, r.stop, r.step),
     torch.Size: tuple,
@@ -43,8 +53,8 @@ _IMMUTABLE = {
     fractions.Fraction: lambda f: (f.numerator, f.denominator),
     datetime.timedelta: lambda d: (d.days, d.seconds, d.microseconds),
     datetime.date: lambda d: d.toordinal(),
-    datetime.datetime: lambda d: (d.replace(tzinfo=None).isoformat(), d.fold, _zone_of(d.tzinfo)),
-    datetime.time: lambda t: (t.replace(tzinfo=None).isoformat(), t.fold, _zone_of(t.tzinfo)),
+    datetime.datetime: lambda d: (d.toordinal(), *_time_of(d)),
+    datetime.time: _time_of,
     datetime.timezone: str,
     uuid.UUID: lambda u: u.int,
     pathlib.PosixPath: str,

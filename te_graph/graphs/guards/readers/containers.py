@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from te_graph import _C
-from te_graph.graphs.guards.plain_values import holds_values, is_bulk
+from te_graph.graphs.guards.plain_values import holds_values, is_compared_whole
 from te_graph.graphs.guards.sources import MAX_OBJECTS, Source, contents, items_in, members_in
 
 _Kind = _C.StepKind
@@ -19,10 +19,10 @@ def inside_container(source: Source) -> Iterator[Source]:
     if isinstance(obj, dict):
         if isinstance(obj, collections.defaultdict):
             yield source.child(obj.default_factory, f"default of {source.name}", _Kind.ATTRIBUTE, "default_factory")
-        if not is_bulk(obj):
+        if not is_compared_whole(obj):
             yield from itertools.islice(items_in(source), MAX_OBJECTS)
     elif isinstance(obj, list | tuple):
-        if not is_bulk(obj):
+        if not is_compared_whole(obj):
             yield from contents(source)
     elif isinstance(obj, set | frozenset) and not holds_values(obj):
         yield from members_in(source)

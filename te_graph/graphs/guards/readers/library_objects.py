@@ -17,7 +17,7 @@ from typing import Any
 from torch._library.custom_ops import CustomOpDef
 
 from te_graph import _C
-from te_graph.graphs.guards.plain_values import holds_values
+from te_graph.graphs.guards.plain_values import has_snapshot, holds_values
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import bytes_of, np
@@ -40,7 +40,7 @@ _INNER = {
 def is_array(obj: Any) -> bool:
     """True for what holds nothing but values and can change: arrays of numbers, and queues of values."""
     if isinstance(obj, collections.deque):
-        return type(obj) is collections.deque and holds_values(obj)
+        return type(obj) is collections.deque and holds_values(obj) and holds_values(obj, has_snapshot)
     return isinstance(obj, (*_ARRAYS, _CTYPES))
 
 
