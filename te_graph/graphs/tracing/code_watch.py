@@ -19,7 +19,7 @@ from typing import Any
 
 from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_file, is_user_file
 from te_graph.graphs.tracing.code_names import is_making
-from te_graph.graphs.tracing.extensions import is_of_extension
+from te_graph.graphs.tracing.extensions import classes_given, is_method_of_extension, is_of_extension
 from te_graph.graphs.tracing.names import (
     CODES_OF_FIELDS,
     CODES_OF_LOOKERS,
@@ -58,6 +58,8 @@ class CodeWatch:
         field_readers: it called these of Python's, which go through the fields of a dataclass.
         calls_extensions: some code called a function of an extension module that is neither of torch nor of Python: no
             dispatcher need see what it does with tensors. Before Python 3.12 on this thread alone.
+        read_whole: classes of objects of which functions of extension modules may read all attributes: their first
+            argument, or that of the function of an installed package which calls them.
         drawn: from where some code first drew random numbers of which no generator's state tells, in words; None: from
             nowhere. Before Python 3.12 on this thread alone.
         runs_compiled: it called what ``torch.compile`` made of a function.
@@ -79,6 +81,7 @@ class CodeWatch:
         self.field_readers: set[str] = set()
         self.missing: set[str] = set()
         self.looked_up: set[tuple[type, str]] = set()
+        self.read_whole: set[type] = set()
         self.codes: dict[int, types.CodeType] = {}
         self.variables: dict[int, list[tuple]] = {}
         self.scopes: dict[int, dict[str, Any]] = {}
@@ -162,14 +165,18 @@ class CodeWatch:
         if self.drawn is None and not (self._is_aside(frame) or is_draw_beside(frame)):
             self.drawn = f"{name} at {user_site()}"
 
-    def _note_call(self, function: Any, frame: types.FrameType) -> None:
-        """Of a call of what Python code did not write, by the function of ``frame``."""
+    def _note_call(self, function: Any, frame: types.FrameType, first: Any = None) -> None:
+        """Of a call of what Python code did not write, by the function of ``frame``, with ``first`` as an argument."""
         if (name := system_draw(function)) is not None:
             self._note_draw(name, frame)
-        if self.calls_extensions or type(function) is types.FunctionType or id(function) in self._known_calls:
+        if type(function) is types.FunctionType or id(function) in self._known_calls:
             return
-        self.calls_extensions = is_of_extension(function)
-        if isinstance(function, _LASTING):
+        is_function = is_of_extension(function)
+        self.calls_extensions |= is_function
+        if is_function or is_method_of_extension(function):
+            is_passed_on = frame.f_code.co_argcount > 0 and not is_project_file(frame.f_code.co_filename)
+            self.read_whole |= classes_given(self._first_argument(frame) if is_passed_on else first)
+        elif isinstance(function, _LASTING):
             self._known_calls[id(function)] = function
 
     def _note(self, frame: types.FrameType) -> None:
@@ -194,10 +201,19 @@ class CodeWatch:
         if has_variables:
             held = frame.f_locals
             self._note_variables(code, held)
-            # Before Python 3.13 that is a copy, which would keep what the function lets go of. What a profile function
-            # leaves in it becomes the variables again.
-            if isinstance(held, dict) and not self._is_profiling:
-                held.clear()
+            self._let_go(held)
+
+    def _let_go(self, held: Any) -> None:
+        """Of the variables of a frame. Before Python 3.13 they are a copy, which would keep what the function lets go
+        of. What a profile function leaves in it becomes the variables again."""
+        if isinstance(held, dict) and not self._is_profiling:
+            held.clear()
+
+    def _first_argument(self, frame: types.FrameType) -> Any:
+        held = frame.f_locals
+        first = held.get(frame.f_code.co_varnames[0])
+        self._let_go(held)
+        return first
 
     def _wants_variables(self, code: types.CodeType) -> bool:
         """Whether it matters at each start of ``code`` what its variables hold."""
@@ -226,7 +242,7 @@ class CodeWatch:
             if _is_own(code):
                 return monitoring.DISABLE
             if type(function) is not types.FunctionType and self._is_ours():
-                self._note_call(function, sys._getframe(1))
+                self._note_call(function, sys._getframe(1), first)
             return None
 
         events = monitoring.events

@@ -1,4 +1,5 @@
-"""Functions of extension modules, which take the memory of tensors without a dispatcher that could be watched."""
+"""Functions of extension modules, which take the memory of tensors without a dispatcher that could be watched, and read
+attributes of objects that no code names."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ import types
 from importlib.machinery import EXTENSION_SUFFIXES
 from typing import Any
 
-from te_graph.common.dispatch import is_user_file
-from te_graph.graphs.arguments.nest import own_attribute
+from torch import Tensor, nn
 
+from te_graph.common.dispatch import is_user_file
+from te_graph.graphs.arguments.nest import instance_dict, own_attribute
+from te_graph.graphs.tracing.names import user_classes
+
+_MAX_OBJECTS = 1000
 _KNOWN = frozenset({"numpy", "torch", "te_graph", *sys.stdlib_module_names})
 
 
@@ -24,6 +29,36 @@ def is_of_extension(function: Any) -> bool:
     if not isinstance(module, str) or module.partition(".")[0] in _KNOWN:
         return False
     return _is_extension(module, getattr(sys.modules.get(module), "__file__", None))
+
+
+def is_method_of_extension(function: Any) -> bool:
+    """True for methods that classes of such modules have."""
+    owner = own_attribute(function, "__objclass__")
+    if isinstance(function, types.BuiltinFunctionType):
+        owner = type(function.__self__)
+    module = owner.__module__ if isinstance(owner, type) else None
+    return isinstance(module, str) and _is_extension(module, getattr(sys.modules.get(module), "__file__", None))
+
+
+def classes_given(given: Any) -> set[type]:
+    """Of ``given`` and what its attributes lead to, through containers: the classes that the user wrote, but for
+    modules and tensors."""
+    found: set[type] = set()
+    met: dict[int, Any] = {}
+    queue = [given]
+    while queue and len(met) < _MAX_OBJECTS:
+        obj = queue.pop()
+        if id(obj) in met or isinstance(obj, nn.Module | Tensor | type):
+            continue
+        met[id(obj)] = obj
+        if isinstance(obj, dict):
+            queue.extend(dict.values(obj))
+        elif isinstance(obj, list | tuple | set | frozenset):
+            queue.extend(obj)
+        elif user_classes(type(obj)):
+            found.add(type(obj))
+            queue.extend((instance_dict(obj) or {}).values())
+    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -81,6 +81,7 @@ class Names:
             Code of installed packages that did not run then does not count: what leads to it is compared.
         looked_up: attributes that code of Python and torch was seen to ask objects for by ``getattr`` and the like, or
             in vain, as (class, name).
+        read_whole: classes of objects that functions of extension modules were given, which may read all attributes.
         around: methods that run around a replay: they count once another object was seen to run them.
     """
 
@@ -89,6 +90,7 @@ class Names:
     ran: frozenset[int] = frozenset()
     is_all_seen: bool = False
     looked_up: frozenset[tuple[type, str]] = frozenset()
+    read_whole: frozenset[type] = frozenset()
     around: frozenset[types.CodeType] = frozenset()
 
     @property
@@ -130,7 +132,7 @@ class Names:
         """Whether the code may read ``attribute`` of ``obj``."""
         if not self.is_enough or attribute in self.said or not is_user_type(type(obj)):
             return True
-        if (type(obj), attribute) in self.looked_up:
+        if type(obj) in self.read_whole or (type(obj), attribute) in self.looked_up:
             return True
         return isinstance(obj, nn.Module) and attribute in _own_attributes_of_modules()
 
@@ -177,6 +179,10 @@ class Names:
     def looked_up_of(self, kind: type) -> set[str]:
         """Attributes that code of libraries was seen to look up, of objects of ``kind``."""
         return {name for owner, name in self.looked_up if owner is kind}
+
+    def with_read_whole(self, kinds: Iterable[type]) -> Names:
+        """These, and classes of objects of which all attributes may be read."""
+        return replace(self, read_whole=self.read_whole.union(kinds))
 
     def with_getters(self, getters: Iterable[Any]) -> Names:
         """These, and the names in objects of ``operator`` that read attributes or call methods."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -279,14 +280,17 @@ def test_attention_on_a_cudnn_that_is_wrong_in_graphs_is_refused_by_name(
 
 @pytest.fixture
 def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module that looks like an extension module, with a function that is not of Python code."""
+    """A module that looks like an extension module, with functions that are not of Python code."""
     module = types.ModuleType("some_kernels")
     module.__file__ = str(tmp_path / "site-packages" / f"some_kernels{importlib.machinery.EXTENSION_SUFFIXES[0]}")
 
     class Kernels:
         __module__ = "some_kernels"
 
-    module.touch = Kernels
+    class Reader(weakref.ref):
+        __module__ = "some_kernels"
+
+    module.touch, module.read = Kernels, Reader
     monkeypatch.setitem(sys.modules, "some_kernels", module)
     return module
 
@@ -317,3 +321,55 @@ def test_tensors_that_no_dispatcher_sees_used_are_compared_where_an_extension_is
     tg.make_graphed_callables(module, (batch(),))
     module.table.data = torch.ones(3)
     module(batch())
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.gain, self.inner = 2.0, [Inner()]
+
+
+class Inner:
+    def __init__(self) -> None:
+        self.bias = 1.0
+
+
+class Reading(nn.Module):
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.read, self.settings, self.steps = read, Settings(), 0
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 3]
+        self.read(self.settings)
+        return x * 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="what ran is known by sys.monitoring")
+@pytest.mark.parametrize("change", ["module.settings.gain = 3.0", "module.settings.inner[0].bias = 3.0"])
+def test_attributes_of_an_object_that_an_extension_is_given_are_compared(
+    change: str, extension: types.ModuleType
+) -> None:
+    module = tg.make_graphed_callables(Reading(extension.read), (batch(),))
+    module.steps = 1  # of a module, which is given to nobody
+    module(batch())
+    exec(change, {"module": module})
+    with pytest.raises(RuntimeError, match=r"changed from [12]\.0 to 3\.0 since capture"):
+        module(batch())
+    module = tg.make_graphed_callables(Reading(callable), (batch(),))
+    exec(change, {"module": module})
+    module(batch())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="what ran is known by sys.monitoring")
+@pytest.mark.parametrize("method", ["model_dump", "model_dump_json"])
+def test_fields_that_a_package_hands_over_to_its_extension_are_compared(method: str) -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Gains(pydantic.BaseModel):
+        first: float = 2.0
+
+    gains = Gains()
+    scaled = tg.make_graphed_callables(lambda x: x * len(getattr(gains, method)()), (batch(),))
+    scaled(batch())
+    gains.first = 30.0
+    with pytest.raises(RuntimeError, match=r"first changed from 2\.0 to 30\.0 since capture"):
+        scaled(batch())

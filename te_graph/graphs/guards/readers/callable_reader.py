@@ -265,7 +265,7 @@ class CallableReader(TensorReader):
         """Whether the code may read the attribute ``name`` of the object at ``source``."""
         if name == "te_graph" or self._is_ignored(source.name, name):
             return False
-        if name in self._names.said or self._names.said & LOOKS_AT_ALL:
+        if name in self._names.said or self._names.said & LOOKS_AT_ALL or type(source.obj) in self._names.read_whole:
             return True
         if name == "_value_" and isinstance(source.obj, enum.Enum):
             return True

@@ -63,6 +63,7 @@ class SourceWalker:
         observed = replace(observed, asked=observed.asked | watch.missing)
         observed = observed.with_all_attributes(watch.looks_at_all).with_fields(watch.field_readers)
         observed = observed.with_extensions(watch.calls_extensions).with_looked_up(watch.looked_up)
+        observed = observed.with_read_whole(watch.read_whole)
         if observed != self._observed:
             # Once all is seen that runs, what other code has said is forgotten.
             said, asked = (frozenset(), frozenset()) if is_all_seen else (self.names.said, self.names.asked)
