@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from te_graph import _C
 from te_graph.common.opaque import opaque
@@ -52,9 +53,10 @@ def graphed_class(base: type[nn.Module]) -> type[nn.Module]:
         "__reduce_ex__": _reduce_ex_above(base),
     }
     members["_te_graph_forward"] = members["forward"]
-    for name in ("__deepcopy__", "__copy__"):
+    renewing = ("recompile",) if issubclass(base, GraphModule) else ()  # puts functions into the class of the module
+    for name in ("__deepcopy__", "__copy__", *renewing):
         if hasattr(base, name):
-            members[name] = _copier_above(base, name)
+            members[name] = _method_as_before(base, name)
     metaclass = type(base)
     maker = ABCMeta if issubclass(metaclass, ABCMeta) else type
     made = maker.__new__(metaclass, base.__name__, (_shield(base), base), members, is_ours=True)
@@ -165,9 +167,9 @@ def _own_copy(part: Any, members: dict[str, Any], depth: int = 4) -> Any:
     return dict(zip(part, changed, strict=True)) if type(part) is dict else type(part)(changed)
 
 
-def _copier_above(base: type[nn.Module], name: str) -> Any:
-    def copier(self: nn.Module, *memo: Any) -> Any:
+def _method_as_before(base: type[nn.Module], name: str) -> Any:
+    def method(self: nn.Module, *args: Any) -> Any:
         with _as_before(self, base):
-            return getattr(self, name)(*memo)
+            return getattr(self, name)(*args)
 
-    return copier
+    return method

@@ -290,6 +290,24 @@ def test_graph_module_is_copied_and_pickled() -> None:
     assert_same_as_twin(net, twin)
 
 
+def test_graph_module_that_compiles_its_graph_anew_is_refused_until_reset() -> None:
+    net = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    twin = copy.deepcopy(net)
+    graphed(net)
+    net.recompile()
+    twin.recompile()
+    assert_same_as_twin(net, twin)
+    assert net.te_graph.info()["forward_replays"] == 1
+    for one in (net, twin):
+        (output,) = one.graph.find_nodes(op="output")
+        with one.graph.inserting_before(output):
+            output.args = (one.graph.call_function(torch.mul, (output.args[0], 2)),)
+        one.recompile()
+    assert_refused(net)
+    net.te_graph.reset()
+    assert_same_as_twin(net, twin)
+
+
 def plain_function(x: Tensor) -> Tensor:  # [2, 4]
     return x * 2
 
