@@ -10,8 +10,8 @@ import functools
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.library_objects import is_array
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source, items_of, name_of, tells_tensors_apart
-from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL, strings_in
-from te_graph.graphs.tracing.names import Names
+from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL, PATTERN, strings_in
+from te_graph.graphs.tracing.names import GETTERS, Names, names_in_patterns, names_of_getter
 from te_graph.graphs.tracing.subscripts import reads_unsaid_keys
 
 _Kind = _C.StepKind
@@ -53,6 +53,9 @@ def backward_guard(
     if not ran and _CALL_OF_MODULES not in watch.codes:
         return None
     names = watch.names.union(*map(strings_in, ran), *(code.co_freevars for code in ran))
+    names.update(*(names_of_getter(source.obj) for source in sources if isinstance(source.obj, GETTERS)))
+    if PATTERN in names:
+        names.update(names_in_patterns(type(source.obj) for source in sources))
     reads_all = _CALL_OF_MODULES in watch.codes or not LOOKS_AT_ALL.isdisjoint(names)
     reads_any_key = reads_all or any(map(reads_unsaid_keys, ran))
     reads = _Reads(frozenset(ran), None if reads_all else frozenset(names), watch.held, reads_any_key)
@@ -68,8 +71,12 @@ def backward_guard(
         puts_items=Names(frozenset(names)).puts_items,
         tells_apart=tells_tensors_apart(Names(frozenset(names)), sources),
     )
+    reads.follow(others)
     looked_at: set[int] = set()
     for source in others:
+        if source.again is None and isinstance(source.obj, types.FunctionType) and source.obj.__code__ in reads.ran:
+            for absent in reader.missing_variables(source):
+                callable_guard.enter(absent)
         if reads.may_read(source):
             if isinstance(source.obj, nn.Module) or (
                 isinstance(source.obj, Tensor) and storage_key(source.obj) in used
@@ -83,15 +90,27 @@ def backward_guard(
             _guard_contents(source, callable_guard, reads, guard_found)
         else:
             continue
-        if id(source.obj) not in looked_at and (members := source.attributes()) is not None:
+        if id(source.obj) not in looked_at:
             looked_at.add(id(source.obj))
-            for name in filter(reads.says, reader.absent(source)):
-                callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
-            found = reader.members(source.obj) if reader.is_users(type(source.obj)) else ()
-            constants = [(name, member) for name, member in found if reads.says(name) and is_value(member)]
-            if constants:
-                callable_guard.expect_class(source, source.name or "self", constants)
+            _guard_lookups(source, callable_guard, reads, reader)
     return callable_guard.guard if callable_guard.guard.steps > 1 else None
+
+
+def _guard_lookups(source: Source, callable_guard: CallableGuard, reads: _Reads, reader: CallableReader) -> None:
+    """Guard what lookups in the object at ``source`` and its class, or in the class there, have found or not."""
+    obj, members = source.obj, source.attributes()
+    if members is not None and not isinstance(obj, type):
+        for name in filter(reads.says, reader.absent(source)):
+            callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
+    found = reader.members(obj) if reader.is_users(obj if isinstance(obj, type) else type(obj)) else ()
+    data = [(name, member) for name, member in found if reads.says(name) and _is_data(member)]
+    if data:
+        callable_guard.expect_class(source, source.name or "self", data)
+
+
+def _is_data(member: Any) -> bool:
+    """True for values and containers that a class has, and where it has nothing; methods are not looked at."""
+    return member is NotImplemented or is_value(member) or isinstance(member, list | dict | set)
 
 
 def _guard_contents(
@@ -118,12 +137,21 @@ class _Reads:
         names: all that it says; None: it may read everything.
         held: identities of the objects that it gets hold of, under whatever names.
         reads_unsaid_keys: of a dictionary it may read items under keys that are not among ``names``.
+        reached: identities of the objects that stand where it may read, which may stand elsewhere, too.
     """
 
     ran: frozenset[types.CodeType]
     names: frozenset[str] | None
     held: Collection[int]
     reads_unsaid_keys: bool
+    reached: set[int] = field(default_factory=set)
+
+    def follow(self, sources: Iterable[Source]) -> None:
+        """Find which objects at ``sources`` the code reaches."""
+        count = -1
+        while count < len(self.reached):
+            count = len(self.reached)
+            self.reached.update(id(source.obj) for source in sources if self.may_read(source))
 
     def holds(self, source: Source) -> bool:
         """Whether the code gets hold of the object that stands at ``source``, where that was met first."""
@@ -143,7 +171,8 @@ class _Reads:
             return self.says(key)
         if id(above.obj) in self.held and (not isinstance(above.obj, dict) or self.says_key(key)):
             return True
-        return self.may_read(above.parent if above.kind == _Kind.INSTANCE_DICT else above)
+        owner = above.parent if above.kind == _Kind.INSTANCE_DICT else above
+        return id(owner.obj) in self.reached or self.may_read(owner)
 
     def says_key(self, key: Any) -> bool:
         """Whether the code may read what a dictionary holds under ``key``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -17,7 +16,7 @@ from te_graph.graphs.guards.guarded_objects import guard_source
 from te_graph.graphs.guards.parametrizations import cache_source, is_parametrized
 from te_graph.graphs.guards.plain_values import is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
-from te_graph.graphs.guards.readers.lookups import absent_globals, absent_names, is_project_module
+from te_graph.graphs.guards.readers.lookups import is_project_module
 from te_graph.graphs.guards.readers.user_classes import bases_of
 from te_graph.graphs.guards.sources import Source, TensorReader, name_of, submodules, walk
 from te_graph.graphs.tracing.externals import External
@@ -140,7 +139,7 @@ def _guard_absence(source: Source, callable_guard: CallableGuard, reader: Callab
     """Guard that an object has no attribute that would come before what its class has, or that code asks for."""
     members = source.attributes()
     if isinstance(source.obj, types.FunctionType) and is_user_file(source.obj.__code__.co_filename):
-        for absent in itertools.chain(absent_names(source), absent_globals(source), reader.absent_globals(source)):
+        for absent in reader.missing_variables(source):
             callable_guard.enter(absent)
     if isinstance(source.obj, types.BuiltinFunctionType | type) or (is_value(source.obj) and members is None):
         return

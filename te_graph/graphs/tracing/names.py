@@ -153,7 +153,7 @@ class Names:
             done.update(codes)
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
         if PATTERN in said:
-            said.update(name for kind in kinds for name in getattr(kind, PATTERN, ()))
+            said.update(names_in_patterns(kinds))
         if said & (_READ_FIELDS if self.is_all_seen else _READ_FIELDS | _TELL_FIELDS):
             said.update(name for kind in kinds for name in getattr(kind, TABLE_OF_FIELDS, ()))
         return replace(self, said=frozenset(said), asked=frozenset(asked))
@@ -224,6 +224,11 @@ class Names:
 def looks_at_all(obj: Any) -> bool:
     """True for functions of Python's that read whatever attributes there are, or those that they are given."""
     return any(obj is looker for looker in _LOOKERS)
+
+
+def names_in_patterns(kinds: Iterable[type]) -> Iterator[str]:
+    """The names that a pattern goes by which says no names, for objects of ``kinds``."""
+    return (name for kind in kinds for name in getattr(kind, PATTERN, ()))
 
 
 def names_of_getter(getter: Any) -> set[str]:

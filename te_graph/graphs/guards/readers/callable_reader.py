@@ -37,6 +37,8 @@ from te_graph.graphs.guards.readers.library_namespaces import (
 from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.loggers import LOGGERS, inside_logger, loggers_by_name
 from te_graph.graphs.guards.readers.lookups import (
+    absent_globals,
+    absent_names,
     asked_of_module,
     descriptions,
     globals_by_name,
@@ -169,10 +171,12 @@ class CallableReader(TensorReader):
             if not (is_there or is_pythons(name) or self._is_ignored(source.name, name)):
                 yield name
 
-    def absent_globals(self, function: Source) -> Iterator[Source]:
-        """Global variables that are not there, and for which ``function`` may ask by ``globals()``."""
+    def missing_variables(self, function: Source) -> Iterator[Source]:
+        """Variables and modules that are not there, and that ``function`` may look up, by ``globals()`` too."""
+        yield from absent_names(function)
+        yield from absent_globals(function)
         found = globals_by_name(function, self._names.said) if self._is_followed(function.obj) else ()
-        return (child for child in found if child.kind == _Kind.ABSENT)
+        yield from (child for child in found if child.kind == _Kind.ABSENT)
 
     def empty_slots(self, source: Source) -> Iterator[str]:
         """Of the slots of the object at ``source`` those in which there is nothing, and which the code may read."""
