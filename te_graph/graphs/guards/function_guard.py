@@ -80,6 +80,8 @@ class FunctionGuard:
         if source.is_end and not source.is_grad:
             return
         if source.value is not None:
+            if self._tells_apart and source.value.is_mutable and source.again is not None:
+                guard.expect_same(step, self._steps[id(source.again)])
             at = (
                 guard.add_step(_Kind.CONTENTS, step, None, 0, None, name, source.is_ephemeral)
                 if source.value.is_mutable

@@ -203,6 +203,16 @@ def test_one_tensor_where_there_are_two_later_is_a_change(device: str) -> None:
     assert counts(scaled) == (2, 4, 1, 2)
 
 
+def test_one_list_that_becomes_two_is_a_change_to_code_that_tells_them_apart(device: str) -> None:
+    held = types.SimpleNamespace(first=[1.0])
+    held.second = held.first
+    x = torch.randn(3, device=device)
+    scaled = graphed(lambda x: x * 2.0 if held.first is held.second else x * 3.0)
+    assert_bitwise_equal(called(scaled, 3, x).clone(), x * 2.0)
+    held.second = [1.0]
+    assert_bitwise_equal(called(scaled, 2, x), x * 3.0)
+
+
 class Scripted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
