@@ -9,6 +9,7 @@ import decimal
 import types
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -21,7 +22,7 @@ from torch.utils import deterministic
 from te_graph import make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-_IMPORTS = "import decimal, torch, torch.distributed as dist\nfrom torch.utils import deterministic"
+_IMPORTS = "import decimal, numpy as np, torch, torch.distributed as dist\nfrom torch.utils import deterministic"
 _IS = "2.0 if {} else 3.0"
 CASES = {
     "threads": (
@@ -55,6 +56,17 @@ CASES = {
         _IS.format("torch._dynamo.config.verbose"),
         "torch._dynamo.config.verbose = True",
     ),
+    "errors of NumPy": ("", _IS.format("np.geterr()['over'] == 'warn'"), "np.seterr(over='ignore')"),
+    "TF32 of products": (
+        "",
+        _IS.format("torch.backends.cuda.matmul.allow_tf32"),
+        "torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32",
+    ),
+    "threads of autograd": (
+        "",
+        _IS.format("torch.autograd.is_multithreading_enabled()"),
+        "torch.autograd.set_multithreading_enabled(False)",
+    ),
     "a group": (
         "import torch.distributed as dist",
         _IS.format("dist.is_initialized()"),
@@ -69,7 +81,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     install(made, monkeypatch)
     threads, precision = torch.get_num_threads(), decimal.getcontext().prec
     is_filled = deterministic.fill_uninitialized_memory
+    allows_tf32, errors = torch.backends.cuda.matmul.allow_tf32, np.geterr()
     yield made
+    torch.backends.cuda.matmul.allow_tf32 = allows_tf32
+    torch.autograd.set_multithreading_enabled(True)
+    np.seterr(**errors)
     torch.set_num_threads(threads)
     decimal.getcontext().prec = precision
     torch.autograd.set_detect_anomaly(False)

@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info
 from te_graph import _C
 from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.values import np
 
 _Kind = _C.StepKind
 
@@ -26,6 +27,14 @@ def _precision() -> tuple:
     """What decimal computes by: not its flags, which results set."""
     context = decimal.getcontext()
     return context.prec, context.rounding, context.Emin, context.Emax, context.capitals, context.clamp
+
+
+def _allows_tf32() -> tuple | None:
+    """Of products and convolutions, also where the capture is on another device; None: set in several ways."""
+    try:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
 
 
 # By the names that code says.
@@ -42,6 +51,9 @@ _ASKED: dict[str, Callable[[], Any]] = {
     "is_initialized": _has_group,
     "get_world_size": lambda: dist.get_world_size() if _has_group() else None,
     "get_rank": lambda: dist.get_rank() if _has_group() else None,
+    "is_multithreading_enabled": torch.autograd.is_multithreading_enabled,
+    "allow_tf32": _allows_tf32,
+    "geterr": lambda: None if np is None else tuple(np.geterr().items()),
     "Decimal": _precision,
     "getcontext": _precision,
 }
