@@ -8,11 +8,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from sequences import counts
 
 from te_graph import graphed, make_graphed_callables
 from te_graph.testing import assert_bitwise_equal
+
+Cases = dict[str, tuple[str, str, str]]  # by name: what is there, what a function reads, a change of it
 
 HEADER = """
 import argparse, array, collections, contextlib, copy, ctypes, dataclasses, enum, functools, inspect, math, operator
@@ -57,6 +60,26 @@ def assert_change_is_seen(module: types.ModuleType, setup: str, read: str, chang
     assert not torch.equal(function(x), before)
     assert_bitwise_equal(replayed(x).clone(), function(x))
     assert counts(replayed)[2] == 1
+
+
+def sees_changes(cases: Cases) -> Callable:
+    """A test that a graphed function sees the change of each of ``cases``."""
+
+    @pytest.mark.parametrize(("setup", "read", "change"), cases.values(), ids=cases)
+    def test(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+        assert_change_is_seen(module, setup, read, change)
+
+    return test
+
+
+def refuses_changes(cases: Cases) -> Callable:
+    """A test that a callable refuses to replay after the change of each of ``cases``."""
+
+    @pytest.mark.parametrize(("setup", "read", "change"), cases.values(), ids=cases)
+    def test(module: types.ModuleType, setup: str, read: str, change: str) -> None:
+        assert outcome_of_callable(module, setup, read, change) == "refused"
+
+    return test
 
 
 def outcome_of_callable(module: types.ModuleType, setup: str, read: str, change: str) -> str:

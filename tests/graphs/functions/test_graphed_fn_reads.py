@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gc
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
 from sequences import counts
-from text_cases import assert_change_is_seen, function_of_case, install, made_module, run_text
+from text_cases import function_of_case, run_text, sees_changes
 from torch.autograd import forward_ad
 
 from te_graph import graphed
@@ -291,21 +292,17 @@ CASES = {**MADE_INSIDE, **CLASSES_OF_TORCH, **NAMES, **CONTAINERS}
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def module(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """The module that the text of a case is run in; what it changes about torch is put back."""
-    made = made_module()
-    install(made, monkeypatch)
     monkeypatch.setattr(torch.nn.Identity, "forward", torch.nn.Identity.forward)
-    yield made
+    yield module
     torch.set_default_device(None)
-    for kept in vars(made).values():
+    for kept in vars(module).values():
         if hasattr(kept, "remove") and hasattr(kept, "hooks_dict_ref"):
             kept.remove()
 
 
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
+test_a_change_is_seen = sees_changes(CASES)
 
 
 @pytest.mark.parametrize(("setup", "read", "change"), NOT_COMPARED.values(), ids=NOT_COMPARED)

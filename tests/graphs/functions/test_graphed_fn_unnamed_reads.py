@@ -15,9 +15,10 @@ from text_cases import (
     assert_change_is_seen,
     function_of_case,
     install,
-    made_module,
     outcome_of_callable,
+    refuses_changes,
     run_text,
+    sees_changes,
 )
 
 from te_graph import graphed
@@ -174,13 +175,6 @@ NOT_SEEN = {
 CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES, **OF_PYTHON, **ABOUT_CODE, **THROUGH_ALL}
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    made = made_module()
-    install(made, monkeypatch)
-    return made
-
-
 _TWO = "c = Plain(); c.m, c.l = torch.ones(3), torch.zeros(3)\n"
 _NET = "m = nn.Linear(2, 2)\n"
 _PARAMETER = "m.weight = nn.Parameter(torch.ones(2, 2))"
@@ -252,14 +246,8 @@ ABOVE = {  # a class gets what it had from the one above it, and the one below i
 CASES = {**CASES, **TOLD_APART, **MODULES, **ABOVE}
 
 
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), [*CASES.values(), *IDENTITY.values()], ids=[*CASES, *IDENTITY])
-def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert outcome_of_callable(module, setup, read, change) == "refused"
+test_a_change_is_seen = sees_changes(CASES)
+test_a_callable_refuses_a_change = refuses_changes({**CASES, **IDENTITY})
 
 
 @pytest.mark.parametrize(("setup", "read", "change"), ALL_NAMES.values(), ids=ALL_NAMES)

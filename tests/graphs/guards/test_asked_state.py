@@ -16,7 +16,7 @@ import torch._dynamo
 import torch.distributed as dist
 from calls import replays
 from sequences import counts
-from text_cases import assert_change_is_seen, function_of_case, install, made_module, outcome_of_callable, run_text
+from text_cases import function_of_case, refuses_changes, run_text, sees_changes
 from torch.utils import deterministic
 
 from te_graph import make_graphed_callables
@@ -76,13 +76,11 @@ CASES = {
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    made = made_module()
-    install(made, monkeypatch)
+def module(module: types.ModuleType) -> Iterator[types.ModuleType]:
     threads, precision = torch.get_num_threads(), decimal.getcontext().prec
     is_filled = deterministic.fill_uninitialized_memory
     allows_tf32, errors = torch.backends.cuda.matmul.allow_tf32, np.geterr()
-    yield made
+    yield module
     torch.backends.cuda.matmul.allow_tf32 = allows_tf32
     torch.autograd.set_multithreading_enabled(True)
     np.seterr(**errors)
@@ -97,14 +95,8 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert outcome_of_callable(module, setup, read, change) == "refused"
+test_a_change_is_seen = sees_changes(CASES)
+test_a_callable_refuses_a_change = refuses_changes(CASES)
 
 
 def test_a_capture_under_anomaly_detection_sees_it(module: types.ModuleType) -> None:

@@ -12,14 +12,7 @@ import pytest
 import torch
 from calls import replays
 from sequences import called, counts
-from text_cases import (
-    assert_change_is_seen,
-    function_of_case,
-    install,
-    made_module,
-    outcome_of_callable,
-    run_text,
-)
+from text_cases import function_of_case, refuses_changes, run_text, sees_changes
 
 from te_graph import make_graphed_callables
 
@@ -63,21 +56,8 @@ CASES = {
 }
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    made = made_module()
-    install(made, monkeypatch)
-    return made
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert outcome_of_callable(module, setup, read, change) == "refused"
+test_a_change_is_seen = sees_changes(CASES)
+test_a_callable_refuses_a_change = refuses_changes(CASES)
 
 
 _MAKE = _CLASS + "c = Plain()\ndef make(): c.n = {}\nmake()"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
-from text_cases import assert_change_is_seen, install, made_module, outcome_of_callable
+from text_cases import refuses_changes, sees_changes
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -89,18 +87,5 @@ CASES = {
 }
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    made = made_module()
-    install(made, monkeypatch)
-    return made
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_function_sees_it(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_module_refuses_it(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert outcome_of_callable(module, setup, read, change) == "refused"
+test_a_function_sees_it = sees_changes(CASES)
+test_a_module_refuses_it = refuses_changes(CASES)

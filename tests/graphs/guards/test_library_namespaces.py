@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from calls import replays
-from text_cases import assert_change_is_seen, function_of_case, install, made_module, outcome_of_callable, run_text
+from text_cases import function_of_case, outcome_of_callable, refuses_changes, run_text, sees_changes
 from torch import nn
 
 from te_graph import CaptureError, make_graphed_callables
@@ -99,23 +99,15 @@ CASES = {**NAMESPACES, **WAYS}
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    made = made_module()
-    install(made, monkeypatch)
-    yield made
+def module(module: types.ModuleType) -> Iterator[types.ModuleType]:
+    yield module
     for owner in _OWNERS.values():
         if "put_by_a_test" in vars(owner):
             del owner.put_by_a_test
 
 
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert outcome_of_callable(module, setup, read, change) == "refused"
+test_a_change_is_seen = sees_changes(CASES)
+test_a_callable_refuses_a_change = refuses_changes(CASES)
 
 
 _COUNTER = "torch.put_by_a_test = 0.0\ndef read():\n torch.put_by_a_test += 1.0\n return torch.put_by_a_test"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from calls import replays
-from text_cases import assert_change_is_seen, install, made_module, outcome_of_callable, run_text
+from text_cases import outcome_of_callable, refuses_changes, run_text, sees_changes
 
 from te_graph import make_graphed_callables
 
@@ -83,24 +83,16 @@ CASES = {**PUT_THERE, **LEVELS}
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
-    made = made_module()
-    install(made, monkeypatch)
+def module(module: types.ModuleType) -> Iterator[types.ModuleType]:
     level = logging.root.level
-    yield made
+    yield module
     logging.root.setLevel(level)
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("te_graph_test")]:
         del logging.root.manager.loggerDict[name]
 
 
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert outcome_of_callable(module, setup, read, change) == "refused"
+test_a_change_is_seen = sees_changes(CASES)
+test_a_callable_refuses_a_change = refuses_changes(CASES)
 
 
 def test_a_counter_on_a_logger_is_refused(module: types.ModuleType) -> None:

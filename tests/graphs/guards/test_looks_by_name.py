@@ -6,12 +6,10 @@ Functions of graphed(), and callables of make_graphed_callables that call them.
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 from sequences import counts
-from text_cases import assert_change_is_seen, install, made_module, outcome_of_callable
+from text_cases import refuses_changes, sees_changes
 from torch import Tensor, nn
 
 from te_graph import graphed, make_graphed_callables
@@ -62,21 +60,8 @@ CASES = {
 }
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    made = made_module()
-    install(made, monkeypatch)
-    return made
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_change_is_seen(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert_change_is_seen(module, setup, read, change)
-
-
-@pytest.mark.parametrize(("setup", "read", "change"), CASES.values(), ids=CASES)
-def test_a_callable_refuses_a_change(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    assert outcome_of_callable(module, setup, read, change) == "refused"
+test_a_change_is_seen = sees_changes(CASES)
+test_a_callable_refuses_a_change = refuses_changes(CASES)
 
 
 def test_what_a_scaler_puts_on_an_optimizer_is_seen(device: str) -> None:

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from text_cases import HEADER, install, made_module, run_text
+from text_cases import HEADER, run_text
 
 from te_graph import make_graphed_callables
 
@@ -49,13 +49,6 @@ CASES = {
         "GAIN = 3.0",
     ),
 }
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    made = made_module()
-    install(made, monkeypatch)
-    return made
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["same", "changed"])
