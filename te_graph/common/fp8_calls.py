@@ -19,6 +19,18 @@ def note_captured_fp8_call() -> None:
     _calls.captured += 1
 
 
-def captured_fp8_calls() -> int:
-    """The calls of this thread so far: those of a capture are the difference that it makes."""
-    return _calls.captured
+class CapturedFp8Calls:
+    """Of this thread, while it is entered.
+
+    Attributes:
+        count: how many there were.
+    """
+
+    count = 0
+
+    def __enter__(self) -> CapturedFp8Calls:
+        self._before = _calls.captured
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.count = _calls.captured - self._before

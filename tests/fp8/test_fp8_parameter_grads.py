@@ -11,58 +11,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fp8_gradients import IN, OUT, RECIPE, a_layer, a_sample, backward, call, grad_for, gradients_of
 from tensor_lists import same_bits
 from torch import Tensor, nn
 
 import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable")
-IN, OUT = 32, 48
-RECIPE = tg.Float8CurrentScaling()
 graphed_or_not = pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 names = pytest.mark.parametrize("name", ["weight", "bias"])
 dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-
-
-def a_layer(device: str, dtype: torch.dtype = torch.bfloat16, graphed: bool = False) -> tg.Linear:
-    torch.manual_seed(0)
-    layer = tg.Linear(IN, OUT, device=device, dtype=dtype)
-    if graphed:
-        with tg.fp8_autocast(recipe=RECIPE):
-            tg.make_graphed_callables(layer, (a_sample(device, dtype),), max_in_flight=2, on_mismatch="eager")
-    return layer
-
-
-def a_sample(device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(7, IN, device=device).to(dtype).requires_grad_()
-
-
-def call(layer: nn.Module, x: Tensor) -> Tensor:
-    with tg.fp8_autocast(recipe=RECIPE):
-        return layer(x)
-
-
-def grad_for(y: Tensor) -> Tensor:
-    """For y [...]: numbers of bfloat16, whatever y is of, with sums that are none."""
-    return torch.linspace(-1.3, 0.7, y.numel(), device=y.device).view_as(y).bfloat16().to(y.dtype)
-
-
-def backward(layer: nn.Module, x: Tensor) -> None:
-    y = call(layer, x)
-    y.backward(grad_for(y))
-
-
-def gradients_of(layer: tg.Linear, samples: list[Tensor], dtype: torch.dtype, name: str = "weight") -> list[Tensor]:
-    """Of each of ``samples`` the gradient of a parameter, of ``dtype``."""
-    other = tg.Linear(IN, OUT, device=layer.weight.device, dtype=dtype)
-    with torch.no_grad():
-        other.weight.copy_(layer.weight)
-        other.bias.copy_(layer.bias)
-    gradients = []
-    for x in samples:
-        y = call(other, x.detach().to(dtype))
-        gradients += torch.autograd.grad(y, getattr(other, name), grad_for(y))
-    return gradients
 
 
 @names
@@ -273,113 +231,6 @@ def test_no_pass_over_memory_adds_them() -> None:
     assert not added
 
 
-def fused(device: str, dtype: torch.dtype, main_dtype: torch.dtype, graphed: bool) -> tg.Linear:
-    torch.manual_seed(0)
-    layer = tg.Linear(IN, OUT, device=device, dtype=dtype, fuse_wgrad_accumulation=True)
-    layer.weight.main_grad = torch.full(layer.weight.shape, 0.25, device=device, dtype=main_dtype)
-    if graphed:
-        with tg.fp8_autocast(recipe=RECIPE):
-            tg.make_graphed_callables(layer, (a_sample(device, dtype),))
-        assert bool((layer.weight.main_grad == 0.25).all())
-    return layer
-
-
-@graphed_or_not
-@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_main_grad_is_added_to_in_its_dtype(device: str, main_dtype: torch.dtype, graphed: bool) -> None:
-    layer = fused(device, torch.bfloat16, main_dtype, graphed)
-    samples = [a_sample(device) for _ in range(4)]
-    # Casts of bfloat16 values are the same in float32.
-    gradients = gradients_of(layer, samples, main_dtype)
-    total = layer.weight.main_grad.clone()
-    for step, (x, gradient) in enumerate(zip(samples, gradients, strict=True)):
-        if step == 2:
-            tg.reset_main_grads([layer.weight])
-            total = None
-        backward(layer, x)
-        total = gradient if total is None else total + gradient
-        assert same_bits(layer.weight.main_grad, total)
-    assert layer.weight.grad is None
-    assert layer.bias.grad is not None
-
-
-def test_graphs_leave_in_main_grad_what_eager_execution_leaves(device: str) -> None:
-    results = []
-    for graphed in (False, True):
-        layer = fused(device, torch.bfloat16, torch.float32, graphed)
-        generator = torch.Generator().manual_seed(3)
-        values = []
-        for step in range(4):
-            x = torch.randn(7, IN, generator=generator).to(device, torch.bfloat16).requires_grad_()
-            if step == 2:
-                tg.reset_main_grads([layer.weight])
-            version = layer.weight.main_grad._version
-            torch.autograd.grad(call(layer, x).float().sum(), x)
-            assert layer.weight.main_grad._version == version
-            values.append(layer.weight.main_grad.clone())
-            backward(layer, x)
-            values += [layer.weight.main_grad.clone(), layer.bias.grad.clone(), x.grad]
-        results.append(values)
-    assert all(map(same_bits, *results))
-
-
-@graphed_or_not
-def test_a_replaced_main_grad_is_added_to_or_named(device: str, graphed: bool) -> None:
-    layer = fused(device, torch.bfloat16, torch.float32, graphed)
-    layer.weight.main_grad = torch.zeros_like(layer.weight.main_grad)
-    if graphed:
-        with pytest.raises(RuntimeError, match="main_grad of weight"):
-            backward(layer, a_sample(device))
-    else:
-        backward(layer, a_sample(device))
-        assert layer.weight.main_grad.count_nonzero() > 0
-
-
-def test_a_hook_gets_the_gradient_through_autograd(device: str) -> None:
-    layer, seen = fused(device, torch.bfloat16, torch.float32, False), []
-    layer.weight.register_hook(lambda grad: seen.append(grad))
-    backward(layer, a_sample(device))
-    assert len(seen) == 1
-    assert layer.weight.grad is not None
-    assert bool((layer.weight.main_grad == 0.25).all())
-
-
-def moved(tensor: Tensor, device: str) -> Tensor:
-    """``tensor`` [...] on ``device``, as far from the beginning of its memory and with its strides."""
-    memory = torch.zeros(tensor.untyped_storage().nbytes() // tensor.element_size(), device=device, dtype=tensor.dtype)
-    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-@pytest.mark.parametrize(
-    ("main_grad", "error", "message"),
-    [
-        (None, RuntimeError, "expected weight.main_grad, to which fuse_wgrad_accumulation adds"),
-        (
-            torch.zeros(OUT, IN, dtype=torch.float64),
-            ValueError,
-            "contiguous, of float32, bfloat16 or float16 and of shape",
-        ),
-        (torch.zeros(IN, OUT).t(), ValueError, r"expected weight.main_grad.* got .* and strides \[1, 48\]"),
-        (torch.zeros(OUT, IN, device="meta"), ValueError, "expected weight.main_grad.* on meta"),
-        (
-            torch.zeros(OUT * IN + 1)[1:].view(OUT, IN),
-            ValueError,
-            "expected weight.main_grad.* at a multiple of 16 bytes",
-        ),
-    ],
-    ids=["none", "dtype", "strides", "device", "address"],
-)
-def test_main_grads_that_cannot_be_added_to_are_named(
-    device: str, main_grad: Tensor | None, error: type[Exception], message: str
-) -> None:
-    layer = tg.Linear(IN, OUT, device=device, dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
-    if main_grad is not None:
-        layer.weight.main_grad = main_grad if main_grad.is_meta else moved(main_grad, device)
-    with pytest.raises(error, match=message):
-        backward(layer, a_sample(device))
-    assert layer.weight.grad is None
-
-
 def test_what_is_frozen_since_the_forward_gets_no_gradient(device: str) -> None:
     layer = a_layer(device)
     y = call(layer, a_sample(device))
@@ -450,36 +301,3 @@ def test_a_gradient_at_any_address_is_added_to(device: str) -> None:
             backward(layer, x)
         assert same_bits(memory[offset : offset + size].view(OUT, IN), expected[0] + expected[1])
         assert memory.count_nonzero() == layer.weight.grad.count_nonzero()
-
-
-def test_a_backward_inside_a_captured_function_is_refused(device: str) -> None:
-    layer = fused(device, torch.bfloat16, torch.float32, False)
-    call, x = tg.graphed(lambda x: backward(layer, x)), a_sample(device).detach()
-    with pytest.raises(
-        RuntimeError, match="with fuse_wgrad_accumulation no backward can be captured inside a function"
-    ):
-        for _ in range(3):
-            call(x)
-
-
-@pytest.mark.parametrize("fuses", [False, True])
-def test_whether_gradients_go_to_main_grad_may_change_after_a_call(device: str, fuses: bool) -> None:
-    """Scales and histories go on."""
-    results = []
-    for is_changed in (False, True):
-        torch.manual_seed(0)
-        layer = tg.Linear(IN, OUT, device=device, dtype=torch.bfloat16, fuse_wgrad_accumulation=fuses != is_changed)
-        layer.weight.main_grad = torch.zeros(OUT, IN, device=device)
-        samples = [torch.ones(4, IN, device=device, dtype=torch.bfloat16) * 2.0**power for power in range(4)]
-        for x in samples[:2]:
-            backward(layer, x)
-        layer.fuse_wgrad_accumulation = fuses
-        layer.weight.main_grad.zero_()
-        layer.weight.grad = None
-        for x in samples[2:]:
-            backward(layer, x)
-        assert (layer.weight.grad is None) == fuses
-        assert bool(layer.weight.main_grad.any()) == fuses
-        layer.fp8.settle()
-        results.append([layer.weight.main_grad, layer.get_extra_state()])
-    assert all(map(same_bits, *results))

@@ -14,7 +14,7 @@ from te_graph import _C
 from te_graph.common.as_written import as_written
 from te_graph.common.before_capture import make_ready
 from te_graph.common.dispatch import storage_key, version_of
-from te_graph.common.fp8_calls import captured_fp8_calls
+from te_graph.common.fp8_calls import CapturedFp8Calls
 from te_graph.common.gradient_state import main_grad_of
 from te_graph.graphs.arguments.signature import ResultNest, Signature, containers_kept
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
@@ -114,7 +114,6 @@ class CallableCapture:
         self.unnamed = UnnamedExternals(self.label, self.root, group.options, group.reported)
         self._reader_of = self.unnamed.reader_of
         self.host_steps: list[_C.HostSteps] = []
-        self.fp8_calls = 0
         self.grad_buffers = GradBuffers()
         self.walker = SourceWalker(names_around(self.root))
         sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
@@ -317,14 +316,11 @@ class CallableCapture:
         slot = Slot([self._static_input(number) for number in range(len(self.samples))], self.backend.new_states())
         self.slots.append(slot)
         self.host_steps.append(_C.HostSteps())
-        before = [version_of(tensor) for tensor in self.callable_guard.tensors]
-        fp8_calls = captured_fp8_calls()
-        with self.backend.capture(pool, slot.states) as slot.forward, self.host_steps[-1]:
+        tensors, self.fp8_calls = self.callable_guard.tensors, CapturedFp8Calls()
+        before = [version_of(tensor) for tensor in tensors]
+        with self.backend.capture(pool, slot.states) as slot.forward, self.host_steps[-1], self.fp8_calls:
             slot.live_outputs = self.layout.outputs_of(self._call(slot.inputs, self.changed.given(slot.inputs)))
-        self.fp8_calls = captured_fp8_calls() - fp8_calls
-        self.versions_bumped = [
-            version_of(t) != old for t, old in zip(self.callable_guard.tensors, before, strict=True)
-        ]
+        self.versions_bumped = [version_of(t) != old for t, old in zip(tensors, before, strict=True)]
         slot.outputs = [tensor.detach() for tensor in slot.live_outputs]
         slot.grad_inputs = [None] * len(slot.inputs)
         slot.use_grads = [[] for _ in slot.inputs]
@@ -447,8 +443,7 @@ class CallableCapture:
             return Gradients([], [], [], [])
         reached = [{id(leaf): leaf for leaf in leaves_below(output)} for output in outputs]
         made_inside = self.watch.produced_storages | set(map(storage_key, inputs))  # the latter: x.detach()
-        found = [leaf for leaves in reached for leaf in leaves.values()]
-        leaves = {id(leaf): leaf for leaf in found if storage_key(leaf) not in made_inside}
+        leaves = {id(leaf): leaf for each in reached for leaf in each.values() if storage_key(leaf) not in made_inside}
         parameters = leaves_outside(leaves, self._leaves, lambda: [*walk(TensorReader(self.root)), *self._explore()])
         self._leaves = leaves
         self.gradients = Gradients(parameters, [], [i for i, tensor in enumerate(inputs) if tensor.requires_grad], [])

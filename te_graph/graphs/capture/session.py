@@ -269,7 +269,7 @@ def _assemble_all(
                 "graphs": len(graphs),
                 "clones": capture.layout.clones * len(capture.slots) + sum(slot.clones for slot in capture.slots),
                 "nodes": sum(backend.nodes(graph) for graph in graphs),
-                "fp8_calls": capture.fp8_calls,
+                "fp8_calls": capture.fp8_calls.count,
                 "bytes": own_bytes + inputs + shared_bytes // len(captures),
                 "capture_seconds": seconds,
             },

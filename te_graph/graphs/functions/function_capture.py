@@ -18,7 +18,7 @@ from te_graph.common.before_capture import make_ready
 from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
 from te_graph.common.dispatch import has_lost_history, is_leaf, storage_key
-from te_graph.common.fp8_calls import captured_fp8_calls
+from te_graph.common.fp8_calls import CapturedFp8Calls
 from te_graph.common.replay_checks import collecting_checks
 from te_graph.graphs.arguments.signature import ResultNest
 from te_graph.graphs.capture.autocast import own_casts
@@ -194,11 +194,9 @@ class _Attempt:
 
     def run(self) -> None:
         generators, code = HostRandom(self._before), CodeWatch()
-        fp8_calls = captured_fp8_calls()
         try:
-            with code, self._host_steps:
+            with code, self._host_steps, CapturedFp8Calls() as self._fp8_calls:
                 self._result = make_call(self._call)
-                self._fp8_calls = captured_fp8_calls() - fp8_calls
         finally:
             self._walker.note(code)
             drawn_from = generators.drawn_from() or code.drawn
@@ -249,7 +247,7 @@ class _Attempt:
         entry = FunctionEntry(self._label, function_guard.guard, devices, results=results, host_steps=self._host_steps)
         at = {key: FoundResult(function_guard.step_of(source), False) for key, source in kept.items()}
         ends = [at.get(id(one)) or self._source_of(n, one, sources, function_guard) for n, one in enumerate(found)]
-        entry.fp8_calls = self._fp8_calls
+        entry.fp8_calls = self._fp8_calls.count
         entry.tensors = result_tensors(self._label, ends)
         return entry
 
