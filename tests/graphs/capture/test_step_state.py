@@ -297,7 +297,7 @@ def test_begin_tells_whether_the_caller_is_new_since_the_cast(device):
 
 
 def test_a_first_micro_batch_by_word_casts_once_for_all_callers(device):
-    """The weights' versions say nothing when they are written through ``data``: the caller's word is enough."""
+    """The weights' versions say nothing when they are written beneath autograd: the caller's word is enough."""
     sources, weights, state = a_model(device)
     callers = [Caller() for _ in range(3)]
     for _ in range(3):
@@ -305,8 +305,9 @@ def test_a_first_micro_batch_by_word_casts_once_for_all_callers(device):
             for place, caller in enumerate(callers):
                 cast = casts_of(lambda caller=caller, number=number: state.begin_(caller, number == 0))
                 assert cast == (number == place == 0)
-        for source in sources:
-            source.data.add_(1)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            for source in sources:
+                source.add_(1)
         assert not weights.is_stale
 
 
