@@ -115,6 +115,19 @@ def make_units() -> list[str]:
     return sorted(f"build/units/{name}.cpp" for name in units)
 
 
+def find_cublaslt() -> list[str]:
+    """What the linker is told, so that it finds cuBLASLt: the toolkit's, or, where that came without it, the one that
+    torch loads from pip's packages, which have no name without a version."""
+    if not CUDA_VERSION:
+        return []
+    folders = [Path(cpp_extension.CUDA_HOME, name) for name in ("lib64", "lib", "targets/x86_64-linux/lib")]
+    if any((folder / "libcublasLt.so").exists() for folder in folders):
+        return ["-lcublasLt"]
+    site = Path(torch.__file__).resolve().parents[1]
+    found = sorted(site.glob(f"nvidia/cu{CUDA_VERSION.split('.')[0]}/lib/libcublasLt.so.*"))
+    return [str(found[0])] if found else ["-lcublasLt"]
+
+
 def make_extension():
     """The extension module; every file under csrc/ belongs to it."""
     sources = [*make_units(), *(source for source in sources_of(".cpp") if source.endswith("_cpu.cpp"))]
@@ -134,7 +147,7 @@ def make_extension():
         sources,
         include_dirs=[str(ROOT / "csrc")],
         # The one that torch has loaded, by its name.
-        libraries=["cublasLt"] if CUDA_VERSION else [],
+        extra_link_args=find_cublaslt(),
         define_macros=[("AT_PER_OPERATOR_HEADERS", None), *([("TE_GRAPH_CUDA", None)] if CUDA_VERSION else [])],
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
         depends=sources_of(".h", ".cuh", ".cpp"),

@@ -8,12 +8,14 @@ torch in bf16, TransformerEngine, torchao, and te_graph's casts with torch._scal
 Eight layers are called in one region, one after another on the same values, and times are those of one layer; a call is
 that of a later micro-batch: weights have been cast, gradients are added to those that are there. Results and gradients
 of each variant are compared with a layer in float64 before it is timed: in FP8 the relative error may be 0.1. Host time
-is that of a step while the device is idle, device time that between events around many. A complete run is
+is that of a step while the device is idle, variants in turn; device time that between events around many. Memory is
+what layers have allocated once they have been called, workspaces that a package keeps with it. A complete run is
 kept as results/fp8_linear.json, a part of it only where --out says. Exit status: 0 measured, 1 something failed or is
 far from float64, 2 bad input.
 """
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 from cases.fp8.linears import SHAPES, SMALL, VARIANTS, Calls, Problem
 from lib.harness import Benchmark, Measurements, choose_variants, describe
 from lib.targets import at_most
-from lib.timing import Sampling, time_calls, time_device
+from lib.timing import Sampling, time_device, time_in_turn
 from lib.units import micro
 from lib.variants import import_packages
 from torch.nn import functional as F
@@ -75,34 +77,45 @@ def measure(shapes: Sequence[str], variants: Sequence[str], device: str, seed: i
     import_packages(VARIANTS[name] for name in variants)
     rows, failures = [], []
     for name in shapes:
+        problem = Problem((SMALL if device == "cpu" else SHAPES)[name], device, seed)
+        steps, facts = {}, {}
         for variant in variants:
-            where = {"shape": name, "variant": variant}
-            problem = Problem((SMALL if device == "cpu" else SHAPES)[name], device, seed)
             try:
+                before = allocated(device)
                 layers = [VARIANTS[variant].build(problem) for _ in range(LAYERS)]
-                errors = errors_of(problem, layers[0])
                 forward, both = steps_of(problem, layers)
+                forward()
+                weight_bytes = (allocated(device) - before) / (LAYERS * problem.weight.numel())
+                facts[variant] = {"errors": errors_of(problem, layers[0]), "weight_bytes": round(weight_bytes, 3)}
                 for _ in range(3):
                     both()
-                host = [time_calls(step, device, sampling) for step in (forward, both)]
-                times = [
-                    time_device(step, one, device, sampling) for step, one in zip((forward, both), host, strict=True)
-                ]
+                steps[variant] = forward, both
             except Exception as error:
-                failures.append({**where, "error": describe(error)})
-                continue
+                failures.append({"shape": name, "variant": variant, "error": describe(error)})
+        if not steps:
+            continue
+        host = time_in_turn([step for each in steps.values() for step in each], device, sampling)
+        for (variant, each), seconds in zip(steps.items(), zip(host[::2], host[1::2], strict=True), strict=True):
+            times = [time_device(step, one, device, sampling) for step, one in zip(each, seconds, strict=True)]
             rows.append(
                 {
-                    **where,
-                    "host_forward_us": micro(host[0] / LAYERS),
-                    "host_both_us": micro(host[1] / LAYERS),
+                    "shape": name,
+                    "variant": variant,
+                    "host_forward_us": micro(seconds[0] / LAYERS),
+                    "host_both_us": micro(seconds[1] / LAYERS),
                     "device_forward_us": micro(times[0] / LAYERS),
                     "device_both_us": micro(times[1] / LAYERS),
-                    "errors": errors,
+                    **facts[variant],
                     "equal_to_eager": True,
                 }
             )
     return {"rows": rows, "failures": failures}
+
+
+def allocated(device: str) -> int:
+    """Bytes that tensors take on the GPU; 0 on the CPU."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
 def targets_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,6 +132,9 @@ def targets_of(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         at_most("host time of a forward beside torch bf16", 1.25, over("host_forward_us", BF16, ratio)),
         at_most("host time of forward + backward beside torch bf16", 0.70, over("host_both_us", BF16, ratio)),
         at_most("device us of a forward above casts + _scaled_mm", 2, over("device_forward_us", FLOOR, difference)),
+        at_most(
+            "bytes for an element of a weight", 4.05, [found.get((s, OURS), {}).get("weight_bytes") for s in shapes]
+        ),
         at_most("device us of both above casts + _scaled_mm", 2, over("device_both_us", FLOOR, difference)),
     ]
 

@@ -94,19 +94,26 @@ def time_host(
 
 def time_calls(step: Callable[[], Any], device: str, sampling: Sampling) -> float:
     """Median seconds for which one `step` occupies the calling thread while the device has nothing else to do."""
+    return time_in_turn([step], device, sampling)[0]
+
+
+def time_in_turn(steps: Sequence[Callable[[], Any]], device: str, sampling: Sampling) -> list[float]:
+    """The same of several, which take turns: clocks that change meanwhile are the same for all."""
     synchronize = synchronizer(device)
 
-    def one() -> float:
+    def one(step: Callable[[], Any]) -> float:
         synchronize()
         start = perf_counter()
         step()
         return perf_counter() - start
 
-    one()
-    calls = max(3, min(10 * sampling.repeats, math.ceil(sampling.seconds / max(one(), 1e-7))))
-    median = statistics.median(one() for _ in range(calls))
+    for step in steps:
+        one(step)
+    longest = max(*(one(step) for step in steps), 1e-7)
+    calls = max(3, min(10 * sampling.repeats, math.ceil(sampling.seconds / longest)))
+    times = [[one(step) for step in steps] for _ in range(calls)]
     synchronize()
-    return median
+    return [statistics.median(each) for each in zip(*times, strict=True)]
 
 
 def time_device(

@@ -68,6 +68,7 @@ def test_targets_compare_with_the_worst_shape():
             "shape": shape,
             "variant": variant,
             **dict(zip(names, (host, 4 * host, device, 3 * device), strict=True)),
+            "weight_bytes": 4 + device / 1000,
         }
 
     rows = [row("a", bench.OURS, 20, 10), row("a", bench.BF16, 20, 15), row("a", bench.FLOOR, 40, 9)]
@@ -76,5 +77,6 @@ def test_targets_compare_with_the_worst_shape():
         (1.5, False),
         (1.5, False),
         (1, True),
+        (4.02, True),
         (3, False),
     ]

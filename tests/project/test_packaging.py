@@ -127,6 +127,18 @@ def test_a_cpu_build_of_torch_gets_the_cpu_ops_unless_cuda_is_asked_for(monkeypa
     assert compiled(run_setup(monkeypatch)) == files(".cpp")
 
 
+def test_cublaslt_is_linked_from_the_toolkit_or_where_it_has_none_from_the_packages_of_torch(monkeypatch, tmp_path):
+    pretend_toolkit(monkeypatch, tmp_path / "cuda", "13.0")
+    installed = sorted(Path(torch.__file__).parents[1].glob("nvidia/cu13/lib/libcublasLt.so.*"))
+    expected = [str(installed[0].resolve())] if installed else ["-lcublasLt"]
+    found = run_setup(monkeypatch, TE_GRAPH_CUDA="1").extra_link_args
+    assert [str(Path(each).resolve()) if each.startswith("/") else each for each in found] == expected
+    (tmp_path / "cuda" / "lib64").mkdir()
+    (tmp_path / "cuda" / "lib64" / "libcublasLt.so").touch()
+    assert run_setup(monkeypatch, TE_GRAPH_CUDA="1").extra_link_args == ["-lcublasLt"]
+    assert not run_setup(monkeypatch, TE_GRAPH_CUDA="0").extra_link_args
+
+
 def test_an_unknown_value_of_te_graph_cuda_is_refused(monkeypatch):
     with pytest.raises(SystemExit, match="TE_GRAPH_CUDA must be 0 or 1, got 'yes'"):
         run_setup(monkeypatch, TE_GRAPH_CUDA="yes")
