@@ -13,6 +13,7 @@ WARMUP_CALLS = 3
 # The driver blocks the caller once about a thousand launches wait for the device. Three calls of the largest eager
 # workload stay below that, since the device works while they are queued.
 TIMED_CALLS_PER_BURST = 2
+CALLS_PER_TURN = 5
 # The launches of this much host time stay far below the thousand that fit the device's queue.
 QUEUED_SECONDS = 1.5e-3
 CYCLES_PER_SECOND = 2e9  # no GPU's clock is much faster, so that a sleep of so many cycles is long enough
@@ -98,7 +99,8 @@ def time_calls(step: Callable[[], Any], device: str, sampling: Sampling) -> floa
 
 
 def time_in_turn(steps: Sequence[Callable[[], Any]], device: str, sampling: Sampling) -> list[float]:
-    """The same of several, which take turns: clocks that change meanwhile are the same for all."""
+    """The same of several, which take turns: clocks that change meanwhile are the same for all. A turn has calls before
+    those that are timed, so that no code has to be fetched again."""
     synchronize = synchronizer(device)
 
     def one(step: Callable[[], Any]) -> float:
@@ -107,13 +109,14 @@ def time_in_turn(steps: Sequence[Callable[[], Any]], device: str, sampling: Samp
         step()
         return perf_counter() - start
 
-    for step in steps:
-        one(step)
-    longest = max(*(one(step) for step in steps), 1e-7)
+    def turn(step: Callable[[], Any]) -> list[float]:
+        return [one(step) for _ in range(2 * CALLS_PER_TURN)][CALLS_PER_TURN:]
+
+    longest = max(*(statistics.median(turn(step)) for step in steps), 1e-7)
     calls = max(3, min(10 * sampling.repeats, math.ceil(sampling.seconds / longest)))
-    times = [[one(step) for step in steps] for _ in range(calls)]
+    times = [[turn(step) for step in steps] for _ in range(math.ceil(calls / CALLS_PER_TURN))]
     synchronize()
-    return [statistics.median(each) for each in zip(*times, strict=True)]
+    return [statistics.median(time for each in found for time in each) for found in zip(*times, strict=True)]
 
 
 def time_device(
