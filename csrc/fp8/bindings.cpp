@@ -87,7 +87,7 @@ void bind(py::module_& m) {
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
         .def(
             "note_cast",
-            [](Linear& linear, const at::Tensor& weight, bool is_recorded, int64_t writes,
+            [](Linear& linear, const at::Tensor& weight, bool is_recorded, WriteCount writes,
                std::shared_ptr<CastDone> done) { linear.note_cast(weight, is_recorded, writes, std::move(done)); },
             py::arg("weight"), py::arg("is_recorded"), py::arg("writes"), py::arg("done"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
@@ -95,6 +95,8 @@ void bind(py::module_& m) {
         .def("call", &Linear::call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("is_recorded"), py::arg("scale"), unlocked);
+    py::class_<WriteCount>(m, "WriteCount").def(py::init<>());
+    m.def("is_written_since", &is_written_since, py::arg("tensor"), py::arg("before"));
     m.def("write_count", &write_count, py::arg("tensor"));
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("note_fp8_region", &note_region);

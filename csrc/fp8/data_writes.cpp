@@ -23,12 +23,14 @@ class Counters {
 public:
     explicit Counters(c10::weak_intrusive_ptr<c10::StorageImpl> storage) : storage_(std::move(storage)) {}
 
-    void add(const VariableVersion& counter) {
+    // Returns its number, of those so far.
+    int64_t add(const VariableVersion& counter) {
         fold();
         const auto is_it = [&](const Counter& one) { return is_same(one.counter, counter); };
-        if (std::none_of(counters_.begin(), counters_.end(), is_it)) {
-            counters_.push_back({counter, counter.current_version()});
-        }
+        const auto found = std::find_if(counters_.begin(), counters_.end(), is_it);
+        if (found != counters_.end()) return found->number;
+        counters_.push_back({counter, counter.current_version(), ++last_});
+        return last_;
     }
     // Writes since they were added.
     int64_t count() {
@@ -37,12 +39,14 @@ public:
         for (const Counter& one : counters_) sum += one.count();
         return sum;
     }
+    int64_t last() const { return last_; }
     bool is_of_gone_storage() const { return storage_.expired(); }
 
 private:
     struct Counter {
         VariableVersion counter;
         uint32_t before;
+        int64_t number;
         int64_t count() const { return static_cast<int64_t>(counter.current_version()) - before; }
     };
     // A counter is a pointer to what its copies share, which it does not show.
@@ -61,7 +65,7 @@ private:
     // So that no other storage takes its address.
     c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
     std::vector<Counter> counters_;
-    int64_t of_gone_ = 0;
+    int64_t of_gone_ = 0, last_ = 0;
 };
 
 // Of all storages in this process.
@@ -73,18 +77,34 @@ public:
         const VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
         if (!counter.enabled()) return;
         const std::lock_guard lock(mutex_);
-        if (counters_.size() >= most_) remove_gone();
-        c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
-        counters_.try_emplace(storage, tensor.storage().getWeakStorageImpl()).first->second.add(counter);
+        counters_of(tensor).add(counter);
     }
     // tensor: [...].
-    int64_t count(const at::Tensor& tensor) {
+    WriteCount count(const at::Tensor& tensor) {
         const std::lock_guard lock(mutex_);
-        const auto found = counters_.find(tensor.storage().unsafeGetStorageImpl());
-        return found == counters_.end() ? 0 : found->second.count();
+        Counters& counters = counters_of(tensor);
+        number_of(tensor, counters);
+        return {counters.last(), counters.count()};
+    }
+    // tensor: [...].
+    bool is_written_since(const at::Tensor& tensor, const WriteCount& before) {
+        const std::lock_guard lock(mutex_);
+        Counters& counters = counters_of(tensor);
+        return number_of(tensor, counters) > before.tensors || counters.count() != before.writes;
     }
 
 private:
+    // Of tensor [...]; 0: it counts nothing.
+    static int64_t number_of(const at::Tensor& tensor, Counters& counters) {
+        const VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+        return counter.enabled() ? counters.add(counter) : 0;
+    }
+    // Of the storage of tensor [...].
+    Counters& counters_of(const TensorBase& tensor) {
+        if (counters_.size() >= most_) remove_gone();
+        c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+        return counters_.try_emplace(storage, tensor.storage().getWeakStorageImpl()).first->second;
+    }
     void remove_gone() {
         std::erase_if(counters_, [](const auto& entry) { return entry.second.is_of_gone_storage(); });
         most_ = std::max<size_t>(kFew, 2 * counters_.size());
@@ -166,9 +186,13 @@ void watch_data() {
 }
 
 // tensor: [...].
-int64_t write_count(const at::Tensor& tensor) {
-    const int64_t own = version_of(tensor);
-    return tensor.has_storage() ? own + registry().count(tensor) : own;
+WriteCount write_count(const at::Tensor& tensor) {
+    return tensor.has_storage() ? registry().count(tensor) : WriteCount{0, version_of(tensor)};
+}
+
+// tensor: [...].
+bool is_written_since(const at::Tensor& tensor, const WriteCount& before) {
+    return tensor.has_storage() ? registry().is_written_since(tensor, before) : version_of(tensor) != before.writes;
 }
 
 }  // namespace te_graph::fp8

@@ -16,8 +16,15 @@ namespace te_graph::fp8 {
 // From now on, in this process, tensors over other tensors' memory are kept in view. What was made before is not.
 void watch_data();
 
-// How often the memory of `tensor` [...] was written by operations on the tensor, its views and those in view. It only
-// grows while the tensor keeps its storage.
-int64_t write_count(const at::Tensor& tensor);
+// How many tensors over a storage were in view at a time, and how often it had been written through them.
+struct WriteCount {
+    int64_t tensors = 0, writes = 0;
+};
+
+// tensor: [...], in view from now on.
+WriteCount write_count(const at::Tensor& tensor);
+// Whether the memory of tensor [...] may have been written since `before`, of the same storage: it was, or the tensor was
+// not in view then.
+bool is_written_since(const at::Tensor& tensor, const WriteCount& before);
 
 }  // namespace te_graph::fp8

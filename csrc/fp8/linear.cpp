@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/narrow.h>
 #include <ATen/ops/select.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -15,7 +16,6 @@
 #include "common/no_derivative.h"
 #include "common/node_pointer.h"
 #include "common/own_op.h"
-#include "fp8/data_writes.h"
 #include "fp8/gemm.h"
 #include "fp8/region.h"
 
@@ -154,11 +154,15 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (!is_followed) below.emplace();
     std::optional<ParameterGrad> of_weight, of_bias;
-    if (mask[1] && !is_followed) {
+    // What looks at the results of the node is to find them.
+    const bool is_looked_at = !post_hooks().empty() || (torch::autograd::AnomalyMode::is_enabled() &&
+                                                        torch::autograd::AnomalyMode::should_check_nan());
+    const bool may_add = !is_followed && !is_looked_at;
+    if (mask[1] && may_add) {
         of_weight = ParameterGrad::find(next_edge(1), linear_->weight_.sizes(), weight_dtype_, kGemmAlignment, grad,
                                         steps_.get(), linear_->main_grad_of_);
     }
-    if (mask[2] && !is_followed) {
+    if (mask[2] && may_add) {
         of_bias = ParameterGrad::find(next_edge(2), {grad.size(-1)}, grad.scalar_type(), kNoAlignment, grad,
                                       steps_.get(), {});
     }
@@ -210,10 +214,10 @@ bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
     const std::lock_guard lock(mutex_);
     return weight.storage().unsafeGetStorageImpl() == cast_storage_._unsafe_get_target() &&
            weight.const_data_ptr() == cast_address_ && (is_recorded_ || !is_recorded) &&
-           write_count(weight) == cast_writes_;
+           !is_written_since(weight, cast_writes_);
 }
 
-void Linear::note_cast(const at::Tensor& weight, bool is_recorded, int64_t writes,
+void Linear::note_cast(const at::Tensor& weight, bool is_recorded, WriteCount writes,
                        std::shared_ptr<const CastDone> done) {
     const std::lock_guard lock(mutex_);
     cast_storage_ = weight.storage().getWeakStorageImpl();

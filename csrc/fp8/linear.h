@@ -10,6 +10,7 @@
 
 #include "common/host_steps.h"
 #include "fp8/cast_done.h"
+#include "fp8/data_writes.h"
 #include "fp8/parameter_grad.h"
 #include "fp8/scale_table.h"
 
@@ -64,7 +65,7 @@ public:
     bool is_cast(const at::Tensor& weight, bool is_recorded) const;
     // weight [O, I] has been cast, after `writes` writes (write_count(), before the cast was launched); `done` for
     // other streams.
-    void note_cast(const at::Tensor& weight, bool is_recorded, int64_t writes, std::shared_ptr<const CastDone> done);
+    void note_cast(const at::Tensor& weight, bool is_recorded, WriteCount writes, std::shared_ptr<const CastDone> done);
     // The current stream waits for that cast.
     void wait_for_cast() const;
     // How many there were.
@@ -91,7 +92,7 @@ private:
     mutable std::mutex mutex_;
     c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;
     const void* cast_address_ = nullptr;
-    int64_t cast_writes_ = 0;
+    WriteCount cast_writes_;
     bool is_recorded_ = false;
     std::shared_ptr<const CastDone> cast_done_;
     int64_t casts_ = 0;

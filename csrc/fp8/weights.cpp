@@ -10,7 +10,6 @@
 #include "common/own_op.h"
 #include "common/to_device.h"
 #include "fp8/arguments.h"
-#include "fp8/data_writes.h"
 
 namespace te_graph::fp8 {
 namespace {
@@ -191,7 +190,7 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     out_states_ = states_of(out_);
     out_t_states_ = states_of(out_t_);
     vector_states_ = states_of(vectors_);
-    writes_.assign(weights_.size(), -1);
+    writes_.assign(weights_.size(), std::nullopt);
     kind_ = kind_of(casts[0]);
     for (const Cast& cast : casts) {
         if (kind_of(cast) != kind_) kind_ = counts.defined() ? kCounted : kMixed;
@@ -259,9 +258,9 @@ void WeightTable::cast(const std::optional<at::Tensor>& noop, bool is_done) {
 
 std::string WeightTable::stale() const {
     for (size_t i = 0; i < weights_.size(); ++i) {
-        if (writes_[i] < 0) return names_[i] + " was never cast";
+        if (!writes_[i]) return names_[i] + " was never cast";
         if (weights_[i].const_data_ptr() != weight_states_[i].data) return names_[i] + " moved to other memory";
-        if (write_count(weights_[i]) != writes_[i]) return names_[i] + " changed since it was cast";
+        if (is_written_since(weights_[i], *writes_[i])) return names_[i] + " changed since it was cast";
     }
     return {};
 }
@@ -293,7 +292,7 @@ void WeightTable::update(Tensors weights) {
     table_.select(1, 0).copy_(at::from_blob(addresses.data(), {static_cast<int64_t>(addresses.size())}, options));
     weights_ = std::move(weights);
     weight_states_ = states_of(weights_);
-    writes_.assign(weights_.size(), -1);
+    writes_.assign(weights_.size(), std::nullopt);
 }
 
 }  // namespace te_graph::fp8

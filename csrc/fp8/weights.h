@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fp8/cast.h"
+#include "fp8/data_writes.h"
 #include "multi_tensor/memory_ranges.h"
 
 namespace te_graph::fp8 {
@@ -82,8 +83,8 @@ private:
     const std::vector<std::string> names_;
     MemoryRanges buffers_;  // of out and out_t
     WeightStates weight_states_, out_states_, out_t_states_, vector_states_;
-    std::vector<int64_t> writes_;  // write_count() of the weights at the last cast; -1: none yet
-    int kind_;                     // of all casts
+    std::vector<std::optional<WriteCount>> writes_;  // of the weights at the last cast; none: there was none yet
+    int kind_;                                       // of all casts
     at::Tensor table_, tiles_, state_;
 };
 

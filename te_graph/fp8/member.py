@@ -130,7 +130,9 @@ class Member:
 
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
-        self.linear.note_cast(torch.empty(0), False, 0, None)  # its storage is gone at once, so that no weight is there
+        self.linear.note_cast(
+            torch.empty(0), False, _C.WriteCount(), None
+        )  # its storage is gone at once, so that no weight is there
 
     def outputs_first(self, weight: Tensor) -> Tensor:
         """``weight``, [out, in] or [in, out], as ``linear`` takes it: [out, in], of the same memory and version."""
@@ -170,8 +172,9 @@ class Member:
     def load_(self, state: Tensor, mark: WeightMark | None) -> None:
         """Take histories and scales from ``state`` [3, n], which ``state()`` returned here or elsewhere.
 
-        Of a longer history the newest magnitudes are taken. If the weight stays as it is, it is cast with the scale of
-        its cast there, and its magnitude, which is in the history, not recorded again.
+        One of before the first call empties the histories. Of a longer one the newest magnitudes are taken. If the
+        weight stays as it is, it is cast with the scale of its cast there, and its magnitude, which is in the history,
+        not recorded again.
 
         Args:
             state: as above.
@@ -182,7 +185,11 @@ class Member:
         """
         check_state(state)
         saved = int(state[0, 1])
-        if not self.scope.is_delayed or not saved:
+        if not self.scope.is_delayed:
+            return
+        if not saved:
+            self.clear_scales()
+            self.forget_cast()
             return
         for tensor in (INPUT, WEIGHT, GRAD):
             history, scale = self.history(tensor)
@@ -196,6 +203,13 @@ class Member:
         if state[WEIGHT, _IS_CAST]:
             self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
             self.loaded_mark = mark
+
+    def clear_scales(self) -> None:
+        """Histories become empty and scales 1."""
+        for tensor in (INPUT, WEIGHT, GRAD) if self.scope.is_delayed else ():
+            history, scale = self.history(tensor)
+            history.zero_()
+            scale.fill_(1)
 
     def settle(self, tensors: Sequence[int] = (INPUT, WEIGHT, GRAD)) -> None:
         """Update the scales of what has been recorded of ``tensors``, as their next casts would."""

@@ -16,7 +16,7 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.member import HasWeight, Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
-from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Block, Columns, is_shared
+from te_graph.fp8.scale_block import WEIGHT, Block, Columns, is_shared
 
 _ops = torch.ops.te_graph
 _FIRST_CAPACITY = 32
@@ -70,10 +70,7 @@ class ScalingScope(OwnObject):
             self.blocks.append(block)
         with torch.inference_mode(False), torch.no_grad():
             member = Member(module, self, Columns(block))
-            for tensor in (INPUT, WEIGHT, GRAD) if self.is_delayed else ():
-                history, scale = member.history(tensor)  # another module may have had the place
-                history.zero_()
-                scale.fill_(1)
+            member.clear_scales()  # another module may have had the place
         self._members[self._count] = member
         self._count += 1
         return member

@@ -31,7 +31,7 @@ class WeightMark:
         """Whether it is ``weight`` [out, in], unchanged."""
         if type(weight) not in _PLAIN or weight.is_meta or storage_key(weight) != self._storage.cdata:
             return False
-        return (weight.data_ptr(), _C.write_count(weight)) == (self._address, self._writes)
+        return weight.data_ptr() == self._address and not _C.is_written_since(weight, self._writes)
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:

@@ -169,6 +169,27 @@ def test_prepared_weights_are_stale_after_a_write_through_data(device: str) -> N
             assert not one.is_stale
 
 
+@pytest.mark.parametrize("before", range(4))
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_parameter_over_the_same_memory_is_another_one(device: str, before: int, after: int) -> None:
+    """However often both were written."""
+    for replace in (
+        lambda old: nn.Parameter(old.data),
+        lambda old: nn.Parameter(torch.empty(0, device=device, dtype=old.dtype).set_(old.detach())),
+    ):
+        layer, x = a_layer(device), a_sample(device)
+        with torch.no_grad():
+            for _ in range(before):
+                layer.weight.mul_(1)
+        call(layer, x)
+        layer.weight = replace(layer.weight)
+        call(layer, x)
+        with torch.no_grad():
+            for _ in range(after):
+                layer.weight.mul_(4)
+        assert_is_up_to_date(layer, x)
+
+
 def test_counters_of_what_is_gone_are_kept_as_numbers(device: str) -> None:
     """A weight that is written each step through a new tensor takes no more memory each time."""
     layer, x = a_layer(device), a_sample(device)

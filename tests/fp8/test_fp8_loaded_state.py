@@ -211,3 +211,19 @@ def test_states_of_another_form_are_refused_when_they_are_loaded(device: str, is
         with pytest.raises(ValueError, match="expected FP8 state of version 1, got shape"):
             layer.set_extra_state(state)
     layer.state_dict()
+
+
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+def test_a_state_of_before_the_first_call_leads_back_there(device: str, graphed: bool) -> None:
+    model, x = nn.Sequential(new_layer(device)), an_input(device).requires_grad_()
+    if graphed:
+        with tg.fp8_autocast(recipe=RECIPE):
+            tg.make_graphed_callables(model[0], (x,))
+    start, results = tg.fp8_state_dict(model), []
+    for _ in range(2):
+        for factor in (50, 1, 3):
+            y = forward(model, x * factor)
+            y.sum().backward()
+            results.append(y.detach().clone())
+        tg.load_fp8_state_dict(model, start)
+    assert all(map(same_bits, results[:3], results[3:]))

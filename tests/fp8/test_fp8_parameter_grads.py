@@ -231,6 +231,22 @@ def test_no_pass_over_memory_adds_them() -> None:
     assert not added
 
 
+def test_hooks_on_the_node_of_a_layer_get_and_change_its_gradients(device: str) -> None:
+    layer, x = a_layer(device), a_sample(device)
+    expected = [2 * gradients_of(layer, [x], torch.bfloat16, name)[0] for name in ("weight", "bias")]
+    y = call(layer, x)
+    y.grad_fn.register_hook(lambda grads, _: tuple(2 * grad for grad in grads))
+    y.backward(grad_for(y))
+    assert same_bits(layer.weight.grad, expected[0]) and same_bits(layer.bias.grad, expected[1])
+
+
+def test_anomaly_detection_finds_a_nan(device: str) -> None:
+    layer, x = a_layer(device), a_sample(device)
+    y = call(layer, x)
+    with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="returned nan values"):
+        y.backward(torch.full_like(y, float("nan")))
+
+
 def test_what_is_frozen_since_the_forward_gets_no_gradient(device: str) -> None:
     layer = a_layer(device)
     y = call(layer, a_sample(device))

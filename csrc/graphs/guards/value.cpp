@@ -28,8 +28,12 @@ struct KeyedType {
 
 // Whether instances of `type`, derived from `base`, hold nothing besides but a dictionary and a list of weak references.
 bool adds_no_fields(PyTypeObject* type, PyTypeObject* base) {
-    constexpr Py_ssize_t kInFront = -1;  // offset of a dictionary that Python keeps before the object, not in it
-    const bool has_dict = type->tp_dictoffset && type->tp_dictoffset != kInFront && !base->tp_dictoffset;
+#ifdef Py_TPFLAGS_MANAGED_DICT
+    const bool is_in_front = type->tp_flags & Py_TPFLAGS_MANAGED_DICT;  // of the object, where Python keeps it
+#else
+    constexpr bool is_in_front = false;
+#endif
+    const bool has_dict = type->tp_dictoffset && !is_in_front && !base->tp_dictoffset;
     const bool has_list = type->tp_weaklistoffset > 0 && !base->tp_weaklistoffset;
     const auto added = static_cast<Py_ssize_t>(sizeof(PyObject*)) * (has_dict + has_list);
     return type->tp_basicsize == base->tp_basicsize + added && type->tp_itemsize == base->tp_itemsize;
