@@ -62,12 +62,12 @@ def _reader_of(call: Call, everything: bool = False) -> Callable[..., FunctionRe
     return functools.partial(FunctionReader, call, everything)
 
 
-def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, FunctionEntry | str]:
+def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, FunctionEntry | str | None]:
     """Run the function as it is; return its result and an entry that recognises the next such call, or why there is
-    none."""
+    none; None if a next call may find fewer sources."""
     sources = walker.explore(_reader_of(call))
     if walker.has_too_many_sources:
-        return make_call(call), _TOO_MANY
+        return _run_to_see(call, walker)
     if named := next((source for source in sources if source.is_strided_tensor and source.obj.has_names()), None):
         return make_call(call), f"{named.name} has names of dimensions, which cannot be captured"
     before = FunctionGuard(sources, used=set(), is_strict=False).guard
@@ -91,6 +91,17 @@ def run_first(label: str, call: Call, walker: SourceWalker) -> tuple[Any, Functi
         label, function_guard.guard, watch.devices, watch.multiplies, effect, before if effect else None
     )
     return result, entry
+
+
+def _run_to_see(call: Call, walker: SourceWalker) -> tuple[Any, str | None]:
+    """Run the function as it is, to see which code of all that it can get to runs. A next call is looked at as well, if
+    that says something new; return its result and, if not, why there is no entry."""
+    known, code = walker.known, CodeWatch()
+    with capturing(), code:
+        result = make_call(call)
+    walker.note(code)
+    walker.has_too_many_sources = walker.known == known
+    return result, _TOO_MANY if walker.has_too_many_sources else None
 
 
 def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, stream: Any) -> FunctionEntry:

@@ -176,8 +176,9 @@ class GraphedFunction(Inlined):
         with self._python():
             result, entry = run_first(self._label, call, self._walker)
         self._eager_calls.add(reason)
-        if isinstance(entry, str):
-            self._warn_once(f"{entry} (runs eagerly)")
+        if not isinstance(entry, FunctionEntry):
+            if entry is not None:
+                self._warn_once(f"{entry} (runs eagerly)")
             return result
         self._seen = [entry, *self._seen[: _MAX_ENTRIES - 1]]
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import contextvars
 import functools
 import gc
@@ -58,8 +59,13 @@ def builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
             yield source.never(f"{name} is a set of objects without weak references, which cannot be compared")
     elif _shows_memory(obj):
         yield source.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
-    elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase):
+    elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase) and not _is_spare(source):
         yield source.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")
+
+
+def _is_spare(source: GuardedSource) -> bool:
+    """True for the generator of a context manager that decorates functions: each call makes another one."""
+    return source.key == "gen" and isinstance(source.parent.parent.obj, contextlib.ContextDecorator)
 
 
 def _shows_memory(obj: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from te_graph import _C
-from te_graph.common.dispatch import has_subclass, is_leaf, is_user_file
+from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_user_file
 from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.guards.readers.asked_state import asked_state
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
@@ -57,6 +57,7 @@ from te_graph.graphs.tracing.names import (
     LOOKS_ABOVE,
     MARK_OF_COMPILER,
     Names,
+    codes_of,
     is_implicit,
     module_of,
     strings_of,
@@ -278,7 +279,10 @@ class FunctionReader:
         for key in list(members.obj):
             if key in self.names.said:
                 yield members.item(key, f"{owner}.{key}")
-        for key in sorted(self.names.asked - members.obj.keys()):
+        # Of functions of packages there are too many: of those that have run.
+        codes = list(codes_of(source.obj))
+        is_expected = not codes or any(is_project_file(one.co_filename) or id(one) in self.names.ran for one in codes)
+        for key in sorted(self.names.asked - members.obj.keys()) if is_expected else ():
             yield members.child(None, f"{owner}.{key}", _Kind.ABSENT, key)
 
     def _object_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
@@ -302,7 +306,8 @@ class FunctionReader:
         for key in list(members.obj) if members is not None else ():
             if key in named and not is_implicit(key):
                 yield members.item(key, f"{source.name}.{key}")
-        expected = self._members.expected(type(source.obj))
+        is_wrapper = isinstance(source.obj, classmethod | staticmethod | property)  # of a class, once for each name
+        expected = frozenset() if is_wrapper else self._members.expected(type(source.obj))
         for key in sorted(expected - members.obj.keys()) if members is not None else ():
             if not hasattr(type(source.obj), key):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
