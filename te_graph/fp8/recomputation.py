@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
 from te_graph import _C
+from te_graph.common.dispatch import is_in_backward
 from te_graph.fp8.member import Member
 
 _NOTES = "_te_graph_fp8_calls"  # attribute of a checkpoint
-_NOT_IN_BACKWARD = -1
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,6 @@ class Checkpoints:
             return None
         notes.positions[key] = position + 1
         return calls[position]
-
-
-def is_in_backward() -> bool:
-    """Whether this thread runs a backward."""
-    return torch._C._current_graph_task_id() != _NOT_IN_BACKWARD
 
 
 def may_be_checkpointed() -> bool:
