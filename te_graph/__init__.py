@@ -23,23 +23,21 @@ from te_graph.collectives.ops import (
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.fp8.autocast import fp8_autocast
 from te_graph.fp8.casts import (
-    amax_and_scale_update_inplace,
     fp8_cast,
     fp8_cast_out,
     fp8_cast_transpose,
     fp8_cast_transpose_dbias,
     fp8_cast_transpose_out,
     fp8_cast_weights_,
-    fp8_current_scale,
     fp8_dequantize,
     fp8_dequantize_out,
-    fp8_scale,
 )
 from te_graph.fp8.conversion_report import ConversionReport
 from te_graph.fp8.convert import convert_to_fp8, fp8_state_dict, load_fp8_state_dict, unconvert
 from te_graph.fp8.gemm import fp8_gemm, fp8_gemm_out, fp8_plans
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Format
+from te_graph.fp8.scales import amax_and_scale_update_inplace, fp8_current_scale, fp8_scale
 from te_graph.fp8.weights import Fp8Weights
 from te_graph.graphs.callables.make_graphed_callables import make_graphed_callables
 from te_graph.graphs.capture.main_grads import reset_main_grads

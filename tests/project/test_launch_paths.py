@@ -20,7 +20,8 @@ def collective(name: str, protocol: str, function: str | None = None) -> tuple[s
 
 
 def fp8(name: str, ops: str, function: str, launcher: str) -> tuple[str, ...]:
-    return f"te_graph/fp8/casts.py:{name}", f"csrc/fp8/{ops}.cpp:{function}", f"csrc/fp8/{launcher}"
+    module = "scales" if ops == "scale_ops" else "casts"
+    return f"te_graph/fp8/{module}.py:{name}", f"csrc/fp8/{ops}.cpp:{function}", f"csrc/fp8/{launcher}"
 
 
 def gemm(name: str, function: str) -> tuple[str, ...]:
@@ -51,8 +52,8 @@ PATHS = [
     fp8("fp8_dequantize_out", "ops", "dequantize_out", "cast.cu:launch_dequantize"),
     fp8("fp8_current_scale", "scale_ops", "current_scale", "scale.cu:launch_current_scale"),
     fp8("fp8_scale", "scale_ops", "scale_of_amax", "scale.cu:launch_scales"),
-    ("te_graph/fp8/casts.py:amax_and_scale_update_inplace", "csrc/fp8/scale_ops.cpp:update_by_tensor", *UPDATE),
-    ("te_graph/fp8/casts.py:amax_and_scale_update_inplace", "csrc/fp8/scale_ops.cpp:update_by_number", *UPDATE),
+    ("te_graph/fp8/scales.py:amax_and_scale_update_inplace", "csrc/fp8/scale_ops.cpp:update_by_tensor", *UPDATE),
+    ("te_graph/fp8/scales.py:amax_and_scale_update_inplace", "csrc/fp8/scale_ops.cpp:update_by_number", *UPDATE),
     gemm("fp8_gemm", "gemm"),
     gemm("fp8_gemm_out", "gemm_out"),
     (
