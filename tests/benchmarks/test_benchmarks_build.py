@@ -119,13 +119,13 @@ def test_the_table_has_a_row_for_each_kind_and_names_the_machine():
         "kinds": bench.KINDS,
         "rows": [
             {"kind": "cuda", "changed": None, "seconds": 421.4},
-            {"kind": "cuda", "changed": "csrc/fp8/ops.cpp", "seconds": 41.25},
+            {"kind": "cuda", "changed": "csrc/fp8/cast_ops.cpp", "seconds": 41.25},
             {"kind": "cpu", "changed": None, "seconds": 250.0},
         ],
     }
     record["targets"] = bench.targets_of(record["rows"])
     table = render.render(README, {"build": record})
-    assert "\n| | everything | `csrc/fp8/ops.cpp` |\n|---|---|---|\n" in table
+    assert "\n| | everything | `csrc/fp8/cast_ops.cpp` |\n|---|---|---|\n" in table
     assert "\n| with CUDA code | 421 | 41.2 |\n| CPU ops only | 250 | failed |\n" in table
     assert (
         "Targets missed: one file, s 41.25 (at most 40). Without ccache. Some CPU, c++ 12.2.0, torch 2.11.0, " in table

@@ -42,14 +42,14 @@ PATHS = [
     *(collective("all_gather_out", protocol) for protocol in ("ll128", "simple")),
     ("te_graph/collectives/ops.py:all_reduce", "csrc/collectives/ops.cpp:all_reduce", *REDUCE_ROWS),
     ("te_graph/collectives/ops.py:reduce_scatter", "csrc/collectives/ops.cpp:reduce_scatter", *REDUCE_ROWS),
-    fp8("fp8_cast", "ops", "cast", "cast.cu:launch_cast"),
-    fp8("fp8_cast_out", "ops", "cast_out", "cast.cu:launch_cast"),
-    fp8("fp8_cast_transpose", "ops", "cast_transpose", "cast_transpose.cu:launch_cast_transpose"),
-    fp8("fp8_cast_transpose_dbias", "ops", "cast_transpose_dbias", "cast_transpose.cu:launch_cast_transpose"),
-    fp8("fp8_cast_transpose_out", "ops", "cast_transpose_out", "cast_transpose.cu:launch_cast_transpose"),
+    fp8("fp8_cast", "cast_ops", "cast", "cast.cu:launch_cast"),
+    fp8("fp8_cast_out", "cast_ops", "cast_out", "cast.cu:launch_cast"),
+    fp8("fp8_cast_transpose", "cast_ops", "cast_transpose", "cast_transpose.cu:launch_cast_transpose"),
+    fp8("fp8_cast_transpose_dbias", "cast_ops", "cast_transpose_dbias", "cast_transpose.cu:launch_cast_transpose"),
+    fp8("fp8_cast_transpose_out", "cast_ops", "cast_transpose_out", "cast_transpose.cu:launch_cast_transpose"),
     fp8("fp8_cast_weights_", "weights_ops", "cast_weights", "cast_transpose.cu:launch_cast_weights"),
-    fp8("fp8_dequantize", "ops", "dequantize", "cast.cu:launch_dequantize"),
-    fp8("fp8_dequantize_out", "ops", "dequantize_out", "cast.cu:launch_dequantize"),
+    fp8("fp8_dequantize", "cast_ops", "dequantize", "cast.cu:launch_dequantize"),
+    fp8("fp8_dequantize_out", "cast_ops", "dequantize_out", "cast.cu:launch_dequantize"),
     fp8("fp8_current_scale", "scale_ops", "current_scale", "scale.cu:launch_current_scale"),
     fp8("fp8_scale", "scale_ops", "scale_of_amax", "scale.cu:launch_scales"),
     ("te_graph/fp8/scales.py:amax_and_scale_update_inplace", "csrc/fp8/scale_ops.cpp:update_by_tensor", *UPDATE),
@@ -90,4 +90,6 @@ def test_a_call_that_is_gone_is_found() -> None:
     body = body_of("te_graph/collectives/ops.py", "all_reduce_")
     assert is_called(body, "csrc/collectives/ops.cpp", "all_reduce_inplace")
     assert not is_called(body, "csrc/collectives/ops.cpp", "all_reduce")
-    assert not is_called(body_of("csrc/fp8/ops.cpp", "cast"), "csrc/fp8/cast_transpose.cu", "launch_cast_transpose")
+    assert not is_called(
+        body_of("csrc/fp8/cast_ops.cpp", "cast"), "csrc/fp8/cast_transpose.cu", "launch_cast_transpose"
+    )
