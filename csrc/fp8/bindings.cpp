@@ -67,14 +67,15 @@ void bind(py::module_& m) {
     py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
         .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, TablePointer input,
                          int64_t input_column, TablePointer grad, int64_t grad_column, at::ScalarType grad_dtype,
-                         py::object place) {
+                         py::object columns) {
                  return std::make_shared<Linear>(std::move(weight), std::move(weight_t), std::move(weight_scale_inv),
                                                  ScaleColumn{std::move(input), input_column},
                                                  ScaleColumn{std::move(grad), grad_column}, grad_dtype,
-                                                 held_on_any_thread(std::move(place)));
+                                                 held_on_any_thread(std::move(columns)));
              }),
              py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("input"),
-             py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"), py::arg("place"))
+             py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"),
+             py::arg("columns"))
         .def("set_cast_weights",
              [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })
         .def("set_main_grad_of",

@@ -182,14 +182,14 @@ ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t number) : ta
 }
 
 Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
-               at::ScalarType grad_dtype, std::shared_ptr<void> place)
+               at::ScalarType grad_dtype, std::shared_ptr<void> columns)
     : weight_(std::move(weight)),
       weight_t_(std::move(weight_t)),
       weight_scale_inv_(std::move(weight_scale_inv)),
       input_(std::move(input)),
       grad_(std::move(grad)),
       grad_dtype_(grad_dtype),
-      place_(std::move(place)),
+      columns_(std::move(columns)),
       cast_storage_(c10::intrusive_ptr<c10::StorageImpl>()) {}
 
 void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {

@@ -16,7 +16,7 @@
 
 namespace te_graph::fp8 {
 
-// One tensor's place in a table. No table: current scaling.
+// One tensor's column of a table. No table: current scaling.
 struct ScaleColumn {
     ScaleColumn(std::shared_ptr<ScaleTable> table, int64_t column);
 
@@ -28,10 +28,10 @@ struct ScaleColumn {
 class Linear : public std::enable_shared_from_this<Linear> {
 public:
     // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where
-    // they are. input, grad: of the casts. grad_dtype: of the cast of gradients. place: kept until no backward and no
+    // they are. input, grad: of the casts. grad_dtype: of the cast of gradients. columns: kept until no backward and no
     // graph is left that uses the columns.
     Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
-           at::ScalarType grad_dtype, std::shared_ptr<void> place);
+           at::ScalarType grad_dtype, std::shared_ptr<void> columns);
 
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
     // current scaling.
@@ -44,7 +44,7 @@ public:
                        at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale);
 
     // forward() of the dtype of x, whose magnitude is recorded, for most calls: inside the region for which the layer
-    // has its place here, with a weight that is cast, where gradients are recorded; nothing is done, and nothing
+    // has its scales here, with a weight that is cast, where gradients are recorded; nothing is done, and nothing
     // returned, where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an unusual
     // argument. x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
     std::optional<at::Tensor> call(const at::Tensor& x, const at::Tensor& weight,
@@ -83,7 +83,7 @@ private:
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const ScaleColumn input_, grad_;
     const at::ScalarType grad_dtype_;
-    const std::shared_ptr<void> place_;
+    const std::shared_ptr<void> columns_;
     CastWeights cast_weights_;
     ParameterGrad::MainGradOf main_grad_of_;
     int64_t region_ = 0;

@@ -61,8 +61,8 @@ def converted_class() -> type[nn.Module]:
             Raises:
                 TypeError, ValueError: as of ``te_graph.Linear``.
             """
-            weight, place = self.weight, self.fp8
-            if place is not None and (y := place.linear.call(x, place.outputs_first(weight), self.bias)) is not None:
+            weight, member = self.weight, self.fp8
+            if member is not None and (y := member.linear.call(x, member.outputs_first(weight), self.bias)) is not None:
                 return y
             note_region()
             y = product_in_fp8(self, x, weight, self.bias)

@@ -12,7 +12,7 @@ from te_graph.common.before_capture import ReadyForCapture
 from te_graph.fp8.autocast import current_region
 from te_graph.fp8.loaded_state import mark_again, mark_of
 from te_graph.fp8.member import Member
-from te_graph.fp8.product import has_state, load_state_, place_of, state_of
+from te_graph.fp8.product import has_state, load_state_, member_of, state_of
 from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 
@@ -31,14 +31,14 @@ class FP8Layer(ReadyForCapture):
     has_told_misfit = False
 
     def make_ready_for_capture(self) -> None:
-        """Have a place in the scope of the present region, and a cast weight, of which replays record the magnitude."""
+        """Be a member of the scope of the present region, and a cast weight, of which replays record the magnitude."""
         region = current_region()
         if region is not None and region.enabled:
-            place_of(self, region, torch.is_grad_enabled())
+            member_of(self, region, torch.is_grad_enabled())
         weight = plain_weight(self)
-        for place in (self.fp8, self.fp8_evaluated):
-            if place is not None and weight is not None and place.fits(weight):
-                place.scope.cast_weights(place, records=False)
+        for member in (self.fp8, self.fp8_evaluated):
+            if member is not None and weight is not None and member.fits(weight):
+                member.scope.cast_weights(member, records=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""

@@ -15,11 +15,11 @@ from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 
 class _KeptBlock:
-    """The columns of ``block``, and which of them are due for an update."""
+    """What the columns of ``block`` hold, and which of them are due for an update."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
-        self._tensors = [(tensor, tensor.clone()) for tensor in block.columns()]
+        self._tensors = [(tensor, tensor.clone()) for tensor in block.tensors()]
         self._due = block.due()
 
     def restore(self) -> None:

@@ -171,9 +171,9 @@ class Linear(nn.Linear, FP8Layer):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product for x [..., in], with bias [out] or without."""
         weight = self.weight  # read once: a property may draw another one each time
-        place = self.fp8
-        if place is not None and place.fuses_wgrad_accumulation == self.fuse_wgrad_accumulation:
-            y = place.linear.call(x, weight, bias)
+        member = self.fp8
+        if member is not None and member.fuses_wgrad_accumulation == self.fuse_wgrad_accumulation:
+            y = member.linear.call(x, weight, bias)
             if y is not None:
                 return y
         note_region()

@@ -18,7 +18,7 @@ from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 
 class HasLoadedState(Protocol):
-    """A module with ``loaded_state``: [3, n] fp32, behind the mark of the weight that it goes with; or with a place
+    """A module with ``loaded_state``: [3, n] fp32, behind the mark of the weight that it goes with; or with a member
     that has taken one."""
 
     fp8: Member | None
@@ -34,7 +34,7 @@ class LoadedModules(OwnObject):
 
     @property
     def weights(self) -> list[Tensor]:
-        """[out, in] each, of the modules that have no place yet, whose scope would see to it."""
+        """[out, in] each, of the modules that are in no scope yet, which would see to it."""
         held = (plain_weight(module) for module in list(self._modules) if module.loaded_state is not None)
         return [weight for weight in held if weight is not None]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from te_graph.fp8.scaling_scope import ScalingScope
 
 _VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
-_CAST_SCALE, _IS_CAST = 3, 4  # places in its header
+_CAST_SCALE, _IS_CAST = 3, 4  # positions in its header
 
 
 class HasWeight(Protocol):
@@ -61,8 +61,8 @@ class Member:
 
     Args:
         module: not kept alive.
-        scope: has the block of the place.
-        place: its columns.
+        scope: has the block of ``columns``.
+        columns: those of the module.
 
     Attributes:
         linear: the products.
@@ -73,9 +73,9 @@ class Member:
             [in, out] and [out, in] of a module that ``has_inputs_first``.
     """
 
-    def __init__(self, module: HasWeight, scope: ScalingScope, place: Columns) -> None:
+    def __init__(self, module: HasWeight, scope: ScalingScope, columns: Columns) -> None:
         weight, formats = module.weight, scope.recipe.fp8_format
-        block, number = place.block, place.number
+        block, number = columns.block, columns.number
         self.scope, self.block, self.number = scope, block, number
         self._module, self._has_inputs_first = weakref.ref(module), module.has_inputs_first
         self.loaded_mark: WeightMark | None = None
@@ -90,11 +90,11 @@ class Member:
             *copies,
             block.weight_scale_inv[number, :1],
             forward,
-            block.place(number, INPUT)[1],
+            block.column_of(number, INPUT)[1],
             backward,
-            block.place(number, GRAD)[1],
+            block.column_of(number, GRAD)[1],
             formats.backward_dtype,
-            place,
+            columns,
         )
         self.fuses_wgrad_accumulation = module.fuse_wgrad_accumulation
         if module.fuse_wgrad_accumulation:
@@ -145,7 +145,7 @@ class Member:
 
     def history(self, tensor: int) -> tuple[Tensor, Tensor]:
         """Views of the history [H] and the scale [1] of INPUT, WEIGHT or GRAD; of delayed scaling only."""
-        direction, column = self.block.place(self.number, tensor)
+        direction, column = self.block.column_of(self.number, tensor)
         return self.block.history[direction][:, column], self.block.scale[direction][column : column + 1]
 
     def state(self) -> Tensor:
@@ -214,12 +214,12 @@ class Member:
     def settle(self, tensors: Sequence[int] = (INPUT, WEIGHT, GRAD)) -> None:
         """Update the scales of what has been recorded of ``tensors``, as their next casts would."""
         for tensor in tensors if self.scope.is_delayed else ():
-            direction, column = self.block.place(self.number, tensor)
+            direction, column = self.block.column_of(self.number, tensor)
             self.block.tables[direction].settle(column)
 
     def use(self, tensor: int) -> None:
         """Say that ``tensor`` is about to be cast, and its magnitude recorded."""
-        direction, column = self.block.place(self.number, tensor)
+        direction, column = self.block.column_of(self.number, tensor)
         self.block.tables[direction].settle(column)
         self.block.tables[direction].note(column)
 

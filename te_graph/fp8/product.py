@@ -32,8 +32,8 @@ class FP8Module(Protocol):
         weight: [out, in], or [in, out].
         has_inputs_first: it is [in, out].
         fuse_wgrad_accumulation: the product that is the weight's gradient adds to ``weight.main_grad``.
-        fp8: its place in a scope, which has what is known of its scales.
-        fp8_evaluated: one in the scope of evaluations by another recipe, which change nothing of that.
+        fp8: what it has in a scope, with what is known of its scales.
+        fp8_evaluated: the same in the scope of evaluations by another recipe, which change nothing of that.
         loaded_state: what was loaded before it had one, [3, n] fp32, behind the mark of the weight at that time.
         has_told_misfit: it has said that it computes in high precision.
     """
@@ -68,7 +68,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     if region is None or not (region.enabled or region.calibrating):
         return None
     is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
-    member = place_of(module, region, is_training or not region.enabled)
+    member = member_of(module, region, is_training or not region.enabled)
     if member is None:
         return None
     if not region.enabled:
@@ -88,7 +88,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     return member.linear.forward(x, member.outputs_first(weight), bias, dtype, is_training, None)
 
 
-def place_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member | None:
+def member_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member | None:
     """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit.
 
     Args:
@@ -120,7 +120,7 @@ def place_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member |
     if not _can_be_multiplied(module, weight):
         return None
     if not records and has_state(module):
-        return _place_to_evaluate(module, scope, weight)
+        return _member_to_evaluate(module, scope, weight)
     _refuse_first_call_in_capture()
     state, mark = _state_to_move(module, weight)
     module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
@@ -154,7 +154,7 @@ def _refuse_first_call_in_capture() -> None:
 
 
 def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, WeightMark | None]:
-    """What ``module``, of ``weight`` [out, in], takes to a new place, [3, n] fp32, with the mark of the weight that
+    """What ``module``, of ``weight`` [out, in], takes to a new member, [3, n] fp32, with the mark of the weight that
     goes with it."""
     if module.fp8 is not None:
         module.fp8.settle()  # by the rules of the scope that it leaves
@@ -165,7 +165,7 @@ def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, We
     return None, None
 
 
-def _place_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member:
+def _member_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member:
     """One in ``scope``, with the scales that ``module``, of ``weight`` [out, in], has elsewhere."""
     member = module.fp8_evaluated
     if member is None or member.scope is not scope or not member.fits(weight):

@@ -1,4 +1,4 @@
-"""Columns of scales and histories, and the place of one module among them."""
+"""Columns of scales and histories, and which of them are one module's."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Block:
         for table in self.tables if self.is_shared else ():
             table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, self._group))
 
-    def columns(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Histories, scales and inverses, [H, n] or [n] each, and the scales of casts of weights, [capacity]."""
         return [*self.history, *self.scale, *self.scale_inv, self.weight_scale]
 
@@ -89,7 +89,7 @@ class Block:
         for table, column in due:
             table.note(column)
 
-    def place(self, number: int, tensor: int) -> tuple[int, int]:
+    def column_of(self, number: int, tensor: int) -> tuple[int, int]:
         """Direction and column of ``tensor`` (INPUT, WEIGHT or GRAD) of module ``number``."""
         return (1, number) if tensor == GRAD else (0, 2 * number + tensor)
 

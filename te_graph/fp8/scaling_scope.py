@@ -61,7 +61,7 @@ class ScalingScope(OwnObject):
         return [weight for member in self.members if (weight := member.weight) is not None]
 
     def add(self, module: HasWeight) -> Member:
-        """A place for ``module``, whose scales are 1 and histories empty."""
+        """The member of ``module`` from now on, whose scales are 1 and histories empty."""
         block = next((block for block in self.blocks if block.free), None)
         if block is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -70,7 +70,7 @@ class ScalingScope(OwnObject):
             self.blocks.append(block)
         with torch.inference_mode(False), torch.no_grad():
             member = Member(module, self, Columns(block))
-            member.clear_scales()  # another module may have had the place
+            member.clear_scales()  # another module may have had the columns
         self._members[self._count] = member
         self._count += 1
         return member
