@@ -23,8 +23,8 @@ struct WriteCount {
 
 // tensor: [...], in view from now on.
 WriteCount write_count(const at::Tensor& tensor);
-// Whether the memory of tensor [...] may have been written since `before`, of the same storage: it was, or the tensor was
-// not in view then.
+// Whether the memory of tensor [...] may have been written since `before`, of the same storage: it was, or the tensor
+// was not in view then.
 bool is_written_since(const at::Tensor& tensor, const WriteCount& before);
 
 }  // namespace te_graph::fp8
