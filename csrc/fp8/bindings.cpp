@@ -92,8 +92,8 @@ void bind(py::module_& m) {
                std::shared_ptr<CastDone> done) { linear.note_cast(weight, is_recorded, writes, std::move(done)); },
             py::arg("weight"), py::arg("is_recorded"), py::arg("writes"), py::arg("done"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
-        .def("set_region", &Linear::set_region, py::arg("number"))
-        .def("call", &Linear::call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
+        .def("set_fast_region", &Linear::set_fast_region, py::arg("number"))
+        .def("fast_call", &Linear::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("is_recorded"), py::arg("scale"), unlocked);
     py::class_<WriteCount>(m, "WriteCount").def(py::init<>());

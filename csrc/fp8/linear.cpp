@@ -274,9 +274,9 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
 }
 
 // x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
-std::optional<at::Tensor> Linear::call(const at::Tensor& x, const at::Tensor& weight,
-                                       const std::optional<at::Tensor>& bias) {
-    const bool is_usual = region_ != 0 && region_ == region() && at::GradMode::is_enabled() &&
+std::optional<at::Tensor> Linear::fast_call(const at::Tensor& x, const at::Tensor& weight,
+                                            const std::optional<at::Tensor>& bias) {
+    const bool is_usual = fast_region_ != 0 && fast_region_ == region() && at::GradMode::is_enabled() &&
                           HostSteps::current() == nullptr &&
                           at::SavedTensorDefaultHooks::get_tls_state().stack.empty() &&
                           torch::autograd::get_current_graph_task_id() == kNotInBackward;

@@ -43,14 +43,14 @@ public:
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale);
 
-    // forward() of the dtype of x, whose magnitude is recorded, for most calls: inside the region for which the layer
-    // has its scales here, with a weight that is cast, where gradients are recorded; nothing is done, and nothing
-    // returned, where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an unusual
-    // argument. x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
-    std::optional<at::Tensor> call(const at::Tensor& x, const at::Tensor& weight,
-                                   const std::optional<at::Tensor>& bias);
+    // A call that needs no Python: forward() of the dtype of x, whose magnitude is recorded, inside the region for
+    // which the layer has its scales here, with a weight that is cast, where gradients are recorded. Nothing is done,
+    // and nothing returned, where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an
+    // unusual argument. x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
+    std::optional<at::Tensor> fast_call(const at::Tensor& x, const at::Tensor& weight,
+                                        const std::optional<at::Tensor>& bias);
     // The number of that region.
-    void set_region(int64_t number) { region_ = number; }
+    void set_fast_region(int64_t number) { fast_region_ = number; }
 
     // Casts all weights that have changed, with this one among them; records their magnitudes if that is wanted.
     using CastWeights = std::function<void(bool is_recorded)>;
@@ -86,7 +86,7 @@ private:
     const std::shared_ptr<void> columns_;
     CastWeights cast_weights_;
     ParameterGrad::MainGradOf main_grad_of_;
-    int64_t region_ = 0;
+    int64_t fast_region_ = 0;
     // Of what follows, of the weight at its last cast: replays look at it without the GIL. The storage is held weakly,
     // so that no other one takes its place in memory.
     mutable std::mutex mutex_;

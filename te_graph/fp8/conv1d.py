@@ -62,7 +62,10 @@ def converted_class() -> type[nn.Module]:
                 TypeError, ValueError: as of ``te_graph.Linear``.
             """
             weight, member = self.weight, self.fp8
-            if member is not None and (y := member.linear.call(x, member.outputs_first(weight), self.bias)) is not None:
+            if (
+                member is not None
+                and (y := member.linear.fast_call(x, member.outputs_first(weight), self.bias)) is not None
+            ):
                 return y
             note_region()
             y = product_in_fp8(self, x, weight, self.bias)

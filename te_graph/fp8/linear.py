@@ -173,7 +173,7 @@ class Linear(nn.Linear, FP8Layer):
         weight = self.weight  # read once: a property may draw another one each time
         member = self.fp8
         if member is not None and member.fuses_wgrad_accumulation == self.fuse_wgrad_accumulation:
-            y = member.linear.call(x, weight, bias)
+            y = member.linear.fast_call(x, weight, bias)
             if y is not None:
                 return y
         note_region()

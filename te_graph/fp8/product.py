@@ -74,7 +74,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     if not region.enabled:
         _calibrate(member, x, weight)
         return None
-    member.linear.set_region(region.number)  # which sees to calls that are like this one
+    member.linear.set_fast_region(region.number)  # for calls that are like this one
     dtype = _dtype_of_result(x, weight)
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the magnitude
     if is_captured:
