@@ -61,6 +61,7 @@ void bind(py::module_& m) {
              [](ScaleTable& table, py::function function) { table.set_reduce(with_gil<const at::Tensor&>(function)); })
         .def("settle", &ScaleTable::settle, py::arg("column"), unlocked)
         .def("note", &ScaleTable::note, py::arg("column"), unlocked)
+        .def("begin_cast", &ScaleTable::begin_cast, py::arg("column"), unlocked)
         .def("update", &ScaleTable::update, unlocked)
         .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));

@@ -140,7 +140,7 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     const at::Tensor grad = is_recorded ? gradients[0].detach().requires_grad_() : gradients[0];
     const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
                                    task_should_compute_output(2)};
-    Linear::use(linear_->grad_, steps_.get(), false);
+    Linear::begin_cast(linear_->grad_, steps_.get(), false);
     static const auto op =
         own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                      const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
@@ -192,11 +192,10 @@ Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_i
       columns_(std::move(columns)),
       cast_storage_(c10::intrusive_ptr<c10::StorageImpl>()) {}
 
-void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
+void Linear::begin_cast(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
     if (column.table == nullptr) return;
     if (steps == nullptr) {
-        column.table->settle(column.column);
-        column.table->note(column.column);
+        column.table->begin_cast(column.column);
         return;
     }
     auto step = std::make_shared<ColumnStep>(column);
@@ -206,7 +205,7 @@ void Linear::use(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
 }
 
 std::optional<at::Tensor> Linear::begin_input_cast() {
-    use(input_, HostSteps::current().get(), true);
+    begin_cast(input_, HostSteps::current().get(), true);
     return input_.scale ? std::optional(input_.scale->clone()) : std::nullopt;
 }
 
@@ -247,7 +246,7 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, is_recorded));
     wait_for_cast();
-    if (is_recorded && !scale) use(input_, steps.get(), true);
+    if (is_recorded && !scale) begin_cast(input_, steps.get(), true);
     const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
     const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
     if (is_followed) {

@@ -76,9 +76,9 @@ public:
 
 private:
     friend class LinearBackward;
-    // Tells the table of a cast whose magnitude is recorded; before each replay where it is captured, in the forward of
-    // `steps` or in its backward.
-    static void use(const ScaleColumn& column, HostSteps* steps, bool is_forward);
+    // Tells the table of a cast that follows, whose magnitude is recorded; before each replay where it is captured, in
+    // the forward of `steps` or in its backward.
+    static void begin_cast(const ScaleColumn& column, HostSteps* steps, bool is_forward);
 
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const ScaleColumn input_, grad_;

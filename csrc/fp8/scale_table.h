@@ -30,6 +30,11 @@ public:
     void settle(int64_t column);
     // The tensor of `column` is cast next. Of several, all are settled first: an update forgets what was noted.
     void note(int64_t column);
+    // Both, of one.
+    void begin_cast(int64_t column) {
+        settle(column);
+        note(column);
+    }
     // Updates, if a tensor was cast since the last time.
     void update();
     // Updates all columns, which is captured, and changes nothing of what this object knows.

@@ -199,7 +199,7 @@ class Member:
             history[:1] = rows[:1]
             history[len(history) - kept :] = rows[saved - kept :]
             scale.copy_(state[tensor, 2:3])
-            self.use(tensor)
+            self.begin_cast(tensor)
         if state[WEIGHT, _IS_CAST]:
             self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
             self.loaded_mark = mark
@@ -217,11 +217,10 @@ class Member:
             direction, column = self.block.column_of(self.number, tensor)
             self.block.tables[direction].settle(column)
 
-    def use(self, tensor: int) -> None:
+    def begin_cast(self, tensor: int) -> None:
         """Say that ``tensor`` is about to be cast, and its magnitude recorded."""
         direction, column = self.block.column_of(self.number, tensor)
-        self.block.tables[direction].settle(column)
-        self.block.tables[direction].note(column)
+        self.block.tables[direction].begin_cast(column)
 
 
 def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.StoreFlag]:

@@ -251,6 +251,6 @@ def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
     with torch.no_grad():
         for tensor, number in ((x, INPUT), (weight, WEIGHT)):
             if tensor.numel():
-                member.use(number)
+                member.begin_cast(number)
                 newest = member.history(number)[0][0]
                 newest.copy_(torch.fmax(newest, tensor.detach().abs().amax().float()))

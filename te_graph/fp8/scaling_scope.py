@@ -110,7 +110,7 @@ class ScalingScope(OwnObject):
                 for other, _ in changed:
                     other.settle((WEIGHT,))
                 for other, _ in changed:
-                    other.use(WEIGHT)
+                    other.begin_cast(WEIGHT)
             for other, _ in changed:
                 other.take_scales()
             for block, run in _runs(changed):
