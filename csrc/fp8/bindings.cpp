@@ -86,17 +86,17 @@ void bind(py::module_& m) {
                      return (*held)(weight).cast<std::pair<at::Tensor, std::shared_ptr<StoreFlag>>>();
                  });
              })
-        .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("is_recorded"))
+        .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("records_amax"))
         .def(
             "note_cast",
-            [](Linear& linear, const at::Tensor& weight, bool is_recorded, WriteCount writes,
-               std::shared_ptr<CastDone> done) { linear.note_cast(weight, is_recorded, writes, std::move(done)); },
-            py::arg("weight"), py::arg("is_recorded"), py::arg("writes"), py::arg("done"))
+            [](Linear& linear, const at::Tensor& weight, bool records_amax, WriteCount writes,
+               std::shared_ptr<CastDone> done) { linear.note_cast(weight, records_amax, writes, std::move(done)); },
+            py::arg("weight"), py::arg("records_amax"), py::arg("writes"), py::arg("done"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
         .def("set_fast_region", &Linear::set_fast_region, py::arg("number"))
         .def("fast_call", &Linear::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
-             py::arg("is_recorded"), py::arg("scale"), unlocked);
+             py::arg("records_amax"), py::arg("scale"), unlocked);
     py::class_<WriteCount>(m, "WriteCount").def(py::init<>());
     m.def("is_written_since", &is_written_since, py::arg("tensor"), py::arg("before"));
     m.def("write_count", &write_count, py::arg("tensor"));

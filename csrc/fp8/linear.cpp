@@ -51,14 +51,14 @@ private:
 class WeightStep : public HostStep {
 public:
     // weight: [O, I], or a view of it, which is gone by then.
-    WeightStep(std::shared_ptr<Linear> linear, const at::Tensor& weight, bool is_recorded)
+    WeightStep(std::shared_ptr<Linear> linear, const at::Tensor& weight, bool records_amax)
         : linear_(std::move(linear)),
           weight_((weight.is_view() ? weight._base() : weight).getIntrusivePtr()),
-          is_recorded_(is_recorded) {}
+          records_amax_(records_amax) {}
     void prepare() override {
         const auto held = weight_.lock();
         if (held == nullptr) return;
-        if (!linear_->is_cast(at::Tensor(held), is_recorded_)) linear_->cast_weights(is_recorded_);
+        if (!linear_->is_cast(at::Tensor(held), records_amax_)) linear_->cast_weights(records_amax_);
         linear_->wait_for_cast();
     }
     const void* identity() const override { return linear_.get(); }
@@ -67,7 +67,7 @@ private:
     const std::shared_ptr<Linear> linear_;
     // A module that is gone does not call its graph any more.
     const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
-    const bool is_recorded_;
+    const bool records_amax_;
 };
 
 // tensor: [...] or undefined.
@@ -136,8 +136,8 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     if (!gradients[0].defined()) return variable_list(3);
     // Gradients of gradients also pass through x and the weight, whose casts have none: results say so when one is
     // asked of them, whether or not they are recorded for the sake of the gradient.
-    const bool is_recorded = at::GradMode::is_enabled() && !gradients[0].requires_grad();
-    const at::Tensor grad = is_recorded ? gradients[0].detach().requires_grad_() : gradients[0];
+    const bool must_be_followed = at::GradMode::is_enabled() && !gradients[0].requires_grad();
+    const at::Tensor grad = must_be_followed ? gradients[0].detach().requires_grad_() : gradients[0];
     const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
                                    task_should_compute_output(2)};
     Linear::begin_cast(linear_->grad_, steps_.get(), false);
@@ -209,20 +209,20 @@ std::optional<at::Tensor> Linear::begin_input_cast() {
     return input_.scale ? std::optional(input_.scale->clone()) : std::nullopt;
 }
 
-bool Linear::is_cast(const at::Tensor& weight, bool is_recorded) const {
+bool Linear::is_cast(const at::Tensor& weight, bool records_amax) const {
     const std::lock_guard lock(mutex_);
     return weight.storage().unsafeGetStorageImpl() == cast_storage_._unsafe_get_target() &&
-           weight.const_data_ptr() == cast_address_ && (is_recorded_ || !is_recorded) &&
+           weight.const_data_ptr() == cast_address_ && (has_recorded_amax_ || !records_amax) &&
            !is_written_since(weight, cast_writes_);
 }
 
-void Linear::note_cast(const at::Tensor& weight, bool is_recorded, WriteCount writes,
+void Linear::note_cast(const at::Tensor& weight, bool records_amax, WriteCount writes,
                        std::shared_ptr<const CastDone> done) {
     const std::lock_guard lock(mutex_);
     cast_storage_ = weight.storage().getWeakStorageImpl();
     cast_address_ = weight.const_data_ptr();
     cast_writes_ = writes;
-    is_recorded_ = is_recorded;
+    has_recorded_amax_ = records_amax;
     cast_done_ = std::move(done);
     ++casts_;
 }
@@ -237,16 +237,16 @@ void Linear::wait_for_cast() const {
 }
 
 at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                           at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale) {
+                           at::ScalarType dtype, bool records_amax, const std::optional<at::Tensor>& scale) {
     if (is_forward_mode()) {
         check_no_tangent(kLinear, "x", x);
         check_no_tangent(kLinear, "weight", weight);
         if (bias) check_no_tangent(kLinear, "bias", *bias);
     }
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
-    if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, is_recorded));
+    if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, records_amax));
     wait_for_cast();
-    if (is_recorded && !scale) begin_cast(input_, steps.get(), true);
+    if (records_amax && !scale) begin_cast(input_, steps.get(), true);
     const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
     const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
     if (is_followed) {
@@ -260,7 +260,7 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (is_followed) below.emplace();
     auto [y, x_t, x_scale_inv] = op.call(x, weight_, weight_scale_inv_, bias, scale ? scale : input_.scale,
-                                         is_recorded ? input_.amax : std::nullopt, dtype, is_followed && needs_weight);
+                                         records_amax ? input_.amax : std::nullopt, dtype, is_followed && needs_weight);
     if (!is_followed) return std::move(y);
     const auto [node, owner] =
         make_node<LinearBackward>(shared_from_this(), steps, x.scalar_type(), weight.scalar_type());

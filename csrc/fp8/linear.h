@@ -38,12 +38,12 @@ public:
     std::optional<at::Tensor> begin_input_cast();
 
     // x: [..., I]; weight: [O, I], of which `weight_` is the cast, and which gets the gradient; bias: [O] -> [..., O]
-    // of `dtype`. is_recorded: the magnitude of x, for delayed scaling. scale: that of begin_input_cast(), now or
+    // of `dtype`. records_amax: that of x, for delayed scaling. scale: that of begin_input_cast(), now or
     // earlier.
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                       at::ScalarType dtype, bool is_recorded, const std::optional<at::Tensor>& scale);
+                       at::ScalarType dtype, bool records_amax, const std::optional<at::Tensor>& scale);
 
-    // A call that needs no Python: forward() of the dtype of x, whose magnitude is recorded, inside the region for
+    // A call that needs no Python: forward() of the dtype of x, whose amax is recorded, inside the region for
     // which the layer has its scales here, with a weight that is cast, where gradients are recorded. Nothing is done,
     // and nothing returned, where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an
     // unusual argument. x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
@@ -52,20 +52,21 @@ public:
     // The number of that region.
     void set_fast_region(int64_t number) { fast_region_ = number; }
 
-    // Casts all weights that have changed, with this one among them; records their magnitudes if that is wanted.
-    using CastWeights = std::function<void(bool is_recorded)>;
+    // Casts all weights that have changed, with this one among them; records their amaxes if that is wanted.
+    using CastWeights = std::function<void(bool records_amax)>;
     void set_cast_weights(CastWeights cast_weights) { cast_weights_ = std::move(cast_weights); }
 
-    void cast_weights(bool is_recorded) const { cast_weights_(is_recorded); }
+    void cast_weights(bool records_amax) const { cast_weights_(records_amax); }
 
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
-    // Whether weight [O, I] is as it was when it was cast, and its magnitude was recorded if that is wanted.
-    bool is_cast(const at::Tensor& weight, bool is_recorded) const;
+    // Whether weight [O, I] is as it was when it was cast, and its amax was recorded if that is wanted.
+    bool is_cast(const at::Tensor& weight, bool records_amax) const;
     // weight [O, I] has been cast, after `writes` writes (write_count(), before the cast was launched); `done` for
     // other streams.
-    void note_cast(const at::Tensor& weight, bool is_recorded, WriteCount writes, std::shared_ptr<const CastDone> done);
+    void note_cast(const at::Tensor& weight, bool records_amax, WriteCount writes,
+                   std::shared_ptr<const CastDone> done);
     // The current stream waits for that cast.
     void wait_for_cast() const;
     // How many there were.
@@ -76,7 +77,7 @@ public:
 
 private:
     friend class LinearBackward;
-    // Tells the table of a cast that follows, whose magnitude is recorded; before each replay where it is captured, in
+    // Tells the table of a cast that follows, whose amax is recorded; before each replay where it is captured, in
     // the forward of `steps` or in its backward.
     static void begin_cast(const ScaleColumn& column, HostSteps* steps, bool is_forward);
 
@@ -93,7 +94,7 @@ private:
     c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;
     const void* cast_address_ = nullptr;
     WriteCount cast_writes_;
-    bool is_recorded_ = false;
+    bool has_recorded_amax_ = false;
     std::shared_ptr<const CastDone> cast_done_;
     int64_t casts_ = 0;
 };

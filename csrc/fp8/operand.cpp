@@ -8,9 +8,9 @@
 namespace te_graph::fp8 {
 namespace {
 
-// The scale by which the largest magnitude of x [M, N] becomes the largest number of `format`: [1] fp32.
+// The scale by which the amax of x [M, N] becomes the largest number of `format`: [1] fp32.
 at::Tensor find_scale(const char* op, const at::Tensor& x, Format format) {
-    // The magnitude, the scale, and the kernel's scratch of two words.
+    // The amax, the scale, and the kernel's scratch of two words.
     const at::Tensor found = empty_on(x.device(), {4}, at::kFloat);
     auto* const words = static_cast<float*>(found.data_ptr());
     const CurrentScale work{.input = x.const_data_ptr(),

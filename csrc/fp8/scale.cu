@@ -1,4 +1,4 @@
-// Scales from magnitudes.
+// Scales from amaxes.
 #include <algorithm>
 
 #include "fp8/element.cuh"

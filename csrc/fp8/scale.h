@@ -1,4 +1,4 @@
-// Scales: from the largest magnitude of a tensor, and from the history of these. No Torch here.
+// Scales: from the amax of a tensor, and from the history of these. No Torch here.
 #pragma once
 
 #include <cfloat>

@@ -22,7 +22,7 @@ public:
     ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_inv, double fp8_max, double margin,
                std::string amax_compute_algo);
 
-    // Before each update, with the row that holds the newest magnitudes, [n]: makes them those of all ranks.
+    // Before each update, with the row that holds the newest amaxes, [n]: makes them those of all ranks.
     using Reduce = std::function<void(const at::Tensor&)>;
     void set_reduce(Reduce reduce) { reduce_ = std::move(reduce); }
 

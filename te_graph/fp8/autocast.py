@@ -36,7 +36,7 @@ class fp8_autocast(ContextDecorator):
 
     Args:
         enabled: False computes in high precision, inside a region that is on, too.
-        calibrating: with ``enabled=False``, record magnitudes for delayed scaling all the same. Not inside a capture.
+        calibrating: with ``enabled=False``, record amaxes for delayed scaling all the same. Not inside a capture.
         recipe: a ``DelayedScaling`` or ``Float8CurrentScaling``; ``DelayedScaling()`` if None. Equal ones are the same,
             so that one may be made in each step. Another one is in force from the next call of a module on.
         amax_reduction_group: process group whose ranks share the scales of delayed scaling. All of them call the same
@@ -48,7 +48,7 @@ class fp8_autocast(ContextDecorator):
         ValueError: this rank is not in the group.
 
     Stream and capture: leaving the outermost region launches an update of the scales if a module has recorded
-        magnitudes in it, and, with a group, a collective; not where gradients are off, but for calibration.
+        amaxes in it, and, with a group, a collective; not where gradients are off, but for calibration.
     """
 
     @opaque

@@ -31,14 +31,14 @@ class FP8Layer(ReadyForCapture):
     has_told_misfit = False
 
     def make_ready_for_capture(self) -> None:
-        """Be a member of the scope of the present region, and a cast weight, of which replays record the magnitude."""
+        """Become a member of the present scope, with a cast weight, whose amax replays record."""
         region = current_region()
         if region is not None and region.enabled:
             member_of(self, region, torch.is_grad_enabled())
         weight = plain_weight(self)
         for member in (self.fp8, self.fp8_evaluated):
             if member is not None and weight is not None and member.fits(weight):
-                member.scope.cast_weights(member, records=False)
+                member.scope.cast_weights(member, records_amax=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""

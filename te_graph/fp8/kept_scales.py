@@ -34,26 +34,28 @@ class _KeptScope:
     def __init__(self, scope: ScalingScope) -> None:
         self._scope = scope
         self._blocks = [_KeptBlock(block) for block in scope.blocks]
-        self._members = [(member, member.trains, member.loaded_mark, member.recorded()) for member in scope.members]
+        self._members = [
+            (member, member.trains, member.loaded_mark, member.has_recorded_amax()) for member in scope.members
+        ]
 
     def restore(self) -> None:
         for block in self._blocks:
             block.restore()
         again: list[tuple[Member, Tensor, bool]] = []
-        for member, trains, loaded_mark, recorded in self._members:
+        for member, trains, loaded_mark, has_recorded_amax in self._members:
             member.trains, member.loaded_mark = trains, loaded_mark
             weight = member.weight
-            if member.recorded() == recorded or weight is None:
+            if member.has_recorded_amax() == has_recorded_amax or weight is None:
                 continue
-            if recorded is None:
+            if has_recorded_amax is None:
                 member.forget_cast()
             else:
-                again.append((member, weight, recorded))
+                again.append((member, weight, has_recorded_amax))
         writes = [_C.write_count(weight) for _, weight, _ in again]
         self._scope.repeat_casts([(member, weight) for member, weight, _ in again])
         done = _C.CastDone(self._scope.device)
-        for (member, weight, recorded), count in zip(again, writes, strict=True):
-            member.linear.note_cast(weight, recorded, count, done)
+        for (member, weight, has_recorded_amax), count in zip(again, writes, strict=True):
+            member.linear.note_cast(weight, has_recorded_amax, count, done)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ def without_cast(state: Tensor) -> Tensor:
 
 
 def new_state(device: torch.device, length: int = 0) -> Tensor:
-    """What ``Member.state`` returns of a module that has no magnitudes yet, [3, n] fp32.
+    """What ``Member.state`` returns of a module that has no amaxes yet, [3, n] fp32.
 
     Args:
         device: where it is.
@@ -68,7 +68,7 @@ class Member:
         linear: the products.
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
-        trains: whether a forward of the module has recorded magnitudes.
+        trains: whether a forward of the module has recorded amaxes.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
             [in, out] and [out, in] of a module that ``has_inputs_first``.
     """
@@ -121,8 +121,8 @@ class Member:
             for tensor in (INPUT, WEIGHT):
                 self.history(tensor)[1].copy_(leader.history(tensor)[1])
 
-    def recorded(self) -> bool | None:
-        """Whether the magnitude of the weight was recorded when it was cast; None: it is not cast as it is now."""
+    def has_recorded_amax(self) -> bool | None:
+        """Whether the amax of the weight was recorded when it was cast; None: it is not cast as it is now."""
         weight = self.weight
         if weight is None or not self.linear.is_cast(weight, False):
             return None
@@ -172,8 +172,8 @@ class Member:
     def load_(self, state: Tensor, mark: WeightMark | None) -> None:
         """Take histories and scales from ``state`` [3, n], which ``state()`` returned here or elsewhere.
 
-        One of before the first call empties the histories. Of a longer one the newest magnitudes are taken. If the
-        weight stays as it is, it is cast with the scale of its cast there, and its magnitude, which is in the history,
+        One of before the first call empties the histories. Of a longer one the newest amaxes are taken. If the
+        weight stays as it is, it is cast with the scale of its cast there, and its amax, which is in the history,
         not recorded again.
 
         Args:
@@ -218,7 +218,7 @@ class Member:
             self.block.tables[direction].settle(column)
 
     def begin_cast(self, tensor: int) -> None:
-        """Say that ``tensor`` is about to be cast, and its magnitude recorded."""
+        """Say that ``tensor`` is about to be cast, and its amax recorded."""
         direction, column = self.block.column_of(self.number, tensor)
         self.block.tables[direction].begin_cast(column)
 
@@ -233,8 +233,8 @@ def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.StoreFlag]:
     return main_grad, gradient_state(weight).flag
 
 
-def _cast_weights_of(reference: weakref.ref[Member], records: bool) -> None:
+def _cast_weights_of(reference: weakref.ref[Member], records_amax: bool) -> None:
     """Cast the weights of a member that is about to be replayed, if it is still there."""
     member = reference()
     if member is not None:
-        member.scope.cast_weights(member, records)
+        member.scope.cast_weights(member, records_amax)

@@ -60,7 +60,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
             return None
         # Others may have computed with the layer in between, such as a teacher with weights of its own.
         if not (member.linear.is_cast(weight, False) or _C.HostSteps.is_noting()):
-            member.scope.cast_weights(member, records=False)
+            member.scope.cast_weights(member, records_amax=False)
         return member.linear.forward(x, member.outputs_first(weight), bias, first.dtype, False, first.scale)
     region = current_region()
     if checkpoints is not None and (region is None or not region.enabled):
@@ -76,7 +76,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
         return None
     member.linear.set_fast_region(region.number)  # for calls that are like this one
     dtype = _dtype_of_result(x, weight)
-    is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the magnitude
+    is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the amax
     if is_captured:
         note_captured_fp8_call()
     if not member.linear.is_cast(weight, is_training and not is_captured):
@@ -88,14 +88,14 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     return member.linear.forward(x, member.outputs_first(weight), bias, dtype, is_training, None)
 
 
-def member_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member | None:
+def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Member | None:
     """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit.
 
     Args:
         module: gets it.
         region: the present one.
-        records: whether magnitudes are to be recorded. By another recipe than before, they then begin anew, with what
-            is left of the histories; without, the module goes on with these afterwards.
+        records_amax: whether the call records amaxes. By another recipe than before, they then begin anew, with what is
+            left of the histories; without, the module goes on with these afterwards.
     """
     if is_parametrized(module, "weight"):
         raise TypeError(
@@ -115,11 +115,11 @@ def member_of(module: FP8Module, region: fp8_autocast, records: bool) -> Member 
         )
     scope = region.scope_on(weight.device)
     is_here = member is not None and member.scope is scope and member.fits(weight)
-    if is_here and (not records or member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation):
+    if is_here and (not records_amax or member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation):
         return member
     if not _can_be_multiplied(module, weight):
         return None
-    if not records and has_state(module):
+    if not records_amax and has_state(module):
         return _member_to_evaluate(module, scope, weight)
     _refuse_first_call_in_capture()
     state, mark = _state_to_move(module, weight)
@@ -240,7 +240,7 @@ def _dtype_of_result(x: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
-    """Record the magnitudes of x [..., in] and weight [out, in], which are not cast."""
+    """Record the amaxes of x [..., in] and weight [out, in], which are not cast."""
     if not member.scope.is_delayed:
         return
     if _C.HostSteps.is_noting():

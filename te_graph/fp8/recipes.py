@@ -45,7 +45,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """Scales from the largest magnitudes of earlier calls; a cast reads its tensor once.
+    """Scales from the amaxes of earlier calls; a cast reads its tensor once.
 
     ``scale = largest number of the format * 2**-margin / amax``, amax being the largest of a tensor's history, or its
     newest, see ``amax_and_scale_update_inplace``. A module's history grows by one with each forward, and with each
@@ -54,7 +54,7 @@ class DelayedScaling(Recipe):
     Attributes:
         margin: powers of two to stay below the largest number.
         fp8_format: the formats.
-        amax_history_len: number of magnitudes that are kept.
+        amax_history_len: number of amaxes that are kept.
         amax_compute_algo: "max" of the history, or "most_recent".
         reduce_amax: with an ``amax_reduction_group``, take the largest of all its ranks.
     """
@@ -82,7 +82,7 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """Scales from the tensors themselves, which are read once more to find their largest magnitude.
+    """Scales from the tensors themselves, which are read once more to find their amax.
 
     Attributes:
         fp8_format: the formats.

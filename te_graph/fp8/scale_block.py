@@ -31,7 +31,7 @@ class Block:
         weight_scale: [capacity] fp32, with which the weights were cast.
         weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
         free: numbers that no module has, the next one last.
-        is_shared: ranks reduce magnitudes, column by column.
+        is_shared: ranks reduce amaxes, column by column.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Block:
         self._reduce()
 
     def _reduce(self) -> None:
-        """Let updates begin with a reduction of the newest magnitudes, if ranks share them."""
+        """Let updates begin with a reduction of the newest amaxes, if ranks share them."""
         for table in self.tables if self.is_shared else ():
             table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, self._group))
 

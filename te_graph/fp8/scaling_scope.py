@@ -81,23 +81,23 @@ class ScalingScope(OwnObject):
             if block.tables[0] is not None:
                 block.tables[0].update()
 
-    def cast_weights(self, member: Member, records: bool, is_noted: bool = True) -> None:
+    def cast_weights(self, member: Member, records_amax: bool, is_noted: bool = True) -> None:
         """Cast the weight of ``member``, and all others that have changed since they were cast, [out, in] each.
 
         Args:
             member: about to be called.
-            records: whether magnitudes are recorded for delayed scaling. A weight that was cast without is cast again.
-                Of modules that only evaluate none is recorded.
+            records_amax: whether the call records amaxes, for delayed scaling. A weight that was cast without is cast
+                again. Of modules that only evaluate none is recorded.
             is_noted: False for a cast that is captured, or undone by a capture.
         """
-        records = records and self.is_delayed
-        member.trains |= records and is_noted
+        records_amax = records_amax and self.is_delayed
+        member.trains |= records_amax and is_noted
         stale = [
             (other, weight)
             for other in self.members
-            if (other.trains or other is member or not records)
+            if (other.trains or other is member or not records_amax)
             and (weight := other.weight) is not None
-            and not other.linear.is_cast(weight, records)
+            and not other.linear.is_cast(weight, records_amax)
         ]
         stale = [(other, weight) for other, weight in stale if other.fits(weight)]
         # Before the casts: what another thread writes meanwhile is to be cast again.
@@ -105,7 +105,7 @@ class ScalingScope(OwnObject):
         resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
         changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
         with torch.inference_mode(False), torch.no_grad():
-            if records and is_noted:
+            if records_amax and is_noted:
                 # All updates first: one between would forget what was noted of casts that are still to come.
                 for other, _ in changed:
                     other.settle((WEIGHT,))
@@ -114,12 +114,12 @@ class ScalingScope(OwnObject):
             for other, _ in changed:
                 other.take_scales()
             for block, run in _runs(changed):
-                self._cast(block, run, records, is_resumed=False)
+                self._cast(block, run, records_amax, is_resumed=False)
         self.repeat_casts(resumed)
         done = _C.CastDone(self.device)
         for (other, weight), count in zip(stale, writes, strict=True) if is_noted else ():
-            is_recorded = records or not self.is_delayed or other.is_resumed(weight)
-            other.linear.note_cast(weight, is_recorded, count, done)
+            has_recorded_amax = records_amax or not self.is_delayed or other.is_resumed(weight)
+            other.linear.note_cast(weight, has_recorded_amax, count, done)
         for other, _ in changed if is_noted else ():
             other.loaded_mark = None
 
@@ -130,7 +130,7 @@ class ScalingScope(OwnObject):
             for block, run in _runs(pairs):
                 self._cast(block, run, False, is_resumed=True)
 
-    def _cast(self, block: Block, run: Sequence[tuple[Member, Tensor]], records: bool, is_resumed: bool) -> None:
+    def _cast(self, block: Block, run: Sequence[tuple[Member, Tensor]], records_amax: bool, is_resumed: bool) -> None:
         """Cast the weights of members whose numbers follow each other in ``block``."""
         weights = [weight.detach().contiguous() for _, weight in run]
         first, end = run[0][0].number, run[-1][0].number + 1
@@ -141,7 +141,7 @@ class ScalingScope(OwnObject):
         elif not is_resumed:
             columns = slice(2 * first + WEIGHT, 2 * end, 2)
             cast_scale.copy_(block.scale[0][columns])
-            amax = block.history[0][0, columns] if records else amax
+            amax = block.history[0][0, columns] if records_amax else amax
         _ops.fp8_cast_weights_(
             [member.data for member, _ in run],
             [member.transposed for member, _ in run],
@@ -194,7 +194,7 @@ class ScalingScopes(OwnObject):
         return not any(scope.members for scope in self.all())
 
     def update(self) -> None:
-        """Update the scales of all scopes in which forwards have recorded magnitudes."""
+        """Update the scales of all scopes in which forwards have recorded amaxes."""
         for scope in self.all():
             scope.update()
 

@@ -221,7 +221,7 @@ class Program:
             self._change_grads(event, list(model.parameters()))
             return []
         if event == "grad" and "detached" in self.kinds:
-            return []  # a replay records the magnitudes of gradients that nobody asks for
+            return []  # a replay records the amaxes of gradients that nobody asks for
         if event == "grad":
             with self._region(step, device):
                 y = model(x)

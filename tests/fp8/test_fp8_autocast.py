@@ -181,7 +181,7 @@ def test_recipes_are_compared_by_value() -> None:
 
 
 def shared_scales(rank: Rank) -> None:
-    """Ranks with other data find the scales of the largest magnitudes of all, in both directions, bit for bit."""
+    """Ranks with other data find the scales of the largest amaxes of all, in both directions, bit for bit."""
     torch.manual_seed(0)
     layer = tg.Linear(32, 32, dtype=torch.bfloat16, device=rank.device)
     recipe = tg.DelayedScaling(amax_history_len=2)

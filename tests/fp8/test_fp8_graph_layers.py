@@ -89,7 +89,7 @@ class Training:
                 parameter.mul_(1.25)
 
     def _C(self) -> None:
-        """The capture, with a batch whose magnitudes are others."""
+        """The capture, with a batch whose amaxes are others."""
         if not self._graphed:
             return
         x = self._batch(torch.Generator().manual_seed(4)) * 100

@@ -117,7 +117,7 @@ def test_columns_without_a_group_are_used_again(device: str) -> None:
 
 
 def states_that_are_saved(rank: Rank) -> None:
-    """In the middle of a step gradients' newest magnitudes are each rank's own, so each saves its own state."""
+    """In the middle of a step gradients' newest amaxes are each rank's own, so each saves its own state."""
     results = []
     for is_resumed in (False, True):
         torch.manual_seed(0)

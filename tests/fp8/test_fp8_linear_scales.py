@@ -1,4 +1,4 @@
-"""When te_graph.Linear records magnitudes and updates scales.
+"""When te_graph.Linear records amaxes and updates scales.
 
 The reference is delayed scaling written down in Python: each tensor of a module has a history, which grows by one
 between two casts of it, in whatever regions and orders modules run.
@@ -39,11 +39,11 @@ recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 class Tracked:
-    """One tensor of a module under ``recipe``: magnitudes, oldest first, of which the scale is made."""
+    """One tensor of a module under ``recipe``: amaxes, oldest first, of which the scale is made."""
 
     def __init__(self, recipe: tg.DelayedScaling, dtype: torch.dtype) -> None:
         self.recipe, self.largest = recipe, torch.finfo(dtype).max
-        self.magnitudes: list[float] = []
+        self.amaxes: list[float] = []
         self.newest = 0.0  # since the last update
         self.scale = 1.0
 
@@ -55,13 +55,13 @@ class Tracked:
     def update(self) -> None:
         if self.newest == 0:
             return
-        self.magnitudes = [*self.magnitudes, self.newest][-self.recipe.amax_history_len :]
-        amax = max(self.magnitudes) if self.recipe.amax_compute_algo == "max" else self.newest
+        self.amaxes = [*self.amaxes, self.newest][-self.recipe.amax_history_len :]
+        amax = max(self.amaxes) if self.recipe.amax_compute_algo == "max" else self.newest
         # Row 0 is free for the next one: of H rows, H - 1 are kept, and none of a history of one.
-        self.magnitudes = (
-            self.magnitudes[-(self.recipe.amax_history_len - 1) :]
-            if len(self.magnitudes) > 1
-            else (self.magnitudes if self.recipe.amax_history_len > 1 else [])
+        self.amaxes = (
+            self.amaxes[-(self.recipe.amax_history_len - 1) :]
+            if len(self.amaxes) > 1
+            else (self.amaxes if self.recipe.amax_history_len > 1 else [])
         )
         scaled = torch.tensor(self.largest) * 2.0**-self.recipe.margin
         self.scale = float(scaled / torch.tensor(amax))
@@ -72,7 +72,7 @@ class Tracked:
         self.update()
         state = module.get_extra_state()[tensor]
         history = state[8 : 8 + self.recipe.amax_history_len]
-        assert [value for value in history[1:].tolist() if value] == pytest.approx(self.magnitudes, rel=0)
+        assert [value for value in history[1:].tolist() if value] == pytest.approx(self.amaxes, rel=0)
         assert state[2].item() == self.scale
 
 
