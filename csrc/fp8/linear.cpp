@@ -116,8 +116,8 @@ private:
 at::Tensor LinearBackward::unpack_weight_t() {
     constexpr const char* kOtherCast =
         "te_graph.Linear: expected the weight of the forward in its backward, but another one, another recipe or a "
-        "step "
-        "of the optimizer came in between, and the cast, of which there is one, is theirs: run the backward before";
+        "step of the optimizer came in between, and the cast, of which there is one, is theirs: run the backward "
+        "before";
     at::Tensor weight_t;
     try {
         weight_t = saved_[0].unpack();
