@@ -5,9 +5,10 @@
 
 namespace te_graph {
 
-// Set by reset_main_grads, until a gradient has been stored. One per parameter, shared by all that compute one.
-struct StoreFlag {
-    std::atomic<bool> overwrite{false};
+// Asked for by reset_main_grads, and pending until a gradient has been stored. One per parameter, shared by all that
+// compute one.
+struct MainGradReset {
+    std::atomic<bool> is_pending{false};
 };
 
 }  // namespace te_graph

@@ -83,7 +83,7 @@ void bind(py::module_& m) {
              [](Linear& linear, py::function function) {
                  linear.set_main_grad_of([held = held_on_any_thread(std::move(function))](const at::Tensor& weight) {
                      const py::gil_scoped_acquire gil;
-                     return (*held)(weight).cast<std::pair<at::Tensor, std::shared_ptr<StoreFlag>>>();
+                     return (*held)(weight).cast<std::pair<at::Tensor, std::shared_ptr<MainGradReset>>>();
                  });
              })
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("records_amax"))

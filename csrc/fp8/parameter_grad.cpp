@@ -87,7 +87,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     if (!is_plain_here && steps == nullptr) return std::nullopt;
     at::Tensor main_grad;
     if (main_grad_of) {
-        std::tie(main_grad, result.flag_) = main_grad_of(parameter);
+        std::tie(main_grad, result.reset_) = main_grad_of(parameter);
         check_main_grad(main_grad, sizes, alignment, parameter.device());
         dtype = main_grad.scalar_type();
     }
@@ -109,7 +109,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     if (main_grad_of) {
         result.holder_ = Holder::kMainGrad;
         result.memory = std::move(main_grad);
-        result.accumulates = !result.flag_->overwrite;
+        result.accumulates = !result.reset_->is_pending;
         return result;
     }
     const at::Tensor& there = parameter.grad();
@@ -128,7 +128,7 @@ at::Tensor ParameterGrad::finish() {
     if (holder_ == Holder::kEngine) return memory;
     if (holder_ == Holder::kCapture) return {};
     if (holder_ == Holder::kGrad && !accumulates) parameter_.mutable_grad() = memory;
-    if (holder_ == Holder::kMainGrad) flag_->overwrite = false;
+    if (holder_ == Holder::kMainGrad) reset_->is_pending = false;
     if (const auto stream = accumulator_->stream()) {
         const c10::Stream current = current_stream(stream->device());
         if (current != *stream) memory.record_stream(*stream);

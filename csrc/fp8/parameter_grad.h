@@ -12,7 +12,7 @@
 #include <utility>
 
 #include "common/host_steps.h"
-#include "common/store_flag.h"
+#include "common/main_grad_reset.h"
 
 namespace te_graph::fp8 {
 
@@ -25,7 +25,7 @@ namespace te_graph::fp8 {
 // so.
 struct ParameterGrad {
     // What has main_grad, and whether it is to be overwritten. [...] -> [...].
-    using MainGradOf = std::function<std::pair<at::Tensor, std::shared_ptr<StoreFlag>>(const at::Tensor&)>;
+    using MainGradOf = std::function<std::pair<at::Tensor, std::shared_ptr<MainGradReset>>(const at::Tensor&)>;
 
     // edge: to the parameter, of `sizes` and `dtype`; alignment: of what the op can write to, in bytes; grad: [..., O],
     // what the op reads; steps: of the capture, or null; main_grad_of: empty where gradients go to .grad. Nothing where
@@ -42,8 +42,8 @@ struct ParameterGrad {
 private:
     enum class Holder { kCapture, kEngine, kGrad, kMainGrad };
     Holder holder_ = Holder::kCapture;
-    at::Tensor parameter_;             // [sizes], of kGrad
-    std::shared_ptr<StoreFlag> flag_;  // of kMainGrad
+    at::Tensor parameter_;                  // [sizes], of kGrad
+    std::shared_ptr<MainGradReset> reset_;  // of kMainGrad
     std::shared_ptr<torch::autograd::Node> accumulator_;
     std::unique_lock<std::mutex> alone_;  // as AccumulateGrad has it while it adds
 };

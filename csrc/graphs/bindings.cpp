@@ -230,9 +230,9 @@ void bind(py::module_& m) {
              py::arg("with_autocast_dtype") = false)
         .def("change", &Settings::change);
 
-    py::class_<StoreFlag, std::shared_ptr<StoreFlag>>(m, "StoreFlag").def(py::init<>()).def("set", [](StoreFlag& flag) {
-        flag.overwrite = true;
-    });
+    py::class_<MainGradReset, std::shared_ptr<MainGradReset>>(m, "MainGradReset")
+        .def(py::init<>())
+        .def("request", [](MainGradReset& reset) { reset.is_pending = true; });
 
     py::enum_<StepKind>(m, "StepKind")
         .value("INSTANCE_DICT", StepKind::kInstanceDict)
@@ -340,12 +340,12 @@ void bind(py::module_& m) {
 
     py::class_<ParameterSpec>(m, "ParameterSpec")
         .def(py::init([](int tensor, int main_grad, std::vector<bool> depends_on, bool through_autograd,
-                         bool main_grad_fits, bool has_grad_buffer, std::shared_ptr<StoreFlag> flag) {
-                 return ParameterSpec{tensor,         main_grad,       std::move(depends_on), through_autograd,
-                                      main_grad_fits, has_grad_buffer, std::move(flag)};
+                         bool main_grad_fits, bool has_grad_buffer, std::shared_ptr<MainGradReset> main_grad_reset) {
+                 return ParameterSpec{tensor,         main_grad,       std::move(depends_on),     through_autograd,
+                                      main_grad_fits, has_grad_buffer, std::move(main_grad_reset)};
              }),
              py::arg("tensor"), py::arg("main_grad"), py::arg("depends_on"), py::arg("through_autograd"),
-             py::arg("main_grad_fits"), py::arg("has_grad_buffer"), py::arg("flag"));
+             py::arg("main_grad_fits"), py::arg("has_grad_buffer"), py::arg("main_grad_reset"));
 
     py::class_<View, std::shared_ptr<View>>(m, "View")
         .def(py::init<const at::Tensor&, const at::Tensor&>(), py::arg("tensor"), py::arg("base"))

@@ -16,12 +16,12 @@ class GradientState:
 
     Attributes:
         users: the handles of the callables that compute a gradient for it.
-        flag: tells the next backward to overwrite ``main_grad``.
+        main_grad_reset: tells the next backward to overwrite ``main_grad``.
     """
 
     def __init__(self) -> None:
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.flag = _C.StoreFlag()
+        self.main_grad_reset = _C.MainGradReset()
 
 
 # Belongs to the parameters, and would be an attribute of theirs if attributes were not saved with them by torch.save.

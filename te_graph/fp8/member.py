@@ -223,14 +223,14 @@ class Member:
         self.block.tables[direction].begin_cast(column)
 
 
-def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.StoreFlag]:
+def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.MainGradReset]:
     """The ``main_grad`` of ``weight`` [out, in], and what says that it is to be overwritten."""
     main_grad = main_grad_of(weight)
     if main_grad is None:
         raise RuntimeError(
             "te_graph.Linear: expected weight.main_grad, to which fuse_wgrad_accumulation adds the gradient, got none"
         )
-    return main_grad, gradient_state(weight).flag
+    return main_grad, gradient_state(weight).main_grad_reset
 
 
 def _cast_weights_of(reference: weakref.ref[Member], records_amax: bool) -> None:

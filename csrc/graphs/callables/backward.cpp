@@ -166,7 +166,7 @@ void GraphedCallable::check_for_nan(const PendingBackward& pending) const {
 
 // Once the graph has been launched: sets .grad, and appends what the edges of its node get. Flags of what it stores are
 // no longer in `used_up`.
-void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up,
+void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, std::vector<MainGradReset*>& used_up,
                              BackwardResults& results) {
     Slot& slot = slot_of(pending);
     ++backward_replays_;
@@ -207,7 +207,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
                 break;
             case GradientAction::kStoreMainGradEagerly:
                 main_grad_of(pending, i).copy_(slot.parameter_grads[i]);
-                std::erase(used_up, parameters_[i].flag.get());
+                std::erase(used_up, parameters_[i].main_grad_reset.get());
                 break;
             case GradientAction::kAddMainGradEagerly:
                 main_grad_of(pending, i).add_(slot.parameter_grads[i]);

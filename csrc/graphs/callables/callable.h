@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "common/host_steps.h"
-#include "common/store_flag.h"
+#include "common/main_grad_reset.h"
 #include "graphs/callables/gradient_table.h"
 #include "graphs/callables/lent_storages.h"
 #include "graphs/callables/pending_backward.h"
@@ -35,13 +35,13 @@ namespace te_graph::graphs {
 
 // A leaf outside the callable that its backward computes a gradient for.
 struct ParameterSpec {
-    int tensor;                       // its number in the guard
-    int main_grad;                    // number of its main_grad in the guard, or -1
-    std::vector<bool> depends_on;     // [differentiable outputs]
-    bool through_autograd;            // always by an autograd edge
-    bool main_grad_fits;              // the table writes it; else an ordinary op after the replay
-    bool has_grad_buffer;             // the op that computes the gradient adds it up in the slots' parameter_grads
-    std::shared_ptr<StoreFlag> flag;  // with main_grad only
+    int tensor;                    // its number in the guard
+    int main_grad;                 // number of its main_grad in the guard, or -1
+    std::vector<bool> depends_on;  // [differentiable outputs]
+    bool through_autograd;         // always by an autograd edge
+    bool main_grad_fits;           // the table writes it; else an ordinary op after the replay
+    bool has_grad_buffer;          // the op that computes the gradient adds it up in the slots' parameter_grads
+    std::shared_ptr<MainGradReset> main_grad_reset;  // with main_grad only
 };
 
 struct InputSpec {
@@ -144,7 +144,7 @@ private:
     void check_what_backward_reads() const;
     Bits load_grad_outputs(Slot& slot, torch::autograd::variable_list& grads) const;
     Bits grads_from(const PendingBackward& upper, const Bits& got_upper, const Slot& slot) const;
-    void plan_parameters(PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up);
+    void plan_parameters(PendingBackward& pending, const Bits& got, std::vector<MainGradReset*>& used_up);
     void note_use_outside(size_t parameter);
     void warn_of_lost_gradients();
     void warn_of_autocast();
@@ -164,8 +164,8 @@ private:
     void separate_overlapping(const PendingBackward& pending) const;
     bool leaves_nothing_behind(const PendingBackward& pending) const;
     void check_for_nan(const PendingBackward& pending) const;
-    void note_stored(const PendingBackward& pending, std::vector<StoreFlag*>& used_up) const;
-    void finish(const PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up,
+    void note_stored(const PendingBackward& pending, std::vector<MainGradReset*>& used_up) const;
+    void finish(const PendingBackward& pending, const Bits& got, std::vector<MainGradReset*>& used_up,
                 BackwardResults& results);
     static bool repeats_a_step(const std::vector<PendingBackward>& chain);
     static std::shared_ptr<Graph> merged(const std::vector<PendingBackward>& chain, const std::vector<Bits>& got);

@@ -114,9 +114,9 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
     std::vector<Bits> got{first.load_grad_outputs(first.slot_of(chain.front()), grads)};
     // What is lent moves now: a `.grad` may be among it, and what follows plans where gradients go.
     replay_order.input_gradients().protect();
-    std::vector<StoreFlag*> used_up;
+    std::vector<MainGradReset*> used_up;
     const auto on_failure = c10::make_scope_exit([&] {
-        for (StoreFlag* const flag : used_up) flag->overwrite = true;
+        for (MainGradReset* const reset : used_up) reset->is_pending = true;
     });
     for (size_t i = 0; i < chain.size(); ++i) {
         GraphedCallable& callable = *chain[i].callable;

@@ -75,7 +75,7 @@ bool asks_for_leaf_without_edge(const std::unordered_map<torch::autograd::Node*,
 
 // Decides what happens to each parameter's gradient, and writes the table. Flags that it resets go to `used_up`, until
 // what they ask for is done.
-void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got, std::vector<StoreFlag*>& used_up) {
+void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got, std::vector<MainGradReset*>& used_up) {
     const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
     if (exec_info && exec_info->empty()) exec_info = nullptr;
     const bool asks_without_edge = exec_info && asks_for_leaf_without_edge(*exec_info);
@@ -106,16 +106,17 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
                     guard_->tensor_name(spec.tensor),
                     ", which the backward accumulates itself: capture with it in autograd_params=, and leave out what "
                     "the loss does not depend on");
-        const auto action = decide_gradient({.reached = is_reached,
-                                             .inputs_only = inputs_only,
-                                             .through_autograd = has_edge,
-                                             .hooked_since = !has_edge && has_gradient_hooks(parameter),
-                                             .frozen_since = !parameter.requires_grad(),
-                                             .has_main_grad = spec.main_grad >= 0,
-                                             .main_grad_fits = spec.main_grad_fits,
-                                             .overwrite_main_grad = spec.flag && spec.flag->overwrite,
-                                             .has_grad = grad.defined(),
-                                             .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
+        const auto action =
+            decide_gradient({.reached = is_reached,
+                             .inputs_only = inputs_only,
+                             .through_autograd = has_edge,
+                             .hooked_since = !has_edge && has_gradient_hooks(parameter),
+                             .frozen_since = !parameter.requires_grad(),
+                             .has_main_grad = spec.main_grad >= 0,
+                             .main_grad_fits = spec.main_grad_fits,
+                             .overwrite_main_grad = spec.main_grad_reset && spec.main_grad_reset->is_pending,
+                             .has_grad = grad.defined(),
+                             .grad_fits = grad.defined() && fits(grad, source, source.scalar_type())});
         TORCH_CHECK(action != GradientAction::kCallHooks || ReplayNode::count_gradients_of(parameter) < 2, name_,
                     ": a hook was put on ", guard_->tensor_name(spec.tensor),
                     " since the forward, and several gradients of it meet in this backward, those of other calls or "
@@ -129,7 +130,7 @@ void GraphedCallable::plan_parameters(PendingBackward& pending, const Bits& got,
             slot.updates[i].fresh = spec.has_grad_buffer ? lend_grad_buffer(i) : fresh_grad(buffers_[i], source);
         }
         if (action == GradientAction::kStoreMainGrad || action == GradientAction::kStoreMainGradEagerly) {
-            if (spec.flag->overwrite.exchange(false)) used_up.push_back(spec.flag.get());
+            if (spec.main_grad_reset->is_pending.exchange(false)) used_up.push_back(spec.main_grad_reset.get());
         }
     }
     // The table does not know the memory of a .grad that is not the buffer in which an op adds up.
@@ -166,7 +167,7 @@ bool GraphedCallable::repeats_last(const PendingBackward& pending) const {
     const FoundTensors& externals = *pending.externals;
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];
-        if (spec.main_grad >= 0 && spec.flag->overwrite) return false;
+        if (spec.main_grad >= 0 && spec.main_grad_reset->is_pending) return false;
         const torch::autograd::AutogradMeta* const meta = meta_of(externals[spec.tensor]);
         if (!meta || !meta->requires_grad_ || has_gradient_hooks(*meta)) return false;
         if (spec.main_grad < 0 && !meta->grad_accumulator_.expired()) return false;
@@ -194,11 +195,12 @@ void GraphedCallable::note_for_repetition(const PendingBackward& pending) {
 }
 
 // The graph has run, and with it what the table stores.
-void GraphedCallable::note_stored(const PendingBackward& pending, std::vector<StoreFlag*>& used_up) const {
+void GraphedCallable::note_stored(const PendingBackward& pending, std::vector<MainGradReset*>& used_up) const {
     const Slot& slot = slot_of(pending);
     if (used_up.empty() || slot.last_update.is_repeated) return;
     for (size_t i = 0; i < parameters_.size(); ++i) {
-        if (slot.updates[i].action == GradientAction::kStoreMainGrad) std::erase(used_up, parameters_[i].flag.get());
+        if (slot.updates[i].action == GradientAction::kStoreMainGrad)
+            std::erase(used_up, parameters_[i].main_grad_reset.get());
     }
 }
 

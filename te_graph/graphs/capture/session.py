@@ -343,7 +343,7 @@ def _parameter_specs(capture: CallableCapture) -> list[_C.ParameterSpec]:
                 through_autograd=destination.is_for_autograd,
                 main_grad_fits=destination.is_in_table,
                 has_grad_buffer=parameter in capture.grad_buffers,
-                flag=gradient_state(parameter).flag,
+                main_grad_reset=gradient_state(parameter).main_grad_reset,
             )
         )
     return specs
