@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
 // while the tile before it is worked on.
 template <typename Kind, Extra kExtra>
 __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
-    fp8_cast_weights_kernel(const Cast* casts, const Tile* tiles, int64_t num_tiles, uint32_t* state, const Flag noop) {
+    fp8_cast_weights_table_kernel(const Cast* casts, const Tile* tiles, int64_t num_tiles, uint32_t* state,
+                                  const Flag noop) {
     if (is_set(noop)) return;
     constexpr int kParts = sizeof(Cast) / sizeof(uint4);
     __shared__ Shared<kExtra> shared;
@@ -163,7 +164,7 @@ cudaError_t launch_cast_weights(std::span<const Cast> casts, const Flag& noop, c
 cudaError_t launch_cast_weights_table(const CastTable& table, const Flag& noop, cudaStream_t stream) {
     if (table.num_tiles == 0) return cudaSuccess;
     with_kind<false>(table.kind, [&]<typename Kind, Extra kExtra>() {
-        const auto kernel = fp8_cast_weights_kernel<Kind, kExtra>;
+        const auto kernel = fp8_cast_weights_table_kernel<Kind, kExtra>;
         int device = 0, multiprocessors = 0, resident = 0;
         cudaGetDevice(&device);
         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

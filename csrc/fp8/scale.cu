@@ -115,7 +115,7 @@ __global__ void fp8_scale_kernel(const float* amax, float* scale, int64_t count,
 
 }  // namespace
 
-cudaError_t launch_update(const Update& u, cudaStream_t stream) {
+cudaError_t launch_amax_and_scale_update(const Update& u, cudaStream_t stream) {
     if (u.columns == 0) return cudaSuccess;
     const auto kernel = u.flag.data ? amax_and_scale_update_kernel<true> : amax_and_scale_update_kernel<false>;
     kernel<<<(u.columns + kColumns - 1) / kColumns, kColumns * kDepth, 0, stream>>>(
@@ -138,13 +138,13 @@ cudaError_t launch_current_scale(const CurrentScale& work, cudaStream_t stream) 
     return cudaGetLastError();
 }
 
-cudaError_t launch_scales(const float* amax, float* scale, int64_t count, const ScaleRule& rule, cudaStream_t stream) {
+cudaError_t launch_scale(const float* amax, float* scale, int64_t count, const ScaleRule& rule, cudaStream_t stream) {
     if (count == 0) return cudaSuccess;
     fp8_scale_kernel<<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0, stream>>>(amax, scale,
                                                                                                         count, rule);
     return cudaGetLastError();
 }
 
-std::vector<KernelFunction> update_kernels() { return {&amax_and_scale_update_kernel<false>}; }
+std::vector<KernelFunction> amax_and_scale_update_kernels() { return {&amax_and_scale_update_kernel<false>}; }
 
 }  // namespace te_graph::fp8

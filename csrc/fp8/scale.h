@@ -89,18 +89,18 @@ struct CurrentScale {
     ScaleRule rule;
 };
 
-void update_cpu(const Update& update);
+void amax_and_scale_update_cpu(const Update& update);
 void current_scale_cpu(const CurrentScale& work);
-void scales_cpu(const float* amax, float* scale, int64_t count, const ScaleRule& rule);  // [count] both
+void scale_cpu(const float* amax, float* scale, int64_t count, const ScaleRule& rule);  // [count] both
 
 #ifdef TE_GRAPH_CUDA
 // No allocation, no host sync. One launch each; current_scale has a memset of 8 bytes before it.
-cudaError_t launch_update(const Update& update, cudaStream_t stream);
+cudaError_t launch_amax_and_scale_update(const Update& update, cudaStream_t stream);
 cudaError_t launch_current_scale(const CurrentScale& work, cudaStream_t stream);
-cudaError_t launch_scales(const float* amax, float* scale, int64_t count, const ScaleRule& rule, cudaStream_t stream);
+cudaError_t launch_scale(const float* amax, float* scale, int64_t count, const ScaleRule& rule, cudaStream_t stream);
 
 // Those whose `update_weight_scale_inv` is a number.
-std::vector<KernelFunction> update_kernels();
+std::vector<KernelFunction> amax_and_scale_update_kernels();
 #endif
 
 }  // namespace te_graph::fp8

@@ -26,7 +26,7 @@ void update_column(const Update& update, int column) {
 
 }  // namespace
 
-void update_cpu(const Update& update) {
+void amax_and_scale_update_cpu(const Update& update) {
     const bool for_weights = update.flag.data ? is_set(update.flag) : update.update_weight_scale_inv;
     for (int column = 0; column < update.columns; ++column) {
         update_column(update, column);
@@ -48,7 +48,7 @@ void current_scale_cpu(const CurrentScale& work) {
     });
 }
 
-void scales_cpu(const float* amax, float* scale, int64_t count, const ScaleRule& rule) {
+void scale_cpu(const float* amax, float* scale, int64_t count, const ScaleRule& rule) {
     for (int64_t i = 0; i < count; ++i) scale[i] = scale_of(amax[i], rule);
 }
 

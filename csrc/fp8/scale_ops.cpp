@@ -17,7 +17,7 @@ const KernelRegistration amax_and_scale_update({
     .name = "amax_and_scale_update",
     .op = "te_graph.amax_and_scale_update_inplace.Scalar",
 #ifdef TE_GRAPH_CUDA
-    .functions = update_kernels(),
+    .functions = amax_and_scale_update_kernels(),
 #else
     .functions = {},
 #endif
@@ -85,7 +85,7 @@ void run_update(const Update& update, const at::Tensor& amax_history,  // [H, n]
                           {"scale_inv", scale_inv, true},
                           {"non_weight_mask", non_weight_mask, false},
                           {"update_weight_scale_inv", flag, false}});
-    TE_GRAPH_RUN(amax_history.device(), update, update);
+    TE_GRAPH_RUN(amax_history.device(), amax_and_scale_update, update);
     note_writes({amax_history, scale, scale_inv});
 }
 
@@ -149,9 +149,7 @@ at::Tensor scale_of_amax(const at::Tensor& amax,  // [...]
     const at::Tensor out = at::empty(amax.sizes(), amax.options());
     const auto* const from = static_cast<const float*>(input.const_data_ptr());
     auto* const to = static_cast<float*>(out.data_ptr());
-    run_on(
-        amax.device(), [&] { scales_cpu(from, to, input.numel(), rule); },
-        TE_GRAPH_LAUNCH(launch_scales(from, to, input.numel(), rule, stream)));
+    TE_GRAPH_RUN(amax.device(), scale, from, to, input.numel(), rule);
     return out;
 }
 

@@ -30,7 +30,7 @@ def gemm(name: str, function: str) -> tuple[str, ...]:
 
 
 REDUCE_ROWS = ("csrc/collectives/process_group_transport.cpp:run", "csrc/collectives/reduce_rows.cu:launch_reduce_rows")
-UPDATE = ("csrc/fp8/scale_ops.cpp:run_update", "csrc/fp8/scale.cu:launch_update")
+UPDATE = ("csrc/fp8/scale_ops.cpp:run_update", "csrc/fp8/scale.cu:launch_amax_and_scale_update")
 # file:function, one for each station.
 PATHS = [
     *(collective("all_reduce", protocol) for protocol in ("ll128", "lamport")),
@@ -51,7 +51,7 @@ PATHS = [
     fp8("fp8_dequantize", "cast_ops", "dequantize", "cast.cu:launch_dequantize"),
     fp8("fp8_dequantize_out", "cast_ops", "dequantize_out", "cast.cu:launch_dequantize"),
     fp8("fp8_current_scale", "scale_ops", "current_scale", "scale.cu:launch_current_scale"),
-    fp8("fp8_scale", "scale_ops", "scale_of_amax", "scale.cu:launch_scales"),
+    fp8("fp8_scale", "scale_ops", "scale_of_amax", "scale.cu:launch_scale"),
     ("te_graph/fp8/scales.py:amax_and_scale_update_inplace", "csrc/fp8/scale_ops.cpp:update_by_tensor", *UPDATE),
     ("te_graph/fp8/scales.py:amax_and_scale_update_inplace", "csrc/fp8/scale_ops.cpp:update_by_number", *UPDATE),
     gemm("fp8_gemm", "gemm"),

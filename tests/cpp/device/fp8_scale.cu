@@ -91,8 +91,8 @@ TEST(Fp8UpdateDevice, HistoriesAndScalesHaveTheBytesOfTheCpuLoops) {
                 }
                 // A second one sees the row that the first one put to the end.
                 for (int run = 0; run < 2; ++run) {
-                    check(launch_update(on_device, nullptr));
-                    update_cpu(on_cpu);
+                    check(launch_amax_and_scale_update(on_device, nullptr));
+                    amax_and_scale_update_cpu(on_cpu);
                     std::vector<uint32_t> words(history.words.size());
                     device.read(0, words.data(), words.size() * sizeof(uint32_t));
                     ASSERT_EQ(words == history.words, true) << height << " x " << columns << ", options " << options
@@ -121,8 +121,8 @@ TEST(Fp8UpdateDevice, AFlagOfAnyDtypeSaysWhetherScaleInvOfWeightsIsWritten) {
             on_device.flag = flag;
             on_device.update_weight_scale_inv = !is_set;
             on_cpu.update_weight_scale_inv = is_set;
-            check(launch_update(on_device, nullptr));
-            update_cpu(on_cpu);
+            check(launch_amax_and_scale_update(on_device, nullptr));
+            amax_and_scale_update_cpu(on_cpu);
             std::vector<uint32_t> words(history.words.size());
             device.read(0, words.data(), words.size() * sizeof(uint32_t));
             EXPECT_TRUE(words == history.words) << is_set;
@@ -173,9 +173,9 @@ TEST(Fp8ScaleDevice, ScalesOfManyAmaxesHaveTheBitsOfTheCpuLoops) {
         const DeviceTensor device_amax(amax);
         for (const ScaleRule& rule : kRules) {
             const DeviceTensor device_scale(scale);
-            check(launch_scales(static_cast<const float*>(device_amax.data()), static_cast<float*>(device_scale.data()),
-                                count, rule, nullptr));
-            scales_cpu(static_cast<const float*>(amax.data()), static_cast<float*>(scale.data()), count, rule);
+            check(launch_scale(static_cast<const float*>(device_amax.data()), static_cast<float*>(device_scale.data()),
+                               count, rule, nullptr));
+            scale_cpu(static_cast<const float*>(amax.data()), static_cast<float*>(scale.data()), count, rule);
             EXPECT_TRUE(same_bytes(device_scale.download(scale), scale)) << count;
         }
     }

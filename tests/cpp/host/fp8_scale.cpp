@@ -34,19 +34,19 @@ struct OneColumn {
     float scale = 2, scale_inv = 0;
 
     void update(bool most_recent = false, bool skip_nonfinite = false, float scaled_max = kLargest) {
-        update_cpu({.history = history.data(),
-                    .row_stride = 1,
-                    .column_stride = 1,
-                    .height = static_cast<int>(history.size()),
-                    .columns = 1,
-                    .scale = {&scale, 1},
-                    .scale_inv = {&scale_inv, 1},
-                    .mask = {},
-                    .flag = {},
-                    .update_weight_scale_inv = false,
-                    .scaled_max = scaled_max,
-                    .most_recent = most_recent,
-                    .skip_nonfinite = skip_nonfinite});
+        amax_and_scale_update_cpu({.history = history.data(),
+                                   .row_stride = 1,
+                                   .column_stride = 1,
+                                   .height = static_cast<int>(history.size()),
+                                   .columns = 1,
+                                   .scale = {&scale, 1},
+                                   .scale_inv = {&scale_inv, 1},
+                                   .mask = {},
+                                   .flag = {},
+                                   .update_weight_scale_inv = false,
+                                   .scaled_max = scaled_max,
+                                   .most_recent = most_recent,
+                                   .skip_nonfinite = skip_nonfinite});
     }
 };
 
@@ -142,19 +142,19 @@ TEST(Fp8UpdateCpu, ColumnsOfAnyStrideAreUpdatedAsIfAloneAndNothingElseIsWritten)
             expected_scale[j * kStep] = alone[j].scale;
             expected_scale_inv[j * 2] = alone[j].scale_inv;
         }
-        update_cpu({.history = history.data(),
-                    .row_stride = row_stride,
-                    .column_stride = column_stride,
-                    .height = kHeight,
-                    .columns = kColumns,
-                    .scale = {scale.data(), kStep},
-                    .scale_inv = {scale_inv.data(), 2},
-                    .mask = {},
-                    .flag = {},
-                    .update_weight_scale_inv = true,
-                    .scaled_max = kLargest,
-                    .most_recent = false,
-                    .skip_nonfinite = false});
+        amax_and_scale_update_cpu({.history = history.data(),
+                                   .row_stride = row_stride,
+                                   .column_stride = column_stride,
+                                   .height = kHeight,
+                                   .columns = kColumns,
+                                   .scale = {scale.data(), kStep},
+                                   .scale_inv = {scale_inv.data(), 2},
+                                   .mask = {},
+                                   .flag = {},
+                                   .update_weight_scale_inv = true,
+                                   .scaled_max = kLargest,
+                                   .most_recent = false,
+                                   .skip_nonfinite = false});
         EXPECT_EQ(history, expected_history);
         EXPECT_EQ(scale, expected_scale);
         EXPECT_EQ(scale_inv, expected_scale_inv);
@@ -168,19 +168,19 @@ TEST(Fp8UpdateCpu, ScaleInvOfAWeightIsWrittenWhereTheFlagOrWithoutOneTheArgument
         for (const bool argument : {false, true}) {
             for (const int flag : {-1, 0, 1}) {
                 Column history{7, 7, 7}, scale(3, 1), scale_inv(3, -1);
-                update_cpu({.history = history.data(),
-                            .row_stride = 3,
-                            .column_stride = 1,
-                            .height = 1,
-                            .columns = 3,
-                            .scale = {scale.data(), 1},
-                            .scale_inv = {scale_inv.data(), 1},
-                            .mask = {has_mask ? is_not_a_weight : nullptr, 2},
-                            .flag = flag < 0 ? Flag{} : Flag{&flags[flag], Flag::Kind::kInt32},
-                            .update_weight_scale_inv = argument,
-                            .scaled_max = kLargest,
-                            .most_recent = true,
-                            .skip_nonfinite = false});
+                amax_and_scale_update_cpu({.history = history.data(),
+                                           .row_stride = 3,
+                                           .column_stride = 1,
+                                           .height = 1,
+                                           .columns = 3,
+                                           .scale = {scale.data(), 1},
+                                           .scale_inv = {scale_inv.data(), 1},
+                                           .mask = {has_mask ? is_not_a_weight : nullptr, 2},
+                                           .flag = flag < 0 ? Flag{} : Flag{&flags[flag], Flag::Kind::kInt32},
+                                           .update_weight_scale_inv = argument,
+                                           .scaled_max = kLargest,
+                                           .most_recent = true,
+                                           .skip_nonfinite = false});
                 const bool for_weights = flag < 0 ? argument : flag == 1;
                 const float of_weight = for_weights || !has_mask ? 1 / 64.0f : -1;
                 EXPECT_EQ(scale, Column(3, 64));
@@ -216,7 +216,7 @@ TEST(Fp8Scale, EpsIsTheSmallestAmaxAndWhatIsNotUsableGivesOne) {
     }
     const float amaxes[] = {7, 0, kNan, 3.5f};
     Column scales(4, -1);
-    scales_cpu(amaxes, scales.data(), 4, {448});
+    scale_cpu(amaxes, scales.data(), 4, {448});
     EXPECT_EQ(scales, (Column{64, 1, 1, 128}));
 }
 
