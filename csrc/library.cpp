@@ -102,8 +102,9 @@ TORCH_LIBRARY(te_graph, m) {
         "Tensor? bias=None, bool fast_accum=False, bool accumulate=False) -> ()");
 
     // The two directions of a linear layer. x: [..., I], grad: [..., O]: fp32, fp16 or bf16; weight: [O, I], weight_t:
-    // [I, O], x_t: [I, tokens rounded up to 16]: FP8; scale: of the cast of x or grad, None for current scaling.
-    // Results: y, x_t ([0] unless asked for), x_scale_inv; gradients of x, weight, bias, as far as output_mask asks.
+    // [I, O], x_t: [I, tokens rounded up to 16]: FP8; scale: of the cast of x or grad, None for current scaling;
+    // grad_dtype: of the cast of grad; x_dtype, weight_dtype: of the gradients. Results: y, x_t ([0] unless asked for),
+    // x_scale_inv; gradients of x, weight, bias, as far as output_mask asks.
     // grad_weight [O, I], grad_bias [O]: where these gradients go, which are no results then, or are added, as by add_.
     def("fp8_linear_forward(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? scale, "
         "Tensor(a!)? amax, ScalarType dtype, bool with_transposed) -> (Tensor, Tensor, Tensor)");

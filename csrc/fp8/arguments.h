@@ -26,9 +26,9 @@ inline void check_shape(const char* op, const char* argument, const at::Tensor& 
                       tensor.sizes());
 }
 
-// What a message about a dtype calls it: that of a tensor, or the argument `dtype` itself.
+// What a message about a dtype calls it: that of a tensor, or an argument that is one.
 inline std::string dtype_of(const std::string& argument) {
-    return argument == "dtype" ? argument : argument + " of dtype";
+    return argument.ends_with("dtype") ? argument : argument + " of dtype";
 }
 
 inline Format format_of(const char* op, const char* argument, at::ScalarType dtype) {

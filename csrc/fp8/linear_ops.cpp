@@ -1,7 +1,7 @@
 // Registration of the two directions of a linear layer in FP8.
 //
 //   forward   x8, x8ᵀ = cast(x);       y = x8 · w8ᵀ + bias
-//   backward  g8, g8ᵀ = cast(grad);    dx = g8 · w8,  dw = g8ᵀ · x8,  dbias = column sums of grad
+//   backward  g8, g8ᵀ = cast(grad);    grad_x = g8 · w8,  grad_weight = g8ᵀ · x8,  grad_bias = column sums of grad
 //
 // Any number of tokens: rows of the transposed copies end in zeros up to a multiple of 16, which add nothing.
 #include <ATen/ops/empty.h>
@@ -109,7 +109,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                                                                const MaybeTensor& x_scale_inv,       // [] or [1]
                                                                const MaybeTensor& scale,             // [] or [1]
                                                                const MaybeTensor& amax,              // [] or [1]
-                                                               at::ScalarType format, at::ScalarType x_dtype,
+                                                               at::ScalarType grad_dtype, at::ScalarType x_dtype,
                                                                at::ScalarType weight_dtype,
                                                                std::array<bool, 3> output_mask,
                                                                const MaybeTensor& grad_weight_out,  // [O, I]
@@ -118,7 +118,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                                                                bool accumulate_bias) {
     const auto [needs_x, needs_weight, needs_bias] = output_mask;
     check_tokens(kLinearBackward, "grad", grad);
-    format_of(kLinearBackward, "dtype", format);
+    format_of(kLinearBackward, "grad_dtype", grad_dtype);
     const at::Tensor matrix = as_matrix(grad);
     if (needs_x) {
         TORCH_CHECK_VALUE(weight_t && weight_scale_inv, kLinearBackward,
@@ -150,7 +150,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
     const at::Tensor& sums = grad_bias_out ? *grad_bias_out : grad_bias;
     Operand operand;
     if (needs_x || needs_weight || needs_bias) {
-        operand = cast_operand(kLinearBackward, matrix, {scale, amax, format}, needs_weight, sums, accumulate_bias);
+        operand = cast_operand(kLinearBackward, matrix, {scale, amax, grad_dtype}, needs_weight, sums, accumulate_bias);
     }
     if (needs_x) {
         const int64_t inputs = weight_t->size(0);
