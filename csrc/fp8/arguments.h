@@ -26,6 +26,14 @@ inline void check_shape(const char* op, const char* argument, const at::Tensor& 
                       tensor.sizes());
 }
 
+// tensor: [shape], whose memory a kernel reads or writes as one piece.
+inline void check_buffer(const char* op, const char* argument, const at::Tensor& tensor, at::IntArrayRef shape,
+                         at::Device device) {
+    check_shape(op, argument, tensor, shape);
+    check_contiguous(op, argument, tensor);
+    check_device(op, argument, tensor, device);
+}
+
 // What a message about a dtype calls it: that of a tensor, or an argument that is one.
 inline std::string dtype_of(const std::string& argument) {
     return argument.ends_with("dtype") ? argument : argument + " of dtype";
@@ -66,9 +74,7 @@ inline float* scalar_of(const char* op, const char* argument, const std::optiona
 inline int64_t* counts_of(const char* op, const std::optional<at::Tensor>& counts, at::Device device) {
     if (!counts) return nullptr;
     check_dtype(op, "counts", *counts, at::kLong);
-    check_shape(op, "counts", *counts, {kCounts});
-    check_contiguous(op, "counts", *counts);
-    check_device(op, "counts", *counts, device);
+    check_buffer(op, "counts", *counts, {kCounts}, device);
     return static_cast<int64_t*>(counts->data_ptr());
 }
 

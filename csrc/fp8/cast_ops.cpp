@@ -57,11 +57,9 @@ Cast cast_of(const char* op, const at::Tensor& x,  // [...]
 
 // An output that the caller gave, out [shape]: contiguous. x: [...].
 void set_out(const char* op, const char* argument, const at::Tensor& out, at::IntArrayRef shape, const at::Tensor& x,
-             uint8_t*& place) {
-    check_shape(op, argument, out, shape);
-    check_contiguous(op, argument, out);
-    check_device(op, argument, out, x.device());
-    place = static_cast<uint8_t*>(out.data_ptr());
+             uint8_t*& data) {
+    check_buffer(op, argument, out, shape, x.device());
+    data = static_cast<uint8_t*>(out.data_ptr());
 }
 
 // x [...] -> [1].
@@ -185,9 +183,7 @@ void cast_transpose_out(const at::Tensor& out,         // [M, N]
         TORCH_CHECK_TYPE(dbias->scalar_type() == at::kFloat || dbias->scalar_type() == x.scalar_type(), kOp,
                          ": expected dbias of dtype torch.float32 or ", dtype_name(x.scalar_type()), ", got ",
                          dtype_name(dbias->scalar_type()));
-        check_shape(kOp, "dbias", *dbias, {x.size(1)});
-        check_contiguous(kOp, "dbias", *dbias);
-        check_device(kOp, "dbias", *dbias, x.device());
+        check_buffer(kOp, "dbias", *dbias, {x.size(1)}, x.device());
     }
     const Flag flag = flag_of(kOp, "noop", noop, x.device());
     check_apart(kOp, {{"out", out, true},
@@ -235,9 +231,7 @@ void dequantize_out(const at::Tensor& out,        // [...]
 {
     check_strided(kDequantizeOut, "x", x);
     format_of(kDequantizeOut, "x", x.scalar_type());
-    check_shape(kDequantizeOut, "out", out, x.sizes());
-    check_contiguous(kDequantizeOut, "out", out);
-    check_device(kDequantizeOut, "out", out, x.device());
+    check_buffer(kDequantizeOut, "out", out, x.sizes(), x.device());
     const at::Tensor input = x.contiguous();
     const Dequantization work = dequantization_of(kDequantizeOut, input, scale_inv, out);
     check_apart(kDequantizeOut, {{"out", out, true}, {"x", input, false}, {"scale_inv", scale_inv, false}});

@@ -113,9 +113,7 @@ std::array<int64_t, 2> check_operands(const char* op, const at::Tensor& a, const
     wide_dtype_of(op, "dtype", dtype);
     if (bias) {
         wide_dtype_of(op, "bias", bias->scalar_type());
-        check_shape(op, "bias", *bias, {b.size(0)});
-        check_contiguous(op, "bias", *bias);
-        check_device(op, "bias", *bias, a.device());
+        check_buffer(op, "bias", *bias, {b.size(0)}, a.device());
     }
     if (multiplies_fp8(a.device())) {
         const int64_t row = b.size(0) * static_cast<int64_t>(c10::elementSize(dtype));
@@ -153,9 +151,7 @@ void gemm_out(const at::Tensor& out,          // [M, N]
               bool fast_accum, bool accumulate) {
     wide_dtype_of(kGemmOut, "out", out.scalar_type());
     const auto sizes = check_operands(kGemmOut, a, b, a_scale_inv, b_scale_inv, bias, out.scalar_type());
-    check_shape(kGemmOut, "out", out, sizes);
-    check_contiguous(kGemmOut, "out", out);
-    check_device(kGemmOut, "out", out, a.device());
+    check_buffer(kGemmOut, "out", out, sizes, a.device());
     check_apart(kGemmOut, {{"out", out, true},
                            {"a", a, false},
                            {"b", b, false},

@@ -71,11 +71,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& 
     check_tokens(kLinearForward, "x", x);
     check_weight(kLinearForward, "weight", weight, weight_scale_inv, x, x.size(-1));
     wide_dtype_of(kLinearForward, "dtype", dtype);
-    if (bias) {
-        check_contiguous(kLinearForward, "bias", *bias);
-        check_shape(kLinearForward, "bias", *bias, {weight.size(0)});
-        check_device(kLinearForward, "bias", *bias, x.device());
-    }
+    if (bias) check_buffer(kLinearForward, "bias", *bias, {weight.size(0)}, x.device());
     check_apart(kLinearForward, {{"x", x, false}, {"scale", scale, false}, {"amax", amax, true}});
     const at::Tensor matrix = as_matrix(x);
     const Operand input = cast_operand(kLinearForward, matrix, {scale, amax, weight.scalar_type()}, with_transposed);
@@ -95,9 +91,7 @@ void check_grad_out(const char* argument, const MaybeTensor& out,  // [...]
     if (!out) return;
     TORCH_CHECK_VALUE(is_asked_for, kLinearBackward, ": expected no ", argument, ", as output_mask asks for none");
     check_dtype(kLinearBackward, argument, *out, dtype);
-    check_shape(kLinearBackward, argument, *out, shape);
-    check_contiguous(kLinearBackward, argument, *out);
-    check_device(kLinearBackward, argument, *out, device);
+    check_buffer(kLinearBackward, argument, *out, shape, device);
 }
 
 // Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for,

@@ -23,9 +23,7 @@ std::string at_index(const char* list, size_t i) { return std::string(list) + "[
 void check_form(const char* op, const std::string& name, const at::Tensor& tensor, at::IntArrayRef shape,
                 at::ScalarType dtype, at::Device device) {
     check_dtype(op, name.c_str(), tensor, dtype);
-    check_shape(op, name.c_str(), tensor, shape);
-    check_contiguous(op, name.c_str(), tensor);
-    check_device(op, name.c_str(), tensor, device);
+    check_buffer(op, name.c_str(), tensor, shape, device);
 }
 
 void check_count(const char* op, const char* argument, size_t expected, size_t got) {
@@ -113,9 +111,7 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
     const auto scales = strided_of<const float>(op, "scale", scale, n, at::kFloat, device);
     const auto scale_invs = strided_of<float>(op, "scale_inv", scale_inv, n, at::kFloat, device);
     const auto amaxes = strided_of<float>(op, "amax", amax, n, at::kFloat, device);
-    if (counts.defined()) {
-        check_form(op, "counts", counts, {n, kCounts}, at::kLong, device);
-    }
+    if (counts.defined()) check_form(op, "counts", counts, {n, kCounts}, at::kLong, device);
     std::vector<Cast> casts;
     for (size_t i = 0; i < weights.size(); ++i) {
         const at::Tensor& weight = weights[i];

@@ -45,10 +45,8 @@ void cast_weights_table(const at::Tensor& table,  // [n, 10] int64
     check_dtype(kTable, "state", state, at::kInt);
     check_table(kTable, "table", table, sizeof(Cast) / sizeof(int64_t));
     check_table(kTable, "tiles", tiles, 2);
-    check_shape(kTable, "state", state, {2});
-    check_contiguous(kTable, "state", state);
+    check_buffer(kTable, "state", state, {2}, table.device());
     check_device(kTable, "tiles", tiles, table.device());
-    check_device(kTable, "state", state, table.device());
     TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(table.const_data_ptr()) % alignof(Cast) == 0, kTable,
                       ": expected table aligned to ", alignof(Cast), " bytes, got storage offset ",
                       table.storage_offset());
