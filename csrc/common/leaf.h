@@ -1,16 +1,12 @@
-// What autograd knows of leaves.
+// What autograd would run for leaves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
+
+#include "common/autograd_meta.h"
 
 namespace te_graph {
-
-// What autograd knows of a tensor [...], or null. Called for every parameter at every call.
-inline const torch::autograd::AutogradMeta* meta_of(const at::Tensor& tensor) {
-    return static_cast<const torch::autograd::AutogradMeta*>(tensor.unsafeGetTensorImpl()->autograd_meta());
-}
 
 // True when something would run if autograd accumulated into `leaf` [...]: tensor hooks, post-accumulate-grad hooks, or
 // hooks on its AccumulateGrad node, where DistributedDataParallel has its own (Python cannot see those).
@@ -21,7 +17,7 @@ inline bool has_gradient_hooks(const torch::autograd::AutogradMeta& leaf) {
     return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
 }
 inline bool has_gradient_hooks(const at::Tensor& leaf) {
-    const torch::autograd::AutogradMeta* const meta = meta_of(leaf);
+    const torch::autograd::AutogradMeta* const meta = autograd_meta_of(leaf);
     return meta && has_gradient_hooks(*meta);
 }
 

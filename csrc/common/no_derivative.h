@@ -4,8 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
+
+#include "common/autograd_meta.h"
 
 namespace te_graph {
 
@@ -15,11 +16,6 @@ inline bool is_forward_mode() { return torch::autograd::ForwardADLevel::try_get_
 // Whether `tensor` [...] has a tangent of forward-mode differentiation.
 inline bool has_tangent(const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(0).defined(); }
 
-// What autograd knows of a tensor; nullptr: nothing.
-inline const torch::autograd::AutogradMeta* autograd_meta_of(c10::TensorImpl& tensor) {
-    return static_cast<const torch::autograd::AutogradMeta*>(tensor.autograd_meta());
-}
-
 // Whether autograd recorded the op whose result this is. A view learns of what was recorded for its base after it was
 // made no sooner than it is asked for its grad_fn.
 inline bool has_history(const torch::autograd::AutogradMeta& meta) {
@@ -27,7 +23,7 @@ inline bool has_history(const torch::autograd::AutogradMeta& meta) {
     if (!meta.is_view_) return false;
     const auto& view = static_cast<const torch::autograd::DifferentiableViewMeta&>(meta);
     if (!view.has_bw_view()) return false;
-    const auto* const base = autograd_meta_of(*view.get_backward_view().base_.unsafeGetTensorImpl());
+    const auto* const base = autograd_meta_of(view.get_backward_view().base_);
     return base != nullptr && base->grad_fn_ != nullptr;
 }
 

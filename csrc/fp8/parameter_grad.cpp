@@ -81,7 +81,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
             return result;
         }
     }
-    const torch::autograd::AutogradMeta* const meta = meta_of(parameter);
+    const torch::autograd::AutogradMeta* const meta = autograd_meta_of(parameter);
     const bool is_plain_here =
         is_plain_backward() && !has_gradient_hooks(*meta) && meta->grad_dtype_.value_or(dtype) == dtype;
     if (!is_plain_here && steps == nullptr) return std::nullopt;

@@ -16,7 +16,7 @@ namespace te_graph::graphs {
 // True while an autograd graph leads to `leaf`: that of something computed from it outside the callable, or of a call
 // that has an edge to it.
 inline bool is_in_autograd_graph(const at::Tensor& leaf) {
-    const torch::autograd::AutogradMeta* const meta = meta_of(leaf);
+    const torch::autograd::AutogradMeta* const meta = autograd_meta_of(leaf);
     return meta && !meta->grad_accumulator_.expired();
 }
 

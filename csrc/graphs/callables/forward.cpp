@@ -165,7 +165,7 @@ ReplayMiss GraphedCallable::held_elsewhere() const {
 // Modes that see every operation, of which a replay has none. Empty when there is none.
 static const char* mode_of(const std::vector<at::Tensor>& inputs) {
     const auto has_tangent = [](const at::Tensor& tensor) {
-        const auto* const meta = meta_of(tensor);
+        const auto* const meta = autograd_meta_of(tensor);
         return meta && meta->fw_grad_ && !meta->fw_grad_->empty();
     };
     if (const char* const mode = observing_mode()) return mode;
@@ -213,7 +213,7 @@ std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vect
     if (const std::string setting = settings_.change(); !setting.empty()) return changed(setting);
     if (const std::string change = guard_->check(root, externals); !change.empty()) return changed(change);
     for (size_t i = 0; i < parameters_.size(); ++i) {
-        const auto* const meta = meta_of((*externals)[parameters_[i].tensor]);
+        const auto* const meta = autograd_meta_of((*externals)[parameters_[i].tensor]);
         if (meta && meta->grad_dtype_ && *meta->grad_dtype_ != slots_.front()->parameter_grads[i].scalar_type()) {
             return changed("grad_dtype of " + guard_->tensor_name(parameters_[i].tensor) + " changed");
         }

@@ -168,7 +168,7 @@ bool GraphedCallable::repeats_last(const PendingBackward& pending) const {
     for (size_t i = 0; i < parameters_.size(); ++i) {
         const ParameterSpec& spec = parameters_[i];
         if (spec.main_grad >= 0 && spec.main_grad_reset->is_pending) return false;
-        const torch::autograd::AutogradMeta* const meta = meta_of(externals[spec.tensor]);
+        const torch::autograd::AutogradMeta* const meta = autograd_meta_of(externals[spec.tensor]);
         if (!meta || !meta->requires_grad_ || has_gradient_hooks(*meta)) return false;
         if (spec.main_grad < 0 && !meta->grad_accumulator_.expired()) return false;
         const at::Tensor& tensor = spec.main_grad >= 0 ? main_grad_of(pending, i) : meta->grad_;
