@@ -7,6 +7,7 @@
 // Determinism: every element has one writer; amax is a maximum; column sums have a fixed order (cast.h).
 #include <algorithm>
 
+#include "common/resident_blocks.cuh"
 #include "fp8/cast_tile.cuh"
 
 namespace te_graph::fp8 {
@@ -165,12 +166,7 @@ cudaError_t launch_cast_weights_table(const CastTable& table, const Flag& noop, 
     if (table.num_tiles == 0) return cudaSuccess;
     with_kind<false>(table.kind, [&]<typename Kind, Extra kExtra>() {
         const auto kernel = fp8_cast_weights_table_kernel<Kind, kExtra>;
-        int device = 0, multiprocessors = 0, resident = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
-        const auto blocks =
-            static_cast<unsigned>(std::min<int64_t>(table.num_tiles, int64_t{multiprocessors} * resident));
+        const auto blocks = static_cast<unsigned>(resident_blocks(kernel, kThreads, table.num_tiles));
         kernel<<<blocks, kThreads, 0, stream>>>(table.casts, table.tiles, table.num_tiles, table.state, noop);
     });
     return cudaGetLastError();

@@ -1,6 +1,7 @@
 // Scales from amaxes.
 #include <algorithm>
 
+#include "common/resident_blocks.cuh"
 #include "fp8/element.cuh"
 #include "fp8/scale.h"
 
@@ -128,12 +129,8 @@ cudaError_t launch_current_scale(const CurrentScale& work, cudaStream_t stream) 
     if (const cudaError_t error = cudaMemsetAsync(work.state, 0, 2 * sizeof(uint32_t), stream); error != cudaSuccess) {
         return error;
     }
-    int device = 0, multiprocessors = 0, resident = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, fp8_current_scale_kernel, kThreads, 0);
     const int64_t needed = std::max<int64_t>(1, (work.numel + kThreads * 8 - 1) / (kThreads * 8));
-    const auto blocks = static_cast<unsigned>(std::min(needed, int64_t{multiprocessors} * resident));
+    const auto blocks = static_cast<unsigned>(resident_blocks(fp8_current_scale_kernel, kThreads, needed));
     fp8_current_scale_kernel<<<blocks, kThreads, 0, stream>>>(work);
     return cudaGetLastError();
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "common/element.cuh"
+#include "common/resident_blocks.cuh"
 #include "multi_tensor/table.h"
 
 namespace te_graph::multi_tensor {
@@ -170,15 +171,10 @@ __device__ void for_each_chunk_of_block(const Table& table, const Body& body) {
     }
 }
 
-// Blocks of kThreads that run at the same time, but no more than there are chunks. Reads run fastest when there are no
-// others.
+// Reads run fastest when there are no other blocks than these.
 template <typename Kernel>
-int64_t resident_blocks(Kernel kernel, int64_t chunks) {
-    int device = 0, multiprocessors = 0, resident = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
-    return std::min(chunks, int64_t{multiprocessors} * resident);
+int64_t reading_blocks(Kernel kernel, int64_t chunks) {
+    return resident_blocks(kernel, kThreads, chunks);
 }
 
 // Writes run fastest when the blocks at work are on neighbouring chunks. Blocks with many chunks drift apart; those
@@ -186,7 +182,7 @@ int64_t resident_blocks(Kernel kernel, int64_t chunks) {
 constexpr int64_t kChunksPerWriter = 2;
 template <typename Kernel>
 int64_t writing_blocks(Kernel kernel, int64_t chunks) {
-    return std::max(resident_blocks(kernel, chunks), chunks / kChunksPerWriter);
+    return std::max(resident_blocks(kernel, kThreads, chunks), chunks / kChunksPerWriter);
 }
 
 template <typename Table, typename Launch>

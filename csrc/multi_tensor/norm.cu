@@ -142,7 +142,7 @@ cudaError_t launch_norm(const TensorTable& tensors, double p, uint64_t* partial,
         return launch_over<false>(tensors, [&](const auto& table, int64_t chunks, int64_t first_entry, bool is_last) {
             const auto kernel = multi_tensor_norm_kernel<kNorm, std::decay_t<decltype(table)>>;
             // A list without elements has a norm, too.
-            const auto blocks = resident_blocks(kernel, std::max<int64_t>(1, chunks));
+            const auto blocks = reading_blocks(kernel, std::max<int64_t>(1, chunks));
             const NormArguments arguments{p, partial, result, per_entry, is_last};
             kernel<<<blocks, kThreads, 0, stream>>>(table, first_entry, arguments);
         });

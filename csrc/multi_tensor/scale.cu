@@ -81,7 +81,7 @@ cudaError_t launch_scale(const TensorTable& tensors, const Scaling& scaling, cud
         // found_inf is set even where there is nothing to clip.
         chunks = std::max<int64_t>(1, chunks);
         int64_t blocks = writing_blocks(kernel, chunks);
-        if (scaling.is_clip) blocks = std::min(blocks, kClipWaves * resident_blocks(kernel, chunks));
+        if (scaling.is_clip) blocks = std::min(blocks, kClipWaves * resident_blocks(kernel, kThreads, chunks));
         kernel<<<blocks, kThreads, 0, stream>>>(table, scaling);
     });
 }
