@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) fp8_cast_kernel(const __grid_constan
     with_cast(cast, [&]<typename T, Format kFormat>() {
         // The last eight may be fewer.
         const bool is_whole = (blockIdx.x + 1) * kBlockElements <= cast.rows * cast.columns;
-        if (is_whole && are_eights_aligned(static_cast<const T*>(cast.input), cast.out)) {
+        if (is_whole && is_aligned_for_eights(cast.input, cast.out)) {
             cast_block<true, kFormat, kCounting, T>(cast, findings);
         } else {
             cast_block<false, kFormat, kCounting, T>(cast, findings);
@@ -54,8 +54,7 @@ __global__ void __launch_bounds__(kThreads) fp8_dequantize_kernel(const Dequanti
     const int64_t first = blockIdx.x * kBlockElements + threadIdx.x * 8;
     with_input(work.dtype, [&]<typename T>() {
         auto* const out = static_cast<T*>(work.out);
-        const bool is_aligned =
-            reinterpret_cast<uintptr_t>(out) % 16 == 0 && reinterpret_cast<uintptr_t>(work.input) % 8 == 0;
+        const bool is_aligned = is_aligned_for_eights(out, work.input);
         for (int64_t i = first; i < min(first + kBlockElements, work.numel); i += kThreads * 8) {
             Vector<T, 8> eight;
             if (is_aligned && i + 8 <= work.numel) {

@@ -68,6 +68,11 @@ struct ColumnSums {
     bool accumulates = false;  // to `out`, once they are rounded to its dtype
 };
 
+// Whether eight elements at a time can be read or written at `wide`, of fp32, fp16 or bf16, and at `fp8`.
+TE_GRAPH_HOST_DEVICE inline bool is_aligned_for_eights(const void* wide, const void* fp8) {
+    return reinterpret_cast<uintptr_t>(wide) % 16 == 0 && reinterpret_cast<uintptr_t>(fp8) % 8 == 0;
+}
+
 // What all matrices of a list have in common, so that a kernel made for it will do: one dtype, one format, nothing
 // counted, and every eight elements of a row at a multiple of 16 bytes (8 in `out`). Else one of these.
 constexpr int kMixed = 0;
@@ -77,9 +82,8 @@ constexpr int kind_of(DType dtype, Format format) {
 }
 inline int kind_of(const Cast& cast) {
     if (cast.counts) return kCounted;
-    const bool is_even = cast.columns % 8 == 0 && reinterpret_cast<uintptr_t>(cast.input) % 16 == 0 &&
-                         reinterpret_cast<uintptr_t>(cast.out) % 8 == 0;
-    return is_even ? kind_of(cast.dtype, cast.format) : kMixed;
+    const bool is_aligned = cast.columns % 8 == 0 && is_aligned_for_eights(cast.input, cast.out);
+    return is_aligned ? kind_of(cast.dtype, cast.format) : kMixed;
 }
 
 // Many matrices, all of it in the device's memory.

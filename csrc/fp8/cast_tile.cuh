@@ -153,7 +153,7 @@ struct Mixed {
     static __device__ void read(const Cast& cast, const ColumnSums& column_sums, const Corner& corner,
                                 Shared<kExtra>& shared) {
         with_cast(cast, [&]<typename T, Format kFormat>() {
-            if (cast.columns % 8 == 0 && are_eights_aligned(static_cast<const T*>(cast.input), cast.out)) {
+            if (cast.columns % 8 == 0 && is_aligned_for_eights(cast.input, cast.out)) {
                 read_tile<T, kFormat, true>(cast, column_sums, corner, shared);
             } else {
                 read_tile<T, kFormat, false>(cast, column_sums, corner, shared);

@@ -151,9 +151,4 @@ __device__ void store_eight(uint8_t* out, uint2 bytes, int64_t end) {
     }
 }
 
-template <typename T>
-__device__ bool are_eights_aligned(const T* input, const uint8_t* out) {
-    return reinterpret_cast<uintptr_t>(input) % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 8 == 0;
-}
-
 }  // namespace te_graph::fp8
