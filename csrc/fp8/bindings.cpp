@@ -35,14 +35,13 @@ std::function<void(Arguments...)> with_gil(py::function function) {
 }
 
 py::dict as_dict(const GemmPlanInfo& info) {
-    const auto name = [](Format format) { return format == Format::kE4M3 ? "float8_e4m3fn" : "float8_e5m2"; };
     const auto dtype = info.shape.dtype == DType::kFloat32   ? "float32"
                        : info.shape.dtype == DType::kFloat16 ? "float16"
                                                              : "bfloat16";
     using py::operator""_a;
     return py::dict("device"_a = info.device, "rows"_a = info.shape.rows, "columns"_a = info.shape.columns,
-                    "inner"_a = info.shape.inner, "a_dtype"_a = name(info.shape.a_format),
-                    "b_dtype"_a = name(info.shape.b_format), "dtype"_a = dtype, "bias"_a = info.shape.has_bias,
+                    "inner"_a = info.shape.inner, "a_dtype"_a = name_of(info.shape.a_format),
+                    "b_dtype"_a = name_of(info.shape.b_format), "dtype"_a = dtype, "bias"_a = info.shape.has_bias,
                     "fast_accum"_a = info.shape.fast_accum, "accumulate"_a = info.shape.accumulate,
                     "algorithm"_a = info.algorithm, "tile"_a = info.tile, "stages"_a = info.stages,
                     "split_k"_a = info.split_k, "workspace"_a = info.workspace);

@@ -12,6 +12,9 @@ namespace te_graph::fp8 {
 enum class Format : uint8_t { kE4M3, kE5M2 };
 constexpr Format kFormats[] = {Format::kE4M3, Format::kE5M2};
 
+// As in torch.
+constexpr const char* name_of(Format format) { return format == Format::kE4M3 ? "float8_e4m3fn" : "float8_e5m2"; }
+
 // The largest number of the format.
 TE_GRAPH_HOST_DEVICE constexpr float max_of(Format format) { return format == Format::kE4M3 ? 448.0f : 57344.0f; }
 

@@ -51,11 +51,10 @@ cudaDataType_t type_of(DType dtype) {
 }
 
 [[noreturn]] void no_kernel_for(const GemmShape& shape) {
-    const auto name = [](Format format) { return format == Format::kE4M3 ? "e4m3" : "e5m2"; };
     std::ostringstream message;
     message << "fp8_gemm: cuBLASLt " << cublasLtGetVersion() << " has no kernel for [" << shape.rows << ", "
-            << shape.inner << "] " << name(shape.a_format) << " by [" << shape.columns << ", " << shape.inner << "] "
-            << name(shape.b_format);
+            << shape.inner << "] " << name_of(shape.a_format) << " by [" << shape.columns << ", " << shape.inner << "] "
+            << name_of(shape.b_format);
     throw std::runtime_error(message.str());
 }
 
