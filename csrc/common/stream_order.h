@@ -29,8 +29,8 @@ public:
     void run(c10::cuda::CUDAStream stream, const Function& operation) {
         Link& link = link_of(stream);
         if (link.last && *link.last != stream) {
-            // The last stream's work alone has to be waited for, so an event may be recorded this late. For a stream
-            // that is being captured by now, earlier work has no event; kernels detect an overlap.
+            // The last stream's work alone has to be waited for, so an event may be recorded this late. Where that
+            // stream is being captured by now, earlier work has no event.
             if (!link.is_recorded && !capture_of(*link.last)) record(link, *link.last);
             if (link.is_recorded) C10_CUDA_CHECK(cudaStreamWaitEvent(stream, link.event));
         }
@@ -38,7 +38,7 @@ public:
         link.last = stream;
         link.is_recorded = false;
         operation();
-        // An event costs as much as a launch, and most groups are used on one stream. External streams may be gone when
+        // An event costs as much as a launch, and most memory is used on one stream. External streams may be gone when
         // the next operation comes, and a capture may have joined its streams.
         if (&link == &captured_ || !is_of_torch(stream)) record(link, stream);
     }
