@@ -54,6 +54,11 @@ void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, size_t 
                       " bytes, got one elsewhere: round offsets in a flat buffer up");
 }
 
+// What is added to this, [sizes], keeps its bits: x + -0.0 has those of x for every x.
+at::Tensor negative_zeros(at::IntArrayRef sizes, const at::TensorOptions& options) {
+    return at::full(sizes, -0.0, options);
+}
+
 c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 // What comes on stream `later` does so after what is on `earlier` by now.
@@ -93,7 +98,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     }
     if (!is_plain_here) {
         // A warm-up, which computes as the capture will: then a kernel has been chosen for that.
-        result.memory = at::full(sizes, -0.0, grad.options().dtype(dtype));  // to which sums are added as they are
+        result.memory = negative_zeros(sizes, grad.options().dtype(dtype));
         result.accumulates = true;
         result.holder_ = Holder::kEngine;
         return result;

@@ -83,7 +83,7 @@ GraphedCallable::Bits GraphedCallable::load_grad_outputs(Slot& slot, variable_li
             grad.reset();
             staging.is_zero = false;
         } else if (!staging.is_zero) {
-            fill_with_no_gradient(staging.tensor);
+            fill_with_negative_zeros(staging.tensor);
             staging.is_zero = !staging.is_lent && !staging.is_written;
         }
     };

@@ -137,7 +137,7 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
             if (i > 0) {
                 replay_order.input_gradients().protect();
                 for (size_t k = 0; k < got[i].size(); ++k) {
-                    if (!got[i][k]) fill_with_no_gradient(slot.grad_outputs[k]->tensor);
+                    if (!got[i][k]) fill_with_negative_zeros(slot.grad_outputs[k]->tensor);
                 }
             }
             callable.host_steps_.prepare_backward();

@@ -54,7 +54,7 @@ bool lie_in_other_order(const at::Tensor& one, const at::Tensor& other) {
     return false;
 }
 
-void fill_with_no_gradient(const at::Tensor& tensor) {
+void fill_with_negative_zeros(const at::Tensor& tensor) {
     tensor.zero_();
     if (!c10::isFloat8Type(tensor.scalar_type())) tensor.neg_();  // nothing adds those, nor negates them
 }

@@ -14,7 +14,7 @@ void copy_into(const at::Tensor& destination, const at::Tensor& source);
 // round otherwise.
 bool lie_in_other_order(const at::Tensor& one, const at::Tensor& other);
 
-// Negative zeros: x + -0.0 has the bits of x for every x, so what is added to this keeps its bits.
-void fill_with_no_gradient(const at::Tensor& tensor);
+// x + -0.0 has the bits of x for every x, so a gradient that is none changes no sum.
+void fill_with_negative_zeros(const at::Tensor& tensor);
 
 }  // namespace te_graph::graphs

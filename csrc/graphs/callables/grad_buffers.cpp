@@ -37,7 +37,7 @@ void GraphedCallable::prepare_grad_buffers(const PendingBackward& pending) {
             if (!is_in_place) buffer.copy_(tensor);
         } else if (action != GradientAction::kNothing) {
             nothing.push_back({buffer.mutable_data_ptr(), static_cast<int64_t>(buffer.nbytes()),
-                               negative_zeros(buffer.element_size())});
+                               negative_zero_word(buffer.element_size())});
         }
     }
     if (nothing.empty()) return;

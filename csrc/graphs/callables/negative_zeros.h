@@ -17,7 +17,7 @@ struct NegativeZeros {
     uint32_t word;  // one -0 of fp32, or two of fp16 or bf16
 };
 
-constexpr uint32_t negative_zeros(int64_t element_size) { return element_size == 4 ? 0x80000000u : 0x80008000u; }
+constexpr uint32_t negative_zero_word(int64_t element_size) { return element_size == 4 ? 0x80000000u : 0x80008000u; }
 
 // All `count` become negative zeros.
 void fill_negative_zeros_cpu(const NegativeZeros* fills, int64_t count);
