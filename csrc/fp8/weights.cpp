@@ -172,7 +172,10 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     : weights_(std::move(weights)),
       out_(std::move(out)),
       out_t_(std::move(out_t)),
-      vectors_(counts.defined() ? Tensors{scale, scale_inv, amax, counts} : Tensors{scale, scale_inv, amax}),
+      scale_{scale, {}},
+      scale_inv_{scale_inv, {}},
+      amax_{amax, {}},
+      counts_{counts, {}},
       names_(std::move(names)) {
     std::vector<Cast> casts = casts_of(kWeights, out_, out_t_, weights_, scale, scale_inv, amax, counts, {});
     check_have_versions(weights_);
@@ -185,7 +188,9 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     weight_states_ = states_of(weights_);
     out_states_ = states_of(out_);
     out_t_states_ = states_of(out_t_);
-    vector_states_ = states_of(vectors_);
+    for (Vector* const vector : {&scale_, &scale_inv_, &amax_, &counts_}) {
+        if (vector->tensor.defined()) vector->state.emplace(vector->tensor);
+    }
     writes_.assign(weights_.size(), std::nullopt);
     kind_ = kind_of(casts[0]);
     for (const Cast& cast : casts) {
@@ -201,14 +206,16 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     }
     written_ = out_;
     written_.insert(written_.end(), out_t_.begin(), out_t_.end());
-    written_.insert(written_.end(), vectors_.begin() + 1, vectors_.end());
+    for (const at::Tensor& vector : {scale_inv, amax, counts}) {
+        if (vector.defined()) written_.push_back(vector);
+    }
     const at::Device device = weights_[0].device();
     table_ = to_device(casts, kCastWords, at::kLong, device);
     tiles_ = to_device(tiles, 2, at::kInt, device);
     state_ = at::zeros({2}, at::TensorOptions().dtype(at::kInt).device(device));
 }
 
-std::string WeightTable::moved(const Tensors& tensors, const WeightStates& states, const char* what) const {
+std::string WeightTable::moved(const Tensors& tensors, const TensorStates& states, const char* what) const {
     for (size_t i = 0; i < tensors.size(); ++i) {
         if (tensors[i].const_data_ptr() != states[i].data) return what + names_[i] + " moved to other memory";
     }
@@ -224,13 +231,14 @@ void WeightTable::check_places() const {
     }
     if (change.empty()) change = moved(out_, out_states_, "the FP8 data of ");
     if (change.empty()) change = moved(out_t_, out_t_states_, "the transposed FP8 data of ");
-    if (change.empty()) {
-        const char* const words[] = {"scale", "scale_inv", "amax", "counts"};
-        for (size_t i = 0; change.empty() && i < vectors_.size(); ++i) {
-            const char* const of_vector = vector_states_[i].change_of(vectors_[i]);
-            if (of_vector != nullptr) change = std::string(words[i]) + of_vector;
-        }
-    }
+    const auto look_at = [&](const char* name, const Vector& vector) {
+        const char* const of_vector = vector.state ? vector.state->change_of(vector.tensor) : nullptr;
+        if (change.empty() && of_vector != nullptr) change = std::string(name) + of_vector;
+    };
+    look_at("scale", scale_);
+    look_at("scale_inv", scale_inv_);
+    look_at("amax", amax_);
+    look_at("counts", counts_);
     TORCH_CHECK(change.empty(), kWeights, ": ", change);
 }
 
@@ -238,11 +246,11 @@ void WeightTable::cast(const std::optional<at::Tensor>& noop, bool is_done) {
     check_places();
     if (is_forward_mode()) {
         for (const at::Tensor& weight : weights_) check_no_tangent(kWeights, "weights", weight);
-        check_no_tangent(kWeights, "scale", vectors_[0]);
+        check_no_tangent(kWeights, "scale", scale_.tensor);
     }
-    check_apart(kWeights, {{"scale_inv", vectors_[1], true},
-                           {"amax", vectors_[2], true},
-                           {"counts", vectors_.size() > 3 ? vectors_[3] : at::Tensor(), true},
+    check_apart(kWeights, {{"scale_inv", scale_inv_.tensor, true},
+                           {"amax", amax_.tensor, true},
+                           {"counts", counts_.tensor, true},
                            {"noop", noop, false}});
     check_beside(kWeights, buffers_, {}, {{"noop", noop, false}});
     static const auto op = own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, int64_t,
@@ -279,10 +287,9 @@ void WeightTable::update(Tensors weights) {
     const MemoryRanges read = ranges_of({weights});
     TORCH_CHECK_VALUE(!buffers_.shared_with(read), kWeights,
                       ": expected weights apart from the FP8 buffers, got one that shares memory with them");
-    check_beside(kWeights, buffers_, read,
-                 {{"scale_inv", vectors_[1], true},
-                  {"amax", vectors_[2], true},
-                  {"counts", vectors_.size() > 3 ? vectors_[3] : at::Tensor(), true}});
+    check_beside(
+        kWeights, buffers_, read,
+        {{"scale_inv", scale_inv_.tensor, true}, {"amax", amax_.tensor, true}, {"counts", counts_.tensor, true}});
     // The first word of a row is the input.
     const auto options = at::TensorOptions().dtype(at::kLong);
     table_.select(1, 0).copy_(at::from_blob(addresses.data(), {static_cast<int64_t>(addresses.size())}, options));

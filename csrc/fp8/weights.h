@@ -70,19 +70,25 @@ private:
         uint8_t dim;  // 1 or 2
         bool is_contiguous;
     };
-    using WeightStates = std::vector<TensorState>;
-    // tensors: [M, N] or [n] each.
-    static WeightStates states_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
-    // tensors: [M_i, N_i] or [n] each. The buffers, which are this object's own, are looked at for their address alone.
-    std::string moved(const Tensors& tensors, const WeightStates& states, const char* what) const;
+    using TensorStates = std::vector<TensorState>;
+    // tensors: [M_i, N_i] each.
+    static TensorStates states_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
+    // tensors: [M_i, N_i] each. The buffers, which are this object's own, are looked at for their address alone.
+    std::string moved(const Tensors& tensors, const TensorStates& states, const char* what) const;
+
+    // With an element for each weight.
+    struct Vector {
+        at::Tensor tensor;                 // [n], or [n, kCounts]; undefined: none
+        std::optional<TensorState> state;  // once the tensor has been checked
+    };
 
     Tensors weights_;
     const Tensors out_, out_t_;
-    const Tensors vectors_;  // scale, scale_inv, amax, and counts if there are any
-    Tensors written_;        // out, out_t, and the vectors but for scale
+    Vector scale_, scale_inv_, amax_, counts_;
+    Tensors written_;  // out, out_t, and the vectors but for scale
     const std::vector<std::string> names_;
     MemoryRanges buffers_;  // of out and out_t
-    WeightStates weight_states_, out_states_, out_t_states_, vector_states_;
+    TensorStates weight_states_, out_states_, out_t_states_;
     std::vector<std::optional<WriteCount>> writes_;  // of the weights at the last cast; none: there was none yet
     int kind_;                                       // of all casts
     at::Tensor table_, tiles_, state_;
