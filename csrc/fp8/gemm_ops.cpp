@@ -29,18 +29,16 @@ constexpr const char* kGemmOut = "fp8_gemm_out";
 int64_t row_stride(const at::Tensor& tensor) { return tensor.size(0) <= 1 ? tensor.size(1) : tensor.stride(0); }
 
 // In fp32, of the elements as they are, so that each product is exact; the scales come last, as in cuBLASLt.
-// out: [M, N]; a: [M, K]; b: [N, K]; a_scale_inv, b_scale_inv: [] or [1]; bias: [N].
-void multiply_in_fp32(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, const at::Tensor& a_scale_inv,
-                      const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool accumulate) {
+void multiply_in_fp32(const Product& product) {
     // Inside a region of torch.autocast the product would be made of, and rounded to, its dtype.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    at::Tensor sum = at::mm(a.to(at::kFloat), b.to(at::kFloat).t());
-    sum.mul_(a_scale_inv.mul(b_scale_inv));
-    if (bias) sum.add_(bias->to(at::kFloat));
-    if (accumulate) {
-        out.add_(sum.to(out.scalar_type()));  // cuBLASLt, too, rounds the product first
+    at::Tensor sum = at::mm(product.a.to(at::kFloat), product.b.to(at::kFloat).t());
+    sum.mul_(product.a_scale_inv.mul(product.b_scale_inv));
+    if (product.bias) sum.add_(product.bias->to(at::kFloat));
+    if (product.accumulate) {
+        product.out.add_(sum.to(product.out.scalar_type()));  // cuBLASLt, too, rounds the product first
     } else {
-        out.copy_(sum);
+        product.out.copy_(sum);
     }
 }
 
@@ -57,10 +55,9 @@ bool is_stream_capturing(cudaStream_t stream) {
     return status != cudaStreamCaptureStatusNone;
 }
 
-// out: [M, N]; a: [M, K]; b: [N, K]; a_scale_inv, b_scale_inv: [1]; bias: [N] of out's dtype, which has 16 bits.
-Gemm gemm_of(const char* op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-             const at::Tensor& a_scale_inv, const at::Tensor& b_scale_inv, const MaybeTensor& bias, bool fast_accum,
-             bool accumulate) {
+// The bias is of out's dtype, which has 16 bits.
+Gemm gemm_of(const char* op, const Product& product) {
+    const auto& [out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, accumulate] = product;
     const Gemm work{.a = static_cast<const uint8_t*>(a.const_data_ptr()),
                     .b = static_cast<const uint8_t*>(b.const_data_ptr()),
                     .a_scale_inv = a_scale_inv.const_data_ptr<float>(),
@@ -138,7 +135,7 @@ at::Tensor gemm(const at::Tensor& a,            // [M, K]
                 bool fast_accum) {
     const auto sizes = check_operands(kGemm, a, b, a_scale_inv, b_scale_inv, bias, dtype);
     const at::Tensor out = empty_on(a.device(), sizes, dtype);
-    multiply(kGemm, out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, false);
+    multiply(kGemm, {out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum});
     return out;
 }
 
@@ -158,7 +155,7 @@ void gemm_out(const at::Tensor& out,          // [M, N]
                            {"a_scale_inv", a_scale_inv, false},
                            {"b_scale_inv", b_scale_inv, false},
                            {"bias", bias, false}});
-    multiply(kGemmOut, out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, accumulate);
+    multiply(kGemmOut, {out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, accumulate});
     note_writes({out});
 }
 
@@ -186,13 +183,12 @@ bool multiplies_fp8([[maybe_unused]] at::Device device) {
 #endif
 }
 
-void multiply([[maybe_unused]] const char* op, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-              const at::Tensor& a_scale_inv, const at::Tensor& b_scale_inv, const MaybeTensor& bias,
-              [[maybe_unused]] bool fast_accum, bool accumulate) {
+void multiply([[maybe_unused]] const char* op, const Product& product) {
+    const auto& [out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, accumulate] = product;
     if (out.numel() == 0) return;
     const MaybeTensor rounded = bias ? MaybeTensor(bias->to(out.scalar_type())) : std::nullopt;
     if (a.size(1) == 0 || !multiplies_fp8(out.device())) {
-        return multiply_in_fp32(out, a, b, a_scale_inv, b_scale_inv, rounded, accumulate);
+        return multiply_in_fp32({out, a, b, a_scale_inv, b_scale_inv, rounded, fast_accum, accumulate});
     }
 #ifdef TE_GRAPH_CUDA
     // cuBLASLt adds no bias of fp32.
@@ -200,7 +196,7 @@ void multiply([[maybe_unused]] const char* op, const at::Tensor& out, const at::
     const MaybeTensor inside = is_wide ? std::nullopt : rounded;
     const c10::cuda::CUDAGuard guard(out.device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    const Gemm work = gemm_of(op, out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate);
+    const Gemm work = gemm_of(op, {out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate});
     const auto plan = gemm_plan(work.shape, !is_stream_capturing(stream));
     TORCH_CHECK(plan != nullptr, op, ": expected a product of ", a.sizes(), " by ", b.sizes(),
                 " that was computed before, since a kernel for it cannot be chosen inside a capture; call it once "

@@ -76,7 +76,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward(const at::Tensor& 
     const at::Tensor matrix = as_matrix(x);
     const Operand input = cast_operand(kLinearForward, matrix, {scale, amax, weight.scalar_type()}, with_transposed);
     const at::Tensor y = empty_on(x.device(), {matrix.size(0), weight.size(0)}, dtype);
-    multiply(kLinearForward, y, input.data, weight, input.scale_inv, weight_scale_inv, bias, true, false);
+    multiply(kLinearForward, {.out = y,
+                              .a = input.data,
+                              .b = weight,
+                              .a_scale_inv = input.scale_inv,
+                              .b_scale_inv = weight_scale_inv,
+                              .bias = bias,
+                              .fast_accum = true});
     note_writes({amax});
     const at::Tensor transposed = with_transposed ? input.transposed : empty_on(x.device(), {0}, weight.scalar_type());
     return {x.dim() == 2 ? y : y.view(with_last(x.sizes(), weight.size(0))), transposed, input.scale_inv};
@@ -149,14 +155,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
     if (needs_x) {
         const int64_t inputs = weight_t->size(0);
         const at::Tensor out = empty_on(grad.device(), {matrix.size(0), inputs}, x_dtype);
-        multiply(kLinearBackward, out, operand.data, *weight_t, operand.scale_inv, *weight_scale_inv, std::nullopt,
-                 false, false);
+        multiply(kLinearBackward, {.out = out,
+                                   .a = operand.data,
+                                   .b = *weight_t,
+                                   .a_scale_inv = operand.scale_inv,
+                                   .b_scale_inv = *weight_scale_inv});
         grad_x = grad.dim() == 2 ? out : out.view(with_last(grad.sizes(), inputs));
     }
     if (needs_weight) {
         if (!grad_weight_out) grad_weight = empty_on(grad.device(), {grad.size(-1), x_t->size(0)}, weight_dtype);
-        multiply(kLinearBackward, grad_weight_out.value_or(grad_weight), operand.transposed, *x_t, operand.scale_inv,
-                 *x_scale_inv, std::nullopt, false, accumulate_weight);
+        multiply(kLinearBackward, {.out = grad_weight_out ? *grad_weight_out : grad_weight,
+                                   .a = operand.transposed,
+                                   .b = *x_t,
+                                   .a_scale_inv = operand.scale_inv,
+                                   .b_scale_inv = *x_scale_inv,
+                                   .accumulate = accumulate_weight});
     }
     note_writes({amax, grad_weight_out, grad_bias_out});
     return {grad_x, grad_weight, grad_bias};
