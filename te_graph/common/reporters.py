@@ -60,7 +60,7 @@ class Reporter(Protocol):
 
 # Of the whole process, as info() is: callables of different make_graphed_callables know nothing of each other.
 _live: list[weakref.ref[Reporter]] = []
-_keepers: list[list[Reporter]] = []  # of keep_registered() in progress
+_collecting: list[list[Reporter]] = []  # of keep_registered() in progress
 
 
 def register(reporter: Reporter) -> None:
@@ -68,7 +68,7 @@ def register(reporter: Reporter) -> None:
     if any(reference() is reporter for reference in _live):
         return
     _live.append(weakref.ref(reporter, _live.remove))
-    for kept in _keepers:
+    for kept in _collecting:
         kept.append(reporter)
 
 
@@ -88,8 +88,8 @@ def reporters() -> Iterator[Reporter]:
 def keep_registered() -> Iterator[list[Reporter]]:
     """Collects what is registered meanwhile, and so keeps it alive, to be asked afterwards."""
     kept: list[Reporter] = []
-    _keepers.append(kept)
+    _collecting.append(kept)
     try:
         yield kept
     finally:
-        _keepers[:] = [other for other in _keepers if other is not kept]
+        _collecting[:] = [other for other in _collecting if other is not kept]
