@@ -19,7 +19,6 @@ from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 keep_by(scales_kept)
 _log = logging.getLogger("te_graph")
-_told: set[int] = set()  # numbers of regions in which nothing computed in FP8
 
 
 class fp8_autocast(ContextDecorator):
@@ -106,8 +105,7 @@ class fp8_autocast(ContextDecorator):
         is_evaluation = not (torch.is_grad_enabled() or self.calibrating)
         if kind is None and outer is None and not is_evaluation and not _C.HostSteps.is_noting():
             scaling_scopes.update()
-            if self.enabled and self.number not in _told and scaling_scopes.are_unused:
-                _told.add(self.number)
+            if self.enabled and scaling_scopes.is_first_unused(self.number):
                 _log.warning(
                     "fp8_autocast: nothing has computed in FP8: no te_graph.Linear whose features fit was called in "
                     "it, nor a layer that te_graph.convert_to_fp8 converted"

@@ -168,6 +168,7 @@ class ScalingScopes(OwnObject):
         self._scopes: weakref.WeakValueDictionary[tuple[Any, ...], ScalingScope] = weakref.WeakValueDictionary()
         self._shared: list[ScalingScope] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._unused: set[int] = set()  # numbers of regions in which nothing computed in FP8
 
     def number_of(self, enabled: bool, calibrating: bool, recipe: Recipe, group: dist.ProcessGroup | None) -> int:
         """A number, not 0, that regions have in common in which modules compute alike."""
@@ -188,10 +189,12 @@ class ScalingScopes(OwnObject):
         """Those that there are, in the order of their creation."""
         return list(self._scopes.values())
 
-    @property
-    def are_unused(self) -> bool:
-        """Whether no module that is there has been called in a region."""
-        return not any(scope.members for scope in self.all())
+    def is_first_unused(self, number: int) -> bool:
+        """Whether a region of ``number`` is the first of these in which nothing computed in FP8, nor did before."""
+        if number in self._unused or any(scope.members for scope in self.all()):
+            return False
+        self._unused.add(number)
+        return True
 
     def update(self) -> None:
         """Update the scales of all scopes in which forwards have recorded amaxes."""
