@@ -1,14 +1,8 @@
 """benchmarks/lib/launches.py: traces written out here, a real one of the CPU, and known launches on a GPU."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("lib.launches")
+from profiled_launches import launches
 
 MAIN, ENGINE = 11, 12  # threads
 

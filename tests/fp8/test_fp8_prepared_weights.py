@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from fp8_references import E4M3, FP8_DTYPES
 from fp8_tensors import SET_FLAGS, numbers
 from fp8_weights import SHAPES, assert_cast, random_weights, written
+from profiled_launches import launches
 from tensor_lists import Fences, all_same_bits, capture, capture_alone, copies, no_sync, same_bits
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import te_graph as tg
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("lib.launches")
 
 
 @pytest.mark.parametrize("transpose", [True, False])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,13 +21,11 @@ from fp8_tensors import (
     numbers,
     with_specials,
 )
+from profiled_launches import launches
 from tensor_lists import all_same_bits, capture, copies, no_sync, same_bits
 from torch import Tensor
 
 import te_graph as tg
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("lib.launches")
 
 SOME_SHAPES = [*SMALL_SHAPES, *EMPTY_SHAPES, (120, 80), (64, 64), (128, 32)]
 

@@ -1,21 +1,16 @@
 """What the multi-tensor ops and functions launch on a GPU, counted in the profiler's trace: few, and no wait."""
 
-import importlib
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from profiled_launches import launches
 from tensor_lists import random_list
 from torch import Tensor, nn
 
 import te_graph as tg
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-launches = importlib.import_module("lib.launches")
 
 pytestmark = pytest.mark.gpu
 ops = torch.ops.te_graph
