@@ -18,6 +18,7 @@ from fp8_tensors import (
     Poisoned,
     a_scale,
     assert_same_bits,
+    formats,
     numbers,
     with_specials,
 )
@@ -28,8 +29,6 @@ import te_graph as tg
 
 INF, NAN = torch.inf, torch.nan
 OTHER_SHAPES = [(), (1,), (311,), (3, 5, 7), (2, 0, 3)]
-IDS = [f"{str(x)[6:]} to {str(fp8)[13:]}" for x, fp8 in FORMATS]
-formats = pytest.mark.parametrize(("x_dtype", "dtype"), FORMATS, ids=IDS)
 
 
 def check(x: Tensor, scale: Tensor, dtype: torch.dtype, offset: int = 0) -> None:

@@ -11,13 +11,13 @@ from fp8_references import E4M3, FLT_MAX, FP8_DTYPES, reciprocal, reference_cast
 from fp8_tensors import (
     EMPTY_SHAPES,
     FLAGS,
-    FORMATS,
     LARGE_SHAPES,
     SET_FLAGS,
     X_DTYPES,
     Poisoned,
     a_scale,
     assert_same_bits,
+    formats,
     numbers,
     with_specials,
 )
@@ -28,8 +28,6 @@ import te_graph as tg
 
 INF, NAN = torch.inf, torch.nan
 SHAPES = [(1, 1), (13, 7), (64, 64), (129, 65), *LARGE_SHAPES[:4]]
-IDS = [f"{str(x)[6:]} to {str(fp8)[13:]}" for x, fp8 in FORMATS]
-formats = pytest.mark.parametrize(("x_dtype", "dtype"), FORMATS, ids=IDS)
 
 NEW: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "fp8_cast": tg.fp8_cast,

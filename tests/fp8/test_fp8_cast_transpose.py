@@ -19,6 +19,7 @@ from fp8_tensors import (
     Poisoned,
     a_scale,
     assert_same_bits,
+    formats,
     numbers,
     with_specials,
 )
@@ -29,8 +30,6 @@ import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 INF, NAN = torch.inf, torch.nan
-IDS = [f"{str(x)[6:]} to {str(fp8)[13:]}" for x, fp8 in FORMATS]
-formats = pytest.mark.parametrize(("x_dtype", "dtype"), FORMATS, ids=IDS)
 
 
 def check(x: Tensor, scale: Tensor, dtype: torch.dtype, offsets: tuple[int, int] = (0, 0)) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from fp8_references import E4M3, FLT_MAX, FP8_DTYPES, FP8_MAX, reference_amax, reference_cast, reference_scale
-from fp8_tensors import FORMATS, X_DTYPES, assert_same_bits, numbers
+from fp8_tensors import FORMATS, X_DTYPES, assert_same_bits, formats, numbers
 from tensor_lists import no_sync, same_bits
 from torch import Tensor
 
@@ -14,8 +14,6 @@ import te_graph as tg
 INF, NAN = torch.inf, torch.nan
 SHAPES = [(), (1,), (311,), (7, 11), (611, 782), (2333, 1), (3, 5, 7), (0,), (4, 0)]
 EPSILONS = (0.0, 1e-6, 0.3, 1e30)
-IDS = [f"{str(x)[6:]} to {str(fp8)[13:]}" for x, fp8 in FORMATS]
-formats = pytest.mark.parametrize(("x_dtype", "dtype"), FORMATS, ids=IDS)
 
 
 def check(x: Tensor, dtype: torch.dtype, eps: float, power_of_2: bool) -> None:

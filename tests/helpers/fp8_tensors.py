@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
+import pytest
 import torch
 from fp8_references import E4M3, FP8_DTYPES, FP8_MAX
 from torch import Tensor
@@ -16,6 +17,9 @@ POISON = 0xA5
 GUARD = 64  # poisoned bytes before and behind an output; a multiple of every alignment that kernels ask for
 X_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FORMATS = [(x, fp8) for x in X_DTYPES for fp8 in FP8_DTYPES]
+formats = pytest.mark.parametrize(
+    ("x_dtype", "dtype"), FORMATS, ids=[f"{str(x)[6:]} to {str(fp8)[13:]}" for x, fp8 in FORMATS]
+)
 # Aligned or not, primes, single rows and columns, nothing.
 SMALL_SHAPES = [(1, 1), (8, 8), (16, 16), (43, 43), (43, 256), (256, 43), (1, 768), (768, 1), (7, 13), (129, 65)]
 EMPTY_SHAPES = [(0, 0), (0, 5), (5, 0)]
