@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fp8_references import E4M3, E5M2
+from fp8_samples import extras
 from tensor_lists import all_same_bits, copies
 from torch import Tensor
 
@@ -27,10 +28,6 @@ def fp8(*shape: int, device: str, dtype: torch.dtype = E4M3) -> Tensor:
 
 def cast_arguments(device: str) -> dict[str, Any]:
     return {"x": torch.randn(M, N, device=device), "scale": torch.ones(1, device=device), "dtype": E4M3}
-
-
-def extras(device: str) -> dict[str, Any]:
-    return {"amax": torch.zeros(1, device=device), "counts": torch.zeros(3, dtype=torch.int64, device=device)}
 
 
 def flags(device: str) -> dict[str, Any]:

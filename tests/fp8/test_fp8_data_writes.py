@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from fp8_gradients import RECIPE, call
 from tensor_lists import same_bits
 from torch import Tensor, nn
 
@@ -17,7 +18,6 @@ import te_graph as tg
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 WIDTH = 32
-RECIPE = tg.Float8CurrentScaling()
 graphed_or_not = pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 
 
@@ -27,11 +27,6 @@ def a_layer(device: str) -> tg.Linear:
 
 def a_sample(device: str) -> Tensor:
     return torch.randn(16, WIDTH, device=device).bfloat16().requires_grad_()
-
-
-def call(layer: nn.Module, x: Tensor) -> Tensor:
-    with tg.fp8_autocast(recipe=RECIPE):
-        return layer(x)
 
 
 class Writer:

@@ -7,15 +7,14 @@ import math
 
 import pytest
 import torch
-from fp8_references import E4M3, E5M2, FP8_MAX, ScaleState, reciprocal, reference_cast, reference_update
-from fp8_tensors import assert_same_bits, numbers
+from fp8_references import ALGORITHMS, E4M3, E5M2, FP8_MAX, ScaleState, reciprocal, reference_cast, reference_update
+from fp8_tensors import assert_same_bits, assert_same_state, no_mask, numbers
 from tensor_lists import same_bits
 from torch import Tensor
 
 import te_graph as tg
 
 INF = torch.inf
-ALGORITHMS = ("max", "most_recent")
 
 
 def new_state(length: int, count: int, device: str) -> ScaleState:
@@ -29,16 +28,6 @@ def update(state: ScaleState, mask: Tensor, flag: bool, *args: object, **kwargs:
     expected = reference_update(state, mask, flag, *args, **kwargs)
     tg.amax_and_scale_update_inplace(*state.tensors(), mask, flag, *args, **kwargs)
     return expected
-
-
-def assert_state(got: ScaleState, expected: ScaleState) -> None:
-    for one, other in zip(got.tensors(), expected.tensors(), strict=True):
-        assert_same_bits(one, other)
-
-
-def every(device: str) -> Tensor:
-    """The mask that makes an update write all scale_invs."""
-    return torch.empty(0, dtype=torch.bool, device=device)
 
 
 @pytest.mark.parametrize("is_first_microbatch", [None, True, False])
@@ -57,7 +46,7 @@ def test_a_linear_layer_with_a_cached_weight(length, algo, is_first_microbatch, 
         amaxes = [x.abs().max().item(), weight.abs().max().item() if casts_weight else 0.0, 0.0]
         assert state.history[0].tolist() == amaxes
         staged = state.clone()
-        assert_state(state, update(state, mask, casts_weight, 448.0, 2.0, algo))
+        assert_same_state(state, update(state, mask, casts_weight, 448.0, 2.0, algo))
         for j, ran in enumerate((True, casts_weight, False)):
             if not ran:
                 assert same_bits(state.history[:, j], staged.history[:, j])
@@ -77,8 +66,8 @@ def test_histories_of_constant_tensors_are_exact(device):
         for state, j, value in ((forward, 0, step + 0.25), (forward, 1, step + 0.5), (backward, 0, step + 0.75)):
             x = torch.full((16, 32), -value, dtype=torch.bfloat16, device=device)
             tg.fp8_cast(x, state.scale[j], E5M2 if state is backward else E4M3, amax=state.history[0, j])
-        update(forward, every(device), True, 448.0)
-        update(backward, every(device), True, 57344.0)
+        update(forward, no_mask(device), True, 448.0)
+        update(backward, no_mask(device), True, 57344.0)
     for state, offsets, largest in ((forward, [0.25, 0.5], 448.0), (backward, [0.75], 57344.0)):
         rows = [[0.0] * len(offsets)] * 2 + [[step + offset for offset in offsets] for step in range(4)]
         assert state.history.tolist() == rows
@@ -92,7 +81,7 @@ def test_an_infinity_freezes_the_scale_for_as_long_as_the_window_holds_it(length
     for step in range(length + 6):
         state.history[0] = INF if step == 3 else float(step + 1)
         before = state.scale.item()
-        assert_state(state, update(state, every(device), True, 448.0, 0.0, algo))
+        assert_same_state(state, update(state, no_mask(device), True, 448.0, 0.0, algo))
         if state.scale.item() == before:
             frozen.append(step)
         assert math.isfinite(state.scale.item())
@@ -104,10 +93,10 @@ def test_an_infinity_that_is_kept_out_of_the_window_costs_one_update(algo, devic
     state, clean = new_state(4, 1, device), new_state(4, 1, device)
     for step in range(9):
         state.history[0] = INF if step == 3 else float(step + 1)
-        update(state, every(device), True, 448.0, 0.0, algo, skip_nonfinite=True)
+        update(state, no_mask(device), True, 448.0, 0.0, algo, skip_nonfinite=True)
         if step != 3:
             clean.history[0] = float(step + 1)
-            update(clean, every(device), True, 448.0, 0.0, algo)
+            update(clean, no_mask(device), True, 448.0, 0.0, algo)
         assert all(map(same_bits, state.tensors(), clean.tensors())), step
 
 
@@ -122,8 +111,8 @@ def test_modules_that_do_not_run_keep_history_and_scale_while_others_go_on(devic
                 amax = float(torch.rand(()) + 0.1)
                 state.history[0, j] = amax
                 alone[j].history[0] = amax
-                update(alone[j], every(device), True, 448.0)
-        update(state, every(device), True, 448.0)
+                update(alone[j], no_mask(device), True, 448.0)
+        update(state, no_mask(device), True, 448.0)
         for j in range(4):
             assert same_bits(state.history[:, j : j + 1], alone[j].history), (step, j)
             assert same_bits(state.scale[j : j + 1], alone[j].scale), (step, j)
@@ -169,7 +158,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(device):
         amaxes = torch.rand(3, device=device)
         for one in (state, other or state):
             one.history[0].copy_(amaxes)
-            update(one, every(device), step % 4 == 0, 448.0)
+            update(one, no_mask(device), step % 4 == 0, 448.0)
             if other is None:
                 break
     assert all(map(same_bits, state.tensors(), other.tensors()))

@@ -9,15 +9,14 @@ import random
 
 import pytest
 import torch
-from fp8_references import E4M3, E5M2, FLT_MAX, FP8_MAX, ScaleState, reference_update
-from fp8_tensors import FLAGS, SET_FLAGS, assert_same_bits
+from fp8_references import ALGORITHMS, E4M3, E5M2, FLT_MAX, FP8_MAX, ScaleState, reference_update
+from fp8_tensors import FLAGS, SET_FLAGS, assert_same_bits, assert_same_state, no_mask
 from tensor_lists import capture, copies, no_sync, same_bits
 from torch import Tensor
 
 import te_graph as tg
 
 INF, NAN = torch.inf, torch.nan
-ALGORITHMS = ("max", "most_recent")
 algorithms = pytest.mark.parametrize("algo", ALGORITHMS)
 HISTORY_LENGTHS = (1, 2, 3, 31, 255, 256, 257, 1024)
 
@@ -35,27 +34,18 @@ def a_mask(count: int, device: str) -> Tensor:
     return torch.rand(count, device=device) < 0.5
 
 
-def no_mask(device: str) -> Tensor:
-    return torch.empty(0, dtype=torch.bool, device=device)
-
-
 def update(state: ScaleState, mask: Tensor, flag: Tensor | bool, *args: object, **kwargs: object) -> None:
     with no_sync(mask.device.type):
         assert tg.amax_and_scale_update_inplace(*state.tensors(), mask, flag, *args, **kwargs) is None
-
-
-def assert_state(got: ScaleState, expected: ScaleState) -> None:
-    for name in ("scale", "history", "scale_inv"):
-        assert_same_bits(getattr(got, name), getattr(expected, name), name)
 
 
 def check(state: ScaleState, mask: Tensor, flag: bool, *args: object, **kwargs: object) -> None:
     """One update, with the flag as a Python bool and as a tensor."""
     expected, other = reference_update(state, mask, flag, *args, **kwargs), state.clone()
     update(state, mask, flag, *args, **kwargs)
-    assert_state(state, expected)
+    assert_same_state(state, expected)
     update(other, mask, torch.tensor([flag], device=mask.device), *args, **kwargs)
-    assert_state(other, expected)
+    assert_same_state(other, expected)
 
 
 @algorithms
@@ -72,7 +62,7 @@ def test_no_margin_and_the_maximum_of_the_history_are_the_defaults(device, rng):
     state = random_state(5, 8, device, rng)
     expected = reference_update(state, no_mask(device), True, 448.0, 0.0, "max")
     update(state, no_mask(device), True, 448.0)
-    assert_state(state, expected)
+    assert_same_state(state, expected)
 
 
 @algorithms
@@ -195,7 +185,7 @@ def test_any_flag_that_is_not_zero_is_set(dtype, value, shape, device, rng):
     state, mask = random_state(4, 9, device, rng), a_mask(9, device)
     expected = reference_update(state, mask, value != 0, 448.0)
     update(state, mask, torch.full(shape, value, dtype=dtype, device=device), 448.0)
-    assert_state(state, expected)
+    assert_same_state(state, expected)
 
 
 def test_an_empty_mask_updates_every_scale_inv(device, rng):
@@ -232,7 +222,7 @@ def test_histories_may_be_transposed_or_every_second_row(device, rng):
         state = ScaleState(history, whole.scale[:count], whole.scale_inv[:count])
         expected = reference_update(state, no_mask(device), True, 448.0)
         update(state, no_mask(device), True, 448.0)
-        assert_state(state, expected)
+        assert_same_state(state, expected)
         view(before).copy_(expected.history)
         assert same_bits(whole.history, before)
 
@@ -261,7 +251,7 @@ def test_the_flag_of_a_captured_update_is_read_at_each_replay(device, rng):
         replay()
         tg.amax_and_scale_update_inplace(*expected.tensors(), mask, bool(value), 448.0)
         assert all(map(same_bits, state.tensors(), expected.tensors())), turn
-        assert_state(state, reference_update(before, mask, bool(value), 448.0))
+        assert_same_state(state, reference_update(before, mask, bool(value), 448.0))
         weights = slice(1, None, 3)
         changed = [
             not same_bits(a[..., weights], b[..., weights])

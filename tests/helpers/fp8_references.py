@@ -16,6 +16,7 @@ FP8_DTYPES = (E4M3, E5M2)
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
 FP8_NAN = 0x7F
 FLT_MAX = torch.finfo(torch.float32).max
+ALGORITHMS = ("max", "most_recent")  # amax_compute_algo
 
 
 @dataclass

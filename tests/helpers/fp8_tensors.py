@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fp8_references import E4M3, FP8_DTYPES, FP8_MAX
+from fp8_references import E4M3, FP8_DTYPES, FP8_MAX, ScaleState
 from torch import Tensor
 
 from te_graph.testing import find_differences
@@ -95,3 +95,13 @@ def assert_same_bits(got: Tensor, expected: Tensor, what: object = "") -> None:
     """``got`` [...] has dtype, shape and bits of ``expected`` [...], each on any device."""
     differences = find_differences(got.detach().cpu(), expected.detach().cpu())
     assert not differences, f"{what} {differences[0]}"
+
+
+def assert_same_state(got: ScaleState, expected: ScaleState) -> None:
+    for name in ("scale", "history", "scale_inv"):
+        assert_same_bits(getattr(got, name), getattr(expected, name), name)
+
+
+def no_mask(device: str) -> Tensor:
+    """[0]: an update writes all scale_invs."""
+    return torch.empty(0, dtype=torch.bool, device=device)
