@@ -156,9 +156,3 @@ def note_region() -> None:
     such regions alone, unless the region began in what is captured."""
     if not (_regions.entered and _regions.entered[-1][1]):
         _C.note_fp8_region()
-
-
-def is_fp8_enabled() -> bool:
-    """Whether modules that are called now compute in FP8."""
-    region = current_region()
-    return region is not None and region.enabled
