@@ -130,9 +130,8 @@ class Member:
 
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
-        self.linear.note_cast(
-            torch.empty(0), False, _C.WriteCount(), None
-        )  # its storage is gone at once, so that no weight is there
+        gone = torch.empty(0)  # no weight is there, nor will be: the storage goes with it
+        self.linear.note_cast(gone, False, _C.WriteCount(), None)
 
     def outputs_first(self, weight: Tensor) -> Tensor:
         """``weight``, [out, in] or [in, out], as ``linear`` takes it: [out, in], of the same memory and version."""
