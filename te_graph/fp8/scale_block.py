@@ -13,6 +13,7 @@ from te_graph import _C
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 
 INPUT, WEIGHT, GRAD = range(3)  # tensors of a module that are cast
+FORWARD, BACKWARD = range(2)  # directions in which they are
 
 
 def is_shared(recipe: Recipe, group: dist.ProcessGroup | None) -> bool:
@@ -25,7 +26,8 @@ class Block:
 
     Attributes:
         order: among the blocks of its scope.
-        forward, backward: scales of (input and weight) and of gradients; None under current scaling.
+        tables: scales of the casts of each direction, FORWARD (inputs and weights) and BACKWARD (gradients); None under
+            current scaling.
         history, scale, scale_inv: of both directions, [H, n], [n] and [n] each; empty under current scaling. Casts
             have inverses of their own.
         weight_scale: [capacity] fp32, with which the weights were cast.
@@ -91,7 +93,7 @@ class Block:
 
     def column_of(self, number: int, tensor: int) -> tuple[int, int]:
         """Direction and column of ``tensor`` (INPUT, WEIGHT or GRAD) of module ``number``."""
-        return (1, number) if tensor == GRAD else (0, 2 * number + tensor)
+        return (BACKWARD, number) if tensor == GRAD else (FORWARD, 2 * number + tensor)
 
 
 class Columns:

@@ -16,7 +16,7 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.member import HasWeight, Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
-from te_graph.fp8.scale_block import WEIGHT, Block, Columns, is_shared
+from te_graph.fp8.scale_block import FORWARD, WEIGHT, Block, Columns, is_shared
 
 _ops = torch.ops.te_graph
 _FIRST_CAPACITY = 32
@@ -78,8 +78,8 @@ class ScalingScope(OwnObject):
     def update(self) -> None:
         """Update the scales of what forwards have cast since the last time."""
         for block in self.blocks:
-            if block.tables[0] is not None:
-                block.tables[0].update()
+            if block.tables[FORWARD] is not None:
+                block.tables[FORWARD].update()
 
     def cast_weights(self, member: Member, records_amax: bool, is_noted: bool = True) -> None:
         """Cast the weight of ``member``, and all others that have changed since they were cast, [out, in] each.
@@ -140,8 +140,8 @@ class ScalingScope(OwnObject):
             cast_scale.copy_(_ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype))
         elif not is_resumed:
             columns = slice(2 * first + WEIGHT, 2 * end, 2)
-            cast_scale.copy_(block.scale[0][columns])
-            amax = block.history[0][0, columns] if records_amax else amax
+            cast_scale.copy_(block.scale[FORWARD][columns])
+            amax = block.history[FORWARD][0, columns] if records_amax else amax
         _ops.fp8_cast_weights_(
             [member.data for member, _ in run],
             [member.transposed for member, _ in run],
