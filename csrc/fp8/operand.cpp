@@ -26,7 +26,7 @@ at::Tensor find_scale(const char* op, const at::Tensor& x, Format format) {
 
 }  // namespace
 
-Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x) {
+Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x, bool accumulates) {
     Sums result;
     if (!out.defined()) return result;
     if (!x.device().is_cpu()) {
@@ -35,6 +35,7 @@ Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x) {
     }
     result.sums.out = out.data_ptr();
     result.sums.dtype = wide_dtype_of(op, "dbias", out.scalar_type());
+    result.sums.accumulates = accumulates;
     return result;
 }
 
@@ -60,9 +61,8 @@ Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling
                     .pads_out_t = true,
                     .reserved = {}};
     if (with_transposed || column_sums.defined()) {
-        Sums sums = sums_into(op, column_sums, x);
-        sums.sums.accumulates = accumulates_sums;
-        TE_GRAPH_RUN(x.device(), cast_transpose, work, sums.sums, {});
+        const Sums column = sums_into(op, column_sums, x, accumulates_sums);
+        TE_GRAPH_RUN(x.device(), cast_transpose, work, column.sums, {});
     } else {
         TE_GRAPH_RUN(x.device(), cast, work, {});
     }

@@ -14,8 +14,8 @@ struct Sums {
     ColumnSums sums;
     at::Tensor scratch;  // [tiles_in(M), N]
 };
-// out: [N], fp32 or of x's dtype, or undefined; x: [M, N].
-Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x);
+// out: [N], written, or added to, fp32 or of x's dtype, or undefined; x: [M, N].
+Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x, bool accumulates = false);
 
 struct Operand {
     at::Tensor data;        // [M, N]
