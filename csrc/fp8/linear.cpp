@@ -37,10 +37,10 @@ using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 class ColumnStep : public HostStep {
 public:
     explicit ColumnStep(const ScaleColumn& column) : column_(column) {}
-    void prepare() override { column_.table->settle(column_.column); }
-    void run() override { column_.table->note(column_.column); }
+    void prepare() override { column_.table->settle(column_.number); }
+    void run() override { column_.table->note(column_.number); }
     const void* identity() const override {
-        return static_cast<const float*>(column_.table->scale().const_data_ptr()) + column_.column;
+        return static_cast<const float*>(column_.table->scale().const_data_ptr()) + column_.number;
     }
 
 private:
@@ -175,10 +175,10 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
 }
 
-ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t number) : table(std::move(owner)), column(number) {
+ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column) : table(std::move(owner)), number(column) {
     if (table == nullptr) return;
-    scale = table->scale().narrow(0, column, 1);
-    amax = table->history().select(0, 0).narrow(0, column, 1);
+    scale = table->scale().narrow(0, number, 1);
+    amax = table->history().select(0, 0).narrow(0, number, 1);
 }
 
 Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
@@ -195,7 +195,7 @@ Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_i
 void Linear::begin_cast(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
     if (column.table == nullptr) return;
     if (steps == nullptr) {
-        column.table->begin_cast(column.column);
+        column.table->begin_cast(column.number);
         return;
     }
     auto step = std::make_shared<ColumnStep>(column);

@@ -18,10 +18,10 @@ namespace te_graph::fp8 {
 
 // One tensor's column of a table. No table: current scaling.
 struct ScaleColumn {
-    ScaleColumn(std::shared_ptr<ScaleTable> table, int64_t column);
+    ScaleColumn(std::shared_ptr<ScaleTable> table, int64_t number);
 
     std::shared_ptr<ScaleTable> table;
-    int64_t column;
+    int64_t number;
     std::optional<at::Tensor> scale, amax;  // [1] each, views of the table's
 };
 
