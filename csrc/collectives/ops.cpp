@@ -144,8 +144,8 @@ std::vector<int64_t> gathered_shape(const at::Tensor& x, int64_t dim, int64_t wo
     return shape;
 }
 
-// tensor [..., world * n, ...] -> [world, ..., n, ...], a view of it: contiguous where dim is the first one of more than
-// one element.
+// tensor [..., world * n, ...] -> [world, ..., n, ...], a view of it: contiguous where dim is the first one of more
+// than one element.
 at::Tensor parts_of_ranks(const at::Tensor& tensor, int64_t dim, int64_t world) {
     return tensor.unflatten(dim, {world, tensor.size(dim) / world}).movedim(dim, 0);
 }

@@ -110,8 +110,8 @@ private:
         }
     }
 
-    // The rows of all ranks that this one sums up -> [world, n]: of an all-reduce whole tensors, or this rank's piece of
-    // each, the last one filled up with zeros.
+    // The rows of all ranks that this one sums up -> [world, n]: of an all-reduce whole tensors, or this rank's piece
+    // of each, the last one filled up with zeros.
     at::Tensor rows_of(const Operation& operation) {
         const at::Tensor& input = operation.input;
         if (operation.op == Op::kReduceScatter) return exchanged(input);

@@ -1,5 +1,5 @@
-// What te_graph registers of a kernel of its own, so that captured launches of it can be found and changed: one table for
-// CUDA graphs, the recorder and Python. No Torch.
+// What te_graph registers of a kernel of its own, so that captured launches of it can be found and changed: one table
+// for CUDA graphs, the recorder and Python. No Torch.
 //
 //     const KernelRegistration scale_kernel({
 //         .name = "scale",

@@ -38,8 +38,8 @@ inline bool is_followed(c10::TensorImpl& tensor, bool is_recorded) {
 // Raises if `argument` of `op`, a tensor [...], has a tangent.
 void check_no_tangent(const char* op, const char* argument, const at::Tensor& tensor);
 
-// Raises if autograd follows `argument` of `op`: a tensor [...] that has a tangent, and one that requires a gradient and
-// is written while gradients are recorded. Returns whether it requires one that is recorded.
+// Raises if autograd follows `argument` of `op`: a tensor [...] that has a tangent, and one that requires a gradient
+// and is written while gradients are recorded. Returns whether it requires one that is recorded.
 bool check_not_followed(const char* op, const char* argument, const at::Tensor& tensor, bool is_written);
 
 // The Autograd kernel. A result says so in the backward, where a gradient is asked of it. Refused are tangents,

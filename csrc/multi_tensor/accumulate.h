@@ -6,8 +6,9 @@
 //   mode skip:  destination is not touched
 //
 // Ops add equal dtypes, and fp16 / bf16 into fp32; they store any into any. Other pairs with fp64 on a side, and fp16
-// with bf16, are computed in fp64. The sum of squares goes with what ops add, and is NaN with other pairs. Without a scale, a source of the destination's dtype is stored bit by bit. Fused into the pass, where
-// asked for: zeroing of the source, the sum of squares of what was written, and whether all of that was finite.
+// with bf16, are computed in fp64. The sum of squares goes with what ops add, and is NaN with other pairs. Without a
+// scale, a source of the destination's dtype is stored bit by bit. Fused into the pass, where asked for: zeroing of the
+// source, the sum of squares of what was written, and whether all of that was finite.
 #pragma once
 
 #include "multi_tensor/scale.h"

@@ -43,8 +43,8 @@ public:
     void forget() const;
 
 private:
-    // A step to take again, with what the last walk met on it. The steps themselves lie far apart in memory, and reading
-    // them would take longer than taking them.
+    // A step to take again, with what the last walk met on it. The steps themselves lie far apart in memory, and
+    // reading them would take longer than taking them.
     struct Look {
         StepKind kind;
         Py_ssize_t index;

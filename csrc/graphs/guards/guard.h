@@ -61,7 +61,8 @@ public:
     int add_step(StepKind kind, int parent, pybind11::object key, int64_t index, pybind11::object expected,
                  std::string subject, bool is_ephemeral = false);
     // The object that `step` reaches is `tensor`; its place in `found` is the number returned. is_used: its memory
-    // matters, and not its dtype, device, shape and strides alone. is_written: bump_versions() moves its version counter.
+    // matters, and not its dtype, device, shape and strides alone. is_written: bump_versions() moves its version
+    // counter.
     // compares_hooks: whether there are hooks on its gradient matters.
     int add_tensor(int step, const at::Tensor& tensor, bool is_used = true, bool is_written = false,
                    bool compares_hooks = false);

@@ -26,7 +26,8 @@ struct KeyedType {
     bool is_mutable;
 };
 
-// Whether instances of `type`, derived from `base`, hold nothing besides but a dictionary and a list of weak references.
+// Whether instances of `type`, derived from `base`, hold nothing besides but a dictionary and a list of weak
+// references.
 bool adds_no_fields(PyTypeObject* type, PyTypeObject* base) {
 #ifdef Py_TPFLAGS_MANAGED_DICT
     const bool is_in_front = type->tp_flags & Py_TPFLAGS_MANAGED_DICT;  // of the object, where Python keeps it
