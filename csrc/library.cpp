@@ -111,7 +111,8 @@ TORCH_LIBRARY(te_graph, m) {
     def("fp8_linear_backward(Tensor grad, Tensor? weight_t, Tensor? weight_scale_inv, Tensor? x_t, "
         "Tensor? x_scale_inv, Tensor? scale, Tensor(a!)? amax, ScalarType grad_dtype, ScalarType x_dtype, "
         "ScalarType weight_dtype, bool[3] output_mask, *, Tensor(b!)? grad_weight=None, bool accumulate_weight=False, "
-        "Tensor(c!)? grad_bias=None, bool accumulate_bias=False) -> (Tensor, Tensor, Tensor)");
+        "Tensor(c!)? grad_bias=None, bool accumulate_bias=False, bool inputs_first=False) -> "
+        "(Tensor, Tensor, Tensor)");
 
     // Scales. amax_history: [H, n]; scale, scale_inv: [n]; non_weight_mask: [n] bool, or [0] where nothing is a weight.
     def("amax_and_scale_update_inplace(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "

@@ -65,16 +65,16 @@ void bind(py::module_& m) {
         .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));
     py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
-        .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, TablePointer input,
-                         int64_t input_column, TablePointer grad, int64_t grad_column, at::ScalarType grad_dtype,
-                         py::object columns) {
+        .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
+                         TablePointer input, int64_t input_column, TablePointer grad, int64_t grad_column,
+                         at::ScalarType grad_dtype, py::object columns) {
                  return std::make_shared<Linear>(std::move(weight), std::move(weight_t), std::move(weight_scale_inv),
-                                                 ScaleColumn{std::move(input), input_column},
+                                                 inputs_first, ScaleColumn{std::move(input), input_column},
                                                  ScaleColumn{std::move(grad), grad_column}, grad_dtype,
                                                  held_on_any_thread(std::move(columns)));
              }),
-             py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("input"),
-             py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"),
+             py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("inputs_first"),
+             py::arg("input"), py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"),
              py::arg("columns"))
         .def("set_cast_weights",
              [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })

@@ -50,7 +50,7 @@ private:
 // Before a replay that reads the cast of a weight.
 class WeightStep : public HostStep {
 public:
-    // weight: [O, I], or a view of it, which is gone by then.
+    // weight: [O, I] or [I, O], or a view of it, which is gone by then.
     WeightStep(std::shared_ptr<Linear> linear, const at::Tensor& weight, bool records_amax)
         : linear_(std::move(linear)),
           weight_((weight.is_view() ? weight._base() : weight).getIntrusivePtr()),
@@ -91,7 +91,7 @@ public:
         saved_ = {SavedVariable(weight_t, false), SavedVariable(x_t, false), SavedVariable(x_scale_inv, false)};
     }
 
-    // gradients: [..., O] -> [..., I], [O, I], [O].
+    // gradients: [..., O] -> [..., I], [O, I] or [I, O], [O].
     variable_list apply(variable_list&& gradients) override;
 
     void release_variables() override {
@@ -144,7 +144,7 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     static const auto op =
         own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                      const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
-                     std::array<bool, 3>, const MaybeTensor&, bool, const MaybeTensor&, bool)>(
+                     std::array<bool, 3>, const MaybeTensor&, bool, const MaybeTensor&, bool, bool)>(
             "te_graph::fp8_linear_backward");
     // What hooks of saved tensors run, as a checkpoint's recomputation, is no part of the call.
     const MaybeTensor weight_t = maybe(unpack_weight_t()), x_t = maybe(saved_[1].unpack()),
@@ -159,17 +159,18 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
                                                         torch::autograd::AnomalyMode::should_check_nan());
     const bool may_add = !is_followed && !is_looked_at;
     if (mask[1] && may_add) {
-        of_weight = ParameterGrad::find(next_edge(1), linear_->weight_.sizes(), weight_dtype_, kGemmAlignment, grad,
+        of_weight = ParameterGrad::find(next_edge(1), linear_->weight_sizes(), weight_dtype_, kGemmAlignment, grad,
                                         steps_.get(), linear_->main_grad_of_);
     }
     if (mask[2] && may_add) {
         of_bias = ParameterGrad::find(next_edge(2), {grad.size(-1)}, grad.scalar_type(), kNoAlignment, grad,
                                       steps_.get(), {});
     }
-    auto [grad_x, grad_weight, grad_bias] = op.call(
-        grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, linear_->grad_.scale, linear_->grad_.amax,
-        linear_->grad_dtype_, x_dtype_, of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask,
-        memory_of(of_weight), of_weight && of_weight->accumulates, memory_of(of_bias), of_bias && of_bias->accumulates);
+    auto [grad_x, grad_weight, grad_bias] =
+        op.call(grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, linear_->grad_.scale, linear_->grad_.amax,
+                linear_->grad_dtype_, x_dtype_, of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask,
+                memory_of(of_weight), of_weight && of_weight->accumulates, memory_of(of_bias),
+                of_bias && of_bias->accumulates, linear_->inputs_first_);
     if (of_weight) grad_weight = of_weight->finish();
     if (of_bias) grad_bias = of_bias->finish();
     return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
@@ -181,11 +182,12 @@ ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column) : ta
     amax = table->history().select(0, 0).narrow(0, number, 1);
 }
 
-Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
-               at::ScalarType grad_dtype, std::shared_ptr<void> columns)
+Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
+               ScaleColumn input, ScaleColumn grad, at::ScalarType grad_dtype, std::shared_ptr<void> columns)
     : weight_(std::move(weight)),
       weight_t_(std::move(weight_t)),
       weight_scale_inv_(std::move(weight_scale_inv)),
+      inputs_first_(inputs_first),
       input_(std::move(input)),
       grad_(std::move(grad)),
       grad_dtype_(grad_dtype),
@@ -272,7 +274,7 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     return std::move(y);
 }
 
-// x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
+// x: [..., I]; weight: [O, I] or [I, O]; bias: [O] -> [..., O].
 std::optional<at::Tensor> Linear::fast_call(const at::Tensor& x, const at::Tensor& weight,
                                             const std::optional<at::Tensor>& bias) {
     const bool is_usual = fast_region_ != 0 && fast_region_ == region() && at::GradMode::is_enabled() &&
@@ -280,7 +282,7 @@ std::optional<at::Tensor> Linear::fast_call(const at::Tensor& x, const at::Tenso
                           at::SavedTensorDefaultHooks::get_tls_state().stack.empty() &&
                           torch::autograd::get_current_graph_task_id() == kNotInBackward;
     if (!is_usual || x.device() != weight.device() || x.scalar_type() != weight.scalar_type() ||
-        weight.device() != weight_.device() || weight.sizes() != weight_.sizes() ||
+        weight.device() != weight_.device() || weight.sizes() != weight_sizes() ||
         at::autocast::is_autocast_enabled(x.device().type()) || !is_cast(weight, true)) {
         return std::nullopt;
     }

@@ -28,25 +28,25 @@ struct ScaleColumn {
 class Linear : public std::enable_shared_from_this<Linear> {
 public:
     // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where
-    // they are. input, grad: of the casts. grad_dtype: of the cast of gradients. columns: kept until no backward and no
-    // graph is left that uses the columns.
-    Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, ScaleColumn input, ScaleColumn grad,
-           at::ScalarType grad_dtype, std::shared_ptr<void> columns);
+    // they are. inputs_first: the weight that is cast is [I, O]. input, grad: of the casts. grad_dtype: of the cast of
+    // gradients. columns: kept until no backward and no graph is left that uses the columns.
+    Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first, ScaleColumn input,
+           ScaleColumn grad, at::ScalarType grad_dtype, std::shared_ptr<void> columns);
 
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
     // current scaling.
     std::optional<at::Tensor> begin_input_cast();
 
-    // x: [..., I]; weight: [O, I], of which `weight_` is the cast, and which gets the gradient; bias: [O] -> [..., O]
-    // of `dtype`. records_amax: that of x, for delayed scaling. scale: that of begin_input_cast(), now or
-    // earlier.
+    // x: [..., I]; weight: [O, I] or [I, O], of which `weight_` or `weight_t_` is the cast, and which gets the gradient;
+    // bias: [O] -> [..., O] of `dtype`. records_amax: that of x, for delayed scaling. scale: that of
+    // begin_input_cast(), now or earlier.
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::ScalarType dtype, bool records_amax, const std::optional<at::Tensor>& scale);
 
     // A call that needs no Python: forward() of the dtype of x, whose amax is recorded, inside the region for
     // which the layer has its scales here, with a weight that is cast, where gradients are recorded. Nothing is done,
     // and nothing returned, where there is more to look at: a capture, an evaluation, a checkpoint, torch.autocast, an
-    // unusual argument. x: [..., I]; weight: [O, I]; bias: [O] -> [..., O].
+    // unusual argument. x: [..., I]; weight: [O, I] or [I, O]; bias: [O] -> [..., O].
     std::optional<at::Tensor> fast_call(const at::Tensor& x, const at::Tensor& weight,
                                         const std::optional<at::Tensor>& bias);
     // The number of that region.
@@ -61,10 +61,10 @@ public:
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
-    // Whether weight [O, I] is as it was when it was cast, and its amax was recorded if that is wanted.
+    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted.
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
-    // weight [O, I] has been cast, after `writes` writes (write_count(), before the cast was launched); `done` for
-    // other streams.
+    // weight [O, I] or [I, O] has been cast, after `writes` writes (write_count(), before the cast was launched);
+    // `done` for other streams.
     void note_cast(const at::Tensor& weight, bool records_amax, WriteCount writes,
                    std::shared_ptr<const CastDone> done);
     // The current stream waits for that cast.
@@ -81,7 +81,11 @@ private:
     // the forward of `steps` or in its backward.
     static void begin_cast(const ScaleColumn& column, HostSteps* steps, bool is_forward);
 
+    // The sizes of the weight that is cast.
+    at::IntArrayRef weight_sizes() const { return inputs_first_ ? weight_t_.sizes() : weight_.sizes(); }
+
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
+    const bool inputs_first_;
     const ScaleColumn input_, grad_;
     const at::ScalarType grad_dtype_;
     const std::shared_ptr<void> columns_;

@@ -2,6 +2,7 @@
 //
 //   forward   x8, x8ᵀ = cast(x);       y = x8 · w8ᵀ + bias
 //   backward  g8, g8ᵀ = cast(grad);    grad_x = g8 · w8,  grad_weight = g8ᵀ · x8,  grad_bias = column sums of grad
+//             grad_weight = x8ᵀ · g8, of weights that are [I, O]
 //
 // Any number of tokens: rows of the transposed copies end in zeros up to a multiple of 16, which add nothing.
 #include <ATen/ops/empty.h>
@@ -100,8 +101,8 @@ void check_grad_out(const char* argument, const MaybeTensor& out,  // [...]
     check_buffer(kLinearBackward, argument, *out, shape, device);
 }
 
-// Results are the gradients of x [..., I], of the weight [O, I] and of the bias [O], those that output_mask asks for,
-// but not what goes into grad_weight_out or grad_bias_out.
+// Results are the gradients of x [..., I], of the weight, [O, I], or [I, O] if inputs_first, and of the bias [O], those
+// that output_mask asks for, but not what goes into grad_weight_out or grad_bias_out.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor& grad,               // [..., O]
                                                                const MaybeTensor& weight_t,          // [I, O] FP8
                                                                const MaybeTensor& weight_scale_inv,  // [] or [1]
@@ -112,10 +113,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                                                                at::ScalarType grad_dtype, at::ScalarType x_dtype,
                                                                at::ScalarType weight_dtype,
                                                                std::array<bool, 3> output_mask,
-                                                               const MaybeTensor& grad_weight_out,  // [O, I]
+                                                               const MaybeTensor& grad_weight_out,  // [O, I] or [I, O]
                                                                bool accumulate_weight,
                                                                const MaybeTensor& grad_bias_out,  // [O]
-                                                               bool accumulate_bias) {
+                                                               bool accumulate_bias, bool inputs_first) {
     const auto [needs_x, needs_weight, needs_bias] = output_mask;
     check_tokens(kLinearBackward, "grad", grad);
     format_of(kLinearBackward, "grad_dtype", grad_dtype);
@@ -136,8 +137,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
                           ": expected x_t of two dimensions with rows of ", padded(matrix.size(0)),
                           ", the number of tokens rounded up, got ", x_t->sizes());
     }
-    check_grad_out("grad_weight", grad_weight_out, needs_weight, accumulate_weight, weight_dtype,
-                   {grad.size(-1), needs_weight ? x_t->size(0) : 0}, grad.device());
+    std::array<int64_t, 2> weight_sizes{grad.size(-1), needs_weight ? x_t->size(0) : 0};
+    if (inputs_first) std::swap(weight_sizes[0], weight_sizes[1]);
+    check_grad_out("grad_weight", grad_weight_out, needs_weight, accumulate_weight, weight_dtype, weight_sizes,
+                   grad.device());
     check_grad_out("grad_bias", grad_bias_out, needs_bias, accumulate_bias, grad.scalar_type(), {grad.size(-1)},
                    grad.device());
     check_apart(kLinearBackward, {{"grad", grad, false},
@@ -163,12 +166,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward(const at::Tensor&
         grad_x = grad.dim() == 2 ? out : out.view(with_last(grad.sizes(), inputs));
     }
     if (needs_weight) {
-        if (!grad_weight_out) grad_weight = empty_on(grad.device(), {grad.size(-1), x_t->size(0)}, weight_dtype);
+        if (!grad_weight_out) grad_weight = empty_on(grad.device(), weight_sizes, weight_dtype);
         multiply(kLinearBackward, {.out = grad_weight_out ? *grad_weight_out : grad_weight,
-                                   .a = operand.transposed,
-                                   .b = *x_t,
-                                   .a_scale_inv = operand.scale_inv,
-                                   .b_scale_inv = *x_scale_inv,
+                                   .a = inputs_first ? *x_t : operand.transposed,
+                                   .b = inputs_first ? operand.transposed : *x_t,
+                                   .a_scale_inv = inputs_first ? *x_scale_inv : operand.scale_inv,
+                                   .b_scale_inv = inputs_first ? operand.scale_inv : *x_scale_inv,
                                    .accumulate = accumulate_weight});
     }
     note_writes({amax, grad_weight_out, grad_bias_out});
@@ -191,13 +194,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Ten
             with_transposed ? at::empty_symint({columns, padded_rows}, options) : at::empty({0}, options),
             at::empty({1}, x.options().dtype(at::kFloat))};
 }
-// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I]; grad_bias_out [O]; weight_scale_inv,
+// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I] or [I, O]; grad_bias_out [O]; weight_scale_inv,
 // x_scale_inv, scale, amax [] or [1] -> as linear_backward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
     const at::Tensor& grad, const MaybeTensor& weight_t, const MaybeTensor& weight_scale_inv, const MaybeTensor& x_t,
     const MaybeTensor& x_scale_inv, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType,
     at::ScalarType x_dtype, at::ScalarType weight_dtype, std::array<bool, 3> output_mask,
-    const MaybeTensor& grad_weight_out, bool, const MaybeTensor& grad_bias_out, bool) {
+    const MaybeTensor& grad_weight_out, bool, const MaybeTensor& grad_bias_out, bool, bool inputs_first) {
     check_devices(kLinearBackward, grad.device(),
                   {{"weight_t", weight_t},
                    {"weight_scale_inv", weight_scale_inv},
@@ -212,7 +215,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
         grad_x = at::empty_symint(with_last(grad.sym_sizes(), weight_t->sym_size(0)), grad.options().dtype(x_dtype));
     }
     if (output_mask[1] && !grad_weight_out) {
-        grad_weight = at::empty_symint({grad.sym_size(-1), x_t->sym_size(0)}, grad.options().dtype(weight_dtype));
+        std::array<c10::SymInt, 2> sizes{grad.sym_size(-1), x_t->sym_size(0)};
+        if (inputs_first) std::swap(sizes[0], sizes[1]);
+        grad_weight = at::empty_symint(sizes, grad.options().dtype(weight_dtype));
     }
     if (output_mask[2] && !grad_bias_out) grad_bias = at::empty_symint({grad.sym_size(-1)}, grad.options());
     return {grad_x, grad_weight, grad_bias};

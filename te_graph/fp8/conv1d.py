@@ -1,7 +1,7 @@
 """Hugging Face's ``Conv1D``, the linear layer of GPT-2, in FP8.
 
 Its weight is [in, out]. The FP8 copies change places, so that its transposed copy is what ``te_graph.Linear`` has as
-the copy of [out, in]; the gradient passes autograd's transposition of that view.
+the copy of [out, in], and so do the operands of the product that is the weight's gradient.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def converted_class() -> type[nn.Module]:
 
         @opaque
         def forward(self, x: Tensor) -> Tensor:
-            """``y = x W + b``, as of a ``te_graph.Linear`` with W^T, but for a copy that transposes its gradient.
+            """``y = x W + b``, as of a ``te_graph.Linear`` with W^T; its gradient is [in, out] and adds up in place.
+
+            A GPU may add up that gradient by another kernel than that of W^T, and so in another order.
 
             Args:
                 x: [..., in], of the weight's dtype, or any that ``torch.autocast`` casts. Not mutated.
@@ -62,10 +64,7 @@ def converted_class() -> type[nn.Module]:
                 TypeError, ValueError: as of ``te_graph.Linear``.
             """
             weight, member = self.weight, self.fp8
-            if (
-                member is not None
-                and (y := member.linear.fast_call(x, member.outputs_first(weight), self.bias)) is not None
-            ):
+            if member is not None and (y := member.linear.fast_call(x, weight, self.bias)) is not None:
                 return y
             note_region()
             y = product_in_fp8(self, x, weight, self.bias)

@@ -77,7 +77,7 @@ class Member:
         weight, formats = module.weight, scope.recipe.fp8_format
         block, number = columns.block, columns.number
         self.scope, self.block, self.number = scope, block, number
-        self._module, self._has_inputs_first = weakref.ref(module), module.has_inputs_first
+        self._module = weakref.ref(module)
         self.loaded_mark: WeightMark | None = None
         self.trains = False
         self._leader: weakref.ref[Member] | None = None
@@ -85,10 +85,11 @@ class Member:
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
         forward, backward = block.tables
-        copies = (self.transposed, self.data) if self._has_inputs_first else (self.data, self.transposed)
+        copies = (self.transposed, self.data) if module.has_inputs_first else (self.data, self.transposed)
         self.linear = _C.Linear(
             *copies,
             block.weight_scale_inv[number, :1],
+            module.has_inputs_first,
             forward,
             block.column_of(number, INPUT)[1],
             backward,
@@ -132,10 +133,6 @@ class Member:
         """Let the weight count as one that has not been cast."""
         gone = torch.empty(0)  # no weight is there, nor will be: the storage goes with it
         self.linear.note_cast(gone, False, _C.WriteCount(), None)
-
-    def outputs_first(self, weight: Tensor) -> Tensor:
-        """``weight``, [out, in] or [in, out], as ``linear`` takes it: [out, in], of the same memory and version."""
-        return weight.t() if self._has_inputs_first else weight
 
     def fits(self, weight: Tensor) -> bool:
         """Whether the copies are of the shape and device of ``weight`` [...], which is not sharded since."""

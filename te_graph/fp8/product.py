@@ -61,7 +61,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
         # Others may have computed with the layer in between, such as a teacher with weights of its own.
         if not (member.linear.is_cast(weight, False) or _C.HostSteps.is_noting()):
             member.scope.cast_weights(member, records_amax=False)
-        return member.linear.forward(x, member.outputs_first(weight), bias, first.dtype, False, first.scale)
+        return member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
     region = current_region()
     if checkpoints is not None and (region is None or not region.enabled):
         checkpoints.note(module, FirstCall())
@@ -84,8 +84,8 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
         checkpoints.note(module, FirstCall(member, scale, dtype))
-        return member.linear.forward(x, member.outputs_first(weight), bias, dtype, True, scale)
-    return member.linear.forward(x, member.outputs_first(weight), bias, dtype, is_training, None)
+        return member.linear.forward(x, weight, bias, dtype, True, scale)
+    return member.linear.forward(x, weight, bias, dtype, is_training, None)
 
 
 def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Member | None:

@@ -93,6 +93,20 @@ def test_a_training_has_the_bits_of_linear_layers(device: str, recipe: Any, dtyp
         assert same_bits(linear(x), conv(x))
 
 
+def test_gradients_add_up_where_they_are(device: str) -> None:
+    """In the layout of the weight, with no copy that transposes them."""
+    _, conv = pair(device)
+    pointers = set()
+    for _ in range(3):
+        with tg.fp8_autocast(recipe=RECIPES[0]):
+            y = conv(torch.randn(6, 32, device=device))
+        assert type(y.grad_fn.next_functions[1][0]).__name__ == "AccumulateGrad"
+        y.sum().backward()
+        assert conv[0].weight.grad.is_contiguous()
+        pointers.add(conv[0].weight.grad.data_ptr())
+    assert len(pointers) == 1
+
+
 def test_outside_of_regions_they_are_what_they_were() -> None:
     layer = Conv1D(64, 32)
     x = torch.randn(4, 32)

@@ -52,7 +52,7 @@ SCHEMAS = (
     "fp8_linear_backward(Tensor grad, Tensor? weight_t, Tensor? weight_scale_inv, Tensor? x_t, Tensor? x_scale_inv, "
     "Tensor? scale, Tensor(a!)? amax, ScalarType grad_dtype, ScalarType x_dtype, ScalarType weight_dtype, "
     "bool[3] output_mask, *, Tensor(b!)? grad_weight=None, bool accumulate_weight=False, Tensor(c!)? grad_bias=None, "
-    "bool accumulate_bias=False) -> (Tensor, Tensor, Tensor)",
+    "bool accumulate_bias=False, bool inputs_first=False) -> (Tensor, Tensor, Tensor)",
     "step_state_set_(Tensor(a!) state, bool is_first_microbatch, bool update_weight_scale_inv) -> ()",
     "step_state_advance_(Tensor(a!) state) -> ()",
 )

@@ -84,6 +84,11 @@ def gemm_samples(device: str) -> dict[str, Arguments]:
             (grad, None, None, x_t, other, None, None, *formats, [False, True, False]),
             {},
         ),
+        "linear, backward of a weight of inputs first": (
+            backward,
+            (grad, None, None, x_t, other, None, None, *formats, [False, True, False]),
+            {"grad_weight": torch.ones(32, 16, device=device), "accumulate_weight": True, "inputs_first": True},
+        ),
         "linear, backward of the bias": (
             backward,
             (grad, None, None, None, None, None, None, *formats, [False, False, True]),
