@@ -13,9 +13,14 @@ std::shared_ptr<HostSteps> HostSteps::current() { return entered.empty() ? nullp
 void HostSteps::enter(std::shared_ptr<HostSteps> steps) { entered.push_back(std::move(steps)); }
 void HostSteps::leave() { entered.pop_back(); }
 
+HostStep* HostSteps::find(const List& list, const void* identity) {
+    const auto is_it = [&](const auto& step) { return step->identity() == identity; };
+    const auto found = std::find_if(list.begin(), list.end(), is_it);
+    return found == list.end() ? nullptr : found->get();
+}
+
 bool HostSteps::add(List& list, std::shared_ptr<HostStep> step) {
-    const auto does_the_same = [&](const auto& other) { return other->identity() == step->identity(); };
-    if (std::any_of(list.begin(), list.end(), does_the_same)) return false;
+    if (find(list, step->identity()) != nullptr) return false;
     list.push_back(std::move(step));
     return true;
 }

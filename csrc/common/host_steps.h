@@ -37,6 +37,8 @@ public:
     // False if there is one that does the same.
     bool add_forward(std::shared_ptr<HostStep> step) { return add(forward_, std::move(step)); }
     bool add_backward(std::shared_ptr<HostStep> step) { return add(backward_, std::move(step)); }
+    // The one of this identity; nullptr: there is none.
+    HostStep* find_forward(const void* identity) const { return find(forward_, identity); }
     // All of `other` that there are not yet.
     void add(const HostSteps& other);
 
@@ -53,6 +55,7 @@ public:
     void run_backward() const { run(backward_); }
 
 private:
+    static HostStep* find(const List& list, const void* identity);
     static bool add(List& list, std::shared_ptr<HostStep> step);
     static void prepare(const List& list);
     static void run(const List& list);

@@ -60,22 +60,22 @@ void bind(py::module_& m) {
              [](ScaleTable& table, py::function function) { table.set_reduce(with_gil<const at::Tensor&>(function)); })
         .def("settle", &ScaleTable::settle, py::arg("column"), unlocked)
         .def("note", &ScaleTable::note, py::arg("column"), unlocked)
-        .def("begin_cast", &ScaleTable::begin_cast, py::arg("column"), unlocked)
         .def("update", &ScaleTable::update, unlocked)
+        .def("launch_update", &ScaleTable::launch_update, unlocked)
         .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));
     py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
         .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
-                         TablePointer input, int64_t input_column, TablePointer grad, int64_t grad_column,
-                         at::ScalarType grad_dtype, py::object columns) {
-                 return std::make_shared<Linear>(std::move(weight), std::move(weight_t), std::move(weight_scale_inv),
-                                                 inputs_first, ScaleColumn{std::move(input), input_column},
-                                                 ScaleColumn{std::move(grad), grad_column}, grad_dtype,
-                                                 held_on_any_thread(std::move(columns)));
+                         TablePointer forward, int64_t input_column, int64_t weight_column, TablePointer backward,
+                         int64_t grad_column, at::ScalarType grad_dtype, py::object columns) {
+                 return std::make_shared<Linear>(
+                     std::move(weight), std::move(weight_t), std::move(weight_scale_inv), inputs_first,
+                     ScaleColumn{forward, input_column}, ScaleColumn{forward, weight_column},
+                     ScaleColumn{std::move(backward), grad_column}, grad_dtype, held_on_any_thread(std::move(columns)));
              }),
              py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("inputs_first"),
-             py::arg("input"), py::arg("input_column"), py::arg("grad"), py::arg("grad_column"), py::arg("grad_dtype"),
-             py::arg("columns"))
+             py::arg("forward"), py::arg("input_column"), py::arg("weight_column"), py::arg("backward"),
+             py::arg("grad_column"), py::arg("grad_dtype"), py::arg("columns"))
         .def("set_cast_weights",
              [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })
         .def("set_main_grad_of",
@@ -88,17 +88,20 @@ void bind(py::module_& m) {
         .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("records_amax"))
         .def(
             "note_cast",
-            [](Linear& linear, const at::Tensor& weight, bool records_amax, WriteCount writes,
-               std::shared_ptr<CastDone> done) { linear.note_cast(weight, records_amax, writes, std::move(done)); },
-            py::arg("weight"), py::arg("records_amax"), py::arg("writes"), py::arg("done"))
+            [](Linear& linear, const WeightMark& mark, bool records_amax, std::shared_ptr<CastDone> done) {
+                linear.note_cast(mark, records_amax, std::move(done));
+            },
+            py::arg("mark"), py::arg("records_amax"), py::arg("done"))
+        .def("note_captured_cast", &Linear::note_captured_cast, py::arg("weight"), py::arg("records_amax"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
         .def("set_fast_region", &Linear::set_fast_region, py::arg("number"))
         .def("fast_call", &Linear::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("records_amax"), py::arg("scale"), unlocked);
-    py::class_<WriteCount>(m, "WriteCount").def(py::init<>());
-    m.def("is_written_since", &is_written_since, py::arg("tensor"), py::arg("before"));
-    m.def("write_count", &write_count, py::arg("tensor"));
+    py::class_<WeightMark>(m, "WeightMark")
+        .def(py::init<>())
+        .def(py::init<const at::Tensor&>(), py::arg("weight"))
+        .def("is_of", &WeightMark::is_of, py::arg("weight"));
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("note_fp8_region", &note_region);
     m.def("fp8_gemm_plans", [] {

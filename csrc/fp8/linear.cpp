@@ -4,8 +4,6 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/narrow.h>
-#include <ATen/ops/select.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -33,22 +31,18 @@ constexpr size_t kNoAlignment = 1;
 using MaybeTensor = std::optional<at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Before a replay that casts the tensor of a column.
-class ColumnStep : public HostStep {
-public:
-    explicit ColumnStep(const ScaleColumn& column) : column_(column) {}
-    void prepare() override { column_.table->settle(column_.number); }
-    void run() override { column_.table->note(column_.number); }
-    const void* identity() const override {
-        return static_cast<const float*>(column_.table->scale().const_data_ptr()) + column_.number;
-    }
+// tensor: [...] or undefined.
+MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
 
-private:
-    const ScaleColumn column_;
-};
+// Where a gradient [...] goes by itself.
+MaybeTensor memory_of(const std::optional<ParameterGrad>& grad) {
+    return grad ? MaybeTensor(grad->memory) : std::nullopt;
+}
+
+}  // namespace
 
 // Before a replay that reads the cast of a weight.
-class WeightStep : public HostStep {
+class WeightStep final : public HostStep {
 public:
     // weight: [O, I] or [I, O], or a view of it, which is gone by then.
     WeightStep(std::shared_ptr<Linear> linear, const at::Tensor& weight, bool records_amax)
@@ -61,7 +55,7 @@ public:
         if (!linear_->is_cast(at::Tensor(held), records_amax_)) linear_->cast_weights(records_amax_);
         linear_->wait_for_cast();
     }
-    const void* identity() const override { return linear_.get(); }
+    const void* identity() const override { return linear_->weight_step(records_amax_); }
 
 private:
     const std::shared_ptr<Linear> linear_;
@@ -70,15 +64,33 @@ private:
     const bool records_amax_;
 };
 
-// tensor: [...] or undefined.
-MaybeTensor maybe(const at::Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
+// Of casts of a weight inside a graph that writes it.
+class CapturedCastStep final : public HostStep {
+public:
+    explicit CapturedCastStep(std::shared_ptr<Linear> linear) : linear_(std::move(linear)) {}
 
-// Where a gradient [...] goes by itself.
-MaybeTensor memory_of(const std::optional<ParameterGrad>& grad) {
-    return grad ? MaybeTensor(grad->memory) : std::nullopt;
-}
+    // weight: [O, I] or [I, O].
+    bool is_of(const at::Tensor& weight, bool records_amax) const {
+        return (records_amax_ || !records_amax) && mark_.is_of(weight);
+    }
+    // weight: as above.
+    void note(const at::Tensor& weight, bool records_amax) {
+        mark_ = WeightMark(weight);
+        records_amax_ = records_amax;
+        has_recorded_ |= records_amax;
+    }
+    void run() override {
+        if (!has_recorded_) return;
+        linear_->weight_column_.end_cast(nullptr);
+    }
+    const void* identity() const override { return linear_->captured_cast_step(); }
 
-}  // namespace
+private:
+    const std::shared_ptr<Linear> linear_;
+    WeightMark mark_;
+    bool records_amax_ = false;  // of the last cast
+    bool has_recorded_ = false;  // of one of them
+};
 
 class LinearBackward final : public torch::autograd::Node {
 public:
@@ -140,7 +152,7 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     const at::Tensor grad = must_be_followed ? gradients[0].detach().requires_grad_() : gradients[0];
     const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
                                    task_should_compute_output(2)};
-    Linear::begin_cast(linear_->grad_, steps_.get(), false);
+    linear_->grad_column_.begin_cast(steps_.get(), false);
     static const auto op =
         own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                      const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
@@ -167,66 +179,77 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
                                       steps_.get(), {});
     }
     auto [grad_x, grad_weight, grad_bias] =
-        op.call(grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, linear_->grad_.scale, linear_->grad_.amax,
-                linear_->grad_dtype_, x_dtype_, of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask,
-                memory_of(of_weight), of_weight && of_weight->accumulates, memory_of(of_bias),
-                of_bias && of_bias->accumulates, linear_->inputs_first_);
+        op.call(grad, weight_t, linear_->weight_scale_inv_, x_t, x_scale_inv, linear_->grad_column_.scale,
+                linear_->grad_column_.amax, linear_->grad_dtype_, x_dtype_,
+                of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask, memory_of(of_weight),
+                of_weight && of_weight->accumulates, memory_of(of_bias), of_bias && of_bias->accumulates,
+                linear_->inputs_first_);
+    linear_->grad_column_.end_cast(steps_.get());
     if (of_weight) grad_weight = of_weight->finish();
     if (of_bias) grad_bias = of_bias->finish();
     return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
 }
 
-ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column) : table(std::move(owner)), number(column) {
-    if (table == nullptr) return;
-    scale = table->scale().narrow(0, number, 1);
-    amax = table->history().select(0, 0).narrow(0, number, 1);
-}
-
 Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
-               ScaleColumn input, ScaleColumn grad, at::ScalarType grad_dtype, std::shared_ptr<void> columns)
+               ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column, at::ScalarType grad_dtype,
+               std::shared_ptr<void> columns)
     : weight_(std::move(weight)),
       weight_t_(std::move(weight_t)),
       weight_scale_inv_(std::move(weight_scale_inv)),
       inputs_first_(inputs_first),
-      input_(std::move(input)),
-      grad_(std::move(grad)),
+      input_column_(std::move(input_column)),
+      weight_column_(std::move(weight_column)),
+      grad_column_(std::move(grad_column)),
       grad_dtype_(grad_dtype),
-      columns_(std::move(columns)),
-      cast_storage_(c10::intrusive_ptr<c10::StorageImpl>()) {}
-
-void Linear::begin_cast(const ScaleColumn& column, HostSteps* steps, bool is_forward) {
-    if (column.table == nullptr) return;
-    if (steps == nullptr) {
-        column.table->begin_cast(column.number);
-        return;
-    }
-    auto step = std::make_shared<ColumnStep>(column);
-    const bool is_first = is_forward ? steps->add_forward(std::move(step)) : steps->add_backward(std::move(step));
-    // What comes once more in one graph is updated there in between.
-    if (!is_first) column.table->launch_update();
-}
+      columns_(std::move(columns)) {}
 
 std::optional<at::Tensor> Linear::begin_input_cast() {
-    begin_cast(input_, HostSteps::current().get(), true);
-    return input_.scale ? std::optional(input_.scale->clone()) : std::nullopt;
+    input_column_.begin_cast(HostSteps::current().get(), true);
+    return input_column_.scale ? std::optional(input_column_.scale->clone()) : std::nullopt;
 }
 
 bool Linear::is_cast(const at::Tensor& weight, bool records_amax) const {
+    if (const auto steps = HostSteps::current()) {
+        const auto* const captured = static_cast<CapturedCastStep*>(steps->find_forward(captured_cast_step()));
+        if (captured != nullptr) return captured->is_of(weight, records_amax);
+        records_amax = false;
+    }
     const std::lock_guard lock(mutex_);
-    return weight.storage().unsafeGetStorageImpl() == cast_storage_._unsafe_get_target() &&
-           weight.const_data_ptr() == cast_address_ && (has_recorded_amax_ || !records_amax) &&
-           !is_written_since(weight, cast_writes_);
+    return (has_recorded_amax_ || !records_amax) && cast_mark_.is_of(weight);
 }
 
-void Linear::note_cast(const at::Tensor& weight, bool records_amax, WriteCount writes,
-                       std::shared_ptr<const CastDone> done) {
+void Linear::note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done) {
     const std::lock_guard lock(mutex_);
-    cast_storage_ = weight.storage().getWeakStorageImpl();
-    cast_address_ = weight.const_data_ptr();
-    cast_writes_ = writes;
+    cast_mark_ = std::move(mark);
     has_recorded_amax_ = records_amax;
     cast_done_ = std::move(done);
     ++casts_;
+}
+
+void Linear::note_captured_cast(const at::Tensor& weight, bool records_amax) {
+    HostSteps& steps = *HostSteps::current();
+    // Eagerly the weight may be cast with others that have changed, when the first of them is called, before the write
+    // as well as after it.
+    TORCH_CHECK(!records_amax || weight_column_.table == nullptr || steps.find_forward(weight_step(true)) != nullptr,
+                kLinear,
+                ": expected a weight that what is captured does not write before it calls the layer, since delayed "
+                "scaling keeps the amaxes of all that is cast, got one that it writes: write it outside of the "
+                "capture, or use te_graph.Float8CurrentScaling");
+    steps.add_forward(std::make_shared<CapturedCastStep>(shared_from_this()));
+    static_cast<CapturedCastStep*>(steps.find_forward(captured_cast_step()))->note(weight, records_amax);
+}
+
+void Linear::add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax) {
+    const bool is_first_of_training = records_amax && steps.find_forward(weight_step(true)) == nullptr;
+    // Both casts would come before the graph, and the first call would read the second one.
+    TORCH_CHECK(
+        !is_first_of_training || weight_column_.table == nullptr || steps.find_forward(weight_step(false)) == nullptr,
+        kLinear,
+        ": expected a layer that is captured once without gradients and once with them to be called with "
+        "them first, since under delayed scaling the weight is cast for each of the two calls, got the other "
+        "order: change it, or call the layer without gradients outside of the capture");
+    if (steps.find_forward(captured_cast_step()) != nullptr) return;  // the graph casts it
+    steps.add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, records_amax));
 }
 
 void Linear::wait_for_cast() const {
@@ -246,9 +269,9 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
         if (bias) check_no_tangent(kLinear, "bias", *bias);
     }
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
-    if (steps != nullptr) steps->add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, records_amax));
+    if (steps != nullptr) add_weight_step(*steps, weight, records_amax);
     wait_for_cast();
-    if (records_amax && !scale) begin_cast(input_, steps.get(), true);
+    if (records_amax && !scale) input_column_.begin_cast(steps.get(), true);
     const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
     const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
     if (is_followed) {
@@ -261,8 +284,10 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
                      const MaybeTensor&, at::ScalarType, bool)>("te_graph::fp8_linear_forward");
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (is_followed) below.emplace();
-    auto [y, x_t, x_scale_inv] = op.call(x, weight_, weight_scale_inv_, bias, scale ? scale : input_.scale,
-                                         records_amax ? input_.amax : std::nullopt, dtype, is_followed && needs_weight);
+    auto [y, x_t, x_scale_inv] =
+        op.call(x, weight_, weight_scale_inv_, bias, scale ? scale : input_column_.scale,
+                records_amax ? input_column_.amax : std::nullopt, dtype, is_followed && needs_weight);
+    if (records_amax) input_column_.end_cast(steps.get());
     if (!is_followed) return std::move(y);
     const auto [node, owner] =
         make_node<LinearBackward>(shared_from_this(), steps, x.scalar_type(), weight.scalar_type());

@@ -10,28 +10,20 @@
 
 #include "common/host_steps.h"
 #include "fp8/cast_done.h"
-#include "fp8/data_writes.h"
 #include "fp8/parameter_grad.h"
-#include "fp8/scale_table.h"
+#include "fp8/scale_column.h"
+#include "fp8/weight_mark.h"
 
 namespace te_graph::fp8 {
-
-// One tensor's column of a table. No table: current scaling.
-struct ScaleColumn {
-    ScaleColumn(std::shared_ptr<ScaleTable> table, int64_t number);
-
-    std::shared_ptr<ScaleTable> table;
-    int64_t number;
-    std::optional<at::Tensor> scale, amax;  // [1] each, views of the table's
-};
 
 class Linear : public std::enable_shared_from_this<Linear> {
 public:
     // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where
-    // they are. inputs_first: the weight that is cast is [I, O]. input, grad: of the casts. grad_dtype: of the cast of
-    // gradients. columns: kept until no backward and no graph is left that uses the columns.
-    Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first, ScaleColumn input,
-           ScaleColumn grad, at::ScalarType grad_dtype, std::shared_ptr<void> columns);
+    // they are. inputs_first: the weight that is cast is [I, O]. input_column, weight_column, grad_column: of the casts.
+    // grad_dtype: of the cast of gradients. columns: kept until no backward and no graph is left that uses them.
+    Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
+           ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column, at::ScalarType grad_dtype,
+           std::shared_ptr<void> columns);
 
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
     // current scaling.
@@ -61,12 +53,14 @@ public:
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
-    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted.
+    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted. Of what
+    // no captured cast is of, replays see to the amax.
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
-    // weight [O, I] or [I, O] has been cast, after `writes` writes (write_count(), before the cast was launched);
-    // `done` for other streams.
-    void note_cast(const at::Tensor& weight, bool records_amax, WriteCount writes,
-                   std::shared_ptr<const CastDone> done);
+    // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
+    void note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done);
+    // Before a cast of weight [O, I] or [I, O] that this thread captures, or warms up for it, since what it captured wrote
+    // the weight: replays cast it there.
+    void note_captured_cast(const at::Tensor& weight, bool records_amax);
     // The current stream waits for that cast.
     void wait_for_cast() const;
     // How many there were.
@@ -77,27 +71,30 @@ public:
 
 private:
     friend class LinearBackward;
-    // Tells the table of a cast that follows, whose amax is recorded; before each replay where it is captured, in
-    // the forward of `steps` or in its backward.
-    static void begin_cast(const ScaleColumn& column, HostSteps* steps, bool is_forward);
+    friend class WeightStep;
+    friend class CapturedCastStep;
+    // What replays do before graphs that read the cast of the weight.
+    void add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax);
+    // By which these steps are known.
+    const void* weight_step(bool records_amax) const {
+        return records_amax ? static_cast<const void*>(&weight_) : &weight_t_;
+    }
+    const void* captured_cast_step() const { return &weight_column_; }
 
     // The sizes of the weight that is cast.
     at::IntArrayRef weight_sizes() const { return inputs_first_ ? weight_t_.sizes() : weight_.sizes(); }
 
     const at::Tensor weight_, weight_t_, weight_scale_inv_;  // [O, I], [I, O], [1]
     const bool inputs_first_;
-    const ScaleColumn input_, grad_;
+    const ScaleColumn input_column_, weight_column_, grad_column_;
     const at::ScalarType grad_dtype_;
     const std::shared_ptr<void> columns_;
     CastWeights cast_weights_;
     ParameterGrad::MainGradOf main_grad_of_;
     int64_t fast_region_ = 0;
-    // Of what follows, of the weight at its last cast: replays look at it without the GIL. The storage is held weakly,
-    // so that no other one takes its place in memory.
+    // Of what follows, of the last cast of the weight: replays look at it without the GIL.
     mutable std::mutex mutex_;
-    c10::weak_intrusive_ptr<c10::StorageImpl> cast_storage_;
-    const void* cast_address_ = nullptr;
-    WriteCount cast_writes_;
+    WeightMark cast_mark_;
     bool has_recorded_amax_ = false;
     std::shared_ptr<const CastDone> cast_done_;
     int64_t casts_ = 0;

@@ -52,13 +52,14 @@ void ScaleTable::order() {
 #endif
 }
 
-void ScaleTable::launch_update() const {
+void ScaleTable::launch_update() {
     static const auto op =
         own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, bool, double, double,
                     const std::string&, bool)>("te_graph::amax_and_scale_update_inplace", "Scalar");
     const at::NoGradGuard no_grad;
     if (reduce_) reduce_(history_[0]);
     const at::Tensor no_mask = at::empty({0}, scale_.options().dtype(at::kBool));
+    const std::lock_guard lock(updates_);
     op.call(history_, scale_, scale_inv_, no_mask, true, fp8_max_, margin_, algorithm_, false);
 }
 

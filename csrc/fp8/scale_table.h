@@ -28,17 +28,13 @@ public:
 
     // Before the tensor of `column` is cast: updates, if it was cast since the last update.
     void settle(int64_t column);
-    // The tensor of `column` is cast next. Of several, all are settled first: an update forgets what was noted.
+    // The tensor of `column` has been cast. Not before the launch: an update that another thread launches in between
+    // would forget it.
     void note(int64_t column);
-    // Both, of one.
-    void begin_cast(int64_t column) {
-        settle(column);
-        note(column);
-    }
     // Updates, if a tensor was cast since the last time.
     void update();
     // Updates all columns, which is captured, and changes nothing of what this object knows.
-    void launch_update() const;
+    void launch_update();
     // Whether the tensor of `column` was cast since the last update.
     bool has_run(int64_t column);
 
@@ -60,6 +56,7 @@ private:
     // Of what follows: forwards and backwards run on threads of their own. Not held where Python may be called.
     std::mutex mutex_;
     std::vector<bool> has_run_;
+    std::mutex updates_;  // of which there is one at a time
     bool has_any_run_ = false;
 #ifdef TE_GRAPH_CUDA
     StreamOrder order_;

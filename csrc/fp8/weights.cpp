@@ -191,7 +191,6 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     for (Vector* const vector : {&scale_, &scale_inv_, &amax_, &counts_}) {
         if (vector->tensor.defined()) vector->state.emplace(vector->tensor);
     }
-    writes_.assign(weights_.size(), std::nullopt);
     kind_ = kind_of(casts[0]);
     for (const Cast& cast : casts) {
         if (kind_of(cast) != kind_) kind_ = counts.defined() ? kCounted : kMixed;
@@ -253,18 +252,21 @@ void WeightTable::cast(const std::optional<at::Tensor>& noop, bool is_done) {
                            {"counts", counts_.tensor, true},
                            {"noop", noop, false}});
     check_beside(kWeights, buffers_, {}, {{"noop", noop, false}});
+    // Before the launch: what another thread writes meanwhile is to be cast again.
+    Marks marks;
+    if (is_done) marks = Marks(weights_.begin(), weights_.end());
     static const auto op = own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::TensorList, int64_t,
                                        const std::optional<at::Tensor>&)>("te_graph::fp8_cast_weights_table_");
     op.call(table_, tiles_, state_, written_, kind_, noop);
-    if (!is_done) return;
-    for (size_t i = 0; i < weights_.size(); ++i) writes_[i] = write_count(weights_[i]);
+    if (is_done) marks_ = std::move(marks);
 }
 
 std::string WeightTable::stale() const {
     for (size_t i = 0; i < weights_.size(); ++i) {
-        if (!writes_[i]) return names_[i] + " was never cast";
-        if (weights_[i].const_data_ptr() != weight_states_[i].data) return names_[i] + " moved to other memory";
-        if (is_written_since(weights_[i], *writes_[i])) return names_[i] + " changed since it was cast";
+        if (marks_.empty()) return names_[i] + " was never cast";
+        const char* const change = weight_states_[i].change_of(weights_[i]);
+        if (change != nullptr) return names_[i] + change;
+        if (!marks_[i].is_of(weights_[i])) return names_[i] + " changed since it was cast";
     }
     return {};
 }
@@ -295,7 +297,7 @@ void WeightTable::update(Tensors weights) {
     table_.select(1, 0).copy_(at::from_blob(addresses.data(), {static_cast<int64_t>(addresses.size())}, options));
     weights_ = std::move(weights);
     weight_states_ = states_of(weights_);
-    writes_.assign(weights_.size(), std::nullopt);
+    marks_.clear();
 }
 
 }  // namespace te_graph::fp8

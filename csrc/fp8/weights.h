@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "fp8/cast.h"
-#include "fp8/data_writes.h"
+#include "fp8/weight_mark.h"
 #include "multi_tensor/memory_ranges.h"
 
 namespace te_graph::fp8 {
@@ -71,6 +71,7 @@ private:
         bool is_contiguous;
     };
     using TensorStates = std::vector<TensorState>;
+    using Marks = std::vector<WeightMark>;
     // tensors: [M_i, N_i] each.
     static TensorStates states_of(const Tensors& tensors) { return {tensors.begin(), tensors.end()}; }
     // tensors: [M_i, N_i] each. The buffers, which are this object's own, are looked at for their address alone.
@@ -89,8 +90,8 @@ private:
     const std::vector<std::string> names_;
     MemoryRanges buffers_;  // of out and out_t
     TensorStates weight_states_, out_states_, out_t_states_;
-    std::vector<std::optional<WriteCount>> writes_;  // of the weights at the last cast; none: there was none yet
-    int kind_;                                       // of all casts
+    Marks marks_;  // of the weights at the last cast; empty: there was none yet
+    int kind_;     // of all casts
     at::Tensor table_, tiles_, state_;
 };
 

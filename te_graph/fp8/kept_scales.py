@@ -51,11 +51,11 @@ class _KeptScope:
                 member.forget_cast()
             else:
                 again.append((member, weight, has_recorded_amax))
-        writes = [_C.write_count(weight) for _, weight, _ in again]
+        marks = [_C.WeightMark(weight) for _, weight, _ in again]
         self._scope.repeat_casts([(member, weight) for member, weight, _ in again])
         done = _C.CastDone(self._scope.device)
-        for (member, weight, has_recorded_amax), count in zip(again, writes, strict=True):
-            member.linear.note_cast(weight, has_recorded_amax, count, done)
+        for (member, _, has_recorded_amax), mark in zip(again, marks, strict=True):
+            member.linear.note_cast(mark, has_recorded_amax, done)
 
 
 @contextlib.contextmanager

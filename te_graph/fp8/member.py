@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -69,6 +70,7 @@ class Member:
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded amaxes.
+        thread: the one that called the module when its weight had to be cast.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
             [in, out] and [out, in] of a module that ``has_inputs_first``.
     """
@@ -80,6 +82,7 @@ class Member:
         self._module = weakref.ref(module)
         self.loaded_mark: WeightMark | None = None
         self.trains = False
+        self.thread = threading.get_ident()
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
@@ -92,6 +95,7 @@ class Member:
             module.has_inputs_first,
             forward,
             block.column_of(number, INPUT)[1],
+            block.column_of(number, WEIGHT)[1],
             backward,
             block.column_of(number, GRAD)[1],
             formats.backward_dtype,
@@ -131,8 +135,7 @@ class Member:
 
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
-        gone = torch.empty(0)  # no weight is there, nor will be: the storage goes with it
-        self.linear.note_cast(gone, False, _C.WriteCount(), None)
+        self.linear.note_cast(_C.WeightMark(), False, None)
 
     def fits(self, weight: Tensor) -> bool:
         """Whether the copies are of the shape and device of ``weight`` [...], which is not sharded since."""
@@ -187,6 +190,7 @@ class Member:
             self.clear_scales()
             self.forget_cast()
             return
+        self.settle()
         for tensor in (INPUT, WEIGHT, GRAD):
             history, scale = self.history(tensor)
             rows = state[tensor, _HEADER : _HEADER + saved].to(history)
@@ -195,7 +199,7 @@ class Member:
             history[:1] = rows[:1]
             history[len(history) - kept :] = rows[saved - kept :]
             scale.copy_(state[tensor, 2:3])
-            self.begin_cast(tensor)
+            self.end_cast(tensor)
         if state[WEIGHT, _IS_CAST]:
             self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
             self.loaded_mark = mark
@@ -213,10 +217,10 @@ class Member:
             direction, column = self.block.column_of(self.number, tensor)
             self.block.tables[direction].settle(column)
 
-    def begin_cast(self, tensor: int) -> None:
-        """Say that ``tensor`` is about to be cast, and its amax recorded."""
+    def end_cast(self, tensor: int) -> None:
+        """Say that ``tensor`` has been cast, and its amax recorded."""
         direction, column = self.block.column_of(self.number, tensor)
-        self.block.tables[direction].begin_cast(column)
+        self.block.tables[direction].note(column)
 
 
 def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.MainGradReset]:

@@ -79,8 +79,8 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the amax
     if is_captured:
         note_captured_fp8_call()
-    if not member.linear.is_cast(weight, is_training and not is_captured):
-        member.scope.cast_weights(member, is_training, is_noted=not is_captured)
+    if not member.linear.is_cast(weight, is_training):
+        member.scope.cast_weights(member, is_training)
     if checkpoints is not None and checkpoints.noting:
         scale = member.linear.begin_input_cast()
         checkpoints.note(module, FirstCall(member, scale, dtype))
@@ -251,6 +251,7 @@ def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
     with torch.no_grad():
         for tensor, number in ((x, INPUT), (weight, WEIGHT)):
             if tensor.numel():
-                member.begin_cast(number)
+                member.settle((number,))
                 newest = member.history(number)[0][0]
                 newest.copy_(torch.fmax(newest, tensor.detach().abs().amax().float()))
+                member.end_cast(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -81,47 +82,59 @@ class ScalingScope(OwnObject):
             if block.tables[FORWARD] is not None:
                 block.tables[FORWARD].update()
 
-    def cast_weights(self, member: Member, records_amax: bool, is_noted: bool = True) -> None:
-        """Cast the weight of ``member``, and all others that have changed since they were cast, [out, in] each.
+    def cast_weights(self, member: Member, records_amax: bool) -> None:
+        """Cast the weight of ``member``, and all others of its thread that have changed since they were cast, [out, in]
+        each. What is captured, since the graph itself has written the weight, every replay does anew.
 
         Args:
             member: about to be called.
             records_amax: whether the call records amaxes, for delayed scaling. A weight that was cast without is cast
                 again. Of modules that only evaluate none is recorded.
-            is_noted: False for a cast that is captured, or undone by a capture.
         """
-        records_amax = records_amax and self.is_delayed
-        member.trains |= records_amax and is_noted
+        records_amax, is_captured = records_amax and self.is_delayed, _C.HostSteps.is_noting()
+        member.thread = threading.get_ident()  # what others train may be in the middle of a step
+        member.trains |= records_amax and not is_captured
         stale = [
             (other, weight)
             for other in self.members
-            if (other.trains or other is member or not records_amax)
+            if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
             and (weight := other.weight) is not None
             and not other.linear.is_cast(weight, records_amax)
         ]
         stale = [(other, weight) for other, weight in stale if other.fits(weight)]
         # Before the casts: what another thread writes meanwhile is to be cast again.
-        writes = [_C.write_count(weight) for _, weight in stale]
+        marks = [_C.WeightMark(weight) for _, weight in stale]
         resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
         changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
         with torch.inference_mode(False), torch.no_grad():
-            if records_amax and is_noted:
-                # All updates first: one between would forget what was noted of casts that are still to come.
-                for other, _ in changed:
-                    other.settle((WEIGHT,))
-                for other, _ in changed:
-                    other.begin_cast(WEIGHT)
+            if records_amax:
+                self._update_before_casts([other for other, _ in changed], is_captured)
             for other, _ in changed:
                 other.take_scales()
             for block, run in _runs(changed):
                 self._cast(block, run, records_amax, is_resumed=False)
         self.repeat_casts(resumed)
+        if is_captured:
+            for other, weight in stale:
+                other.linear.note_captured_cast(weight, records_amax)
+            return
+        for other, _ in changed if records_amax else ():
+            other.end_cast(WEIGHT)
         done = _C.CastDone(self.device)
-        for (other, weight), count in zip(stale, writes, strict=True) if is_noted else ():
+        for (other, weight), mark in zip(stale, marks, strict=True):
             has_recorded_amax = records_amax or not self.is_delayed or other.is_resumed(weight)
-            other.linear.note_cast(weight, has_recorded_amax, count, done)
-        for other, _ in changed if is_noted else ():
+            other.linear.note_cast(mark, has_recorded_amax, done)
+        for other, _ in changed:
             other.loaded_mark = None
+
+    @staticmethod
+    def _update_before_casts(members: Sequence[Member], is_captured: bool) -> None:
+        """Update the scales of the weights of ``members``, all before one of them is cast; inside of a capture those of
+        all columns, as replays do that."""
+        for block in {member.block for member in members} if is_captured else ():
+            block.tables[FORWARD].launch_update()
+        for member in members if not is_captured else ():
+            member.settle((WEIGHT,))
 
     def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
         """Cast the weights [out, in] of members, which are as they were, with the scales of their last casts. Nothing

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_graph import _C
-from te_graph.common.dispatch import storage_key
 
 _PLAIN = (Tensor, nn.Parameter)  # others may have no memory, or one that comes and goes
 
@@ -19,8 +17,7 @@ class WeightMark:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self._storage = StorageWeakRef(weight.untyped_storage())  # so that no other one takes its place in memory
-        self._address, self._writes = weight.data_ptr(), _C.write_count(weight)
+        self._mark = _C.WeightMark(weight)
 
     @classmethod
     def of(cls, weight: Tensor | None) -> WeightMark | None:
@@ -29,9 +26,7 @@ class WeightMark:
 
     def is_of(self, weight: Tensor | None) -> bool:
         """Whether it is ``weight`` [out, in], unchanged."""
-        if type(weight) not in _PLAIN or weight.is_meta or storage_key(weight) != self._storage.cdata:
-            return False
-        return weight.data_ptr() == self._address and not _C.is_written_since(weight, self._writes)
+        return type(weight) in _PLAIN and not weight.is_meta and self._mark.is_of(weight)
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:

@@ -20,6 +20,7 @@ from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
 from te_graph.common.dispatch import storage_key
 from te_graph.common.gradient_state import gradient_state, main_grad_of
+from te_graph.common.kept_state import state_kept
 from te_graph.graphs.capture.call_form import CallForm
 from te_graph.graphs.capture.callable_capture import CallableCapture
 from te_graph.graphs.capture.changed_arguments import ChangedArguments
@@ -61,6 +62,7 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         session.enter_context(watching_wrappers())
         session.enter_context(_saved_tensor_hooks_off())
         session.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values on the host
+        session.enter_context(state_kept())
         on_failure = session.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []
