@@ -102,10 +102,16 @@ def _guard_lookups(source: Source, callable_guard: CallableGuard, reads: _Reads,
     if members is not None and not isinstance(obj, type):
         for name in filter(reads.says, reader.absent(source)):
             callable_guard.enter(members.child(members.obj, name_of(name, source.name), _Kind.ABSENT, name))
-    found = reader.members(obj) if reader.is_users(obj if isinstance(obj, type) else type(obj)) else ()
-    data = [(name, member) for name, member in found if reads.says(name) and _is_data(member)]
-    if data:
-        callable_guard.expect_class(source, source.name or "self", data)
+    if not reader.is_users(obj if isinstance(obj, type) else type(obj)):
+        return
+    lookups = (
+        (callable_guard.expect_class, reader.members),
+        (callable_guard.expect_metaclass, reader.members_of_metaclass),
+    )
+    for expect, members_of in lookups:
+        data = [(name, member) for name, member in members_of(obj) if reads.says(name) and _is_data(member)]
+        if data:
+            expect(source, source.name or "self", data)
 
 
 def _is_data(member: Any) -> bool:

@@ -153,8 +153,14 @@ def _guard_code(
     sources: list[Source], modules: list[Source], callable_guard: CallableGuard, reader: CallableReader
 ) -> None:
     """What classes have for the code to run, and the code of functions."""
+
+    def guard_class(source: Source, name: str) -> None:
+        callable_guard.expect_class(source, name, reader.members(source.obj))
+        if members := list(reader.members_of_metaclass(source.obj)):
+            callable_guard.expect_metaclass(source, name, members)
+
     for source in modules:
-        callable_guard.expect_class(source, source.name or type(source.obj).__name__, reader.members(source.obj))
+        guard_class(source, source.name or type(source.obj).__name__)
     for source in sources:
         obj = source.obj
         if source.again is not None:
@@ -165,11 +171,11 @@ def _guard_code(
                 callable_guard.expect_class(above, above.name, reader.members(type(obj)))
             if source.kind == _Kind.KNOWN or not reader.is_users(obj):
                 continue  # what leads to a known one is guarded
-            callable_guard.expect_class(source.child(obj, source.name, _Kind.KNOWN), source.name, reader.members(obj))
+            guard_class(source.child(obj, source.name, _Kind.KNOWN), source.name)
         elif is_project_module(obj) or (
             not isinstance(obj, (nn.Module, Tensor, *_CODE)) and reader.is_users(type(obj))
         ):  # a module may get a class with properties
-            callable_guard.expect_class(source, source.name or "self", reader.members(obj))
+            guard_class(source, source.name or "self")
     callable_guard.expect_members_below(reader.members_below(sources))
     for function in reader.functions(sources):
         callable_guard.expect_code(function)

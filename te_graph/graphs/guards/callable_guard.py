@@ -129,6 +129,12 @@ class CallableGuard:
         for key, member in members:
             self._expect_member(first, kind, key, member)
 
+    def expect_metaclass(self, source: Source, name: str, members: Iterable[tuple[str, Any]]) -> None:
+        """Let the guard find ``members`` in the metaclass of that class."""
+        kind = plain_class(source.obj if isinstance(source.obj, type) else type(source.obj))
+        at = source.child(kind, f"class of {name}", _Kind.CLASS)
+        self.expect_class(at.child(type(kind), f"metaclass of {name}", _Kind.TYPE), f"class of {name}", members)
+
     def expect_members_below(self, members: Iterable[tuple[type, str, Any]]) -> None:
         """Let the guard find ``members``, as (class, name, member), in classes below those of objects."""
         for kind, key, member in members:

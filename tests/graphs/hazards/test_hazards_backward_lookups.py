@@ -24,6 +24,7 @@ class Net(nn.Module):
     def forward(self, x): return Scaled.apply(x * self.weight)
 """
 _CLASSES = "class A: k = [2.0]\nclass B(A): pass\n"
+_META = "class Q(type): k = 2.0\nclass A(metaclass=Q): pass\nclass B(A): pass\nb = B()\n"
 _PATTERN = "class P:\n __match_args__ = ('k',)\n def __init__(self, k): self.k = k\np = P(2.0)\n"
 CASES = {
     "a dictionary in a list": (
@@ -36,6 +37,10 @@ CASES = {
     "a list that a class gets": (_CLASSES + "def read(): return B.k[0]", "B.k = [3.0]"),
     "a list that the class of an object gets": (_CLASSES + "b = B()\ndef read(): return b.k[0]", "B.k = [3.0]"),
     "a number of a class": ("class A: k = 2.0\nclass B(A): pass\ndef read(): return B.k", "B.k = 3.0"),
+    "a number of a metaclass": (_META + "def read(): return B.k", "Q.k = 3.0"),
+    "one that a class comes to hide": (_META + "def read(): return B.k", "A.k = 3.0"),
+    "one of an object's metaclass": (_META + "def read(): return type(b).k", "Q.k = 3.0"),
+    "one that its class comes to hide": (_META + "def read(): return type(b).k", "A.k = 3.0"),
     "a field of a pattern": (
         _PATTERN + "def read():\n match p:\n  case P(k): return k",
         "p.k = 3.0",

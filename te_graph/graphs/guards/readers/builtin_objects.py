@@ -16,6 +16,7 @@ from typing import Any
 from te_graph import _C
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, WRAPPERS, GuardedSource, is_opaque
 from te_graph.graphs.guards.readers.library_objects import inside
+from te_graph.graphs.guards.readers.metaclasses import has_member
 from te_graph.graphs.guards.sources import contents, items_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import GETTERS
@@ -59,7 +60,12 @@ def builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
             yield source.never(f"{name} is a set of objects without weak references, which cannot be compared")
     elif _shows_memory(obj):
         yield source.never(f"{name} is a {type(obj).__name__} that is too large to be compared, or holds objects")
-    elif hasattr(type(obj), "__next__") and is_opaque(obj) and not isinstance(obj, io.IOBase) and not _is_spare(source):
+    elif (
+        has_member(type(obj), "__next__")
+        and is_opaque(obj)
+        and not isinstance(obj, io.IOBase)
+        and not _is_spare(source)
+    ):
         yield source.never(f"{name} is a {type(obj).__name__}, which comparing would use up: pass a list")
 
 

@@ -6,7 +6,7 @@ import enum
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from te_graph.graphs.guards.readers.lookups import (
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.memos import is_for_messages, outside_of_memos
+from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
 from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
@@ -159,7 +160,7 @@ class CallableReader(TensorReader):
         own.update(name for base in bases_of(kind) for name in class_values(base, said))
         own.update(name for base in bases_of(kind) for name in class_objects(base, said))
         own |= self._looked_up_of(kind)
-        asked = {name for name in self._asked_of(obj) if not hasattr(kind, name)}
+        asked = {name for name in self._asked_of(obj) if not has_member(kind, name)}
         tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
         if isinstance(obj, nn.Module):
             own.discard("forward")  # see guard_module()
@@ -218,6 +219,19 @@ class CallableReader(TensorReader):
         """What the class of ``obj``, or a class itself, has that the code may use, by name; NotImplemented where code
         asks for something that is not there."""
         kind = plain_class(obj if isinstance(obj, type) else type(obj))
+        hidden = given_by_metaclass(kind, self._names.said | self._that_ran(type(kind)))
+        asked = self._asked_of(obj) | self._asked_of(kind) | self._own_names(obj)
+        yield from self._members(obj, kind, asked.union(hidden))
+
+    def members_of_metaclass(self, obj: Any) -> Iterator[tuple[str, Any]]:
+        """The same of the metaclass of that class, where the user wrote it, for code that asks the class itself."""
+        kind = plain_class(obj if isinstance(obj, type) else type(obj))
+        if bases_of(type(kind)):
+            own = (self._names.said & vars(base).keys() for base in kind.__mro__)  # may come to be hidden, too
+            yield from self._members(kind, type(kind), self._asked_of(kind).union(*own))
+
+    def _members(self, obj: Any, kind: type, asked: Set[str]) -> Iterator[tuple[str, Any]]:
+        """What ``kind``, the class of ``obj``, has that the code may use, and of ``asked`` what it has not."""
         is_module = issubclass(kind, nn.Module)
         names = self._names.said | self._looked_up_of(kind)
         names |= self._library_names(kind) | {"_call_impl"} if is_module else frozenset()
@@ -234,12 +248,8 @@ class CallableReader(TensorReader):
                 continue
             if not self._is_ignored(kind.__name__, name):
                 yield name, found[name]
-        asked = (self._asked_of(obj) | self._own_names(obj)) - found.keys()
-        if isinstance(obj, type):  # what the class of the class has, until it is hidden
-            asked |= {
-                name for base in bases_of(type(obj)) for name in vars(base).keys() & self._names.said
-            } - found.keys()
-        yield from ((name, NotImplemented) for name in sorted(asked) if not self._is_ignored(kind.__name__, name))
+        absent = sorted(asked - found.keys())
+        yield from ((name, NotImplemented) for name in absent if not self._is_ignored(kind.__name__, name))
 
     def members_below(self, sources: Iterable[Source]) -> Iterator[tuple[type, str, Any]]:
         """What the code gets to by ``super()`` of objects and classes at ``sources``, as (class, name, member)."""

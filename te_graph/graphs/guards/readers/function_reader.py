@@ -49,6 +49,7 @@ from te_graph.graphs.guards.readers.lookups import (
     shows,
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
+from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
 from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
@@ -218,7 +219,7 @@ class FunctionReader:
         if is_parameter:
             expected |= {_MAIN_GRAD} & self.names.said
         for key in sorted(expected - members.obj.keys()):
-            if not hasattr(type(tensor), key):
+            if not has_member(type(tensor), key):
                 yield members.child(None, name_of(key, source.name), _Kind.ABSENT, key)
 
     def _module_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
@@ -309,7 +310,7 @@ class FunctionReader:
         is_wrapper = isinstance(source.obj, classmethod | staticmethod | property)  # of a class, once for each name
         expected = frozenset() if is_wrapper else self._members.expected(type(source.obj))
         for key in sorted(expected - members.obj.keys()) if members is not None else ():
-            if not hasattr(type(source.obj), key):
+            if not has_member(type(source.obj), key):
                 yield members.child(None, f"{source.name}.{key}", _Kind.ABSENT, key)
         for key in slots_of(type(source.obj)):
             if key in named:
@@ -326,7 +327,7 @@ class FunctionReader:
         read = {key for table in (members.obj, *tables) for key in self.names.said & table.keys()}
         for key in sorted(read - self._not_in_class.setdefault(kind, set())):
             self._not_in_class[kind].add(key)
-            if user_classes(kind) and not any(key in vars(base) for base in kind.__mro__):
+            if user_classes(kind) and not has_member(kind, key):
                 yield above.child(None, f"{key} of class {kind.__name__}", _Kind.TYPE_ABSENT, key)
         shown = {key for table in tables for key in table if self._reads(source.obj, key)}
         for key in sorted((self._members.hidden(kind) | self._members.expected(kind) | shown) - members.obj.keys()):
@@ -335,8 +336,13 @@ class FunctionReader:
     def _class_contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """What the code names of a class, also where it is hidden; of classes of torch, that they do not change."""
         kind, classes = source.obj, user_classes(source.obj)
-        if user_classes(type(kind)):
-            yield source.child(type(kind), type(kind).__name__, _Kind.TYPE)
+        metaclass = type(kind)
+        if user_classes(metaclass):
+            at = source.child(metaclass, metaclass.__name__, _Kind.TYPE)
+            yield at
+            own = {key for base in kind.__mro__ for key in self.names.said & vars(base).keys() if not is_implicit(key)}
+            for key in sorted(key for key in own if not has_member(metaclass, key)):  # until a descriptor hides it
+                yield at.child(None, f"{key} of class {metaclass.__name__}", _Kind.TYPE_ABSENT, key)
         if classes and issubclass(kind, enum.Enum):  # code may go through them
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in kind)
         if classes:
@@ -364,12 +370,11 @@ class FunctionReader:
                 for key in sorted(key for key in found - vars(base).keys() if key in above):
                     yield below.child(above[key], f"{base.__name__}.{key}", _Kind.TYPE_ITEM, key)
         if classes:
-            above = type(kind)
-            expected = self._members.expected(kind)
-            if user_classes(above):
-                expected = self._members.expected(above) | self._members.hidden(above)
+            expected = self._members.expected(kind).union(given_by_metaclass(kind, self._members.hidden(metaclass)))
+            if user_classes(metaclass):
+                expected |= self._members.expected(metaclass)
             for key in sorted(expected):
-                if not any(key in vars(base) for base in kind.__mro__):
+                if not has_member(kind, key):
                     yield source.child(None, f"{source.name}.{key}", _Kind.TYPE_ABSENT, key)
         library = next((index for index, base in enumerate(kind.__mro__) if _is_of_torch(base)), None)
         if library is not None:

@@ -19,6 +19,7 @@ from torch._library.custom_ops import CustomOpDef
 from te_graph import _C
 from te_graph.graphs.guards.plain_values import has_snapshot, holds_values
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled
+from te_graph.graphs.guards.readers.metaclasses import member_of
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import bytes_of, np
 
@@ -51,7 +52,7 @@ def remembered(obj: Any) -> Any:
 
 def is_iterator(obj: Any) -> bool:
     """True for what gives one item after the other and is then used up; files are not meant."""
-    step = getattr(type(obj), "__next__", None)
+    step = member_of(type(obj), "__next__")
     return not (
         step is None or isinstance(step, types.FunctionType) or isinstance(obj, (io.IOBase, *weakref.ProxyTypes))
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
+from te_graph.graphs.guards.readers.metaclasses import member_of
 from te_graph.graphs.tracing.names import LOOKS_ABOVE, Names, codes_of, module_of
 
 # Of functions.
@@ -90,7 +91,7 @@ def members_below(kind: type, ran: Container[int], said: frozenset[str]) -> Iter
         above |= vars(base).keys()
     for base in reversed(below):  # so that the one which has it is named first
         for name in names:
-            yield base, name, next((vars(one)[name] for one in base.__mro__ if name in vars(one)), NotImplemented)
+            yield base, name, member_of(base, name, NotImplemented)
 
 
 def _function_behind(member: Any) -> Any:
