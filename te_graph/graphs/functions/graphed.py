@@ -28,6 +28,7 @@ from te_graph.graphs.functions.function_capture import capture, run_first
 from te_graph.graphs.guards.readers.guarded_sources import Inlined
 from te_graph.graphs.guards.readers.source_walker import SourceWalker
 from te_graph.graphs.tracing.calls import Call, call_of, make_call
+from te_graph.graphs.tracing.names import Names
 from te_graph.graphs.tracing.pool_and_stream import check_pool, check_stream
 
 _log = logging.getLogger("te_graph")
@@ -65,7 +66,8 @@ class GraphedFunction(Inlined):
         self._pool = pool
         self._stream = stream
         self._is_disabled = is_disabled()
-        self._walker = SourceWalker()
+        # Before the first call nothing has run: what installed packages do in it is known after it.
+        self._walker = SourceWalker(Names(is_all_seen=hasattr(sys, "monitoring")))
         self._replay_orders: dict[torch.device, _C.ReplayOrder] = {}  # one for each device: they order replays
         self._captured: list[FunctionEntry] = []  # the one used last comes first
         self._seen: list[FunctionEntry] = []  # of calls that ran as they are, once each

@@ -384,3 +384,22 @@ def test_an_argument_that_numpy_reads_by_dlpack_is_refused() -> None:
     replayed(x)
     with pytest.raises(CaptureError, match=r"__dlpack__ .* reads a tensor's value on the host"):
         replayed(x)
+
+
+class Table(dict):
+    def get(self, name: str) -> object:
+        return self[name]
+
+
+def test_a_refused_capture_puts_back_what_a_dictionary_with_its_own_get_held() -> None:
+    table, x = Table(scale=1.0), torch.ones(3)
+
+    def scaled(x: Tensor) -> Tensor:  # [n] -> [n]
+        table["scale"] += 1.0
+        return x * table["scale"]
+
+    function = graphed(scaled)
+    assert torch.equal(function(x), x * 2)
+    with pytest.raises(CaptureError, match="scale"):
+        function(x)
+    assert table["scale"] == 2.0

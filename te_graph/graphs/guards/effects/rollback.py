@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -108,8 +108,9 @@ class Bindings:
         for source in self._sources:
             owner, kind = source.parent.obj, source.kind
             if kind == _C.StepKind.ITEM:
-                if owner.get(source.key, source) is not source.obj:
-                    owner[source.key] = source.obj
+                table = OrderedDict if isinstance(owner, OrderedDict) else dict  # without code of a derived class
+                if table.get(owner, source.key, source) is not source.obj:
+                    table.__setitem__(owner, source.key, source.obj)
             elif kind == _C.StepKind.CELL:
                 owner.cell_contents = source.obj
             elif kind == _C.StepKind.TYPE_ITEM:

@@ -256,8 +256,11 @@ class FunctionReader:
         function = source.obj
         code = function.__code__
         yield source.child(code, f"function {function.__name__}", _Kind.ATTRIBUTE, "__code__")
-        if not is_user_file(code.co_filename):  # a wrapper, perhaps, around a function of the user's
-            yield from (child for child in contents(source) if child.kind == _Kind.CELL)
+        if not (is_user_file(code.co_filename) and self.names.may_run(code)):
+            if not is_user_file(code.co_filename):  # a wrapper, perhaps, around a function of the user's
+                yield from (child for child in contents(source) if child.kind == _Kind.CELL)
+            else:  # of a package, and did not run
+                yield from descriptions(source, self.names.said)
             members = source.attributes()
             read = [key for key in members.obj if key in self.names.said and not is_pythons(key)]
             yield from (members.item(key, f"{function.__name__}.{key}") for key in read)
