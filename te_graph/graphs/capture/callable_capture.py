@@ -58,7 +58,7 @@ from te_graph.graphs.guards.parametrizations import check_cache
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, computed_by_hooks, taken_away, values_of
 from te_graph.graphs.guards.readers.callable_reader import names_around
 from te_graph.graphs.guards.readers.source_walker import SourceWalker
-from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, walk
+from te_graph.graphs.guards.sources import HOOK_DICTS, Source, TensorReader, copies_of, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.externals import TensorWatch, leaves_below
@@ -240,7 +240,7 @@ class CallableCapture:
             self._let_compile()
         tensors, in_backward = self._iterate_once(self.watch, work)
         self._sources = work.sources
-        explored, reader = self._explore(), self._reader_of(self.walker.names)
+        explored, reader = copies_of(work.sources), self._reader_of(self.walker.names)
         self.backward_guard = backward_guard(reader, reader.compared(explored), in_backward, self.watch.externals)
         return tensors, work
 

@@ -91,6 +91,21 @@ class Source:
         return above or (self if isinstance(self.obj, nn.Module) else None)
 
 
+def copies_of(sources: list[Source]) -> list[Source]:
+    """The same ways to the same objects, for another guard."""
+    copies: dict[int, Source] = {}
+    return [_copy_of(source, copies) for source in sources]
+
+
+def _copy_of(source: Source, copies: dict[int, Source]) -> Source:
+    if id(source) not in copies:
+        found = copies[id(source)] = replace(source, step=-1, in_guard=False)
+        for name in ("parent", "again", "key_source"):
+            if (other := getattr(source, name)) is not None:
+                setattr(found, name, _copy_of(other, copies))
+    return copies[id(source)]
+
+
 def plain_call_guard() -> _C.CallableGuard:
     """A guard that passes while a call of a module does nothing but call the ``forward`` of its class."""
     guard = _C.CallableGuard()

@@ -66,7 +66,8 @@ class SourceWalker:
         observed = observed.with_read_whole(watch.read_whole)
         if observed != self._observed:
             # Once all is seen that runs, what other code has said is forgotten.
-            said, asked = (frozenset(), frozenset()) if is_all_seen else (self.names.said, self.names.asked)
+            forgets = is_all_seen and not self._observed.is_all_seen
+            said, asked = (frozenset(), frozenset()) if forgets else (self.names.said, self.names.asked)
             self._observed = observed
             self.names = replace(observed, said=observed.said | said, asked=observed.asked | asked)
 
