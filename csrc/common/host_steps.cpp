@@ -11,7 +11,10 @@ thread_local std::vector<std::shared_ptr<HostSteps>> entered;
 
 std::shared_ptr<HostSteps> HostSteps::current() { return entered.empty() ? nullptr : entered.back(); }
 void HostSteps::enter(std::shared_ptr<HostSteps> steps) { entered.push_back(std::move(steps)); }
-void HostSteps::leave() { entered.pop_back(); }
+void HostSteps::leave() {
+    for (const auto& step : entered.back()->forward_) step->end_capture();
+    entered.pop_back();
+}
 
 HostStep* HostSteps::find(const List& list, const void* identity) {
     const auto is_it = [&](const auto& step) { return step->identity() == identity; };
@@ -31,6 +34,10 @@ void HostSteps::prepare(const List& list) {
 
 void HostSteps::run(const List& list) {
     for (const auto& step : list) step->run();
+}
+
+void HostSteps::finish_forward() const {
+    for (const auto& step : forward_) step->finish();
 }
 
 void HostSteps::add(const HostSteps& other) {

@@ -18,6 +18,10 @@ public:
     // one is done.
     virtual void prepare() {}
     virtual void run() {}
+    // What was to be captured has been, on this thread.
+    virtual void end_capture() {}
+    // After each replay has been launched, and the versions of what it writes moved on.
+    virtual void finish() {}
     // Steps of which this is equal do the same.
     virtual const void* identity() const = 0;
 };
@@ -39,6 +43,7 @@ public:
     bool add_backward(std::shared_ptr<HostStep> step) { return add(backward_, std::move(step)); }
     // The one of this identity; nullptr: there is none.
     HostStep* find_forward(const void* identity) const { return find(forward_, identity); }
+    HostStep* find_backward(const void* identity) const { return find(backward_, identity); }
     // All of `other` that there are not yet.
     void add(const HostSteps& other);
 
@@ -53,6 +58,7 @@ public:
     void run_forward() const { run(forward_); }
     void prepare_backward() const { prepare(backward_); }
     void run_backward() const { run(backward_); }
+    void finish_forward() const;
 
 private:
     static HostStep* find(const List& list, const void* identity);

@@ -19,6 +19,7 @@ using TablePointer = std::shared_ptr<ScaleTable>;
 template <typename T>
 std::shared_ptr<T> held_on_any_thread(T object) {
     const auto drop = [](T* held) {
+        if (!Py_IsInitialized()) return;  // Python is gone, and its objects with it
         const py::gil_scoped_acquire gil;
         delete held;
     };
@@ -61,7 +62,6 @@ void bind(py::module_& m) {
         .def("settle", &ScaleTable::settle, py::arg("column"), unlocked)
         .def("note", &ScaleTable::note, py::arg("column"), unlocked)
         .def("update", &ScaleTable::update, unlocked)
-        .def("launch_update", &ScaleTable::launch_update, unlocked)
         .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));
     py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
@@ -92,6 +92,7 @@ void bind(py::module_& m) {
                 linear.note_cast(mark, records_amax, std::move(done));
             },
             py::arg("mark"), py::arg("records_amax"), py::arg("done"))
+        .def("begin_captured_cast", &Linear::begin_captured_cast, py::arg("records_amax"), unlocked)
         .def("note_captured_cast", &Linear::note_captured_cast, py::arg("weight"), py::arg("records_amax"))
         .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
         .def("set_fast_region", &Linear::set_fast_region, py::arg("number"))
@@ -104,6 +105,7 @@ void bind(py::module_& m) {
         .def("is_of", &WeightMark::is_of, py::arg("weight"));
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("note_fp8_region", &note_region);
+    m.def("note_fp8_region_exit", [] { CapturedColumns::note_region_exit(*HostSteps::current()); });
     m.def("fp8_gemm_plans", [] {
         py::list plans;
         for (const GemmPlanInfo& info : gemm_plans()) plans.append(as_dict(info));

@@ -50,9 +50,9 @@ public:
           weight_((weight.is_view() ? weight._base() : weight).getIntrusivePtr()),
           records_amax_(records_amax) {}
     void prepare() override {
-        const auto held = weight_.lock();
-        if (held == nullptr) return;
-        if (!linear_->is_cast(at::Tensor(held), records_amax_)) linear_->cast_weights(records_amax_);
+        const at::Tensor weight(weight_.lock());
+        if (!weight.defined()) return;
+        if (!linear_->is_cast(weight, records_amax_)) linear_->cast_weights(records_amax_);
         linear_->wait_for_cast();
     }
     const void* identity() const override { return linear_->weight_step(records_amax_); }
@@ -67,7 +67,9 @@ private:
 // Of casts of a weight inside a graph that writes it.
 class CapturedCastStep final : public HostStep {
 public:
-    explicit CapturedCastStep(std::shared_ptr<Linear> linear) : linear_(std::move(linear)) {}
+    // weight: [O, I] or [I, O].
+    CapturedCastStep(std::shared_ptr<Linear> linear, const at::Tensor& weight)
+        : linear_(std::move(linear)), weight_(weight.getIntrusivePtr()) {}
 
     // weight: [O, I] or [I, O].
     bool is_of(const at::Tensor& weight, bool records_amax) const {
@@ -77,19 +79,25 @@ public:
     void note(const at::Tensor& weight, bool records_amax) {
         mark_ = WeightMark(weight);
         records_amax_ = records_amax;
-        has_recorded_ |= records_amax;
     }
-    void run() override {
-        if (!has_recorded_) return;
-        linear_->weight_column_.end_cast(nullptr);
+    void end_capture() override {
+        const at::Tensor weight(weight_.lock());
+        is_of_result_ = weight.defined() && mark_.is_of(weight);
+    }
+    void finish() override {
+        const at::Tensor weight(weight_.lock());
+        if (!is_of_result_ || !weight.defined()) return;
+        linear_->note_cast(WeightMark(weight), records_amax_ || linear_->weight_column_.table == nullptr,
+                           std::make_shared<CastDone>(weight.device()));
     }
     const void* identity() const override { return linear_->captured_cast_step(); }
 
 private:
     const std::shared_ptr<Linear> linear_;
+    const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
     WeightMark mark_;
+    bool is_of_result_ = false;  // the weight is left as it was cast last
     bool records_amax_ = false;  // of the last cast
-    bool has_recorded_ = false;  // of one of them
 };
 
 class LinearBackward final : public torch::autograd::Node {
@@ -152,7 +160,7 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
     const at::Tensor grad = must_be_followed ? gradients[0].detach().requires_grad_() : gradients[0];
     const std::array<bool, 3> mask{task_should_compute_output(0), task_should_compute_output(1),
                                    task_should_compute_output(2)};
-    linear_->grad_column_.begin_cast(steps_.get(), false);
+    linear_->grad_column_.begin_cast(steps_.get(), Direction::kBackward);
     static const auto op =
         own_op<Three(const at::Tensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&, const MaybeTensor&,
                      const MaybeTensor&, const MaybeTensor&, at::ScalarType, at::ScalarType, at::ScalarType,
@@ -184,7 +192,7 @@ variable_list LinearBackward::apply(variable_list&& gradients) {
                 of_weight ? of_weight->memory.scalar_type() : weight_dtype_, mask, memory_of(of_weight),
                 of_weight && of_weight->accumulates, memory_of(of_bias), of_bias && of_bias->accumulates,
                 linear_->inputs_first_);
-    linear_->grad_column_.end_cast(steps_.get());
+    linear_->grad_column_.end_cast(steps_.get(), Direction::kBackward);
     if (of_weight) grad_weight = of_weight->finish();
     if (of_bias) grad_bias = of_bias->finish();
     return {std::move(grad_x), std::move(grad_weight), std::move(grad_bias)};
@@ -204,7 +212,7 @@ Linear::Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_i
       columns_(std::move(columns)) {}
 
 std::optional<at::Tensor> Linear::begin_input_cast() {
-    input_column_.begin_cast(HostSteps::current().get(), true);
+    input_column_.begin_cast(HostSteps::current().get(), Direction::kForward);
     return input_column_.scale ? std::optional(input_column_.scale->clone()) : std::nullopt;
 }
 
@@ -226,16 +234,26 @@ void Linear::note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const
     ++casts_;
 }
 
-void Linear::note_captured_cast(const at::Tensor& weight, bool records_amax) {
+void Linear::begin_captured_cast(bool records_amax) const {
+    if (weight_column_.table == nullptr) return;
     HostSteps& steps = *HostSteps::current();
+    if (!records_amax) {
+        CapturedColumns::in(steps, Direction::kForward, weight_column_.table).update_if_left();
+        return;
+    }
     // Eagerly the weight may be cast with others that have changed, when the first of them is called, before the write
     // as well as after it.
-    TORCH_CHECK(!records_amax || weight_column_.table == nullptr || steps.find_forward(weight_step(true)) != nullptr,
-                kLinear,
+    TORCH_CHECK(steps.find_forward(weight_step(true)) != nullptr, kLinear,
                 ": expected a weight that what is captured does not write before it calls the layer, since delayed "
                 "scaling keeps the amaxes of all that is cast, got one that it writes: write it outside of the "
                 "capture, or use te_graph.Float8CurrentScaling");
-    steps.add_forward(std::make_shared<CapturedCastStep>(shared_from_this()));
+    weight_column_.begin_cast(&steps, Direction::kForward);
+}
+
+void Linear::note_captured_cast(const at::Tensor& weight, bool records_amax) {
+    HostSteps& steps = *HostSteps::current();
+    if (records_amax) weight_column_.end_cast(&steps, Direction::kForward);
+    steps.add_forward(std::make_shared<CapturedCastStep>(shared_from_this(), weight));
     static_cast<CapturedCastStep*>(steps.find_forward(captured_cast_step()))->note(weight, records_amax);
 }
 
@@ -250,6 +268,9 @@ void Linear::add_weight_step(HostSteps& steps, const at::Tensor& weight, bool re
         "order: change it, or call the layer without gradients outside of the capture");
     if (steps.find_forward(captured_cast_step()) != nullptr) return;  // the graph casts it
     steps.add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, records_amax));
+    if (records_amax && weight_column_.table != nullptr) {
+        CapturedColumns::in(steps, Direction::kForward, weight_column_.table).note_cast_before(weight_column_.number);
+    }
 }
 
 void Linear::wait_for_cast() const {
@@ -271,7 +292,10 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps != nullptr) add_weight_step(*steps, weight, records_amax);
     wait_for_cast();
-    if (records_amax && !scale) input_column_.begin_cast(steps.get(), true);
+    if (records_amax && !scale) input_column_.begin_cast(steps.get(), Direction::kForward);
+    if (!records_amax && steps != nullptr && input_column_.table != nullptr) {
+        CapturedColumns::in(*steps, Direction::kForward, input_column_.table).update_if_left();
+    }
     const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
     const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
     if (is_followed) {
@@ -287,7 +311,7 @@ at::Tensor Linear::forward(const at::Tensor& x, const at::Tensor& weight, const 
     auto [y, x_t, x_scale_inv] =
         op.call(x, weight_, weight_scale_inv_, bias, scale ? scale : input_column_.scale,
                 records_amax ? input_column_.amax : std::nullopt, dtype, is_followed && needs_weight);
-    if (records_amax) input_column_.end_cast(steps.get());
+    if (records_amax) input_column_.end_cast(steps.get(), Direction::kForward);
     if (!is_followed) return std::move(y);
     const auto [node, owner] =
         make_node<LinearBackward>(shared_from_this(), steps, x.scalar_type(), weight.scalar_type());

@@ -58,8 +58,9 @@ public:
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
     // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
     void note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done);
-    // Before a cast of weight [O, I] or [I, O] that this thread captures, or warms up for it, since what it captured wrote
-    // the weight: replays cast it there.
+    // Around a cast of weight [O, I] or [I, O] that this thread captures, or warms up for it, since what it captured wrote
+    // the weight: replays cast it there. Of several, all begin first.
+    void begin_captured_cast(bool records_amax) const;
     void note_captured_cast(const at::Tensor& weight, bool records_amax);
     // The current stream waits for that cast.
     void wait_for_cast() const;

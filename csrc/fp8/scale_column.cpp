@@ -4,23 +4,6 @@
 #include <ATen/ops/select.h>
 
 namespace te_graph::fp8 {
-namespace {
-
-// Before a replay that casts the tensor of a column.
-class ColumnStep final : public HostStep {
-public:
-    explicit ColumnStep(const ScaleColumn& column) : column_(column) {}
-    void prepare() override { column_.table->settle(column_.number); }
-    void run() override { column_.table->note(column_.number); }
-    const void* identity() const override {
-        return static_cast<const float*>(column_.table->scale().const_data_ptr()) + column_.number;
-    }
-
-private:
-    const ScaleColumn column_;
-};
-
-}  // namespace
 
 ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column) : table(std::move(owner)), number(column) {
     if (table == nullptr) return;
@@ -28,19 +11,22 @@ ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column) : ta
     amax = table->history().select(0, 0).narrow(0, number, 1);
 }
 
-void ScaleColumn::begin_cast(HostSteps* steps, bool is_forward) const {
+void ScaleColumn::begin_cast(HostSteps* steps, Direction direction) const {
     if (table == nullptr) return;
     if (steps == nullptr) {
         table->settle(number);
-        return;
+    } else {
+        CapturedColumns::in(*steps, direction, table).begin_cast(number);
     }
-    auto step = std::make_shared<ColumnStep>(*this);
-    const bool is_first = is_forward ? steps->add_forward(std::move(step)) : steps->add_backward(std::move(step));
-    if (!is_first) table->launch_update();
 }
 
-void ScaleColumn::end_cast(const HostSteps* steps) const {
-    if (table != nullptr && steps == nullptr) table->note(number);
+void ScaleColumn::end_cast(HostSteps* steps, Direction direction) const {
+    if (table == nullptr) return;
+    if (steps == nullptr) {
+        table->note(number);
+    } else {
+        CapturedColumns::in(*steps, direction, table).end_cast(number);
+    }
 }
 
 }  // namespace te_graph::fp8

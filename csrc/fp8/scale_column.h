@@ -1,4 +1,4 @@
-// One tensor's column of a table of scales, and what its casts begin with.
+// One tensor's column of a table of scales, and what surrounds its casts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "common/host_steps.h"
+#include "fp8/captured_columns.h"
 #include "fp8/scale_table.h"
 
 namespace te_graph::fp8 {
@@ -15,10 +16,9 @@ namespace te_graph::fp8 {
 struct ScaleColumn {
     ScaleColumn(std::shared_ptr<ScaleTable> table, int64_t number);
 
-    // Around the launch of a cast whose amax is recorded. Where it is captured, in the forward of `steps` or in its
-    // backward, the table is told before each replay; what comes once more in one graph is updated there in between.
-    void begin_cast(HostSteps* steps, bool is_forward) const;
-    void end_cast(const HostSteps* steps) const;
+    // Around the launch of a cast whose amax is recorded; where it is captured, in that direction of `steps`.
+    void begin_cast(HostSteps* steps, Direction direction) const;
+    void end_cast(HostSteps* steps, Direction direction) const;
 
     std::shared_ptr<ScaleTable> table;
     int64_t number;

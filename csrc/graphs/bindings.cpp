@@ -165,7 +165,8 @@ void bind(py::module_& m) {
                                })
         .def("__len__", [](const HostSteps& steps) { return steps.forward().size() + steps.backward().size(); })
         .def("change", &change_of_steps)
-        .def("run", &run_steps);
+        .def("run", &run_steps)
+        .def("finish", &HostSteps::finish_forward);
     m.def("saved_tensor_pack_hooks", &saved_tensor_pack_hooks);
     m.def("has_saved_tensor_hooks", &has_saved_tensor_hooks);
     m.def("enter_session", &enter_session);

@@ -17,13 +17,13 @@ class ReadyForCapture:
         raise NotImplementedError
 
 
-def make_ready(objects: Iterable[Any]) -> bool:
+def make_ready(objects: Iterable[Any]) -> list[ReadyForCapture]:
     """Let all modules among ``objects``, which a capture can get to, make ready for it.
 
     Returns:
-        True if there is one.
+        These modules.
     """
     modules = {id(each): each for each in objects if isinstance(each, ReadyForCapture)}
     for module in modules.values():
         module.make_ready_for_capture()
-    return bool(modules)
+    return list(modules.values())

@@ -101,9 +101,13 @@ class fp8_autocast(ContextDecorator):
         outer = current_region()
         _C.set_fp8_region(0 if outer is None else outer.number)
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
-        # its replays. An evaluation updates nothing.
+        # its replays, or where an evaluation follows. An evaluation updates nothing.
         is_evaluation = not (torch.is_grad_enabled() or self.calibrating)
-        if kind is None and outer is None and not is_evaluation and not _C.HostSteps.is_noting():
+        if kind is not None or outer is not None or is_evaluation:
+            return
+        if _C.HostSteps.is_noting():
+            _C.note_fp8_region_exit()
+        else:
             scaling_scopes.update()
             if self.enabled and scaling_scopes.is_first_unused(self.number):
                 _log.warning(

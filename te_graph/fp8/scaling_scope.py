@@ -107,8 +107,12 @@ class ScalingScope(OwnObject):
         resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
         changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
         with torch.inference_mode(False), torch.no_grad():
-            if records_amax:
-                self._update_before_casts([other for other, _ in changed], is_captured)
+            # All updates first: one between would forget what was noted of casts that are still to come.
+            for other, _ in changed:
+                if is_captured:
+                    other.linear.begin_captured_cast(records_amax)
+                elif records_amax:
+                    other.settle((WEIGHT,))
             for other, _ in changed:
                 other.take_scales()
             for block, run in _runs(changed):
@@ -126,15 +130,6 @@ class ScalingScope(OwnObject):
             other.linear.note_cast(mark, has_recorded_amax, done)
         for other, _ in changed:
             other.loaded_mark = None
-
-    @staticmethod
-    def _update_before_casts(members: Sequence[Member], is_captured: bool) -> None:
-        """Update the scales of the weights of ``members``, all before one of them is cast; inside of a capture those of
-        all columns, as replays do that."""
-        for block in {member.block for member in members} if is_captured else ():
-            block.tables[FORWARD].launch_update()
-        for member in members if not is_captured else ():
-            member.settle((WEIGHT,))
 
     def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
         """Cast the weights [out, in] of members, which are as they were, with the scales of their last casts. Nothing

@@ -97,6 +97,7 @@ class CallableCapture:
         host_steps: what its ops do on the host before they launch, of each slot.
         fp8_calls: of FP8 layers, in the forward.
         grad_buffers: where ops add up gradients of parameters by themselves.
+        make_ready: lets modules prepare for a capture, or for the next iteration.
     """
 
     def __init__(self, job: Job, group: CaptureGroup, signature: Signature, samples: list[Tensor]) -> None:
@@ -117,8 +118,9 @@ class CallableCapture:
         self.grad_buffers = GradBuffers()
         self.walker = SourceWalker(names_around(self.root))
         sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
-        if make_ready(source.obj for source in [*sources, *self._sources]):
+        if ready := make_ready(source.obj for source in [*sources, *self._sources]):
             sources, self._sources = list(walk(TensorReader(self.root))), self._explore()
+        self.make_ready = functools.partial(make_ready, ready)
         check_attributes(self.label, signature.distinct_names, samples, self.walker.names.said)
         check_cache(self.label, sources)
         refuse_fused_main_grads(self.label, sources)
@@ -216,8 +218,7 @@ class CallableCapture:
             raise type(error)(f"{self.label}: {error}") from None
 
     def forget_samples(self) -> None:
-        """Let go of what is of no use once all callables have been warmed up: the results, and the samples in whose
-        place a predecessor's results are read."""
+        """Let go of what only warm-ups need: results, and samples in whose place a predecessor's results are read."""
         self.sample_results = []
         self.samples = [stand_in(one) if number in self.links else one for number, one in enumerate(self.samples)]
 
@@ -254,6 +255,7 @@ class CallableCapture:
         """One of the iterations, seen by ``watch``; returns its results, [...] each, and what ran in its backward."""
         inputs, nothing = self.samples, contextlib.nullcontext()
         is_last = watch is self.watch
+        self.make_ready()
         steps = _C.HostSteps()  # replays take them, not a warm-up, which is undone
         code = CodeWatch(aside=self._hooks)
         with watch, self.watch.saved_tensors() if is_last else nothing, views_kept() if is_last else nothing:
@@ -412,9 +414,7 @@ class CallableCapture:
 
     def _call(self, inputs: list[Tensor], given: list[Tensor], as_leaves: bool = False) -> list[Tensor]:
         """Run the callable on ``given`` [...], which stand for ``inputs`` [...]; return the tensors of its result.
-
-        Autocast treats them as what other operations computed, unless ``as_leaves``.
-        """
+        Autocast treats them as what other operations computed, unless ``as_leaves``."""
         before = forms_of(given)
         args, kwargs = self.signature.unflatten(given)
         with cast_at_each_use([] if as_leaves else given):

@@ -213,6 +213,7 @@ def _capture_graphs(captures: list[CallableCapture], group: CaptureGroup, progre
             group.at_work = capture.label
             for number in slots:
                 with explained(capture.label, "the capture", capture.watch.notes):
+                    capture.make_ready()  # after what the last iteration, or capture, has written
                     capture.capture_forward(pools[capture.first_of_chain][number])
                 progress.update()
         for capture in reversed(captures):

@@ -94,8 +94,9 @@ class FunctionEntry:
             if change:
                 raise RuntimeError(f"{self.label}: {change} by what was to be checked before a replay")
         tensors = self.tensors
+        others = None if tensors.is_lent_alone else tensors.found(found)
         # Tensors of this call alone, as in eager execution: its user may set attributes, or hooks.
-        if tensors.is_lent_alone:
-            return self.results.unflatten(replay_order.replay(self.graph, tensors.lent))
-        others = tensors.found(found)
-        return self.results.unflatten(tensors.build(replay_order.replay(self.graph, tensors.lent), others))
+        lent = replay_order.replay(self.graph, tensors.lent)
+        if self.checks:
+            self.host_steps.finish()
+        return self.results.unflatten(lent if others is None else tensors.build(lent, others))

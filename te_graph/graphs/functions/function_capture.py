@@ -19,6 +19,7 @@ from te_graph.common.capture_lock import capture_lock, garbage_collection_off
 from te_graph.common.capture_state import capturing
 from te_graph.common.dispatch import has_lost_history, is_leaf, storage_key
 from te_graph.common.fp8_calls import CapturedFp8Calls
+from te_graph.common.kept_state import state_kept
 from te_graph.common.replay_checks import collecting_checks
 from te_graph.graphs.arguments.signature import ResultNest
 from te_graph.graphs.capture.autocast import own_casts
@@ -135,7 +136,14 @@ def _capture(
     attempt: _Attempt, first: FunctionEntry, backend: Any, pool: Any
 ) -> tuple[Any, list[Callable[[], None]], FunctionEntry]:
     """The graph, the checks before its replays, and the entry that it belongs to."""
-    with capture_lock(), garbage_collection_off(), backend.session(), capturing(), attempt.undone_unless_right():
+    with (
+        capture_lock(),
+        garbage_collection_off(),
+        backend.session(),
+        capturing(),
+        state_kept(),
+        attempt.undone_unless_right(),
+    ):
         if first.multiplies and first.device.type == "cuda":
             _make_workspace(first.device)
         with (

@@ -1,0 +1,54 @@
+#include "fp8/captured_columns.h"
+
+namespace te_graph::fp8 {
+
+CapturedColumns& CapturedColumns::in(HostSteps& steps, Direction direction, const std::shared_ptr<ScaleTable>& table) {
+    const bool is_forward = direction == Direction::kForward;
+    const auto find = [&] { return is_forward ? steps.find_forward(table.get()) : steps.find_backward(table.get()); };
+    if (find() == nullptr) {
+        auto columns = std::make_shared<CapturedColumns>(table);
+        is_forward ? steps.add_forward(std::move(columns)) : steps.add_backward(std::move(columns));
+    }
+    return *static_cast<CapturedColumns*>(find());
+}
+
+void CapturedColumns::note_region_exit(const HostSteps& steps) {
+    for (const auto& step : steps.forward()) {
+        auto* const columns = dynamic_cast<CapturedColumns*>(step.get());
+        if (columns != nullptr) columns->is_left_ = !columns->cast_.empty();
+    }
+}
+
+void CapturedColumns::begin_cast(int64_t column) {
+    update_if_left();
+    if (cast_.contains(column) || cast_before_.contains(column)) {
+        launch_update();
+    } else {
+        settled_.insert(column);
+    }
+}
+
+void CapturedColumns::update_if_left() {
+    if (is_left_) launch_update();
+}
+
+void CapturedColumns::launch_update() {
+    table_->launch_update();
+    cast_.clear();
+    cast_before_.clear();
+    is_left_ = false;
+}
+
+void CapturedColumns::prepare() {
+    for (const int64_t column : settled_) table_->settle(column);
+}
+
+void CapturedColumns::run() {
+    for (const int64_t column : cast_) table_->note(column);
+}
+
+void CapturedColumns::finish() {
+    if (is_left_) table_->update();
+}
+
+}  // namespace te_graph::fp8
