@@ -52,7 +52,7 @@ class Checkpoints:
     """The checkpoints that this thread is in.
 
     Attributes:
-        noting: those that run for the first time.
+        noting: those that run for the first time. One may do so inside another one that is computed again.
     """
 
     def __init__(self) -> None:
@@ -67,10 +67,11 @@ class Checkpoints:
                 self._repeating = _variable_of(pack, "target_frame_ref")()
         if not torch.is_grad_enabled():
             # Whether gradients were recorded around them is not to be known: inputs that require some stand for it.
-            contexts = _contexts_of(CheckpointFunction.forward)
-            self.noting += [ctx for ctx in contexts if any(ctx.needs_input_grad)]
-        elif self._repeating is None and is_in_backward():
-            self._repeating = next(_contexts_of(CheckpointFunction.backward), None)
+            calls = _calls_of(CheckpointFunction.forward)
+            self.noting += [ctx for each in calls if any((ctx := each["ctx"]).needs_input_grad)]
+        if self._repeating is None and is_in_backward():
+            calls = _calls_of(CheckpointFunction.backward)
+            self._repeating = next((each["ctx"] for each in calls if _is_computing_again(each)), None)
 
     def note(self, layer: Any, call: FirstCall) -> None:
         """Note how ``layer`` is called."""
@@ -107,10 +108,17 @@ def _variable_of(function: FunctionType, name: str) -> Any:
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
-def _contexts_of(function: Any) -> Iterator[Any]:
-    """``ctx`` of the calls of ``function``, of an autograd function, that are under way, innermost first."""
+def _calls_of(function: Any) -> Iterator[dict[str, Any]]:
+    """The variables of the calls of ``function``, of an autograd function, that are under way, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is function.__code__:
-            yield frame.f_locals["ctx"]
+            yield frame.f_locals
         frame = frame.f_back
+
+
+def _is_computing_again(variables: dict[str, Any]) -> bool:
+    """Whether a call of ``CheckpointFunction.backward`` that has these is in the checkpoint's function: not in a hook
+    of the tensors that it unpacks before, nor in the backward that it runs afterwards, whose hooks are no part of it.
+    """
+    return "detached_inputs" in variables and "outputs" not in variables

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
@@ -165,14 +167,46 @@ def test_a_checkpoint_changes_no_bit(device: str, recipe: object, use_reentrant:
 
 
 @recipes
-def test_checkpoints_in_checkpoints_change_no_bit(device: str, recipe: object) -> None:
-    def inner(layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(layer, x, use_reentrant=False)
+@pytest.mark.parametrize(
+    "kinds",
+    [*itertools.product([False, True], repeat=2), (True,) * 3, (True, False, True)],
+    ids=lambda kinds: str(kinds),
+)
+def test_checkpoints_in_checkpoints_change_no_bit(device: str, recipe: object, kinds: tuple[bool, ...]) -> None:
+    """``kinds``: whether they are reentrant, outermost first."""
+    call = plainly
+    for use_reentrant in reversed(kinds):
+        call = functools.partial(checkpoint, call, use_reentrant=use_reentrant)
+    assert_equal(train(call, recipe, device, "FBFB"), train(plainly, recipe, device, "FBFB"))
 
-    def outer(layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(inner, layer, x, use_reentrant=False)
 
-    assert_equal(train(outer, recipe, device, "FBFB"), train(plainly, recipe, device, "FBFB"))
+@modes
+def test_an_evaluation_by_a_hook_in_the_backward_is_none_that_is_repeated(device: str, use_reentrant: bool) -> None:
+    """Of the very layer that the checkpoint computes again."""
+    layer, results = tg.Linear(WIDTH, WIDTH, device=device), []
+    x, other = torch.randn(5, WIDTH, device=device, requires_grad=True), torch.randn(5, WIDTH, device=device)
+
+    def evaluate(grad: Tensor | None = None) -> None:
+        with torch.no_grad(), tg.fp8_autocast(recipe=RECIPES["delayed"]):
+            results.append(layer(other))
+
+    def function(x: Tensor) -> Tensor:
+        y = torch.tanh(layer(x))
+        if y.requires_grad:
+            y.register_hook(evaluate)
+        return layer(y)
+
+    evaluate()
+    for is_checkpointed in (False, True):
+        layer.zero_grad()
+        x.grad = None
+        with tg.fp8_autocast(recipe=RECIPES["current"]):
+            y = checkpoint(function, x, use_reentrant=use_reentrant) if is_checkpointed else function(x)
+        y.sum().backward()
+        results.append(x.grad)
+    assert same_bits(results.pop(), results.pop(-2))
+    assert all(same_bits(each, results[0]) for each in results)
+    assert len(results) >= 3
 
 
 @recipes
