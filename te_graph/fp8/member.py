@@ -147,6 +147,10 @@ class Member:
         direction, column = self.block.column_of(self.number, tensor)
         return self.block.history[direction][:, column], self.block.scale[direction][column : column + 1]
 
+    def input_scale(self) -> Tensor | None:
+        """A copy of the present scale of the input, [1]; None under current scaling."""
+        return self.history(INPUT)[1].clone() if self.scope.is_delayed else None
+
     def state(self) -> Tensor:
         """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, row by row of INPUT,
         WEIGHT and GRAD the version of the format, the length of the history, the scale, of the WEIGHT the scale of its

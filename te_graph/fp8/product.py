@@ -67,7 +67,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
         checkpoints.note(module, FirstCall())
     if region is None or not (region.enabled or region.calibrating):
         return None
-    is_training = torch.is_grad_enabled() or (checkpoints is not None and bool(checkpoints.noting))
+    is_training = torch.is_grad_enabled() or (checkpoints is not None and checkpoints.hides_gradients)
     member = member_of(module, region, is_training or not region.enabled)
     if member is None:
         return None
@@ -81,11 +81,11 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
         note_captured_fp8_call()
     if not member.linear.is_cast(weight, is_training):
         member.scope.cast_weights(member, is_training)
+    scale = None
     if checkpoints is not None and checkpoints.noting:
-        scale = member.linear.begin_input_cast()
+        scale = member.linear.begin_input_cast() if is_training else member.input_scale()
         checkpoints.note(module, FirstCall(member, scale, dtype))
-        return member.linear.forward(x, weight, bias, dtype, True, scale)
-    return member.linear.forward(x, weight, bias, dtype, is_training, None)
+    return member.linear.forward(x, weight, bias, dtype, is_training, scale)
 
 
 def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Member | None:

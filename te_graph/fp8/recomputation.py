@@ -53,10 +53,12 @@ class Checkpoints:
 
     Attributes:
         noting: those that run for the first time. One may do so inside another one that is computed again.
+        hides_gradients: gradients are not recorded here, and as far as is known that is the doing of one of them.
     """
 
     def __init__(self) -> None:
         self.noting: list[Any] = []
+        self.hides_gradients = False
         self._repeating: Any = None
         for pack in _C.saved_tensor_pack_hooks():
             if not isinstance(pack, FunctionType) or pack.__module__ != CheckpointFunction.__module__:
@@ -68,7 +70,9 @@ class Checkpoints:
         if not torch.is_grad_enabled():
             # Whether gradients were recorded around them is not to be known: inputs that require some stand for it.
             calls = _calls_of(CheckpointFunction.forward)
-            self.noting += [ctx for each in calls if any((ctx := each["ctx"]).needs_input_grad)]
+            reentrant = [ctx for each in calls if any((ctx := each["ctx"]).needs_input_grad)]
+            self.noting += reentrant
+            self.hides_gradients = bool(reentrant)
         if self._repeating is None and is_in_backward():
             calls = _calls_of(CheckpointFunction.backward)
             self._repeating = next((each["ctx"] for each in calls if _is_computing_again(each)), None)

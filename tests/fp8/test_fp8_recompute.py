@@ -180,6 +180,39 @@ def test_checkpoints_in_checkpoints_change_no_bit(device: str, recipe: object, k
     assert_equal(train(call, recipe, device, "FBFB"), train(plainly, recipe, device, "FBFB"))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "use_reentrant"),
+    [("delayed", False), ("newest", False), ("current", False), ("current", True)],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_call_without_gradients_inside_is_repeated_and_remains_an_evaluation(
+    device: str, recipe: str, use_reentrant: bool, depth: int
+) -> None:
+    """Not of delayed scaling in reentrant checkpoints, of which it is not to be known (docs/limits.md)."""
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        student, teacher = (tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
+
+        def function(x: Tensor, student: nn.Module = student, teacher: nn.Module = teacher) -> Tensor:
+            with torch.no_grad():
+                target = teacher(x)
+            return student(x) * target
+
+        call = function
+        for _ in range(depth if is_checkpointed else 0):
+            call = functools.partial(checkpoint, call, use_reentrant=use_reentrant)
+        found = []
+        for factor in (1, 3, 9):
+            x = (torch.randn(5, WIDTH, device=device) * factor).requires_grad_()
+            with tg.fp8_autocast(recipe=RECIPES[recipe]):
+                y = call(x)
+            y.square().mean().backward()
+            found += [y.detach(), x.grad, student.weight.grad.clone()]
+        results.append([*found, student.get_extra_state(), teacher.get_extra_state()])
+    assert_equal(*results)
+
+
 @modes
 def test_an_evaluation_by_a_hook_in_the_backward_is_none_that_is_repeated(device: str, use_reentrant: bool) -> None:
     """Of the very layer that the checkpoint computes again."""
