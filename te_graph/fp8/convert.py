@@ -11,6 +11,7 @@ from te_graph.fp8.conv1d import FP8Conv1D, converted_class, is_conv1d, plain_cla
 from te_graph.fp8.conversion_report import ConversionReport, report_on
 from te_graph.fp8.conversion_rules import ConversionRules, has_own_forward
 from te_graph.fp8.linear import Linear
+from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.product import load_state_, state_of
 
 _log = logging.getLogger("te_graph")
@@ -118,6 +119,7 @@ def unconvert(model: nn.Module) -> list[str]:
     for module in converted.values():
         for attribute in ("fp8", "fp8_evaluated", "loaded_state", "has_told_misfit", "forward"):
             vars(module).pop(attribute, None)
+        loaded_modules().discard(module)
         module.__class__ = plain_class() if isinstance(module, FP8Conv1D) else nn.Linear
     return list(converted)
 

@@ -35,18 +35,26 @@ class LoadedModules(OwnObject):
     @property
     def weights(self) -> list[Tensor]:
         """[out, in] each, of the modules that are in no scope yet, which would see to it."""
-        held = (plain_weight(module) for module in list(self._modules) if module.loaded_state is not None)
+        held = (plain_weight(module) for module in self._present() if module.loaded_state is not None)
         return [weight for weight in held if weight is not None]
 
     def add(self, module: nn.Module) -> None:
         """``module`` has been given a state."""
         self._modules.add(module)
 
+    def discard(self, module: nn.Module) -> None:
+        """``module`` has no state any more."""
+        self._modules.discard(module)
+
+    def _present(self) -> list[Any]:
+        """Those that compute in FP8 still: others may have given a module back its former class."""
+        return [module for module in list(self._modules) if hasattr(type(module), "loaded_state")]
+
     @contextlib.contextmanager
     def kept(self, weight: Tensor | None, source: Any) -> Iterator[None]:
         """Around a copy from ``source`` [out, in] into ``weight`` [out, in]. Tied layers load it several times:
         where that changes nothing, their marks stay right."""
-        same = [module for module in list(self._modules) if weight is not None and plain_weight(module) is weight]
+        same = [module for module in self._present() if weight is not None and plain_weight(module) is weight]
         marked = [module for module in same if (mark := mark_of(module)) is not None and mark.is_of(weight)]
         is_equal = bool(marked) and isinstance(source, Tensor) and _are_equal(source, weight)
         yield

@@ -85,6 +85,29 @@ def test_models_are_converted_in_place_and_back(name: str) -> None:
     handle.remove()
 
 
+@pytest.mark.parametrize("by", ["unconvert", "others"])
+def test_a_model_with_a_state_that_is_converted_back_is_in_no_optimizers_way(by: str) -> None:
+    """Nor in that of models that load: a copy for an export, say, whose original trains on."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    tg.convert_to_fp8(model, min_features=16)
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(16, 32)
+    with tg.fp8_autocast():
+        model(x).square().mean().backward()
+    export = copy.deepcopy(model)
+    assert export[0].loaded_state is not None
+    if by == "unconvert":
+        tg.unconvert(export)
+    else:
+        for layer in export:
+            vars(layer).pop("loaded_state")
+            layer.__class__ = nn.Linear
+    optimizer.step()
+    other = tg.Linear(32, 32)
+    other.weight = export[0].weight
+    other.load_state_dict(export[0].state_dict(), strict=False)
+    assert same_bits(export(x), nn.functional.linear(export[0](x), export[1].weight, export[1].bias))
+
+
 def test_small_layers_are_left_by_default() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 256), nn.Linear(1024, 520), nn.Linear(2048, 1024))
     report = tg.convert_to_fp8(model)
