@@ -52,7 +52,7 @@ def new_state(device: torch.device, length: int = 0) -> Tensor:
         device: where it is.
         length: of the histories; 0: none.
     """
-    state = torch.zeros(3, _HEADER + max(length, _USUAL_LENGTH), device=device)
+    state = torch.zeros(3, _HEADER + max(length, _USUAL_LENGTH), dtype=torch.float32, device=device)
     state[:, 0], state[:, 1], state[:, 2] = _VERSION, length, 1
     return state
 

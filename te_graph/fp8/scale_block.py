@@ -41,8 +41,9 @@ class Block:
     ) -> None:
         self.order = order
         self.is_shared = is_shared(recipe, group)
-        self.weight_scale = torch.ones(capacity, device=device)
-        self.weight_scale_inv = torch.ones(capacity, 4, device=device)
+        options = {"dtype": torch.float32, "device": device}
+        self.weight_scale = torch.ones(capacity, **options)
+        self.weight_scale_inv = torch.ones(capacity, 4, **options)
         self.free = list(reversed(range(capacity)))
         self.tables: list[_C.ScaleTable | None] = [None, None]
         self.history: list[Tensor] = []
@@ -52,9 +53,9 @@ class Block:
             return
         formats = recipe.fp8_format.forward_dtype, recipe.fp8_format.backward_dtype
         for direction, (columns, dtype) in enumerate(zip((2 * capacity, capacity), formats, strict=True)):
-            self.history.append(torch.zeros(recipe.amax_history_len, columns, device=device))
-            self.scale.append(torch.ones(columns, device=device))
-            self.scale_inv.append(torch.ones(columns, device=device))
+            self.history.append(torch.zeros(recipe.amax_history_len, columns, **options))
+            self.scale.append(torch.ones(columns, **options))
+            self.scale_inv.append(torch.ones(columns, **options))
             table = _C.ScaleTable(
                 self.history[direction],
                 self.scale[direction],

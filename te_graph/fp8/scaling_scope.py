@@ -142,7 +142,8 @@ class ScalingScope(OwnObject):
         """Cast the weights of members whose numbers follow each other in ``block``."""
         weights = [weight.detach().contiguous() for _, weight in run]
         first, end = run[0][0].number, run[-1][0].number + 1
-        amax, cast_scale = torch.zeros(len(run), device=self.device), block.weight_scale[first:end]
+        cast_scale = block.weight_scale[first:end]
+        amax = torch.zeros(len(run), dtype=torch.float32, device=self.device)
         if not self.is_delayed:
             largest = _ops.multi_tensor_norms(weights, float("inf"))
             cast_scale.copy_(_ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype))

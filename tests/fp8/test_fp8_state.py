@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -82,6 +84,52 @@ def test_a_resumed_training_is_bit_equal(device: str, recipe: object, stop: tupl
         if converted:
             tg.convert_to_fp8(model, min_features=16)
         results.append(train(model, recipe, device, where, converted))
+    assert all(map(same_bits, *results))
+
+
+@contextlib.contextmanager
+def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    """Of tensors that name none."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+
+
+@recipes
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
+@pytest.mark.parametrize(
+    ("dtype", "elsewhere"),
+    [(torch.bfloat16, None), (torch.float64, None), (torch.float32, "meta")],
+    ids=["bfloat16", "float64", "meta"],
+)
+def test_defaults_of_dtype_and_device_change_nothing(
+    device: str, recipe: object, graphed: bool, dtype: torch.dtype, elsewhere: str | None
+) -> None:
+    results = []
+    for usual in (True, False):
+        torch.manual_seed(0)
+        model, xs = new_model(device), torch.randn(3, 6, WIDTH).to(device, torch.bfloat16)
+        start = tg.fp8_state_dict(model)
+        with contextlib.nullcontext() if usual else defaults(dtype, elsewhere):
+            if graphed:
+                with tg.fp8_autocast(recipe=recipe):
+                    tg.make_graphed_callables(model, (xs[0],))
+            for number, x in enumerate(xs):
+                with tg.fp8_autocast(recipe=recipe):
+                    y = model(x)
+                y.float().square().mean().backward()
+                if number == 0:
+                    tg.load_fp8_state_dict(model, start)
+            states = list(tg.fp8_state_dict(model).values())
+            empty = tg.Linear(WIDTH, WIDTH, device=device).get_extra_state()
+        assert {state.dtype for state in (*states, empty)} == {torch.float32}
+        assert empty.device.type == device
+        results.append([y.detach().clone(), *(p.grad for p in model.parameters()), *states, empty])
     assert all(map(same_bits, *results))
 
 

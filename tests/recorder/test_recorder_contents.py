@@ -109,7 +109,8 @@ def read_floats(address: int, count: int) -> list[float]:
     return list((ctypes.c_float * count).from_address(address))
 
 
-def test_poison_shows_a_read_of_memory_that_a_graph_would_have_reused() -> None:
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_poison_shows_a_read_of_memory_that_a_graph_would_have_reused(default: str) -> None:
     static = torch.randn(4)
     recorder = Recorder(poison=True)
     with recorder.capture():
@@ -120,7 +121,8 @@ def test_poison_shows_a_read_of_memory_that_a_graph_would_have_reused() -> None:
     del temporary
     for _ in range(2):
         static.normal_()
-        recorder.replay()
+        with torch.device(default):
+            recorder.replay()
         assert_same_bits([output, kept], [static * 2 + 1, static - 1])
         assert all(value != value for value in read_floats(address, 4))
 

@@ -293,6 +293,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype:
         return True
     with bypass_modes(), torch.no_grad():
-        marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+        count = one.untyped_storage().nbytes() // one.element_size()
+        marks = torch.zeros(count, dtype=torch.bool, device="cpu")
         marks.as_strided(one.size(), one.stride(), one.storage_offset()).fill_(True)
         return bool(marks.as_strided(other.size(), other.stride(), other.storage_offset()).any())

@@ -144,7 +144,7 @@ class CudaStates(RandomStates):
     def _state(self, own: Callable[[], Tensor]) -> Tensor:
         self._notes += self._capture == 1
         with bypass_modes():
-            return torch.zeros(16, dtype=torch.uint8)  # who looks at it sees that it is no state
+            return torch.zeros(16, dtype=torch.uint8, device="cpu")  # who looks at it sees that it is no state
 
     def _position(self) -> int:
         return _C.offset_in_capture(self._device.index)

@@ -239,7 +239,8 @@ class Recorder:
             is_free = torch._C._storage_Use_Count(key) == own[key] + 1
             if is_free and (tensor.is_floating_point() or tensor.is_complex()):
                 count = storage.nbytes() // tensor.element_size()
-                temporaries.append(torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,)))
+                empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                temporaries.append(empty.set_(storage, 0, (count,)))
         self._temporaries = temporaries
 
     def _alias(self, tensor: Tensor) -> Tensor:
