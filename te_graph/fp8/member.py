@@ -177,7 +177,7 @@ class Member:
 
         One of before the first call empties the histories. Of a longer one the newest amaxes are taken. If the
         weight stays as it is, it is cast with the scale of its cast there, and its amax, which is in the history,
-        not recorded again.
+        not recorded again. What ``state()`` returns next is what was loaded.
 
         Args:
             state: as above.
@@ -194,7 +194,6 @@ class Member:
             self.clear_scales()
             self.forget_cast()
             return
-        self.settle()
         for tensor in (INPUT, WEIGHT, GRAD):
             history, scale = self.history(tensor)
             rows = state[tensor, _HEADER : _HEADER + saved].to(history)
@@ -203,10 +202,14 @@ class Member:
             history[:1] = rows[:1]
             history[len(history) - kept :] = rows[saved - kept :]
             scale.copy_(state[tensor, 2:3])
-            self.end_cast(tensor)
-        if state[WEIGHT, _IS_CAST]:
-            self.block.weight_scale[self.number] = state[WEIGHT, _CAST_SCALE]
-            self.loaded_mark = mark
+            self.end_cast(tensor)  # no update before: it would roll what other modules have loaded
+        is_cast, cast_scale = bool(state[WEIGHT, _IS_CAST]), state[WEIGHT, _CAST_SCALE]
+        # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
+        if not is_cast or self.block.weight_scale[self.number] != cast_scale.to(self.block.weight_scale):
+            self.forget_cast()
+        self.loaded_mark = mark if is_cast else None
+        if is_cast:
+            self.block.weight_scale[self.number] = cast_scale
 
     def clear_scales(self) -> None:
         """Histories become empty and scales 1."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -227,3 +228,53 @@ def test_a_state_of_before_the_first_call_leads_back_there(device: str, graphed:
             results.append(y.detach().clone())
         tg.load_fp8_state_dict(model, start)
     assert all(map(same_bits, results[:3], results[3:]))
+
+
+@pytest.mark.parametrize("is_left_by_an_exception", [False, True])
+def test_a_state_that_is_loaded_again_takes_the_place_of_what_came_since(
+    device: str, is_left_by_an_exception: bool
+) -> None:
+    """As when a step is taken back; also where updates were due, of forwards or of backwards."""
+    model = new_model(device, False)
+    for _ in range(3):
+        micro_batch(model, device)
+    saved, before = tg.fp8_state_dict(model), copy.deepcopy(model)
+    model.zero_grad()
+    with contextlib.suppress(KeyError), tg.fp8_autocast(recipe=RECIPE):
+        model(an_input(device) * 5).sum().backward()
+        if is_left_by_an_exception:
+            raise KeyError
+    tg.load_fp8_state_dict(model, saved)
+    for state in (tg.fp8_state_dict(model), tg.fp8_state_dict(before)):
+        assert all(map(same_bits, state.values(), saved.values()))
+    model.zero_grad()
+    before.zero_grad()
+    for _ in range(3):
+        assert same_bits(micro_batch(model, device), micro_batch(before, device))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_weight_that_was_cast_here_is_cast_as_the_state_says(device: str, changes: bool) -> None:
+    """With the scale of its cast there; or, where it changed there since and was not cast again, with the present one,
+    and its amax is recorded."""
+    x, source, known = an_input(device), new_layer(device), new_layer(device)
+    with tg.fp8_autocast(enabled=False, calibrating=True, recipe=RECIPE):
+        source(x)
+    forward(source, x)
+    if changes:
+        scaled(source, {})
+        with torch.no_grad():
+            known.weight.copy_(source.weight)
+    forward(known, x * 7)
+    unknown = new_layer(device)
+    with torch.no_grad():
+        unknown.weight.copy_(source.weight)
+    state = source.get_extra_state()
+    for layer in (known, unknown):
+        layer.set_extra_state(state)
+        assert same_bits(layer.get_extra_state(), state)
+    for _ in range(3):
+        expected = forward(source, x)
+        for layer in (known, unknown):
+            assert same_bits(forward(layer, x), expected)
+            assert same_bits(layer.get_extra_state(), source.get_extra_state())
