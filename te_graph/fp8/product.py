@@ -21,6 +21,7 @@ from te_graph.fp8.scaling_scope import ScalingScope
 from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 _log = logging.getLogger("te_graph")
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 MULTIPLE = 16  # of features, which FP8 tensor cores want
 _FSDP, _ZERO = "_is_fsdp_managed_module", "ds_id"  # marks of modules (FSDP 1 and 2) and weights (DeepSpeed)
 
@@ -106,6 +107,11 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
     if _FSDP in vars(module):
         raise TypeError(_sharded(f"a module of FSDP ({type(module).__name__})"))
+    if weight.dtype not in _DTYPES:
+        raise TypeError(
+            f"te_graph.Linear: expected a weight of float32, float16 or bfloat16, got {weight.dtype}: compute this "
+            "layer outside of fp8_autocast, or convert it"
+        )
     if hasattr(weight, _ZERO):
         raise TypeError(_sharded(type(weight).__name__))
     if weight.is_inference():

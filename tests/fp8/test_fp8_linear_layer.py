@@ -205,6 +205,17 @@ def test_bad_input_is_refused(device: str) -> None:
             layer(torch.zeros(2, IN, device="meta", dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("recipe", [CURRENT, tg.DelayedScaling(amax_history_len=2)])
+def test_a_weight_of_float64_is_refused_by_name(device: str, recipe: object) -> None:
+    layer, x = tg.Linear(IN, OUT, device=device), torch.zeros(2, IN, device=device)
+    for is_known in (False, True):
+        with tg.fp8_autocast(recipe=recipe):
+            if is_known:
+                layer.float()(x)
+            with pytest.raises(TypeError, match=r"expected a weight of float32, .* got torch.float64"):
+                layer.double()(x.double())
+
+
 @pytest.mark.parametrize("loss", [lambda y: y.sum(), lambda y: y.square().sum()], ids=["constant", "own"])
 @pytest.mark.parametrize("of", ["input", "weight"])
 def test_second_derivatives_are_refused_by_name(device: str, of: str, loss: Any) -> None:
