@@ -28,10 +28,11 @@ class fp8_autocast(ContextDecorator):
     inner one counts. An object may be entered again, and is a decorator, too. Where a training leaves a region and no
     layer has computed in FP8 yet, a warning says so, once.
 
-    Scales of delayed scaling are 1 until the first update (calibrate with a batch before, to begin with others), and
-    are updated when the outermost region is left, or right before the tensor is cast again, those of gradients always
-    then: a whole loop in one region trains with the bits of a region in each step. Forwards under ``torch.no_grad`` are
-    evaluations, which record nothing, those of checkpoint functions other than ``torch.utils.checkpoint`` too.
+    Scales of delayed scaling are 1 until the first update (calibrate with a batch before, to begin with others), but
+    for weights, whose first casts go by their own amaxes. They are updated when the outermost region is left, or right
+    before the tensor is cast again, those of gradients always then: a whole loop in one region trains with the bits of
+    a region in each step. Forwards under ``torch.no_grad`` are evaluations, which record nothing, those of checkpoint
+    functions other than ``torch.utils.checkpoint`` too.
 
     Args:
         enabled: False computes in high precision, inside a region that is on, too.

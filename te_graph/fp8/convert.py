@@ -133,10 +133,10 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         [3, n] fp32 by the name of each layer; copies. Rows are those of the input, the weight and the gradient of the
         result. Columns are the version of the format; the length of the history, 0 before the first call and under
-        current scaling; the scale; of the weight the scale of its last cast, and 1 if it is as it was then; three
-        zeros; then the history, first what has been recorded since the last update, then the others, the newest last.
-        Zeros fill it up, so that n is 1032 or, for histories of more than 1024, more. Ranks that share scales
-        (``amax_reduction_group``) save one each: what has been recorded since the last update is their own.
+        current scaling; the scale; of the weight the scale of its last cast, 1 if it is as it was then, and 1 if it has
+        a scale; two zeros; then the history, first what has been recorded since the last update, then the others, the
+        newest last. Zeros fill it up, so that n is 1032 or, for histories of more than 1024, more. Ranks that share
+        scales (``amax_reduction_group``) save one each: what has been recorded since the last update is their own.
     """
     return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, _CONVERTED)}
 

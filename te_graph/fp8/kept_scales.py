@@ -35,15 +35,16 @@ class _KeptScope:
         self._scope = scope
         self._blocks = [_KeptBlock(block) for block in scope.blocks]
         self._members = [
-            (member, member.trains, member.loaded_mark, member.has_recorded_amax()) for member in scope.members
+            (member, member.trains, member.has_weight_scale, member.loaded_mark, member.has_recorded_amax())
+            for member in scope.members
         ]
 
     def restore(self) -> None:
         for block in self._blocks:
             block.restore()
         again: list[tuple[Member, Tensor, bool]] = []
-        for member, trains, loaded_mark, has_recorded_amax in self._members:
-            member.trains, member.loaded_mark = trains, loaded_mark
+        for member, trains, has_weight_scale, loaded_mark, has_recorded_amax in self._members:
+            member.trains, member.has_weight_scale, member.loaded_mark = trains, has_weight_scale, loaded_mark
             weight = member.weight
             if member.has_recorded_amax() == has_recorded_amax or weight is None:
                 continue

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from te_graph.fp8.scaling_scope import ScalingScope
 
 _VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
-_CAST_SCALE, _IS_CAST = 3, 4  # positions in its header
+_CAST_SCALE, _IS_CAST, _HAS_SCALE = 3, 4, 5  # positions in its header
 
 
 class HasWeight(Protocol):
@@ -71,6 +71,7 @@ class Member:
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded amaxes.
         thread: the one that called the module when its weight had to be cast.
+        has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
             [in, out] and [out, in] of a module that ``has_inputs_first``.
     """
@@ -81,7 +82,7 @@ class Member:
         self.scope, self.block, self.number = scope, block, number
         self._module = weakref.ref(module)
         self.loaded_mark: WeightMark | None = None
-        self.trains = False
+        self.trains = self.has_weight_scale = False
         self.thread = threading.get_ident()
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
@@ -125,6 +126,8 @@ class Member:
         with torch.inference_mode(False), torch.no_grad():
             for tensor in (INPUT, WEIGHT):
                 self.history(tensor)[1].copy_(leader.history(tensor)[1])
+            self.block.has_weight_scale[self.number] = leader.block.has_weight_scale[leader.number]
+        self.has_weight_scale = leader.has_weight_scale
 
     def has_recorded_amax(self) -> bool | None:
         """Whether the amax of the weight was recorded when it was cast; None: it is not cast as it is now."""
@@ -154,7 +157,7 @@ class Member:
     def state(self) -> Tensor:
         """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, row by row of INPUT,
         WEIGHT and GRAD the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
-        cast and whether it is as it was then, three zeros, and the history.
+        cast, whether it is as it was then, and whether it has a scale, two zeros, and the history.
         """
         length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
         state = new_state(self.data.device, length)
@@ -162,6 +165,8 @@ class Member:
             history, scale = self.history(tensor)
             state[tensor, 2:3] = scale
             state[tensor, _HEADER : _HEADER + length] = history
+        if length:
+            state[WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
         weight = self.weight
         if length and weight is not None and (self.linear.is_cast(weight, True) or self.is_resumed(weight)):
             state[WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
@@ -203,6 +208,7 @@ class Member:
             history[len(history) - kept :] = rows[saved - kept :]
             scale.copy_(state[tensor, 2:3])
             self.end_cast(tensor)  # no update before: it would roll what other modules have loaded
+        self._set_has_weight_scale(bool(state[WEIGHT, _HAS_SCALE]))
         is_cast, cast_scale = bool(state[WEIGHT, _IS_CAST]), state[WEIGHT, _CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
         if not is_cast or self.block.weight_scale[self.number] != cast_scale.to(self.block.weight_scale):
@@ -217,6 +223,10 @@ class Member:
             history, scale = self.history(tensor)
             history.zero_()
             scale.fill_(1)
+        self._set_has_weight_scale(False)
+
+    def _set_has_weight_scale(self, value: bool) -> None:
+        self.block.has_weight_scale[self.number] = self.has_weight_scale = value
 
     def settle(self, tensors: Sequence[int] = (INPUT, WEIGHT, GRAD)) -> None:
         """Update the scales of what has been recorded of ``tensors``, as their next casts would."""

@@ -32,6 +32,7 @@ class Block:
             have inverses of their own.
         weight_scale: [capacity] fp32, with which the weights were cast.
         weight_scale_inv: [capacity, 4] fp32, of which the first ones count: cuBLASLt wants multiples of 16 bytes.
+        has_weight_scale: [capacity] bool; weights that were never cast with their amaxes recorded have none yet.
         free: numbers that no module has, the next one last.
         is_shared: ranks reduce amaxes, column by column.
     """
@@ -44,6 +45,7 @@ class Block:
         options = {"dtype": torch.float32, "device": device}
         self.weight_scale = torch.ones(capacity, **options)
         self.weight_scale_inv = torch.ones(capacity, 4, **options)
+        self.has_weight_scale = torch.zeros(capacity, dtype=torch.bool, device=device)
         self.free = list(reversed(range(capacity)))
         self.tables: list[_C.ScaleTable | None] = [None, None]
         self.history: list[Tensor] = []
@@ -74,8 +76,9 @@ class Block:
             table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, self._group))
 
     def tensors(self) -> list[Tensor]:
-        """Histories, scales and inverses, [H, n] or [n] each, and the scales of casts of weights, [capacity]."""
-        return [*self.history, *self.scale, *self.scale_inv, self.weight_scale]
+        """Histories, scales and inverses, [H, n] or [n] each; of weights the scales of their casts, and which of them
+        have a scale, [capacity] each."""
+        return [*self.history, *self.scale, *self.scale_inv, self.weight_scale, self.has_weight_scale]
 
     def due(self) -> list[tuple[_C.ScaleTable, int]]:
         """The columns, with their tables, whose tensors were cast since the last update."""

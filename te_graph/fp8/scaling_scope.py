@@ -130,6 +130,7 @@ class ScalingScope(OwnObject):
             other.linear.note_cast(mark, has_recorded_amax, done)
         for other, _ in changed:
             other.loaded_mark = None
+            other.has_weight_scale |= records_amax
 
     def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
         """Cast the weights [out, in] of members, which are as they were, with the scales of their last casts. Nothing
@@ -149,7 +150,10 @@ class ScalingScope(OwnObject):
             cast_scale.copy_(_ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype))
         elif not is_resumed:
             columns = slice(2 * first + WEIGHT, 2 * end, 2)
-            cast_scale.copy_(block.scale[FORWARD][columns])
+            scale = block.scale[FORWARD][columns]
+            if not run[0][0].has_weight_scale:
+                scale = self._first_scale(weights, scale, block.has_weight_scale[first:end], records_amax)
+            cast_scale.copy_(scale)
             amax = block.history[FORWARD][0, columns] if records_amax else amax
         _ops.fp8_cast_weights_(
             [member.data for member, _ in run],
@@ -160,13 +164,31 @@ class ScalingScope(OwnObject):
             amax,
         )
 
+    def _first_scale(self, weights: list[Tensor], scale: Tensor, has_scale: Tensor, records_amax: bool) -> Tensor:
+        """The scales of ``weights`` [out, in] each, [n] fp32: their ``scale`` [n] where they have one, as after casts
+        in a graph; by their own amaxes where not. Casts that record amaxes set both, and ``has_scale`` [n] bool."""
+        largest = _ops.multi_tensor_norms(weights, float("inf"))
+        if records_amax and is_shared(self.recipe, self.group):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        own = _ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype, margin=self.recipe.margin)
+        found = torch.where(has_scale, scale, own)
+        if records_amax:
+            scale.copy_(found)
+            has_scale.fill_(True)
+        return found
+
 
 def _runs(stale: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[Block, list[tuple[Member, Tensor]]]]:
-    """Members with their weights [out, in], by blocks, in runs of numbers that follow each other."""
-    ordered = sorted(stale, key=lambda pair: (pair[0].block.order, pair[0].number))
-    for _, run in groupby(enumerate(ordered), key=lambda item: (item[1][0].block.order, item[1][0].number - item[0])):
+    """Members with their weights [out, in], by blocks and by whether they have a scale, in runs of numbers that follow
+    each other."""
+    ordered = sorted(stale, key=lambda pair: (*_kind(pair[0]), pair[0].number))
+    for _, run in groupby(enumerate(ordered), key=lambda item: (*_kind(item[1][0]), item[1][0].number - item[0])):
         pairs = [pair for _, pair in run]
         yield pairs[0][0].block, pairs
+
+
+def _kind(member: Member) -> tuple[int, bool]:
+    return member.block.order, member.has_weight_scale
 
 
 class ScalingScopes(OwnObject):

@@ -202,6 +202,13 @@ def shared_scales(rank: Rank) -> None:
     states = [torch.empty_like(state) for _ in range(rank.world)]
     dist.all_gather(states, state)
     assert all(same_bits(each, state) for each in states)
+    part = tg.Linear(32, 32, bias=False, dtype=torch.bfloat16, device=rank.device)
+    largest = part.weight.detach().abs().max().float() * 2 ** (rank.world - 1)
+    with torch.no_grad():
+        part.weight.mul_(2**rank.rank)
+    with tg.fp8_autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+        part(x)
+    assert part.get_extra_state()[1, 3] == tg.fp8_scale(largest)  # of the first cast, too
     own = tg.Linear(32, 32, dtype=torch.bfloat16, device=rank.device)
     with tg.fp8_autocast(recipe=alone, amax_reduction_group=dist.group.WORLD):
         own(x)

@@ -288,6 +288,57 @@ def test_calibration_records_and_computes_in_high_precision(device: str) -> None
     assert state[1, 2] == torch.tensor(448.0) / layer.weight.float().abs().max().cpu()
 
 
+@recipes
+@pytest.mark.parametrize("size", [0.004, 1.0, 5e4])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_first_cast_of_a_weight_goes_by_its_own_amax(
+    device: str, recipe: tg.DelayedScaling, size: float, evaluates: bool
+) -> None:
+    """So that a frozen one, which is cast once, has a scale that suits it, as under a base of LoRA."""
+    layer = tg.Linear(WIDTH, WIDTH, bias=False, device=device).requires_grad_(False)
+    x = torch.randn(5, WIDTH, device=device).requires_grad_()
+    with torch.no_grad():
+        layer.weight.normal_().mul_(size)
+    expected = tg.fp8_scale(layer.weight.abs().max(), margin=recipe.margin)
+    if evaluates:
+        before = layer.get_extra_state()[:, 3:]
+        with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+            layer(x)
+        assert same_bits(layer.get_extra_state()[:, 8:], before[:, 5:])
+        assert layer.get_extra_state()[1, 2] == 1
+    for _ in range(3):
+        with tg.fp8_autocast(recipe=recipe):
+            y = layer(x)
+        y.sum().backward()
+        assert layer.get_extra_state()[1, 2:6].tolist() == [expected, expected, 1, 1]
+        assert (y - F.linear(x, layer.weight)).norm() < 0.05 * F.linear(x, layer.weight).norm()
+    kept = [value for value in layer.get_extra_state()[1, 8:].tolist() if value]
+    assert len(kept) == (recipe.amax_history_len > 1)  # recorded once
+
+
+def test_a_weight_that_has_no_scale_yet_takes_none_of_others(device: str) -> None:
+    """Where weights with and without one are cast together, in any order."""
+    recipe, x = tg.DelayedScaling(amax_history_len=3), torch.randn(5, WIDTH, device=device)
+    layers = [tg.Linear(WIDTH, WIDTH, device=device) for _ in range(5)]
+    with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+        for layer in layers:
+            layer(x)
+    for number in (1, 3):
+        with tg.fp8_autocast(recipe=recipe):
+            layers[number](x)
+    scales = [layer.get_extra_state()[1, 2].item() for layer in layers]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.mul_(4)
+    with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+        layers[0](x)
+    for number, (layer, scale) in enumerate(zip(layers, scales, strict=True)):
+        own = tg.fp8_scale(layer.weight.detach().abs().max()).item()
+        block = layer.fp8.block
+        assert block.weight_scale[layer.fp8.number] == (scale if number in (1, 3) else own)
+        assert (scale == 1) == (number not in (1, 3))
+
+
 def test_an_evaluation_of_a_model_that_others_train_beside_leaves_no_trace(device: str) -> None:
     """A teacher, whose weights change and are cast for the student's forwards, too."""
     recipe = tg.DelayedScaling(amax_history_len=6)
