@@ -26,7 +26,8 @@ class Fp8Weights(Uncopyable, StepWeights):
     While this object is there, each step of a ``torch.optim.Optimizer``, fused ones too, moves on those of all weights
     that share the storage of a parameter with a gradient; of any parameter, where a closure or a hook before the step
     may make gradients. Not seen, so call ``cast_`` after it: a collective of ``torch.distributed`` into a weight; a
-    write by NumPy; a CUDA graph of yours that replays an optimizer. Where a module gets another parameter
+    write by NumPy, or by a fused function of an optimizer that is called without one (``torch.optim.adamw.adamw``); a
+    CUDA graph of yours that replays an optimizer. Where a module gets another parameter
     (``load_state_dict(assign=True)``, ``m.weight = nn.Parameter(...)``), this object goes on with the old one and takes
     it for current, so call ``update``.
 

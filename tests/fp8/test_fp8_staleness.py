@@ -13,6 +13,7 @@ from tensor_lists import all_same_bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim.adamw import adamw
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import te_graph as tg
@@ -295,3 +296,30 @@ def test_documented_limit_a_collective_of_torch_into_a_weight_is_not_seen(mesh):
     with tg.PeerGroup() as group:
         tg.all_reduce_(weight, group)
     assert prepared.is_stale
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_documented_limit_a_fused_function_without_its_optimizer_is_not_seen(fused, device):
+    layer, x = tg.Linear(16, 16, bias=False, device=device), torch.randn(4, 16, device=device)
+    weight, moments = layer.weight, [torch.zeros(16, 16, device=device) for _ in range(2)]
+    weight.requires_grad_(False)
+    prepared = tg.Fp8Weights([weight])
+    prepared.cast_()
+
+    def forward() -> Tensor:
+        with tg.fp8_autocast(recipe=tg.Float8CurrentScaling()):
+            return layer(x)
+
+    before = forward()
+    adamw(
+        *([[tensor] for tensor in (weight, torch.ones_like(weight), *moments)]),
+        [],
+        [torch.zeros((), device=device)],
+        **{"fused": fused, "foreach": False, "amsgrad": False, "maximize": False, "lr": 0.5},
+        **{"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8},
+    )
+    assert prepared.is_stale == (not fused)
+    assert torch.equal(forward(), before) == fused
+    weight.data.mul_(1)
+    assert prepared.is_stale
+    assert not torch.equal(forward(), before)
