@@ -25,8 +25,9 @@ class fp8_autocast(ContextDecorator):
     """A region in which ``te_graph.Linear`` multiplies in FP8.
 
     Backwards run outside of it, as under ``torch.autocast``, and go by what their forwards noted. Of nested regions the
-    inner one counts. An object may be entered again, and is a decorator, too. Where a training leaves a region and no
-    layer has computed in FP8 yet, a warning says so, once.
+    inner one counts; an outer one that is left before, by a generator that ends, is taken out from around it. An object
+    may be entered again, and is a decorator, too. Where a training leaves a region and no layer has computed in FP8
+    yet, a warning says so, once.
 
     Scales of delayed scaling are 1 until the first update (calibrate with a batch before, to begin with others), but
     for weights, whose first casts go by their own amaxes. They are updated when the outermost region is left, or right
@@ -98,7 +99,7 @@ class fp8_autocast(ContextDecorator):
 
     @opaque
     def __exit__(self, kind: type[BaseException] | None, *failure: Any) -> None:
-        _regions.entered.pop()
+        _regions.leave(self)
         outer = current_region()
         _C.set_fp8_region(0 if outer is None else outer.number)
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
@@ -146,6 +147,17 @@ class _Regions(threading.local):
 
     def __init__(self) -> None:
         self.entered: list[tuple[fp8_autocast, bool]] = []
+
+    def leave(self, region: fp8_autocast) -> None:
+        """Take out the innermost entry of ``region``, wherever that is: generators leave theirs when they end."""
+        for position in range(len(self.entered) - 1, -1, -1):
+            if self.entered[position][0] is region:
+                del self.entered[position]
+                return
+        raise RuntimeError(
+            "fp8_autocast: expected a region to be left once, by the thread that entered it, got one that this thread "
+            "is not in: a generator that others close, for instance, is to enter none around a yield"
+        )
 
 
 _regions = _Regions()

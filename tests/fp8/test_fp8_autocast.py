@@ -6,6 +6,7 @@ import contextlib
 import gc
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,6 +72,48 @@ def test_a_region_may_be_entered_again_also_in_itself(layer: tg.Linear, x: Tenso
                 assert computes_in_fp8(layer, x)
             assert computes_in_fp8(layer, x)
         assert not computes_in_fp8(layer, x)
+
+
+def entering(region: tg.fp8_autocast) -> Iterator[None]:
+    with region:
+        yield
+
+
+def test_a_region_that_is_left_before_an_inner_one_takes_no_other_along(layer: tg.Linear, x: Tensor) -> None:
+    """``torch.autocast`` would put back what was there when the generator entered its own."""
+    outer, within = (entering(tg.fp8_autocast(recipe=CURRENT)) for _ in range(2))
+    next(outer)
+    with tg.fp8_autocast(enabled=False):
+        next(within)
+        assert computes_in_fp8(layer, x)
+        outer.close()
+        assert computes_in_fp8(layer, x)
+        within.close()
+        assert not computes_in_fp8(layer, x)
+    assert current_region() is None
+    assert not computes_in_fp8(layer, x)
+
+
+def test_a_region_is_left_where_it_was_entered(layer: tg.Linear, x: Tensor) -> None:
+    region, raised = tg.fp8_autocast(recipe=CURRENT), []
+
+    def leave() -> None:
+        with tg.fp8_autocast(recipe=DELAYED):
+            try:
+                region.__exit__(None)
+            except RuntimeError as error:
+                raised.append(str(error))
+            assert current_region().recipe is DELAYED
+
+    with region:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+        assert computes_in_fp8(layer, x)
+    (message,) = raised
+    assert message.startswith("fp8_autocast: expected a region to be left once, by the thread that entered it, got one")
+    with pytest.raises(RuntimeError, match="got one that this thread is not in"):
+        region.__exit__(None)
 
 
 def test_a_region_is_a_decorator(layer: tg.Linear, x: Tensor) -> None:
