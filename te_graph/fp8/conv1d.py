@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.common.opaque import opaque
-from te_graph.fp8.autocast import note_region
 from te_graph.fp8.fp8_layer import FP8Layer
 from te_graph.fp8.product import product_in_fp8
 
@@ -63,11 +62,7 @@ def converted_class() -> type[nn.Module]:
             Raises:
                 TypeError, ValueError: as of ``te_graph.Linear``.
             """
-            weight, member = self.weight, self.fp8
-            if member is not None and (y := member.linear.fast_call(x, weight, self.bias)) is not None:
-                return y
-            note_region()
-            y = product_in_fp8(self, x, weight, self.bias)
+            y = product_in_fp8(self, x, self.weight, self.bias)
             return super().forward(x) if y is None else y
 
     return ConvertedConv1D

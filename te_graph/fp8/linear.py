@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.opaque import opaque
-from te_graph.fp8.autocast import note_region
 from te_graph.fp8.fp8_layer import FP8Layer
 from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.parallel import Shard
@@ -171,12 +170,6 @@ class Linear(nn.Linear, FP8Layer):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product for x [..., in], with bias [out] or without."""
         weight = self.weight  # read once: a property may draw another one each time
-        member = self.fp8
-        if member is not None and member.fuses_wgrad_accumulation == self.fuse_wgrad_accumulation:
-            y = member.linear.fast_call(x, weight, bias)
-            if y is not None:
-                return y
-        note_region()
         y = product_in_fp8(self, x, weight, bias)
         return F.linear(x, weight, bias) if y is None else y
 

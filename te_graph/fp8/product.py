@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.common.fp8_calls import note_captured_fp8_call
-from te_graph.fp8.autocast import current_region, fp8_autocast
+from te_graph.fp8.autocast import current_region, fp8_autocast, note_region
 from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.member import Member, check_state, new_state, without_cast
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
@@ -53,6 +53,25 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
 
     None where FP8 is off or does not fit.
     """
+    try:
+        member = module.fp8
+        if member is not None and member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation:
+            y = member.linear.fast_call(x, weight, bias)
+            if y is not None:
+                return y
+        note_region()
+        return _unusual_product(module, x, weight, bias)
+    except RuntimeError as error:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            raise
+        raise RuntimeError(
+            "te_graph.Linear: expected a call outside of the transforms of torch.func, for which FP8 products have no "
+            "rules, got one in vmap, grad, jvp or the like: call it there outside of fp8_autocast"
+        ) from error
+
+
+def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """``product_in_fp8`` where there is more to look at than a fast call does; bias [out] is contiguous."""
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
         checkpoints.note(module, first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -203,6 +204,30 @@ def test_bad_input_is_refused(device: str) -> None:
             layer(torch.zeros(2, IN, device=device, dtype=torch.bfloat16))
         with pytest.raises(ValueError, match=r"expected an input on .*, where the weight is, got meta"):
             layer(torch.zeros(2, IN, device="meta", dtype=torch.bfloat16))
+
+
+TRANSFORMS = {
+    "vmap": lambda layer, x: torch.func.vmap(layer)(x),
+    "grad of x": lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
+    "grad of weights": lambda layer, x: torch.func.grad(
+        lambda parameters: torch.func.functional_call(layer, parameters, (x,)).sum()
+    )(dict(layer.named_parameters())),
+    "jacrev": lambda layer, x: torch.func.jacrev(layer)(x),
+    "jvp": lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_transforms_around_it_are_refused_by_name(device: str, transform: Any, is_known: bool) -> None:
+    layer, x = tg.Linear(IN, OUT, device=device), torch.randn(4, 2, IN, device=device)
+    for context in (contextlib.nullcontext(), torch.no_grad()):
+        with context, tg.fp8_autocast(recipe=CURRENT):
+            if is_known:
+                layer(x)
+            with pytest.raises(RuntimeError, match=r"^te_graph.Linear: expected a call outside of the transforms of"):
+                transform(layer, x)
+        transform(layer, x)
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, tg.DelayedScaling(amax_history_len=2)])
