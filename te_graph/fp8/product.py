@@ -54,6 +54,8 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     None where FP8 is off or does not fit.
     """
     try:
+        if bias is not None and not bias.is_contiguous():
+            bias = bias.contiguous()
         member = module.fp8
         if member is not None and member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation:
             y = member.linear.fast_call(x, weight, bias)

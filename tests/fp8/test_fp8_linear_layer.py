@@ -230,6 +230,19 @@ def test_transforms_around_it_are_refused_by_name(device: str, transform: Any, i
         transform(layer, x)
 
 
+def test_a_bias_may_have_gaps(device: str) -> None:
+    layer, x = tg.Linear(IN, OUT, device=device), torch.randn(9, IN, device=device)
+    found = []
+    for bias in (torch.randn(OUT, 3, device=device)[:, 1], None):
+        layer.bias = nn.Parameter(bias if bias is not None else layer.bias.detach().clone())
+        for _ in range(2):
+            with tg.fp8_autocast(recipe=CURRENT):
+                y = layer(x)
+            y.square().sum().backward()
+        found.append([y.detach(), layer.bias.grad.contiguous()])
+    assert_all_same(*found)
+
+
 @pytest.mark.parametrize("recipe", [CURRENT, tg.DelayedScaling(amax_history_len=2)])
 def test_a_weight_of_float64_is_refused_by_name(device: str, recipe: object) -> None:
     layer, x = tg.Linear(IN, OUT, device=device), torch.zeros(2, IN, device=device)
