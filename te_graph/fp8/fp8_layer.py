@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph import _C
 from te_graph.common.before_capture import ReadyForCapture
 from te_graph.fp8.autocast import current_region
-from te_graph.fp8.loaded_state import mark_again, mark_of
+from te_graph.fp8.loaded_state import are_equal, mark_again, mark_of
 from te_graph.fp8.member import Member
 from te_graph.fp8.product import has_state, load_state_, member_of, state_of
 from te_graph.fp8.weight_mark import WeightMark, plain_weight
@@ -52,11 +53,13 @@ class FP8Layer(ReadyForCapture):
             load_state_(self, self.loaded_state[1])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Layer:
-        """A weight that moves to another device is still the one that a loaded state goes with."""
-        before, mark = plain_weight(self), mark_of(self)
-        is_marked = mark is not None and mark.is_of(before)
-        dtype = before.dtype if is_marked else None
+        """A weight that moves to other memory, with its values, is still the one that a loaded state goes with."""
+        weight, mark = plain_weight(self), mark_of(self)
+        before = weight.detach() if mark is not None and mark.is_of(weight) else None
+        writes = None if before is None else _C.write_count(before)
         nn.Module._apply(self, fn, recurse)
-        if is_marked and plain_weight(self).dtype == dtype:
-            mark_again(self)
+        if before is not None and not _C.is_written_since(before, writes):
+            weight = plain_weight(self)
+            if WeightMark.of(weight) is not None and are_equal(before, weight):
+                mark_again(self)
         return self

@@ -56,13 +56,13 @@ class LoadedModules(OwnObject):
         where that changes nothing, their marks stay right."""
         same = [module for module in self._present() if weight is not None and plain_weight(module) is weight]
         marked = [module for module in same if (mark := mark_of(module)) is not None and mark.is_of(weight)]
-        is_equal = bool(marked) and isinstance(source, Tensor) and _are_equal(source, weight)
+        is_equal = bool(marked) and isinstance(source, Tensor) and are_equal(source, weight)
         yield
         for module in marked if is_equal else ():
             mark_again(module)
 
 
-def _are_equal(source: Tensor, weight: Tensor) -> bool:
+def are_equal(source: Tensor, weight: Tensor) -> bool:
     """Whether both, [out, in], hold the same."""
     is_like = source.shape == weight.shape and source.dtype == weight.dtype and not source.is_meta
     return is_like and torch.equal(source.detach().to(weight.device), weight.detach())

@@ -102,6 +102,31 @@ def test_a_weight_that_stays_is_not_recorded_again(device: str, saved: dict[str,
     assert same_bits(layer.get_extra_state()[1], saved["_extra_state"][1])
 
 
+APPLIED = {
+    "other values": (lambda t: t.detach() * 0.5, False),
+    "written": (lambda t: t.mul_(0.5), False),
+    "written, and copied": (lambda t: t.mul_(0.5).clone(), False),
+    "without values": (lambda t: torch.full_like(t, 3.0), False),
+    "copied": (lambda t: t.clone(), True),
+    "there and back": (lambda t: t.double().float(), True),
+    "the same": (lambda t: t, True),
+}
+
+
+@pytest.mark.parametrize(("function", "stays"), APPLIED.values(), ids=APPLIED)
+def test_a_state_goes_with_a_weight_whose_memory_is_another_and_whose_values_are_not(
+    device: str, saved: dict[str, Tensor], function: Callable[[Tensor], Tensor], stays: bool
+) -> None:
+    layer = new_layer(device)
+    layer.load_state_dict(copy.deepcopy(saved))
+    with torch.no_grad():
+        layer._apply(function)
+    assert layer.get_extra_state()[1, 4] == stays
+    layer.share_memory()
+    assert layer.get_extra_state()[1, 4] == stays
+    layer.to("meta").state_dict()
+
+
 def test_what_a_state_dict_holds_is_a_copy(device: str, saved: dict[str, Tensor]) -> None:
     layer = new_layer(device)
     layer.load_state_dict(saved)
