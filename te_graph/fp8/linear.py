@@ -65,14 +65,15 @@ class Linear(nn.Linear, FP8Layer):
 
     Raises:
         TypeError: both ``dtype`` and ``params_dtype``; a group that is none. In a call, inside a region: an input that
-            is not of the weight's dtype, without ``torch.autocast``; a weight that is parametrized, or sharded by
-            others.
+            is not of the weight's dtype, without ``torch.autocast``; a weight that is of float64, parametrized, or
+            sharded by others.
         ValueError: a ``parallel_mode`` of another name, or without a group; features that the group's size does not
             divide. In a call, inside a region: a weight on another device than the input; float16 under
             ``torch.autocast``. In a backward: a ``main_grad`` that is not contiguous, of the weight's shape and device,
             and of float32, bfloat16 or float16.
-        RuntimeError: in a backward with ``fuse_wgrad_accumulation``, no ``main_grad``; that backward inside a function
-            that ``te_graph.graphed`` captures.
+        RuntimeError: inside a region a call in a transform of ``torch.func``. In a backward with
+            ``fuse_wgrad_accumulation``, no ``main_grad``; that backward inside a function that ``te_graph.graphed``
+            captures.
 
     Stream and capture: a call launches one cast and one product, a backward a cast and two products, on the current
         stream; allocates what they write. A cast of all weights comes first where one has changed, an update of the
