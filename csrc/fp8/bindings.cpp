@@ -102,7 +102,8 @@ void bind(py::module_& m) {
     py::class_<WeightMark>(m, "WeightMark")
         .def(py::init<>())
         .def(py::init<const at::Tensor&>(), py::arg("weight"))
-        .def("is_of", &WeightMark::is_of, py::arg("weight"));
+        .def("is_of", &WeightMark::is_of, py::arg("weight"))
+        .def("is_of_storage", &WeightMark::is_of_storage, py::arg("weight"));
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("note_fp8_region", &note_region);
     m.def("note_fp8_region_exit", [] { CapturedColumns::note_region_exit(*HostSteps::current()); });

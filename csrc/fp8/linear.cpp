@@ -50,7 +50,7 @@ public:
           weight_((weight.is_view() ? weight._base() : weight).getIntrusivePtr()),
           records_amax_(records_amax) {}
     void prepare() override {
-        const at::Tensor weight(weight_.lock());
+        const auto weight = at::Tensor(weight_.lock());
         if (!weight.defined()) return;
         if (!linear_->is_cast(weight, records_amax_)) linear_->cast_weights(records_amax_);
         linear_->wait_for_cast();
@@ -75,17 +75,17 @@ public:
     bool is_of(const at::Tensor& weight, bool records_amax) const {
         return (records_amax_ || !records_amax) && mark_.is_of(weight);
     }
-    // weight: as above.
+    // weight: [O, I] or [I, O].
     void note(const at::Tensor& weight, bool records_amax) {
         mark_ = WeightMark(weight);
         records_amax_ = records_amax;
     }
     void end_capture() override {
-        const at::Tensor weight(weight_.lock());
+        const auto weight = at::Tensor(weight_.lock());
         is_of_result_ = weight.defined() && mark_.is_of(weight);
     }
     void finish() override {
-        const at::Tensor weight(weight_.lock());
+        const auto weight = at::Tensor(weight_.lock());
         if (!is_of_result_ || !weight.defined()) return;
         linear_->note_cast(WeightMark(weight), records_amax_ || linear_->weight_column_.table == nullptr,
                            std::make_shared<CastDone>(weight.device()));
@@ -250,6 +250,7 @@ void Linear::begin_captured_cast(bool records_amax) const {
     weight_column_.begin_cast(&steps, Direction::kForward);
 }
 
+// weight: [O, I] or [I, O].
 void Linear::note_captured_cast(const at::Tensor& weight, bool records_amax) {
     HostSteps& steps = *HostSteps::current();
     if (records_amax) weight_column_.end_cast(&steps, Direction::kForward);
@@ -257,6 +258,7 @@ void Linear::note_captured_cast(const at::Tensor& weight, bool records_amax) {
     static_cast<CapturedCastStep*>(steps.find_forward(captured_cast_step()))->note(weight, records_amax);
 }
 
+// weight: [O, I] or [I, O].
 void Linear::add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax) {
     const bool is_first_of_training = records_amax && steps.find_forward(weight_step(true)) == nullptr;
     // Both casts would come before the graph, and the first call would read the second one.

@@ -58,9 +58,10 @@ public:
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
     // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
     void note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done);
-    // Around a cast of weight [O, I] or [I, O] that this thread captures, or warms up for it, since what it captured wrote
-    // the weight: replays cast it there. Of several, all begin first.
+    // Before a cast of the weight that this thread captures, or warms up for it, since what it captured wrote the weight:
+    // replays cast it there. Of several, all begin first.
     void begin_captured_cast(bool records_amax) const;
+    // After it. weight: [O, I] or [I, O].
     void note_captured_cast(const at::Tensor& weight, bool records_amax);
     // The current stream waits for that cast.
     void wait_for_cast() const;
@@ -74,7 +75,7 @@ private:
     friend class LinearBackward;
     friend class WeightStep;
     friend class CapturedCastStep;
-    // What replays do before graphs that read the cast of the weight.
+    // What replays do before graphs that read the cast of weight [O, I] or [I, O].
     void add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax);
     // By which these steps are known.
     const void* weight_step(bool records_amax) const {

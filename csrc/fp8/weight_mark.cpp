@@ -13,9 +13,12 @@ WeightMark::WeightMark(const at::Tensor& weight)
       writes_(write_count(weight)) {}
 
 bool WeightMark::is_of(const at::Tensor& weight) const {
-    return weight.has_storage() && weight.storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&
-           weight.const_data_ptr() == address_ && weight.sizes() == at::IntArrayRef(sizes_) &&
-           weight.strides() == at::IntArrayRef(strides_) && weight.dtype() == dtype_ &&
+    return weight.has_storage() && weight.const_data_ptr() == address_ && weight.sizes() == at::IntArrayRef(sizes_) &&
+           weight.strides() == at::IntArrayRef(strides_) && weight.dtype() == dtype_ && is_of_storage(weight);
+}
+
+bool WeightMark::is_of_storage(const at::Tensor& weight) const {
+    return weight.storage().unsafeGetStorageImpl() == storage_._unsafe_get_target() &&
            !is_written_since(weight, writes_);
 }
 

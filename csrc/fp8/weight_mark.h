@@ -16,6 +16,8 @@ public:
 
     // Whether it is of weight [O, I], and that has not changed.
     bool is_of(const at::Tensor& weight) const;
+    // Whether it is of the storage of weight [O, I], and nothing has been written there.
+    bool is_of_storage(const at::Tensor& weight) const;
 
 private:
     // Held weakly, so that no other one takes its place in memory.

@@ -56,9 +56,9 @@ class FP8Layer(ReadyForCapture):
         """A weight that moves to other memory, with its values, is still the one that a loaded state goes with."""
         weight, mark = plain_weight(self), mark_of(self)
         before = weight.detach() if mark is not None and mark.is_of(weight) else None
-        writes = None if before is None else _C.write_count(before)
+        unwritten = None if before is None else _C.WeightMark(before)
         nn.Module._apply(self, fn, recurse)
-        if before is not None and not _C.is_written_since(before, writes):
+        if before is not None and unwritten.is_of_storage(before):
             weight = plain_weight(self)
             if WeightMark.of(weight) is not None and are_equal(before, weight):
                 mark_again(self)

@@ -29,7 +29,7 @@ class _KeptBlock:
 
 
 class _KeptScope:
-    """What there is in ``scope``. What comes later goes with the modules that it comes for."""
+    """What there is in ``scope``."""
 
     def __init__(self, scope: ScalingScope) -> None:
         self._scope = scope
@@ -59,14 +59,27 @@ class _KeptScope:
             member.linear.note_cast(mark, has_recorded_amax, done)
 
 
+def _restore_first_states() -> None:
+    """Of what has come since, whose columns may have been another module's before."""
+    for member in [member for scope in scaling_scopes.all() for member in scope.members]:
+        if member.first_state is not None:
+            member.load_(*member.first_state)
+            member.trains = False
+            if not scaling_scopes.kept:
+                member.first_state = None
+
+
 @contextlib.contextmanager
 def scales_kept() -> Iterator[None]:
     """Scales and histories are afterwards as before, and the same weights count as cast, by the same scales."""
     with torch.inference_mode(False), torch.no_grad():
         kept = [_KeptScope(scope) for scope in scaling_scopes.all()]
+    scaling_scopes.kept += 1
     try:
         yield
     finally:
+        scaling_scopes.kept -= 1
         with torch.inference_mode(False), torch.no_grad():
             for scope in kept:
                 scope.restore()
+            _restore_first_states()

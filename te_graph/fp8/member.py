@@ -70,6 +70,7 @@ class Member:
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded amaxes.
+        first_state: with the mark of the weight, where it is to be put back.
         thread: the one that called the module when its weight had to be cast.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
@@ -84,6 +85,7 @@ class Member:
         self.loaded_mark: WeightMark | None = None
         self.trains = self.has_weight_scale = False
         self.thread = threading.get_ident()
+        self.first_state: tuple[Tensor, WeightMark | None] | None = None
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)

@@ -17,7 +17,7 @@ from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.member import Member, check_state, new_state, without_cast
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scale_block import INPUT, WEIGHT
-from te_graph.fp8.scaling_scope import ScalingScope
+from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
 _log = logging.getLogger("te_graph")
@@ -154,6 +154,8 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     if state is not None:
         with torch.no_grad():
             module.fp8.load_(state, mark)
+    if scaling_scopes.kept:
+        module.fp8.first_state = module.fp8.state(), module.fp8.loaded_mark
     return module.fp8
 
 

@@ -200,6 +200,7 @@ class ScalingScopes(OwnObject):
         self._shared: list[ScalingScope] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._unused: set[int] = set()  # numbers of regions in which nothing computed in FP8
+        self.kept = 0  # how often scales will be put back
 
     def number_of(self, enabled: bool, calibrating: bool, recipe: Recipe, group: dist.ProcessGroup | None) -> int:
         """A number, not 0, that regions have in common in which modules compute alike."""

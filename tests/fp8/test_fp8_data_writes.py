@@ -195,3 +195,34 @@ def test_counters_of_what_is_gone_are_kept_as_numbers(device: str) -> None:
     for _ in range(2000):
         torch.ones(1).data.add_(1)
     assert_is_up_to_date(layer, x)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_square_weight_that_lies_the_other_way_round_is_another_one(device: str, through_data: bool) -> None:
+    layer, x = a_layer(device), a_sample(device)
+    call(layer, x)
+    if through_data:
+        layer.weight.data = layer.weight.data.t()
+    else:
+        layer.weight = nn.Parameter(layer.weight.detach().t())
+    assert_is_up_to_date(layer, x)
+
+
+def test_prepared_weights_know_other_memory_at_the_same_address(device: str) -> None:
+    """As where a weight is moved to the CPU and, changed there, back to what has become free."""
+    found = 0
+    for _ in range(20):
+        weight = nn.Parameter(torch.randn(128, 128, device=device))
+        prepared = tg.Fp8Weights([weight])
+        prepared.cast_()
+        address, changed = weight.data_ptr(), weight.detach().cpu() * 0.3
+        weight.data = torch.empty(0, device=device)
+        others = [torch.empty(128, 128, device=device) for _ in range(8)]
+        again = next((other for other in others if other.data_ptr() == address), None)
+        if again is None:
+            continue
+        found += 1
+        again.copy_(changed)
+        weight.data = again
+        assert prepared.is_stale
+    assert found

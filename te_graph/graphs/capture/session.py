@@ -62,13 +62,13 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         session.enter_context(watching_wrappers())
         session.enter_context(_saved_tensor_hooks_off())
         session.enter_context(torch.autograd.set_detect_anomaly(False))  # which reads values on the host
-        session.enter_context(state_kept())
         on_failure = session.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []
         # Before the first warm-up, which puts back what it has written: that may lie beside what these would make.
         for job in jobs:
             make_ready(source.obj for source in walk(TensorReader(job.target)))
+        session.enter_context(state_kept())
         for job in jobs:
             group.at_work = job.label
             captures.append(
