@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_graph.graphs.arguments.attributes import attributes_of, may_have_attributes
+
 _CONSTANTS = (
     type(None),
     bool,
@@ -41,6 +43,7 @@ _BY_IDENTITY = (
     *(type, types.MethodDescriptorType, types.WrapperDescriptorType),
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _MAX_DEPTH = 4  # of functions that functions refer to
 
 
@@ -63,13 +66,33 @@ def is_comparable(value: Any, depth: int = 0) -> bool:
     return False
 
 
+def may_hold_more(value: Any) -> bool:
+    """Whether code can read of a comparable ``value`` what is not compared with it: of classes, members of enumerations
+    and values of derived classes their attributes; of frozen sets those of their members."""
+    if isinstance(value, type | frozenset):
+        return True
+    return not isinstance(value, (Tensor, *_FUNCTIONS)) and may_have_attributes(value)
+
+
 def are_same(expected: Any, got: Any) -> bool:
     """True when two comparable values are of one type and nothing can tell them from each other, but that functions
     made twice by one line of code count as one."""
     if expected is got:
         return True
-    if type(expected) is not type(got):
+    if type(expected) is not type(got) or not _are_same_values(expected, got):
         return False
+    return isinstance(expected, _FUNCTIONS) or not may_have_attributes(expected) or _have_same_attributes(expected, got)
+
+
+def _have_same_attributes(expected: Any, got: Any) -> bool:
+    """Of values of a class that gives them attributes besides."""
+    one, other = attributes_of(expected), attributes_of(got)
+    return one.keys() == other.keys() and all(
+        value is other[name] or (is_comparable(value) and are_same(value, other[name])) for name, value in one.items()
+    )
+
+
+def _are_same_values(expected: Any, got: Any) -> bool:
     if isinstance(expected, types.FunctionType):
         return expected.__code__ is got.__code__ and _are_same_nests(_referred(expected), _referred(got))
     if isinstance(expected, float):

@@ -12,7 +12,6 @@ import copyreg
 import dataclasses
 import enum
 import functools
-import threading
 import types
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -22,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from te_graph.graphs.arguments.constants import are_same, is_comparable
+from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
+from te_graph.graphs.arguments.constants import are_same, is_comparable, may_hold_more
 
 # What makes an empty object, whatever the class asks for.
 _BASES = (
@@ -89,6 +89,18 @@ class Shape:
             yield prefix
         for number, (key, child) in enumerate(zip(self.keys, self.children, strict=True)):
             yield from child.names(f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}")
+
+    def held(self, prefix: str) -> Iterator[tuple[str, Any]]:
+        """What may hold more than is compared here, with a name: classes of containers, but for Python's plain ones,
+        what these need besides, and keys."""
+        if self.kind is not None and self.kind not in _PLAIN:
+            yield f"class of {prefix}", self.kind
+            if self.context not in (None, (None, None)):
+                yield f"contents of {prefix}", self.context
+        for number, (key, child) in enumerate(zip(self.keys, self.children, strict=True)):
+            if number < self.items and may_hold_more(key):
+                yield f"key of {prefix}", key
+            yield from child.held(f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}")
 
     def reordered_keys(self, other: Shape, prefix: str) -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
         """Of each dictionary that has another order in ``other``: its name, its keys, and those in ``other``."""
@@ -189,20 +201,6 @@ def _state(node: Any) -> dict[str, Any]:
     state = {name: value for name, value in values.items() if value is not NotImplemented}
     state.update(instance_dict(node) or {})
     return {name: state[name] for name in sorted(state)}
-
-
-def instance_dict(obj: Any) -> dict[str, Any] | None:
-    """The attributes of an object that has a dictionary of them."""
-    members = obj.__dict__ if isinstance(obj, threading.local) else own_attribute(obj, "__dict__")
-    return members if isinstance(members, dict) else None
-
-
-def own_attribute(obj: Any, name: str) -> Any:
-    """Without what the class makes up (``__getattr__ = dict.__getitem__``); NotImplemented where there is none."""
-    try:
-        return object.__getattribute__(obj, name)
-    except AttributeError:
-        return NotImplemented
 
 
 def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:

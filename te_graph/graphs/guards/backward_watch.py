@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.arguments.attributes import instance_dict
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled, slots_of
 from te_graph.graphs.guards.readers.library_objects import is_array

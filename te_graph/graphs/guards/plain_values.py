@@ -9,15 +9,11 @@ import fractions
 import functools
 import pathlib
 import sys
-import types
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-
 from te_graph.graphs.arguments.constants import is_constant
-from te_graph.graphs.arguments.nest import own_attribute
 from te_graph.graphs.guards.values import value_of
 
 _IMMUTABLE = (
@@ -29,9 +25,6 @@ _IMMUTABLE = (
     datetime.timedelta,
     pathlib.PurePath,
     uuid.UUID,
-)
-_PLAIN = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, tuple, frozenset, slice, torch.dtype, torch.device}
 )
 MAX_MEMBERS = 1000  # of a dictionary, list or set of values that is compared at each call
 _MAX_NESTED = 24  # snapshots go down to 32
@@ -47,19 +40,6 @@ def is_value(obj: Any) -> bool:
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(obj, numpy.generic)
-
-
-def may_have_attributes(value: Any) -> bool:
-    """Whether a value is of a class that gives it attributes besides: a dictionary of them, or slots."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return False
-    return own_attribute(value, "__dict__") is not NotImplemented or any(
-        isinstance(member, types.MemberDescriptorType)
-        for base in kind.__mro__
-        if "__slots__" in vars(base)
-        for member in vars(base).values()
-    )
 
 
 def holds_values(members: Iterable[Any], is_one: Callable[[Any], bool] = is_value) -> bool:

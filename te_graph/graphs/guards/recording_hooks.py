@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.arguments.attributes import instance_dict
 from te_graph.graphs.tracing.code_names import globals_of
 
 REMOVAL_OF_RECORDING = (

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_file, is_user_file
+from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import is_making
 from te_graph.graphs.tracing.extensions import classes_given, is_method_of_extension, is_of_extension
 from te_graph.graphs.tracing.names import (
@@ -318,7 +319,11 @@ def _makes_library_tuple(frame: types.FrameType) -> bool:
     """True for ``__new__`` of a named tuple of torch's or Python's, which is compiled from text and has no file."""
     if not is_generated(frame.f_code) or not frame.f_globals.get("__name__", "").startswith("namedtuple_"):
         return False
-    return not is_users_module(getattr(frame.f_locals.get("_cls"), "__module__", ""))
+    return not _is_of_users_module(frame.f_locals.get("_cls"))
+
+
+def _is_of_users_module(kind: Any) -> bool:
+    return isinstance(kind, type) and is_users_module(module_of(kind))
 
 
 def is_generated(code: types.CodeType) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_user_file
-from te_graph.graphs.arguments.nest import instance_dict, own_attribute
+from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
 from te_graph.graphs.tracing.names import user_classes
 
 _MAX_OBJECTS = 1000

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from te_graph.common.dispatch import is_project_file, is_user_file
+from te_graph.graphs.tracing.class_origins import HEAP_TYPE, module_of
 from te_graph.graphs.tracing.code_names import (
     BY_NAME,
     PATTERN,
@@ -50,7 +51,6 @@ _CALLS_EXTENSIONS = "(extension)"  # stands for a call of a function that may ta
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
-HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 MARK_OF_COMPILER = "_dynamo_"  # with it begin attributes that torch.compile puts on what it meets, for itself
 TABLE_OF_FIELDS = "__dataclass_fields__"
 
@@ -268,11 +268,6 @@ def _is_user_written(kind: type) -> bool:
     """By where it is defined: torch and Python put functions of their own into classes of the user's."""
     is_of_python = bool(kind.__flags__ & HEAP_TYPE) and type(kind).__module__ != "pybind11_builtins"
     return is_of_python and is_users_module(module_of(kind))
-
-
-def module_of(kind: type) -> str:
-    """The name of the module that ``kind`` is of. Metaclasses of Cython tell none."""
-    return kind.__module__ if isinstance(kind.__module__, str) else "builtins"
 
 
 def is_users_module(name: str) -> bool:

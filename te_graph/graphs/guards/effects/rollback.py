@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf
 from te_graph.common.own_objects import OwnObject
-from te_graph.graphs.arguments.nest import instance_dict, own_attribute
+from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of

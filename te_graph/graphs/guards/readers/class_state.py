@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Iterator, Set
 from typing import Any
 
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
-from te_graph.graphs.guards.readers.lookups import is_project_module
+from te_graph.graphs.guards.readers.lookups import is_of_project
 from te_graph.graphs.guards.readers.memos import is_for_messages
 from te_graph.graphs.guards.readers.user_classes import bases_of
-from te_graph.graphs.tracing.names import module_of
 from te_graph.graphs.tracing.python_names import is_pythons
 
 SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -51,5 +49,5 @@ def _holds_more(obj: Any) -> bool:
     """True for tensors, modules, containers, other objects, and classes of the project (settings, as a rule); not for
     methods and the like, nor for other classes."""
     if isinstance(obj, type):
-        return is_project_module(sys.modules.get(module_of(obj)))
+        return is_of_project(obj)
     return not isinstance(obj, _METHODS) or bool(bases_of(type(obj)))

@@ -53,6 +53,7 @@ from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_m
 from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
+from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import (
     LOOKS_ABOVE,
@@ -60,7 +61,6 @@ from te_graph.graphs.tracing.names import (
     Names,
     codes_of,
     is_implicit,
-    module_of,
     strings_of,
     user_classes,
 )

@@ -7,7 +7,6 @@ import collections
 import contextvars
 import dataclasses
 import functools
-import sys
 import threading
 import types
 import weakref
@@ -21,7 +20,7 @@ from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_strided
 from te_graph.graphs.guards.sources import Source, name_of
 from te_graph.graphs.guards.values import value_of
-from te_graph.graphs.tracing.names import module_of
+from te_graph.graphs.tracing.class_origins import is_of_python
 
 _Kind = _C.StepKind
 _ENDS = frozenset(
@@ -146,4 +145,4 @@ def is_opaque(obj: Any) -> bool:
     """True for what is compared by identity alone, and never looked into."""
     if isinstance(obj, _OPAQUE):
         return True
-    return module_of(type(obj)).partition(".")[0] in sys.stdlib_module_names and not isinstance(obj, _SEEN_INTO)
+    return is_of_python(type(obj)) and not isinstance(obj, _SEEN_INTO)

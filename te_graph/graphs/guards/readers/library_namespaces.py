@@ -21,8 +21,9 @@ from te_graph.graphs.guards.readers.library_objects import is_iterator
 from te_graph.graphs.guards.readers.lookups import is_project_module
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import value_of
+from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import globals_of
-from te_graph.graphs.tracing.names import is_implicit, module_of, user_classes
+from te_graph.graphs.tracing.names import is_implicit, user_classes
 
 _Kind = _C.StepKind
 _OF_TENSORS = (Tensor, nn.Parameter)  # which code need not name to read what they hold

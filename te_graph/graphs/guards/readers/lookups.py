@@ -11,11 +11,12 @@ from typing import Any
 
 from te_graph import _C
 from te_graph.common.dispatch import is_project_file
-from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.arguments.attributes import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.tracing.class_origins import HEAP_TYPE, module_of
 from te_graph.graphs.tracing.code_names import globals_of, imports_of, strings_in
-from te_graph.graphs.tracing.names import HEAP_TYPE, Names, is_implicit, is_users_module, user_classes
+from te_graph.graphs.tracing.names import Names, is_implicit, is_users_module, user_classes
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
@@ -29,6 +30,12 @@ def is_project_module(module: Any) -> bool:
         return False
     file = vars(module).get("__file__")  # a function __getattr__ of the module is the user's
     return is_project_file(file) if file else is_users_module(module.__name__)
+
+
+def is_of_project(kind: type) -> bool:
+    """True for classes of such a module, and for those of which no module can be told."""
+    name = module_of(kind)
+    return not name or is_project_module(sys.modules.get(name))
 
 
 def asked_of_module(module: types.ModuleType, names: Names) -> frozenset[str]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from te_graph import _C
-from te_graph.graphs.arguments.nest import instance_dict
+from te_graph.graphs.arguments.attributes import instance_dict
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.names import user_classes

@@ -1,0 +1,65 @@
+"""The attributes that an object has of its own, whatever its class makes of them: in its dictionary, and in slots."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import types
+from typing import Any
+
+import torch
+
+from te_graph.graphs.tracing.class_origins import is_of_python
+
+# A class may give its objects another ``__dict__``, as proxies do, or another way to find attributes.
+_generic_dict = ctypes.PyDLL(None).PyObject_GenericGetDict
+_generic_dict.restype, _generic_dict.argtypes = ctypes.py_object, (ctypes.py_object, ctypes.c_void_p)
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, tuple, frozenset, slice, torch.dtype, torch.device}
+)
+
+
+def instance_dict(obj: Any) -> dict[str, Any] | None:
+    """The attributes of an object that has a dictionary of them."""
+    kind = type(obj)
+    if issubclass(kind, threading.local):  # another one on each thread
+        return obj.__dict__
+    if not kind.__dictoffset__ or issubclass(kind, type):  # what a class has is no dictionary
+        return None
+    members = _generic_dict(obj, None)
+    return members if isinstance(members, dict) else None
+
+
+def own_attribute(obj: Any, name: str) -> Any:
+    """Without what the class makes up (``__getattr__ = dict.__getitem__``); NotImplemented where there is none."""
+    try:
+        return object.__getattribute__(obj, name)
+    except AttributeError:
+        return NotImplemented
+
+
+def may_have_attributes(value: Any) -> bool:
+    """Whether a value is of a class that gives it attributes besides: a dictionary of them, or slots."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return False
+    return bool(kind.__dictoffset__) or any(
+        isinstance(member, types.MemberDescriptorType)
+        for base in kind.__mro__
+        if "__slots__" in vars(base)
+        for member in vars(base).values()
+    )
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that ``value`` has of its own, by name, but for slots of Python's classes, which may be caches."""
+    found: dict[str, Any] = {}
+    for base in reversed(type(value).__mro__):
+        for name, member in vars(base).items() if "__slots__" in vars(base) and not is_of_python(base) else ():
+            if isinstance(member, types.MemberDescriptorType):
+                try:
+                    found[name] = member.__get__(value)
+                except AttributeError:  # nothing there yet
+                    continue
+    found.update(instance_dict(value) or {})
+    return found

@@ -1,0 +1,67 @@
+"""Where classes are from: what a class says of its module is what ran when it was made, or nothing at all."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from typing import Any
+
+from te_graph.common.dispatch import is_user_file
+
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: made in C
+_MADE_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
+_PYTHON = frozenset({*sys.stdlib_module_names, "builtins"})
+# By identity: classes need not be hashable, and are not kept. Beside the class the module that it said it is of.
+_known: dict[int, tuple[weakref.ref[type], Any, bool]] = {}
+
+
+def module_of(kind: type) -> str:
+    """The name of the module that ``kind`` is of; empty where it only says that it is of Python. Metaclasses of Cython
+    tell none."""
+    name = kind.__module__
+    if not isinstance(name, str):
+        return "builtins"
+    return "" if name.partition(".")[0] in _PYTHON and not is_of_python(kind) else name
+
+
+def is_of_python(kind: type) -> bool:
+    """True for classes of Python and its standard library. Others say that they are, too: those that ``exec`` makes in
+    an empty namespace, ``type`` on behalf of ``abc``, and ``types.new_class``, and those of a file of the user's that
+    has the name of a module of Python's."""
+    name = kind.__module__
+    if not isinstance(name, str):
+        return True
+    if name.partition(".")[0] not in _PYTHON:
+        return False
+    if not kind.__flags__ & HEAP_TYPE:
+        return True
+    found = _known.get(id(kind))
+    if found is None or found[0]() is not kind or found[1] != name:
+        key = id(kind)
+        found = _known[key] = weakref.ref(kind, lambda _: _known.pop(key, None)), name, _is_made_by_python(kind, name)
+    return found[2]
+
+
+def _is_made_by_python(kind: type, name: str) -> bool:
+    """Whether it stands in the module of Python's with this ``name``, or is one of those that stand nowhere: made in C,
+    or inside a function of Python's."""
+    module = sys.modules.get(name)
+    if isinstance(module, types.ModuleType) and is_user_file(vars(module).get("__file__") or "<frozen>"):
+        return False
+    found = module
+    for part in kind.__qualname__.split("."):
+        found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
+    if found is kind or kind.__flags__ & _IMMUTABLE_TYPE:
+        return True
+    members = list(vars(kind).values())
+    if any(isinstance(member, _MADE_IN_C) and member.__objclass__ is kind for member in members):
+        return True
+    own = [one for one in members if isinstance(one, types.FunctionType) and _is_written_in(one, kind)]
+    return any(not is_user_file(function.__code__.co_filename) for function in own)
+
+
+def _is_written_in(function: types.FunctionType, kind: type) -> bool:
+    """Whether it is a method that was written in the class; enumerations and dataclasses get others, too."""
+    return function.__qualname__.rpartition(".")[0] == kind.__qualname__ and function.__module__ == kind.__module__
