@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import acts_like_tensor
-from te_graph.graphs.arguments.constants import are_same, frozen, is_comparable, reason_against
+from te_graph.graphs.arguments.constants import are_same, frozen, is_comparable, may_hold_more, reason_against
 from te_graph.graphs.arguments.nest import Shape, flatten, reordered, unflatten
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -128,6 +129,14 @@ class Signature(_Nest):
     def distinct_names(self) -> list[str]:
         """The names of the distinct tensors."""
         return [self.names[position] for n, position in enumerate(self.tensors) if self.first[n] == n]
+
+    @property
+    def holders(self) -> list[tuple[str, Any]]:
+        """What may hold more than is compared here, with its name: classes, values with attributes of their own, and
+        what containers are made of. What functions refer to is compared, or found once they run."""
+        found = [(name, leaf) for name, leaf in zip(self.names, self.leaves, strict=True) if may_hold_more(leaf)]
+        pairs = zip(("args", "kwargs"), self.shape.children, strict=True)
+        return [*found, *itertools.chain.from_iterable(shape.held(prefix) for prefix, shape in pairs)]
 
     @property
     def keywords(self) -> tuple[str, ...]:

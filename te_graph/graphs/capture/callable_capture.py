@@ -112,7 +112,7 @@ class CallableCapture:
         self.changed = ChangedInputs()
         self.ignored: IgnoredKeywords | None = None
         self._leaves: dict[int, Tensor] = {}  # of the last iteration
-        self.unnamed = UnnamedExternals(self.label, self.root, group.options, group.reported)
+        self.unnamed = UnnamedExternals(self.label, self.root, group.options, signature.holders, group.reported)
         self._reader_of = self.unnamed.reader_of
         self.host_steps: list[_C.HostSteps] = []
         self.grad_buffers = GradBuffers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class UnnamedExternals:
         label: of the callable.
         root: the callable.
         options: as the user gave them.
+        arguments: what its arguments are beside tensors, and may hold what code reads, by the names of messages.
         reported: warnings that the callables captured together have given.
 
     Attributes:
@@ -40,14 +41,18 @@ class UnnamedExternals:
         kept: tensors that are found nowhere, each with its version counter, if the options say to hold them.
     """
 
-    def __init__(self, label: str, root: Any, options: Options, reported: Reported) -> None:
+    def __init__(
+        self, label: str, root: Any, options: Options, arguments: Sequence[tuple[str, Any]], reported: Reported
+    ) -> None:
         self._label = label
         self._root = root
         self._options = options
         self._reported = reported
         self.holders: list[Source] = []
         self.kept: list[Source] = []
-        self.reader_of = functools.partial(CallableReader, root, options.ignore_attributes, holders=self.holders)
+        self.reader_of = functools.partial(
+            CallableReader, root, options.ignore_attributes, arguments=arguments, holders=self.holders
+        )
 
     def look_for(self, sources: list[Source], walker: SourceWalker, watch: TensorWatch) -> bool:
         """Look in libraries for what the last iteration, seen by ``watch``, used and no source leads to.

@@ -169,7 +169,7 @@ def _guard_code(
             if bases_of(type(obj)):
                 above = source.child(type(obj), type(obj).__name__, _Kind.KNOWN)
                 callable_guard.expect_class(above, above.name, reader.members(type(obj)))
-            if source.kind == _Kind.KNOWN or not reader.is_users(obj):
+            if (source.kind == _Kind.KNOWN and not reader.is_argument(obj)) or not reader.is_users(obj):
                 continue  # what leads to a known one is guarded
             guard_class(source.child(obj, source.name, _Kind.KNOWN), source.name)
         elif is_project_module(obj) or (
