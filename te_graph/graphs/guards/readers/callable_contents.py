@@ -20,7 +20,7 @@ from te_graph.graphs.guards.readers.class_state import (
     said_in,
 )
 from te_graph.graphs.guards.readers.containers import inside_container
-from te_graph.graphs.guards.readers.guarded_sources import is_filled, name_of_slot, slots_of
+from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, is_filled, name_of_slot, slots_of
 from te_graph.graphs.guards.readers.library_names import names_in_library
 from te_graph.graphs.guards.readers.library_namespaces import (
     classes_of_tensors,
@@ -47,6 +47,7 @@ from te_graph.graphs.guards.readers.user_classes import (
     methods_of_user,
     written_by_user,
 )
+from te_graph.graphs.guards.readers.wrapped_objects import held_by_function, held_by_object, wrappers_in
 from te_graph.graphs.guards.sources import (
     HOOK_DICTS,
     MODULE_TABLES,
@@ -56,6 +57,7 @@ from te_graph.graphs.guards.sources import (
     name_of,
     submodules,
 )
+from te_graph.graphs.tracing.class_origins import is_of_python
 from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL
 from te_graph.graphs.tracing.names import MARK_OF_COMPILER, Names, is_implicit
 from te_graph.graphs.tracing.python_names import is_pythons
@@ -172,6 +174,7 @@ class CallableContents(TensorReader):
                 yield source.attributes().item("__wrapped__", name_of("__wrapped__", source.name))
             if (function := written_by_user(obj)) is not None and function is not obj:
                 yield source.child(function, source.name, _Kind.KNOWN)
+                yield from held_by_function(source)
                 yield from self._inside_object(source, obj.__name__)
             elif function is not None and self._is_followed(function):
                 yield from (child for child in contents(source) if not self._is_ignored_variable(child))
@@ -182,6 +185,8 @@ class CallableContents(TensorReader):
                 yield from held_by_builtins(source)
                 yield from loggers_by_name(source, self._names.said)
                 yield from self._inside_object(source, obj.__name__)
+            elif function is None:
+                yield from held_by_function(source)
         elif isinstance(obj, type):
             if not is_library_class(obj):
                 yield from self._inside_class(source)
@@ -208,7 +213,10 @@ class CallableContents(TensorReader):
         elif isinstance(obj, functools.singledispatchmethod):
             yield source.attributes().item("dispatcher", source.name)
         else:
-            yield from inside(source)
+            found = list(inside(source))
+            yield from found
+            if is_of_python(type(obj)) and type(obj) not in NAMESPACES and not found:
+                yield from held_by_object(source)
             if not is_library_class(type(obj)):
                 yield from self._inside_object(source, source.name or "self")
                 yield from self._classes_of(source)
@@ -268,6 +276,9 @@ class CallableContents(TensorReader):
         for name, function in methods_of_user(source.obj).items():
             if (name in said or is_implicit(name)) and not self._names.is_around(function.__code__):
                 yield source.child(function, name, _Kind.KNOWN, distance=0)
+        for name, function in wrappers_in(source.obj):
+            if name in said or is_implicit(name):
+                yield source.child(function, f"{source.name}.{name}", _Kind.KNOWN, distance=0)
         yield from descriptions(source, said)
         if issubclass(source.obj, enum.Enum):  # code may go through them
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in source.obj)

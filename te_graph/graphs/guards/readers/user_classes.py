@@ -59,7 +59,7 @@ def methods_of_user(kind: type) -> dict[str, types.FunctionType]:
     found: dict[str, types.FunctionType] = {}
     for base in reversed(kind.__mro__):
         for name, member in vars(base).items():
-            if isinstance(member, _HOLDERS) and (function := written_by_user(_function_behind(member))) is not None:
+            if isinstance(member, _HOLDERS) and (function := written_by_user(function_behind(member))) is not None:
                 found[name] = function
     return found
 
@@ -95,7 +95,7 @@ def members_below(kind: type, ran: Container[int], said: frozenset[str]) -> Iter
             yield base, name, member_of(base, name, NotImplemented)
 
 
-def _function_behind(member: Any) -> Any:
+def function_behind(member: Any) -> Any:
     """The function of a method, class or static method, or property."""
     if isinstance(member, types.FunctionType):
         return member
