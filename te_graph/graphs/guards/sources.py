@@ -22,6 +22,7 @@ from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.attributes import instance_dict, may_have_attributes
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
+from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import Names
 
@@ -191,8 +192,15 @@ def _module_contents(source: Source) -> Iterator[Source]:
             table = members.item(key, name_of(key, source.name), distance=0)
             names = [name for name, tensor in value.items() if tensor is not None]
             yield from (table.item(name, name_of(name, source.name), distance=0) for name in names)
-        elif key not in HOOK_DICTS and key != "te_graph":
+        elif key not in HOOK_DICTS and not is_handle(source.obj, key):
             yield members.item(key, name_of(key, source.name))
+
+
+def is_handle(obj: Any, name: str) -> bool:
+    """Whether the attribute ``name`` of a module is the handle by which it is graphed."""
+    if name != "te_graph" or not isinstance(obj, nn.Module):
+        return False
+    return module_of(type(vars(obj).get(name))).partition(".")[0] == "te_graph"
 
 
 def submodules(source: Source) -> Iterator[Source]:

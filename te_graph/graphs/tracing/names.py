@@ -46,6 +46,10 @@ _NOT_RUN = frozenset(
         *("__lt__", "__le__", "__gt__", "__ge__", "__post_init__"),
     )
 )
+# Of objects, which code may put there and read as it likes.
+OF_OBJECTS = frozenset(
+    {"__wrapped__", "__all__", "__orig_class__", "__name__", "__qualname__", "__doc__", "__file__", "__path__"}
+)
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 _CALLS_EXTENSIONS = "(extension)"  # stands for a call of a function that may take the memory of tensors
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", TELLS_APART})
@@ -152,6 +156,8 @@ class Names:
                     asked |= asked_in(code)
             done.update(codes)
             codes = [code for name, code in methods if code not in done and self._may_run(name, code, said)]
+        if "unwrap" in said:  # of inspect
+            said.add("__wrapped__")
         if PATTERN in said:
             said.update(names_in_patterns(kinds))
         if said & (_READ_FIELDS if self.is_all_seen else _READ_FIELDS | _TELL_FIELDS):
@@ -286,7 +292,7 @@ def is_for_making(name: str) -> bool:
 
 def is_implicit(name: str) -> bool:
     """True for methods that Python calls by itself, and not only when an object is made or shown."""
-    return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN
+    return name.startswith("__") and name.endswith("__") and name not in _NOT_RUN and name not in OF_OBJECTS
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.CodeType]]:

@@ -54,13 +54,14 @@ from te_graph.graphs.guards.sources import (
     Source,
     TensorReader,
     contents,
+    is_handle,
     name_of,
     submodules,
 )
 from te_graph.graphs.tracing.class_origins import is_of_python
 from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL
 from te_graph.graphs.tracing.names import MARK_OF_COMPILER, Names, is_implicit
-from te_graph.graphs.tracing.python_names import is_pythons
+from te_graph.graphs.tracing.python_names import is_supplied
 
 _Kind = _C.StepKind
 _CONTAINERS = (dict, list, tuple, set, frozenset)
@@ -102,6 +103,7 @@ class CallableContents(TensorReader):
         self._elsewhere = elsewhere
         self._arguments = arguments
         self._holders = holders
+        self._bases_of, self._methods_of_user = functools.cache(bases_of), functools.cache(methods_of_user)
         self._library_names = functools.cache(lambda kind: names_in_library(kind, names.said))
         self._looked_up_of = functools.cache(names.looked_up_of)
         self._that_ran = functools.cache(lambda kind: members_that_ran(kind, names))
@@ -139,7 +141,7 @@ class CallableContents(TensorReader):
 
     def _reads(self, source: Source, name: str) -> bool:
         """Whether the code may read the attribute ``name`` of the object at ``source``."""
-        if name == "te_graph" or self._is_ignored(source.name, name):
+        if is_handle(source.obj, name) or self._is_ignored(source.name, name):
             return False
         if name in self._names.said or self._names.said & LOOKS_AT_ALL or type(source.obj) in self._names.read_whole:
             return True
@@ -160,7 +162,7 @@ class CallableContents(TensorReader):
             yield from self._inside_module(source)
             yield from inside_container(source) if isinstance(obj, _CONTAINERS) else inside(source)
             return
-        if isinstance(obj, (*_CONTAINERS, functools.partial)) and bases_of(type(obj)):
+        if isinstance(obj, (*_CONTAINERS, functools.partial)) and self._bases_of(type(obj)):
             yield from self._inside_object(source, source.name)
             yield from self._classes_of(source)
         if isinstance(obj, Tensor):
@@ -252,7 +254,7 @@ class CallableContents(TensorReader):
         if self._looks_at_all and members is not None and not isinstance(source.obj, types.ModuleType):
             yield members  # for attributes that come later
         for key in list(members.obj) if members is not None else ():
-            if self._reads(source, key) and not is_pythons(key):
+            if self._reads(source, key) and not is_supplied(source.obj, key):
                 yield members.item(key, f"{owner}.{key}")
         yield from self._in_slots(source)
 
@@ -273,7 +275,7 @@ class CallableContents(TensorReader):
                 yield source.child(value, f"{source.name}.{key}", _Kind.TYPE_ITEM, key)
         for key, value in said_in(source.obj, said):  # the member itself is compared, and holds these for good
             yield from (source.child(part, f"{source.name}.{key}", _Kind.KNOWN) for part in objects_behind(value))
-        for name, function in methods_of_user(source.obj).items():
+        for name, function in self._methods_of_user(source.obj).items():
             if (name in said or is_implicit(name)) and not self._names.is_around(function.__code__):
                 yield source.child(function, name, _Kind.KNOWN, distance=0)
         for name, function in wrappers_in(source.obj):
@@ -282,12 +284,12 @@ class CallableContents(TensorReader):
         yield from descriptions(source, said)
         if issubclass(source.obj, enum.Enum):  # code may go through them
             yield from (source.child(one, f"{source.name}.{one.name}", _Kind.KNOWN) for one in source.obj)
-        yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(source.obj)[1:])
+        yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in self._bases_of(source.obj)[1:])
         yield from self._classes_of(source)
 
     def _classes_of(self, source: Source) -> Iterator[Source]:
         """The classes of an object, which lead to what their methods refer to."""
-        yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in bases_of(type(source.obj)))
+        yield from (source.child(base, base.__name__, _Kind.KNOWN) for base in self._bases_of(type(source.obj)))
 
     def _unless_ignored(self, owner: Source, held: Iterable[Source]) -> Iterator[Source]:
         return (one for one in held if not self._is_ignored(owner.name, one.key))

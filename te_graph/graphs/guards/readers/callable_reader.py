@@ -32,7 +32,6 @@ from te_graph.graphs.guards.readers.user_classes import (
     bases_of,
     is_library_class,
     members_below,
-    methods_of_user,
     written_by_user,
 )
 from te_graph.graphs.guards.sources import MODULE_TABLES, Source, tells_tensors_apart
@@ -68,9 +67,9 @@ class CallableReader(CallableContents):
         members = vars(obj)
         kind = type(obj)
         said = self._names.said
-        own = {name for name in methods_of_user(kind) if name in said}
-        own.update(name for base in bases_of(kind) for name in class_values(base, said))
-        own.update(name for base in bases_of(kind) for name in class_objects(base, said))
+        own = {name for name in self._methods_of_user(kind) if name in said}
+        own.update(name for base in self._bases_of(kind) for name in class_values(base, said))
+        own.update(name for base in self._bases_of(kind) for name in class_objects(base, said))
         own |= self._looked_up_of(kind)
         asked = {name for name in self._asked_of(obj) if not has_member(kind, name)}
         tables = [members[table] for table in MODULE_TABLES] if isinstance(obj, nn.Module) else []
@@ -138,7 +137,7 @@ class CallableReader(CallableContents):
     def members_of_metaclass(self, obj: Any) -> Iterator[tuple[str, Any]]:
         """The same of the metaclass of that class, where the user wrote it, for code that asks the class itself."""
         kind = plain_class(obj if isinstance(obj, type) else type(obj))
-        if bases_of(type(kind)):
+        if self._bases_of(type(kind)):
             own = (self._names.said & vars(base).keys() for base in kind.__mro__)  # may come to be hidden, too
             yield from self._members(kind, type(kind), self._asked_of(kind).union(*own))
 
@@ -173,7 +172,7 @@ class CallableReader(CallableContents):
 
     def is_users(self, kind: type) -> bool:
         """True for classes that the user wrote, or whose methods or class he wrote."""
-        return bool(bases_of(kind) or methods_of_user(kind) or bases_of(type(kind)))
+        return bool(self._bases_of(kind) or self._methods_of_user(kind) or bases_of(type(kind)))
 
     def functions(self, sources: Iterable[Source]) -> Iterator[types.FunctionType]:
         """Those that the user wrote, among ``sources``."""
@@ -186,7 +185,7 @@ class CallableReader(CallableContents):
         if isinstance(obj, types.ModuleType):
             return set(asked_of_module(obj, self._names)) if is_project_module(obj) else set()
         kind = type(obj)
-        if any("__getattr__" in vars(base) for base in bases_of(kind)):
+        if any("__getattr__" in vars(base) for base in self._bases_of(kind)):
             return self._names.said
         if isinstance(obj, type):
             is_asked = self.is_users(obj)

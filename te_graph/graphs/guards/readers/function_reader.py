@@ -50,7 +50,7 @@ from te_graph.graphs.guards.readers.lookups import (
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
-from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, items_of, name_of
+from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, items_of, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.class_origins import module_of
@@ -227,7 +227,7 @@ class FunctionReader:
         for key in list(members.obj):
             if key in MODULE_TABLES:
                 yield members.item(key, name_of(key.strip("_"), source.name))
-            elif key != "te_graph" and self._reads(source.obj, key):
+            elif not is_handle(source.obj, key) and self._reads(source.obj, key):
                 yield members.item(key, name_of(HOOK_DICTS.get(key, key), source.name))
         yield from self._slots(source)
 
