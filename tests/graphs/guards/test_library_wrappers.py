@@ -76,6 +76,15 @@ CASES: Cases = {
         "u.k = 3.0",
     ),
     "generator as a decorator": (_STACK + _MANAGER.format("o"), "f()", _RAISE),
+    "generator with a dictionary": (
+        _STACK
+        + _MANAGER.format("{'k': 2.0}")
+        .replace("c.k", "c['k']")
+        .replace("@scaled({", "d = {")
+        .replace("})\ndef f", "}\n@scaled(d)\ndef f"),
+        "f()",
+        "d['k'] = 3.0",
+    ),
     "generator with a keyword": (_STACK + _MANAGER.format("c=o"), "f()", _RAISE),
     "closing": (
         _SCALE + "o.close = lambda: None\ndef f():\n with contextlib.closing(o) as c: return c.k",

@@ -161,7 +161,7 @@ def check(seed: int) -> None:
     rng = random.Random(seed)
     scale = rng.choice([Scale, SlottedScale])(2.0)
     leaf, place = rng.choice(list(_LEAVES)), rng.choice(list(_PLACES))
-    wrappers = rng.choices(list(_WRAPPERS), k=rng.choice([0, 1, 1, 2, 3]))
+    wrappers = rng.choices(list(_WRAPPERS), k=rng.choice([0, 1, 1, 2]))
     function = _LEAVES[leaf](scale)
     for wrapper in wrappers:
         function = _WRAPPERS[wrapper](function)

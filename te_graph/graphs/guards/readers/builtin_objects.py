@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from te_graph import _C
+from te_graph.graphs.guards.readers.aliases import is_alias
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, WRAPPERS, GuardedSource, is_opaque
 from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.metaclasses import has_member
@@ -32,7 +33,7 @@ def builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     if isinstance(obj, types.MethodType):
         yield source.child(obj.__self__, name or "self", _Kind.ATTRIBUTE, "__self__")
         yield source.child(obj.__func__, name, _Kind.ATTRIBUTE, "__func__")
-    elif isinstance(obj, (*_LEAD_ON, *VIEWS)):
+    elif is_alias(obj) or isinstance(obj, (*_LEAD_ON, *VIEWS)):
         yield from inside(source)
     elif isinstance(obj, dict):
         for key, value in items_of(obj):

@@ -18,6 +18,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from te_graph import _C
 from te_graph.graphs.guards.plain_values import has_snapshot, holds_values
+from te_graph.graphs.guards.readers.aliases import behind_alias, is_alias
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled
 from te_graph.graphs.guards.readers.metaclasses import member_of
 from te_graph.graphs.guards.sources import Source
@@ -75,6 +76,8 @@ def inside(source: Source) -> Iterator[Source]:
         if hasattr(obj, "__dict__"):
             yield source.child(obj.__dict__, name, _Kind.ATTRIBUTE, "__dict__")
         yield source.child(obj.__class__, f"class of {name}", _Kind.ATTRIBUTE, "__class__")
+    elif is_alias(obj):
+        yield from behind_alias(source)
     elif isinstance(obj, types.CellType):
         if is_filled(obj, "cell_contents"):
             yield source.child(obj.cell_contents, f"contents of {name}", _Kind.CELL)

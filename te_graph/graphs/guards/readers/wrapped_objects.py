@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import types
@@ -23,6 +24,7 @@ from te_graph.graphs.tracing.class_origins import is_of_python
 _Kind = _C.StepKind
 _MAX_DEPTH = 6  # of wrappers around wrappers
 _MEMOS = (dict, list, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # in variables: of earlier calls
+_CONTEXTS = (contextlib._GeneratorContextManagerBase, contextlib.nullcontext, contextlib.closing, contextlib.aclosing)
 _PARTS = {
     **WRAPPERS,
     types.MethodType: ("__self__", "__func__"),
@@ -56,8 +58,9 @@ def wrappers_in(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 def held_by_object(source: Source) -> Iterator[Source]:
     """What the object of Python's library at ``source`` holds of the user's."""
     members = source.attributes()
+    is_given = isinstance(source.obj, _CONTEXTS)  # all, but a generator: each use makes another one
     for key, value in list(members.obj.items()) if members is not None else ():
-        if isinstance(key, str) and holds_users(value):
+        if isinstance(key, str) and ((is_given and not isinstance(value, Iterator)) or holds_users(value)):
             yield members.item(key, f"{source.name}.{key}")
     for key in slots_of(type(source.obj)):
         if is_filled(source.obj, key) and holds_users(value := getattr(source.obj, key)):
@@ -73,7 +76,7 @@ def holds_users(obj: Any, depth: int = 0) -> bool:
     torch hold else is their own, and changes as it may."""
     if depth == _MAX_DEPTH:
         return False
-    if isinstance(obj, Tensor | nn.Module):
+    if isinstance(obj, (Tensor, nn.Module, *_CONTEXTS)):
         return True
     if isinstance(obj, types.FunctionType):
         return is_user_file(obj.__code__.co_filename) or (is_wrapper(obj) and _any_of(_variables(obj), depth))
