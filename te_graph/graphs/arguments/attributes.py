@@ -38,6 +38,31 @@ def own_attribute(obj: Any, name: str) -> Any:
         return NotImplemented
 
 
+def slot_of(kind: type, name: str) -> types.MemberDescriptorType | None:
+    """Where instances of ``kind`` have what stands in their slot of this ``name``; a class below may hide it."""
+    members = (vars(base).get(name) for base in kind.__mro__)
+    return next((member for member in members if isinstance(member, types.MemberDescriptorType)), None)
+
+
+def in_slot(obj: Any, name: str) -> Any:
+    """What stands in a slot of ``obj``, whatever its class makes of the name; NotImplemented where there is nothing."""
+    member = slot_of(type(obj), name)
+    if member is None:  # of a cell
+        return own_attribute(obj, name)
+    try:
+        return member.__get__(obj)
+    except AttributeError:
+        return NotImplemented
+
+
+def hides_slot(kind: type, name: str) -> bool:
+    """Whether code that asks an instance of ``kind`` for the slot of this ``name`` gets something else: a property
+    stands before it, or the class finds attributes in another way."""
+    first = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    getter = next(vars(base)["__getattribute__"] for base in kind.__mro__ if "__getattribute__" in vars(base))
+    return isinstance(getter, types.FunctionType) or first is not (slot_of(kind, name) or first)
+
+
 def may_have_attributes(value: Any) -> bool:
     """Whether a value is of a class that gives it attributes besides: a dictionary of them, or slots."""
     kind = type(value)

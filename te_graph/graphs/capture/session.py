@@ -80,6 +80,8 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         with _main_grads(captures, group):
             _capture_graphs(captures, group, progress)
             entries = _assemble_all(jobs, captures, group, is_chain, (time.perf_counter() - started) / len(captures))
+            for capture in captures:
+                _check_guard(capture)
         on_failure.pop_all()
     for entry in entries:
         facts = entry.statistics
@@ -279,6 +281,20 @@ def _assemble_all(
             predecessor=weakref.ref(predecessor) if predecessor is not None else None,
         )
     return list(entries.values())
+
+
+def _check_guard(capture: CallableCapture) -> None:
+    """Refuse what looks different each time: no call would replay.
+
+    Raises:
+        RuntimeError: the guard does not hold right after the capture.
+    """
+    if change := capture.callable_guard.guard.check(capture.root):
+        raise RuntimeError(
+            f"{capture.label}: {change} since the warm-up, and would at each call: what is there is made anew by each "
+            "look at it, or looks different to code of its class; pass it as an argument, or list the attribute in "
+            "ignore_attributes= to freeze it"
+        )
 
 
 def _assemble(capture: CallableCapture, group: CaptureGroup, predecessor: CallableEntry | None) -> _C.GraphedCallable:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from te_graph.graphs.arguments.attributes import instance_dict
+from te_graph.graphs.arguments.attributes import in_slot, instance_dict
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled, slots_of
 from te_graph.graphs.guards.readers.library_objects import is_array
@@ -102,4 +102,4 @@ def _members_read(obj: Any, code: types.CodeType) -> Iterator[Any]:
     is_any = not LOOKS_AT_ALL.isdisjoint(names)
     for table in (members, *filter(None, tables)):
         yield from (value for key, value in list(table.items()) if is_any or key in names or key in WITHIN)
-    yield from (getattr(obj, key) for key in slots_of(type(obj)) if (is_any or key in names) and is_filled(obj, key))
+    yield from (in_slot(obj, key) for key in slots_of(type(obj)) if (is_any or key in names) and is_filled(obj, key))

@@ -164,10 +164,12 @@ class TensorReader:
         enumerations among them, may have attributes.
 
         Raises:
-            RuntimeError: it is a weak proxy of a module or tensor.
+            RuntimeError: it is a proxy of a module or tensor.
         """
-        if type(source.obj) in weakref.ProxyTypes and isinstance(source.obj, nn.Module | Tensor):  # says the proxy
-            raise RuntimeError(f"{source.name} is a weak proxy, which cannot be compared: use weakref.ref")
+        if pretends(source.obj):
+            advice = "use weakref.ref" if type(source.obj) in weakref.ProxyTypes else "hold what is behind it"
+            kind = "weak proxy" if type(source.obj) in weakref.ProxyTypes else "proxy"
+            raise RuntimeError(f"{source.name} is a {kind}, which cannot be compared: {advice}")
         return is_value(source.obj) and not may_have_attributes(source.obj)
 
     def contents(self, source: Source) -> Iterable[Source]:
@@ -194,6 +196,11 @@ def _module_contents(source: Source) -> Iterator[Source]:
             yield from (table.item(name, name_of(name, source.name), distance=0) for name in names)
         elif key not in HOOK_DICTS and not is_handle(source.obj, key):
             yield members.item(key, name_of(key, source.name))
+
+
+def pretends(obj: Any) -> bool:
+    """Whether ``obj`` says that it is a module or tensor, as proxies do, and is none."""
+    return isinstance(obj, nn.Module | Tensor) and not issubclass(type(obj), nn.Module | Tensor)
 
 
 def is_handle(obj: Any, name: str) -> bool:

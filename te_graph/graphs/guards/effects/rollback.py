@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf
 from te_graph.common.own_objects import OwnObject
-from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
+from te_graph.graphs.arguments.attributes import in_slot, instance_dict, slot_of
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of
@@ -46,7 +46,7 @@ class ContainerState:
         elif isinstance(obj, Tensor) and is_leaf(obj):
             self._flags.append((obj, obj.requires_grad))
         if not isinstance(obj, _SLOTS_APART):
-            self._slots += [(obj, slot, own_attribute(obj, slot)) for slot in slots_of(type(obj))]
+            self._slots += [(obj, slot, in_slot(obj, slot)) for slot in slots_of(type(obj))]
         if isinstance(obj, CONTAINERS):
             self._keep(obj)
         if (members := instance_dict(obj)) is not None:
@@ -70,8 +70,9 @@ class ContainerState:
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
         for obj, slot, value in self._slots:
-            if own_attribute(obj, slot) is not value:  # put back without code of its class
-                object.__delattr__(obj, slot) if value is NotImplemented else object.__setattr__(obj, slot, value)
+            if in_slot(obj, slot) is not value:  # put back without code of its class
+                member = slot_of(type(obj), slot)
+                member.__delete__(obj) if value is NotImplemented else member.__set__(obj, value)
         for container, contents in self._kept:
             if isinstance(container, list):
                 if not _are_the_same(container, contents):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import is_project_file
+from te_graph.graphs.arguments.attributes import hides_slot, in_slot
 from te_graph.graphs.guards.readers.asked_state import asked_state
 from te_graph.graphs.guards.readers.class_state import (
     class_objects,
@@ -21,6 +22,7 @@ from te_graph.graphs.guards.readers.class_state import (
 )
 from te_graph.graphs.guards.readers.containers import inside_container
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES, is_filled, name_of_slot, slots_of
+from te_graph.graphs.guards.readers.hidden_slots import hidden_slot
 from te_graph.graphs.guards.readers.library_names import names_in_library
 from te_graph.graphs.guards.readers.library_namespaces import (
     classes_of_tensors,
@@ -261,8 +263,10 @@ class CallableContents(TensorReader):
     def _in_slots(self, source: Source) -> Iterator[Source]:
         """What stands in slots, which modules and tensors may have, too."""
         for key in slots_of(type(source.obj)):
-            if self._reads(source, key) and is_filled(source.obj, key):
-                yield source.child(getattr(source.obj, key), name_of_slot(source, key), _Kind.ATTRIBUTE, key)
+            if self._reads(source, key) and hides_slot(type(source.obj), key):
+                yield from hidden_slot(source, key)
+            elif self._reads(source, key) and is_filled(source.obj, key):
+                yield source.child(in_slot(source.obj, key), name_of_slot(source, key), _Kind.ATTRIBUTE, key)
 
     def _inside_class(self, source: Source) -> Iterator[Source]:
         """Constants that a class holds for all instances, and what its methods refer to."""

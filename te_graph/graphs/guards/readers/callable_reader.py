@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_strided
-from te_graph.graphs.arguments.attributes import instance_dict
+from te_graph.graphs.arguments.attributes import hides_slot, instance_dict
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.callable_contents import CallableContents
@@ -64,7 +64,7 @@ class CallableReader(CallableContents):
     def absent(self, source: Source) -> Iterator[str]:
         """Attributes that the object at ``source`` has not of its own, and that would change what the code does."""
         obj = source.obj
-        members = vars(obj)
+        members = instance_dict(obj)
         kind = type(obj)
         said = self._names.said
         own = {name for name in self._methods_of_user(kind) if name in said}
@@ -93,7 +93,7 @@ class CallableReader(CallableContents):
     def empty_slots(self, source: Source) -> Iterator[str]:
         """Of the slots of the object at ``source`` those in which there is nothing, and which the code may read."""
         names = (name for name in slots_of(type(source.obj)) if self._reads(source, name))
-        yield from (name for name in names if not is_filled(source.obj, name))
+        yield from (name for name in names if not (is_filled(source.obj, name) or hides_slot(type(source.obj), name)))
 
     def may_use(self, source: Source) -> bool:
         """Whether a tensor at ``source`` may be used where no dispatcher sees it: by functions of extension modules."""

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_user_file
 from te_graph.common.own_objects import OwnObject
+from te_graph.graphs.arguments.attributes import hides_slot
 from te_graph.graphs.guards.readers.asked_state import asked_state
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.builtin_objects import builtin_contents
@@ -50,7 +51,7 @@ from te_graph.graphs.guards.readers.lookups import (
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
-from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, items_of, name_of
+from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, items_of, name_of, pretends
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.class_origins import module_of
@@ -124,6 +125,8 @@ class FunctionReader:
         for child in itertools.chain(children, filter(None, [count])):
             if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
                 yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
+            elif pretends(child.obj):
+                yield child.parent.never(f"{child.name} is a proxy, which cannot be compared: hold what is behind it")
             elif isinstance(child.obj, UninitializedTensorMixin):  # torch refuses to tell anything about it
                 yield child.parent.never(f"{child.name} is not initialized yet: call the lazy module once before")
             else:
@@ -393,6 +396,8 @@ def _is_of_torch(kind: type) -> bool:
 
 def _slot(source: GuardedSource, key: str) -> GuardedSource:
     name = name_of_slot(source, key)
+    if hides_slot(type(source.obj), key):
+        return source.never(f"{name} is a slot behind other code of its class, and cannot be compared")
     if is_filled(source.obj, key):
         return source.child(getattr(source.obj, key), name, _Kind.ATTRIBUTE, key)
     return source.child(None, name, _Kind.NO_ATTRIBUTE, key)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass, is_strided
+from te_graph.graphs.arguments.attributes import in_slot
 from te_graph.graphs.guards.sources import Source, name_of
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.class_origins import is_of_python
@@ -126,10 +127,9 @@ def name_of_slot(source: Source, slot: str) -> str:
 def is_filled(obj: Any, slot: str) -> bool:
     """Whether there is something in a ``slot`` of ``obj``."""
     try:
-        getattr(obj, slot)
-    except (AttributeError, ValueError):  # the latter of a cell
+        return in_slot(obj, slot) is not NotImplemented
+    except ValueError:  # of a cell
         return False
-    return True
 
 
 def is_transparent(obj: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import PACKAGE, is_user_file
-from te_graph.graphs.arguments.attributes import instance_dict
+from te_graph.graphs.arguments.attributes import in_slot, instance_dict
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS
 from te_graph.graphs.guards.readers.guarded_sources import WRAPPERS, is_filled, name_of_slot, slots_of
 from te_graph.graphs.guards.readers.user_classes import bases_of, function_behind
@@ -63,7 +63,7 @@ def held_by_object(source: Source) -> Iterator[Source]:
         if isinstance(key, str) and ((is_given and not isinstance(value, Iterator)) or holds_users(value)):
             yield members.item(key, f"{source.name}.{key}")
     for key in slots_of(type(source.obj)):
-        if is_filled(source.obj, key) and holds_users(value := getattr(source.obj, key)):
+        if is_filled(source.obj, key) and holds_users(value := in_slot(source.obj, key)):
             yield source.child(value, name_of_slot(source, key), _Kind.ATTRIBUTE, key)
     kind = next((kind for kind in WRAPPERS if isinstance(source.obj, kind)), None)
     for key in WRAPPERS.get(kind, ()):
@@ -92,7 +92,7 @@ def holds_users(obj: Any, depth: int = 0) -> bool:
     if not is_of_python(kind):
         return bool(bases_of(kind))
     members = None if isinstance(obj, types.ModuleType) else instance_dict(obj)
-    slots = (getattr(obj, key) for key in slots_of(kind) if is_filled(obj, key))
+    slots = (in_slot(obj, key) for key in slots_of(kind))
     return _any_of(itertools.chain((members or {}).values(), slots), depth)
 
 
