@@ -27,6 +27,8 @@ from te_graph.common.dispatch import (
 )
 from te_graph.graphs.tracing.source_lines import user_site
 
+_NO_HOOKS = "support saved tensor hooks"  # says torch of some transforms
+
 
 @dataclass(eq=False)
 class External:
@@ -106,9 +108,20 @@ class TensorWatch(AsWrittenMode):
 
         Hooks that the region itself installs (activation checkpointing, ``save_on_cpu``) come before this one: what
         they take is not noted.
+
+        Raises:
+            RuntimeError: the region uses a transform of ``torch.func`` for which torch allows no such hooks.
         """
         with torch.autograd.graph.saved_tensors_hooks(self._note_saved, lambda tensor: tensor):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if _NO_HOOKS not in str(error):
+                    raise
+                raise RuntimeError(
+                    "torch.func.grad, and vjp, jacrev and hessian, cannot be captured inside of a callable: what they "
+                    "save for backward is not to be seen; call them outside, or in a function for te_graph.graphed"
+                ) from error
 
     def restore(self) -> None:
         """Copy back the value that each external tensor had before the region's first write to it.

@@ -144,3 +144,25 @@ def test_a_replay_in_inference_mode_gives_tensors_that_autograd_takes(device: st
     assert torch.equal(result, expected)
     assert (result.is_inference(), expected.is_inference()) == (False, True)
     assert module.te_graph.info()["forward_replays"] == 1
+
+
+_WITHOUT_HOOKS = {"grad": grad, "jacrev": jacrev, "vjp": lambda f: lambda a: vjp(f, a)[1](torch.ones(()))[0]}
+
+
+@pytest.mark.parametrize("name", _WITHOUT_HOOKS)
+def test_transforms_inside_that_allow_no_hooks_are_refused_by_name(name: str) -> None:
+    def call(x: Tensor) -> Tensor:  # [4] -> [4]
+        return x * _WITHOUT_HOOKS[name](lambda a: (a**3).sum())(x.detach())
+
+    with pytest.raises(RuntimeError, match=r"torch\.func\.grad, .* cannot be captured inside of a callable"):
+        tg.make_graphed_callables(call, (torch.ones(4, requires_grad=True),))
+
+
+def test_transforms_inside_graphed_functions_are_captured() -> None:
+    @tg.graphed
+    def call(x: Tensor) -> Tensor:  # [4] -> [4]
+        return grad(lambda a: (a**3).sum())(x)
+
+    x = torch.full((4,), 2.0)
+    for _ in range(3):
+        assert_bitwise_equal(call(x).clone(), 3 * x**2)
