@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import operator
 import pickle
 import sys
@@ -49,6 +50,11 @@ _NOT_RUN = frozenset(
 # Of objects, which code may put there and read as it likes.
 OF_OBJECTS = frozenset(
     {"__wrapped__", "__all__", "__orig_class__", "__name__", "__qualname__", "__doc__", "__file__", "__path__"}
+)
+# Code that says all of one of these may ask for modules by strings.
+ASKS_FOR_MODULES = (
+    *(frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"})),
+    *(frozenset({"resolve_name"}), frozenset({"locate"})),  # of pkgutil and pydoc
 )
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 _CALLS_EXTENSIONS = "(extension)"  # stands for a call of a function that may take the memory of tensors
@@ -108,6 +114,11 @@ class Names:
         return not self.said.isdisjoint(BY_NAME)
 
     @property
+    def asks_for_modules(self) -> bool:
+        """Code may ask for modules by strings."""
+        return any(names <= self.said for names in ASKS_FOR_MODULES)
+
+    @property
     def asks_for_autocast_cache(self) -> bool:
         """Code looks at that switch. Else it is free: captures are made without the cache, calls come with it."""
         return "is_autocast_cache_enabled" in self.said
@@ -165,7 +176,14 @@ class Names:
         return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
-        """These, and ``strings``, which code may pass to ``getattr`` or fill in, if any code does."""
+        """These, and ``strings``, which code may pass to ``getattr``, fill in or import by, if any code does."""
+        if self.asks_for_modules:
+            strings = list(strings)
+            found = itertools.chain.from_iterable(map(_names_in_path, filter(may_be_name, strings)))
+            return replace(self, said=self.said.union(found))._with_strings(strings)
+        return self._with_strings(strings)
+
+    def _with_strings(self, strings: Iterable[str]) -> Names:
         fills_in, asks = not self.said.isdisjoint(_FILLS_IN), self.asks_for_names and not self.is_all_seen
         if not (fills_in or asks):
             return self
@@ -225,6 +243,16 @@ class Names:
     def has_run(self, member: Any) -> bool:
         """Whether ``member``, of a class, was seen to run."""
         return any(id(code) in self.ran for code in codes_of(member))
+
+
+def _names_in_path(path: str) -> list[str]:
+    """Of the name of a loaded module, or of something in one, such as ``package.module.name`` or ``module:name``: the
+    module, and the names in it."""
+    parts = path.replace(":", ".").split(".")
+    for count in range(len(parts), 0, -1):
+        if (name := ".".join(parts[:count])) in sys.modules:
+            return [name, *parts[count:]]
+    return []
 
 
 def looks_at_all(obj: Any) -> bool:

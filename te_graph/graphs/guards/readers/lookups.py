@@ -16,11 +16,10 @@ from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.class_origins import HEAP_TYPE, module_of
 from te_graph.graphs.tracing.code_names import globals_of, imports_of, strings_in
-from te_graph.graphs.tracing.names import Names, is_implicit, is_users_module, user_classes
+from te_graph.graphs.tracing.names import ASKS_FOR_MODULES, Names, is_implicit, is_users_module, user_classes
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
-_ASKS_FOR_MODULES = (frozenset({"sys", "modules"}), frozenset({"import_module"}), frozenset({"__import__"}))
 
 
 def is_project_module(module: Any) -> bool:
@@ -135,7 +134,7 @@ def globals_by_name(source: Source, said: Collection[str]) -> Iterator[Source]:
 
 
 def _asks_for_modules(code: types.CodeType) -> bool:
-    return any(names <= strings_in(code) for names in _ASKS_FOR_MODULES)
+    return any(names <= strings_in(code) for names in ASKS_FOR_MODULES)
 
 
 def _loaded(source: Source) -> Source:
