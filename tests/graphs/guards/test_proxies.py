@@ -93,7 +93,8 @@ def test_what_says_that_it_is_a_module_is_refused_by_name() -> None:
 def test_what_is_another_object_at_each_look_is_refused_at_the_capture(module: types.ModuleType) -> None:
     run_text(
         module,
-        "import collections\nclass Queue(collections.deque):\n def __getitem__(self, n): return [super().__getitem__(n)]\n"
+        "import collections\nclass Queue(collections.deque):\n"
+        " def __getitem__(self, n): return [super().__getitem__(n)]\n"
         "class C: k = 2.0\nq = Queue([C()])\ndef fn(x): return x * q[0][0].k",
     )
     with pytest.raises(RuntimeError, match=r"fn: .*q\[0\].* since the warm-up, and would at each call"):
