@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_graph.graphs.tracing.class_origins import is_of_python
+from te_graph.common.class_origins import is_of_python
 
 # A class may give its objects another ``__dict__``, as proxies do, or another way to find attributes.
 _generic_dict = ctypes.PyDLL(None).PyObject_GenericGetDict

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from te_graph import _C
+from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.attributes import instance_dict, may_have_attributes
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
-from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import Names
 

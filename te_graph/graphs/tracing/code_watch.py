@@ -17,8 +17,8 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import PACKAGE, TORCH, is_in_backward, is_project_file, is_user_file
-from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import is_making
 from te_graph.graphs.tracing.extensions import classes_given, is_method_of_extension, is_of_extension
 from te_graph.graphs.tracing.names import (

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import nn
 
+from te_graph.common.class_origins import HEAP_TYPE, module_of
 from te_graph.common.dispatch import is_project_file, is_user_file
-from te_graph.graphs.tracing.class_origins import HEAP_TYPE, module_of
 from te_graph.graphs.tracing.code_names import (
     BY_NAME,
     PATTERN,

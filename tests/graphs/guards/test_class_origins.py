@@ -24,7 +24,7 @@ import torch
 from text_cases import Cases, refuses_changes, run_text, sees_changes
 
 from te_graph import graphed, make_graphed_callables
-from te_graph.graphs.tracing.class_origins import is_of_python, module_of
+from te_graph.common.class_origins import is_of_python, module_of
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.class_origins import is_of_python
 from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.attributes import hides_slot, in_slot
 from te_graph.graphs.guards.readers.asked_state import asked_state
@@ -60,7 +61,6 @@ from te_graph.graphs.guards.sources import (
     name_of,
     submodules,
 )
-from te_graph.graphs.tracing.class_origins import is_of_python
 from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL
 from te_graph.graphs.tracing.names import MARK_OF_COMPILER, Names, is_implicit
 from te_graph.graphs.tracing.python_names import is_supplied

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin
 
 from te_graph import _C
+from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_user_file
 from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.arguments.attributes import hides_slot
@@ -54,7 +55,6 @@ from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_m
 from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, items_of, name_of, pretends
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.calls import Call
-from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import (
     LOOKS_ABOVE,

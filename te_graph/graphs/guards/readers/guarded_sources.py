@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.class_origins import is_of_python
 from te_graph.common.dispatch import has_subclass, is_strided
 from te_graph.graphs.arguments.attributes import in_slot
 from te_graph.graphs.guards.sources import Source, name_of
 from te_graph.graphs.guards.values import value_of
-from te_graph.graphs.tracing.class_origins import is_of_python
 
 _Kind = _C.StepKind
 _ENDS = frozenset(

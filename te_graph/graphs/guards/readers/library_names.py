@@ -8,7 +8,7 @@ from collections.abc import Set
 
 from torch import nn
 
-from te_graph.graphs.tracing.class_origins import module_of
+from te_graph.common.class_origins import module_of
 from te_graph.graphs.tracing.code_names import strings_in
 from te_graph.graphs.tracing.names import is_implicit
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._config_module import ConfigModule
 
 from te_graph import _C
+from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_value
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
@@ -21,7 +22,6 @@ from te_graph.graphs.guards.readers.library_objects import is_iterator
 from te_graph.graphs.guards.readers.lookups import is_project_module
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import value_of
-from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import is_implicit, user_classes
 

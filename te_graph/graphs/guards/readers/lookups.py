@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from te_graph import _C
+from te_graph.common.class_origins import HEAP_TYPE, module_of
 from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.attributes import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.class_origins import HEAP_TYPE, module_of
 from te_graph.graphs.tracing.code_names import globals_of, imports_of, strings_in
 from te_graph.graphs.tracing.names import ASKS_FOR_MODULES, Names, is_implicit, is_users_module, user_classes
 

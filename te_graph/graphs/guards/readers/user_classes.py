@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
 from te_graph.graphs.guards.readers.metaclasses import member_of
-from te_graph.graphs.tracing.class_origins import module_of
 from te_graph.graphs.tracing.names import LOOKS_ABOVE, Names, codes_of
 
 # Of functions.
