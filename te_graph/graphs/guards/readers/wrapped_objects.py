@@ -13,17 +13,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.class_origins import is_of_python
 from te_graph.common.dispatch import PACKAGE, is_user_file
 from te_graph.graphs.arguments.attributes import in_slot, instance_dict
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS
 from te_graph.graphs.guards.readers.guarded_sources import WRAPPERS, is_filled, name_of_slot, slots_of
 from te_graph.graphs.guards.readers.user_classes import bases_of, function_behind
 from te_graph.graphs.guards.sources import Source, contents
-from te_graph.graphs.tracing.class_origins import is_of_python
 
 _Kind = _C.StepKind
 _MAX_DEPTH = 6  # of wrappers around wrappers
-_MEMOS = (dict, list, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # in variables: of earlier calls
+_MEMOS = (dict, list, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # what comes and goes
 _CONTEXTS = (contextlib._GeneratorContextManagerBase, contextlib.nullcontext, contextlib.closing, contextlib.aclosing)
 _PARTS = {
     **WRAPPERS,
@@ -60,7 +60,8 @@ def held_by_object(source: Source) -> Iterator[Source]:
     members = source.attributes()
     is_given = isinstance(source.obj, _CONTEXTS)  # all, but a generator: each use makes another one
     for key, value in list(members.obj.items()) if members is not None else ():
-        if isinstance(key, str) and ((is_given and not isinstance(value, Iterator)) or holds_users(value)):
+        is_held = not isinstance(value, Iterator) if is_given else not isinstance(value, _MEMOS) and holds_users(value)
+        if isinstance(key, str) and is_held:
             yield members.item(key, f"{source.name}.{key}")
     for key in slots_of(type(source.obj)):
         if is_filled(source.obj, key) and holds_users(value := in_slot(source.obj, key)):
