@@ -334,7 +334,8 @@ std::optional<at::Tensor> Linear::fast_call(const at::Tensor& x, const at::Tenso
                           torch::autograd::get_current_graph_task_id() == kNotInBackward;
     if (!is_usual || x.device() != weight.device() || x.scalar_type() != weight.scalar_type() ||
         weight.device() != weight_.device() || weight.sizes() != weight_sizes() ||
-        at::autocast::is_autocast_enabled(x.device().type()) || !is_cast(weight, true)) {
+        at::autocast::is_autocast_enabled(x.device().type()) || (bias && !bias->is_contiguous()) ||
+        !is_cast(weight, true)) {
         return std::nullopt;
     }
     return forward(x, weight, bias, x.scalar_type(), true, std::nullopt);

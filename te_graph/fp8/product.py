@@ -54,15 +54,13 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     None where FP8 is off or does not fit.
     """
     try:
-        if bias is not None and not bias.is_contiguous():
-            bias = bias.contiguous()
         member = module.fp8
         if member is not None and member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation:
             y = member.linear.fast_call(x, weight, bias)
             if y is not None:
                 return y
         note_region()
-        return _unusual_product(module, x, weight, bias)
+        return _unusual_product(module, x, weight, None if bias is None else bias.contiguous())
     except RuntimeError as error:
         if torch._C._functorch.peek_interpreter_stack() is None:
             raise
