@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.fp8_calls import take_excuse
 from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.member import HasWeight, Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
@@ -222,8 +223,9 @@ class ScalingScopes(OwnObject):
         return list(self._scopes.values())
 
     def is_first_unused(self, number: int) -> bool:
-        """Whether a region of ``number`` is the first of these in which nothing computed in FP8, nor did before."""
-        if number in self._unused or any(scope.members for scope in self.all()):
+        """Whether a region of ``number`` is the first of these in which nothing computed in FP8, nor did before, and
+        nothing excuses that."""
+        if number in self._unused or any(scope.members for scope in self.all()) or take_excuse():
             return False
         self._unused.add(number)
         return True

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import te_graph as tg
+from te_graph.common.fp8_calls import take_excuse
 from te_graph.fp8.autocast import current_region
 from te_graph.fp8.recipes import Recipe
 
@@ -276,6 +277,7 @@ def test_a_group_without_this_rank_is_refused(ranks) -> None:
 
 def test_a_training_without_fp8_layers_is_told_so_once(caplog: pytest.LogCaptureFixture) -> None:
     gc.collect()  # layers of other tests
+    take_excuse()  # what they captured
     model, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
 
     def run(recipe: Any, **options: Any) -> list[str]:
@@ -295,3 +297,21 @@ def test_a_training_without_fp8_layers_is_told_so_once(caplog: pytest.LogCapture
     assert run(recipe) == []
     tg.convert_to_fp8(torch.nn.Sequential(model), min_features=16)
     assert run(tg.DelayedScaling(margin=4)) == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_region_for_captures_that_are_not_made_in_it_is_no_training_without_fp8(
+    is_late: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()  # layers of other tests
+    if not is_late:
+        monkeypatch.setenv("TE_GRAPH_DISABLE", "1")
+    layer, x = tg.Linear(32, 32), torch.randn(4, 32)
+    recipe = tg.DelayedScaling(margin=6 + is_late)
+    with caplog.at_level("WARNING", "te_graph"):
+        with tg.fp8_autocast(recipe=recipe):
+            tg.make_graphed_callables(layer, None if is_late else (x,))
+        assert "nothing has computed in FP8" not in caplog.text
+        with tg.fp8_autocast(recipe=recipe):
+            pass
+        assert "nothing has computed in FP8" in caplog.text

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from te_graph.common.environment import is_disabled
+from te_graph.common.fp8_calls import excuse_region
 from te_graph.common.opaque import opaque
 from te_graph.common.own_objects import name_of_itself
 from te_graph.graphs.callables.handle import Handle
@@ -55,6 +56,7 @@ def capture_and_install(
     Raises:
         TypeError, ValueError, RuntimeError: as ``make_graphed_callables``; everything is then as before.
     """
+    excuse_region()
     prepare([job.target for job in jobs])
     entries = [] if is_disabled() else capture_all(group, jobs, is_chain)
     handles = [Handle(job, step_state) for job in jobs]
@@ -76,6 +78,7 @@ def install_late(
     Raises:
         TypeError: a module cannot take the class of graphed modules.
     """
+    excuse_region()
     prepare([job.target for job in jobs])
     late = LateCaptures(options)
     graphed = []
