@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
-from te_graph.common.fp8_calls import note_captured_fp8_call
+from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
 from te_graph.fp8.autocast import current_region, fp8_autocast, note_region
 from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.member import Member, check_state, new_state, without_cast
@@ -72,6 +72,9 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
 
 def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """``product_in_fp8`` where there is more to look at than a fast call does; bias [out] is contiguous."""
+    if weight.is_meta:  # shapes are those of the plain layer, and there are no values to scale
+        excuse_region()
+        return None
     checkpoints = Checkpoints() if may_be_checkpointed() else None
     if checkpoints is not None and (first := checkpoints.recall(module)) is not None:
         checkpoints.note(module, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from typing import Any
 
@@ -204,6 +205,28 @@ def test_bad_input_is_refused(device: str) -> None:
             layer(torch.zeros(2, IN, device=device, dtype=torch.bfloat16))
         with pytest.raises(ValueError, match=r"expected an input on .*, where the weight is, got meta"):
             layer(torch.zeros(2, IN, device="meta", dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("is_converted", [False, True])
+@pytest.mark.parametrize("under", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_on_meta_tensors_shapes_are_those_of_a_linear_layer(is_converted: bool, under: Any, caplog: Any) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(IN, OUT) if is_converted else tg.Linear(IN, OUT))
+        x = torch.randn(2, 3, IN, requires_grad=True)
+    tg.convert_to_fp8(model, min_features=16)
+    gc.collect()  # layers of other tests
+    with under(), caplog.at_level("WARNING", "te_graph"), tg.fp8_autocast(recipe=tg.DelayedScaling(margin=5)):
+        y, expected = model(x), F.linear(x, model[0].weight, model[0].bias)
+        with torch.no_grad():
+            assert model(x).shape == y.shape
+    assert (y.shape, y.dtype, y.device) == (expected.shape, expected.dtype, expected.device)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert not caplog.records
+    model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    with tg.fp8_autocast(recipe=CURRENT):
+        assert model(torch.randn(2, IN)).shape == (2, OUT)
 
 
 TRANSFORMS = {
