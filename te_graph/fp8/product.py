@@ -61,6 +61,9 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
                 return y
         note_region()
         return _unusual_product(module, x, weight, None if bias is None else bias.contiguous())
+    except ValueError:
+        _check_features(module, x, weight)  # which a fast call leaves to the op
+        raise
     except RuntimeError as error:
         if torch._C._functorch.peek_interpreter_stack() is None:
             raise
@@ -97,6 +100,7 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
     if not region.enabled:
         _calibrate(member, x, weight)
         return None
+    _check_features(module, x, weight)
     member.linear.set_fast_region(region.number)  # for calls that are like this one
     dtype = _dtype_of_result(x, weight)
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the amax
@@ -247,6 +251,14 @@ def load_state_(module: FP8Module, state: Tensor) -> None:
         with torch.no_grad():
             module.fp8.load_(state, mark)
     loaded_modules().add(module)
+
+
+def _check_features(module: FP8Module, x: Tensor, weight: Tensor) -> None:
+    """Raise ValueError if x [...] has other features than ``weight``, [out, in] or [in, out], takes."""
+    features = weight.shape[0 if module.has_inputs_first else 1]
+    if x.dim() == 0 or x.shape[-1] != features:
+        got = x.shape[-1] if x.dim() else "a scalar"
+        raise ValueError(f"te_graph.Linear: expected an input of {features} features, got {got}")
 
 
 def _dtype_of_result(x: Tensor, weight: Tensor) -> torch.dtype:
