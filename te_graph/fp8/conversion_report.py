@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from te_graph.common.reasons import said_by_reason
 
 _MAX_SHOWN = 12  # reasons
+_NO_MODEL = "convert_to_fp8 converts in place and returns a report; go on with the model itself"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,15 @@ class ConversionReport:
         if len(reasons) > _MAX_SHOWN:
             lines.append(f"  left: {len(reasons) - _MAX_SHOWN} more reasons in skipped and others")
         return "\n".join(lines)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Where it is taken for the model."""
+        raise TypeError(f"ConversionReport: expected no call, got one: {_NO_MODEL}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Of what it has not: where it is taken for the model, but for what copy, pickle and others look for."""
+        hint = "" if name.startswith("_") else f": {_NO_MODEL}"
+        raise AttributeError(f"'ConversionReport' object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def most_frequent_reasons(self) -> str:
         """Why most layers and matrices are left, in short."""

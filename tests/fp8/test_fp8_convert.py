@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -340,3 +341,18 @@ def test_graphed_layers_of_a_converted_model_are_bit_equal(device: str) -> None:
             assert all(layer.te_graph.info()["forward_replays"] == 4 for layer in model.model.layers)
         results.append([*found, *model.parameters()])
     assert all(map(same_bits, *results))
+
+
+def test_a_report_that_is_taken_for_the_model_says_so() -> None:
+    report = tg.convert_to_fp8(llama(), min_features=16)
+    hint = "convert_to_fp8 converts in place and returns a report; go on with the model itself"
+    with pytest.raises(TypeError, match=f"^ConversionReport: expected no call, got one: {hint}$"):
+        report(torch.zeros(1, 8, dtype=torch.int64))
+    for name in ("parameters", "train", "to", "state_dict", "config"):
+        with pytest.raises(AttributeError, match=f"^'ConversionReport' object has no attribute '{name}': {hint}$"):
+            getattr(report, name)
+    assert not hasattr(report, "parameters")
+    assert not hasattr(report, "_repr_html_")
+    for twin in (copy.copy(report), copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
+        assert twin == report
+        assert str(twin) == str(report)
