@@ -25,6 +25,7 @@ class ConvertedLinear(Linear):
 
 
 _CONVERTED = (Linear, FP8Conv1D)
+_WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 
 
 def convert_to_fp8(
@@ -157,9 +158,33 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _CONVERTED)}
     if modules.keys() != state.keys():
         odd = sorted(modules.keys() ^ state.keys())
-        raise KeyError(f"load_fp8_state_dict: expected the names of the model's FP8 layers, differing are {odd[:5]}")
+        hint = _hint_at_wrapper(set(modules), set(state))
+        raise KeyError(
+            f"load_fp8_state_dict: expected the names of the model's FP8 layers, differing are {odd[:5]}{hint}"
+        )
     for name, module in modules.items():
         load_state_(module, state[name])
+
+
+def _hint_at_wrapper(names: set[str], given: set[str]) -> str:
+    """What to do where a wrapper makes the difference between the ``names`` of a model and those ``given``."""
+    if prefix := _prefix_of(given, names):
+        return f" (a prefix {prefix!r}: save the state of the unwrapped model)"
+    if prefix := _prefix_of(names, given):
+        return f" (a prefix {prefix!r}: load into the unwrapped model)"
+    return ""
+
+
+def _prefix_of(wrapped: set[str], plain: set[str]) -> str:
+    """What wrappers have put before all of the ``plain`` names; empty if that is not how ``wrapped`` ones differ."""
+    prefix = ""
+    while wrapped and wrapped != plain:
+        added = next((one for one in _WRAPPERS if all(name.startswith(one) for name in wrapped)), None)
+        if added is None:
+            return ""
+        prefix += added
+        wrapped = {name.removeprefix(added) for name in wrapped}
+    return prefix if wrapped else ""
 
 
 def _check_can_be_changed(function: str, model: nn.Module) -> None:

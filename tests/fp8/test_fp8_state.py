@@ -214,3 +214,22 @@ def test_names_have_to_fit(device: str) -> None:
     model = new_model(device)
     with pytest.raises(KeyError, match="expected the names of the model's FP8 layers, differing are"):
         tg.load_fp8_state_dict(model, {"0": model[0].get_extra_state()})
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_names_that_differ_by_a_wrapper_are_told_apart_from_others(prefix: str) -> None:
+    model, odd = new_model("cpu"), "expected the names of the model's FP8 layers, differing are"
+    state = tg.fp8_state_dict(model)
+    wrapped = {prefix + name: value for name, value in state.items()}
+    with pytest.raises(KeyError, match=rf"{odd} .* \(a prefix '{prefix}': save the state of the unwrapped model\)"):
+        tg.load_fp8_state_dict(model, wrapped)
+    outer = model
+    for name in reversed(prefix.split(".")[:-1]):
+        inner, outer = outer, nn.Module()
+        setattr(outer, name, inner)
+    tg.load_fp8_state_dict(outer, wrapped)
+    with pytest.raises(KeyError, match=rf"{odd} .* \(a prefix '{prefix}': load into the unwrapped model\)"):
+        tg.load_fp8_state_dict(outer, state)
+    for other in ({}, {**wrapped, "head": state["0"]}, {prefix + "0": state["0"]}):
+        with pytest.raises(KeyError, match=rf"{odd} \[.*\]\W*$"):
+            tg.load_fp8_state_dict(model, other)
