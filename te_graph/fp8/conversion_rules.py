@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from te_graph.common.module_names import as_choices, chosen_modules
 from te_graph.fp8.conv1d import is_conv1d, plain_class
@@ -74,7 +75,7 @@ def _obstacle(module: nn.Module) -> str | None:
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return "of a MultiheadAttention, which multiplies by it itself"
     if type(module) is not (plain_class() if is_conv1d(module) else nn.Linear):
-        return f"of the subclass {type(module).__name__}"
+        return f"of the subclass {type(module).__name__}{_hint_at_base(module)}"
     if has_own_forward(module):
         return "it has a forward of its own, as hooks of accelerate are: convert before they are added"
     weight = module._parameters.get("weight")
@@ -87,6 +88,13 @@ def _obstacle(module: nn.Module) -> str | None:
     if any(size % MULTIPLE for size in weight.shape):
         return f"{MULTIPLE} does not divide {list(weight.shape)}"
     return None
+
+
+def _hint_at_base(module: nn.Module) -> str:
+    """What lets ``module``, of a subclass, compute in FP8, where that might well be expected of it."""
+    if is_parametrized(module) or type(module).forward is not nn.Linear.forward:
+        return ""
+    return ": that has no forward of its own, so derive it from te_graph.Linear"
 
 
 def _chosen(choices: Any, names: dict[nn.Module, str], argument: str) -> set[nn.Module]:

@@ -356,3 +356,26 @@ def test_a_report_that_is_taken_for_the_model_says_so() -> None:
     for twin in (copy.copy(report), copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
         assert twin == report
         assert str(twin) == str(report)
+
+
+class Plain(nn.Linear):
+    """Nothing of its own."""
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_subclasses_are_left_and_told_what_helps() -> None:
+    model = nn.Sequential(Plain(32, 32), Doubled(32, 32))
+    for include in ((), ("0", "1")):
+        report = tg.convert_to_fp8(model, min_features=16, include=include)
+        assert report.skipped == {
+            "0": "of the subclass Plain: that has no forward of its own, so derive it from te_graph.Linear",
+            "1": "of the subclass Doubled",
+        }
+    derived = type("Plain", (tg.Linear,), {})(32, 32)
+    x = torch.randn(4, 32)
+    with torch.no_grad(), tg.fp8_autocast(recipe=CURRENT):
+        assert not same_bits(derived(x), nn.functional.linear(x, derived.weight, derived.bias))
