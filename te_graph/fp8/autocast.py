@@ -13,6 +13,7 @@ import torch.distributed as dist
 from te_graph import _C
 from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
+from te_graph.fp8.flops import let_flops_be_counted
 from te_graph.fp8.kept_scales import scales_kept
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
@@ -90,6 +91,7 @@ class fp8_autocast(ContextDecorator):
             raise ValueError("fp8_autocast: expected an amax_reduction_group that this rank is in, got one without it")
         self.number = scaling_scopes.number_of(self.enabled, self.calibrating, self.recipe, self.group)
         self._scopes: dict[torch.device, ScalingScope] = {}
+        let_flops_be_counted()
 
     @opaque
     def __enter__(self) -> fp8_autocast:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.fp8.flops import let_flops_be_counted
 
 _ops = torch.ops.te_graph
 
@@ -47,6 +48,7 @@ def fp8_gemm(
         split), and the addition of a bias to a float32 result, does not synchronize. The first product of given sizes
         on a GPU asks cuBLASLt for a kernel, so it comes before a capture.
     """
+    let_flops_be_counted()
     return _ops.fp8_gemm(a, b, a_scale_inv, b_scale_inv, dtype, bias=bias, fast_accum=fast_accum)
 
 
@@ -73,6 +75,7 @@ def fp8_gemm_out(
 
     Stream and capture: as ``fp8_gemm``, without the result.
     """
+    let_flops_be_counted()
     _ops.fp8_gemm_out(out, a, b, a_scale_inv, b_scale_inv, bias=bias, fast_accum=fast_accum, accumulate=accumulate)
 
 
