@@ -137,7 +137,9 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
         current scaling; the scale; of the weight the scale of its last cast, 1 if it is as it was then, and 1 if it has
         a scale; two zeros; then the history, first what has been recorded since the last update, then the others, the
         newest last. Zeros fill it up, so that n is 1032 or, for histories of more than 1024, more. Ranks that share
-        scales (``amax_reduction_group``) save one each: what has been recorded since the last update is their own.
+        scales (``amax_reduction_group``) save one each: what has been recorded since the last update is their own. The
+        newest amaxes are there before or after the update that the next cast makes of them: states with which trainings
+        go on alike may differ in that, and so in the scale. To compare trainings, take losses and parameters.
     """
     return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, _CONVERTED)}
 
