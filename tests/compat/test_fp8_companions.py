@@ -127,7 +127,8 @@ def test_accelerate(on_the_cpu: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # about loggers, workers and deprecations of its own
-def test_lightning() -> None:
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_lightning(precision: str) -> None:
     import lightning
 
     def fit(epochs: int, path: str | None = None, save: str | None = None) -> Any:
@@ -136,7 +137,7 @@ def test_lightning() -> None:
         trainer = lightning.Trainer(
             max_epochs=epochs,
             accelerator="cpu",
-            precision="bf16-mixed",
+            precision=precision,
             callbacks=[graphs],
             logger=False,
             enable_checkpointing=False,
