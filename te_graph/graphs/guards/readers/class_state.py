@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator, Set
 from typing import Any
 
+from te_graph.common.class_origins import HEAP_TYPE
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.lookups import is_of_project
 from te_graph.graphs.guards.readers.memos import is_for_messages
@@ -20,7 +21,8 @@ _METHODS = (types.FunctionType, types.MethodDescriptorType, types.WrapperDescrip
 
 def said_in(kind: type, said: Set[str]) -> Iterator[tuple[str, Any]]:
     """What the class itself holds, not one below it, and the code names, which has ``said`` these names."""
-    for key, value in vars(kind).items():
+    # What was made in C lets nobody change what it holds.
+    for key, value in vars(kind).items() if kind.__flags__ & HEAP_TYPE else ():
         if key in said and not is_pythons(key) and not is_for_messages(kind, key):
             yield key, value
 
