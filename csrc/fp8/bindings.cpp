@@ -62,7 +62,8 @@ void bind(py::module_& m) {
         .def("settle", &ScaleTable::settle, py::arg("column"), unlocked)
         .def("note", &ScaleTable::note, py::arg("column"), unlocked)
         .def("update", &ScaleTable::update, unlocked)
-        .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked);
+        .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked)
+        .def("set_has_run", &ScaleTable::set_has_run, py::arg("column"), py::arg("has_run"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));
     py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
         .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
@@ -105,6 +106,7 @@ void bind(py::module_& m) {
         .def("is_of", &WeightMark::is_of, py::arg("weight"))
         .def("is_of_storage", &WeightMark::is_of_storage, py::arg("weight"));
     m.def("set_fp8_region", &set_region, py::arg("number"));
+    m.def("fp8_region", &region);
     m.def("note_fp8_region", &note_region);
     m.def("note_fp8_region_exit", [] { CapturedColumns::note_region_exit(*HostSteps::current()); });
     m.def("fp8_gemm_plans", [] {

@@ -1,5 +1,7 @@
 #include "fp8/captured_columns.h"
 
+#include "fp8/region.h"
+
 namespace te_graph::fp8 {
 
 CapturedColumns& CapturedColumns::in(HostSteps& steps, Direction direction, const std::shared_ptr<ScaleTable>& table) {
@@ -48,7 +50,7 @@ void CapturedColumns::run() {
 }
 
 void CapturedColumns::finish() {
-    if (is_left_) table_->update();
+    if (is_left_ && region() == 0) table_->update();  // where no outer one was entered since
 }
 
 }  // namespace te_graph::fp8

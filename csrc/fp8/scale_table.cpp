@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+
 #include "common/own_op.h"
 
 namespace te_graph::fp8 {
@@ -44,6 +46,12 @@ void ScaleTable::update() {
 bool ScaleTable::has_run(int64_t column) {
     const std::lock_guard lock(mutex_);
     return has_run_[static_cast<size_t>(column)];
+}
+
+void ScaleTable::set_has_run(int64_t column, bool has_run) {
+    const std::lock_guard lock(mutex_);
+    has_run_[static_cast<size_t>(column)] = has_run;
+    has_any_run_ = std::find(has_run_.begin(), has_run_.end(), true) != has_run_.end();
 }
 
 void ScaleTable::order() {

@@ -37,6 +37,8 @@ public:
     void launch_update();
     // Whether the tensor of `column` was cast since the last update.
     bool has_run(int64_t column);
+    // Let that be so, or not, where a cast is undone.
+    void set_has_run(int64_t column, bool has_run);
 
     // [H, n].
     const at::Tensor& history() const { return history_; }

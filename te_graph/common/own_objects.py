@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 
 class OwnObject:
     """An object of te_graph's own that user code leads to, as a hook: captures compare which one it is, and no more."""
+
+    def captured_tensors(self) -> Sequence[Tensor]:
+        """[...] each: those that graphs use, where they are for good."""
+        return ()
 
 
 def name_of_itself(obj: Any) -> str | None:

@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from te_graph import _C
 from te_graph.fp8.member import Member
-from te_graph.fp8.scale_block import Block
+from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Block
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 
 class _KeptBlock:
-    """What the columns of ``block`` hold, and which of them are due for an update."""
+    """What the columns of ``members`` in ``block`` hold, and which of them are due for an update."""
 
-    def __init__(self, block: Block) -> None:
-        self._block = block
+    def __init__(self, block: Block, members: Sequence[Member]) -> None:
+        self._block, self._members = block, members
         self._tensors = [(tensor, tensor.clone()) for tensor in block.tensors()]
-        self._due = block.due()
+        self._has_run = [
+            (member, table, column, table.has_run(column))
+            for member in members
+            for direction, column in (block.column_of(member.number, tensor) for tensor in (INPUT, WEIGHT, GRAD))
+            if (table := block.tables[direction]) is not None
+        ]
 
     def restore(self) -> None:
-        self._block.set_due(self._due)  # first: it may update what is put back then
+        """Put back all but what other threads have called since, and go on with."""
+        own = [member.number for member in self._members if is_of_this_thread(member)]
+        columns: tuple[list[int], list[int]] = ([], [])
+        for number in own:
+            for direction, column in (self._block.column_of(number, tensor) for tensor in (INPUT, WEIGHT, GRAD)):
+                columns[direction].append(column)
+        numbers = {len(scale): each for scale, each in zip(self._block.scale, columns, strict=False)}
         for tensor, before in self._tensors:
-            tensor.copy_(before)
+            of_weights = tensor is self._block.weight_scale or tensor is self._block.has_weight_scale
+            index = torch.tensor(own if of_weights else numbers[tensor.shape[-1]], dtype=torch.long).to(tensor.device)
+            tensor.index_copy_(-1, index, before.index_select(-1, index))
+        for member, table, column, has_run in self._has_run:
+            if is_of_this_thread(member):
+                table.set_has_run(column, has_run)
+
+
+def is_of_this_thread(member: Member) -> bool:
+    """Whether no other thread has called the module of ``member`` last."""
+    return member.thread == threading.get_ident()
 
 
 class _KeptScope:
-    """What there is in ``scope``."""
+    """What there is of this thread's members in ``scope``."""
 
     def __init__(self, scope: ScalingScope) -> None:
         self._scope = scope
-        self._blocks = [_KeptBlock(block) for block in scope.blocks]
+        members = sorted(filter(is_of_this_thread, scope.members), key=lambda one: one.block.order)
+        self._blocks = [_KeptBlock(block, list(own)) for block, own in groupby(members, key=lambda one: one.block)]
         self._members = [
             (member, member.trains, member.has_weight_scale, member.loaded_mark, member.has_recorded_amax())
-            for member in scope.members
+            for member in members
         ]
 
     def restore(self) -> None:
@@ -44,6 +68,8 @@ class _KeptScope:
             block.restore()
         again: list[tuple[Member, Tensor, bool]] = []
         for member, trains, has_weight_scale, loaded_mark, has_recorded_amax in self._members:
+            if not is_of_this_thread(member):
+                continue
             member.trains, member.has_weight_scale, member.loaded_mark = trains, has_weight_scale, loaded_mark
             weight = member.weight
             if member.has_recorded_amax() == has_recorded_amax or weight is None:
@@ -62,10 +88,10 @@ class _KeptScope:
 def _restore_first_states() -> None:
     """Of what has come since, whose columns may have been another module's before."""
     for member in [member for scope in scaling_scopes.all() for member in scope.members]:
-        if member.first_state is not None:
+        if member.first_state is not None and is_of_this_thread(member):
             member.load_(*member.first_state)
             member.trains = False
-            if not scaling_scopes.kept:
+            if not scaling_scopes.is_kept():
                 member.first_state = None
 
 
@@ -74,11 +100,10 @@ def scales_kept() -> Iterator[None]:
     """Scales and histories are afterwards as before, and the same weights count as cast, by the same scales."""
     with torch.inference_mode(False), torch.no_grad():
         kept = [_KeptScope(scope) for scope in scaling_scopes.all()]
-    scaling_scopes.kept += 1
     try:
-        yield
+        with scaling_scopes.kept():
+            yield
     finally:
-        scaling_scopes.kept -= 1
         with torch.inference_mode(False), torch.no_grad():
             for scope in kept:
                 scope.restore()

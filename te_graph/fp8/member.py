@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.common.gradient_state import gradient_state, main_grad_of
+from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Columns
 from te_graph.fp8.weight_mark import WeightMark, plain_weight
 
@@ -57,7 +58,7 @@ def new_state(device: torch.device, length: int = 0) -> Tensor:
     return state
 
 
-class Member:
+class Member(OwnObject):
     """What one module has in a scope.
 
     Args:
@@ -70,6 +71,7 @@ class Member:
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded amaxes.
+        untrained_state: that it was made with, and the mark of the weight, until amaxes have been recorded.
         first_state: with the mark of the weight, where it is to be put back.
         thread: the one that called the module when its weight had to be cast.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
@@ -85,6 +87,7 @@ class Member:
         self.loaded_mark: WeightMark | None = None
         self.trains = self.has_weight_scale = False
         self.thread = threading.get_ident()
+        self.untrained_state: tuple[Tensor, WeightMark | None] | None = None
         self.first_state: tuple[Tensor, WeightMark | None] | None = None
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
@@ -155,6 +158,9 @@ class Member:
     def input_scale(self) -> Tensor | None:
         """A copy of the present scale of the input, [1]; None under current scaling."""
         return self.history(INPUT)[1].clone() if self.scope.is_delayed else None
+
+    def captured_tensors(self) -> list[Tensor]:
+        return [self.data, self.transposed, *self.block.captured_tensors()]
 
     def state(self) -> Tensor:
         """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, row by row of INPUT,

@@ -157,9 +157,10 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     state, mark = _state_to_move(module, weight)
     module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
     if state is not None:
+        module.fp8.untrained_state = state, mark  # which another scope may keep more of
         with torch.no_grad():
             module.fp8.load_(state, mark)
-    if scaling_scopes.kept:
+    if scaling_scopes.is_kept():
         module.fp8.first_state = module.fp8.state(), module.fp8.loaded_mark
     return module.fp8
 
@@ -190,6 +191,8 @@ def _refuse_first_call_in_capture() -> None:
 def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, WeightMark | None]:
     """What ``module``, of ``weight`` [out, in], takes to a new member, [3, n] fp32, with the mark of the weight that
     goes with it."""
+    if module.fp8 is not None and module.fp8.untrained_state is not None:
+        return module.fp8.untrained_state
     if module.fp8 is not None:
         module.fp8.settle()  # by the rules of the scope that it leaves
         return module.fp8.state(), WeightMark.of(weight)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 
 INPUT, WEIGHT, GRAD = range(3)  # tensors of a module that are cast
@@ -21,7 +21,7 @@ def is_shared(recipe: Recipe, group: dist.ProcessGroup | None) -> bool:
     return group is not None and isinstance(recipe, DelayedScaling) and recipe.reduce_amax
 
 
-class Block:
+class Block(OwnObject):
     """Columns for a number of modules. They never move, so kernels of graphs find them.
 
     Attributes:
@@ -80,20 +80,8 @@ class Block:
         have a scale, [capacity] each."""
         return [*self.history, *self.scale, *self.scale_inv, self.weight_scale, self.has_weight_scale]
 
-    def due(self) -> list[tuple[_C.ScaleTable, int]]:
-        """The columns, with their tables, whose tensors were cast since the last update."""
-        tables = zip(self.tables, self.scale, strict=False)
-        return [(table, column) for table, scale in tables for column in range(len(scale)) if table.has_run(column)]
-
-    def set_due(self, due: Sequence[tuple[_C.ScaleTable, int]]) -> None:
-        """Let ``due`` be such columns, and no others. What the columns hold may change."""
-        for table in self.tables if self.scale else ():
-            if self.is_shared:
-                table.set_reduce(lambda row: None)
-            table.update()
-        self._reduce()
-        for table, column in due:
-            table.note(column)
+    def captured_tensors(self) -> list[Tensor]:
+        return [*self.tensors(), self.weight_scale_inv]
 
     def column_of(self, number: int, tensor: int) -> tuple[int, int]:
         """Direction and column of ``tensor`` (INPUT, WEIGHT or GRAD) of module ``number``."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -94,7 +96,8 @@ class ScalingScope(OwnObject):
         """
         records_amax, is_captured = records_amax and self.is_delayed, _C.HostSteps.is_noting()
         member.thread = threading.get_ident()  # what others train may be in the middle of a step
-        member.trains |= records_amax and not is_captured
+        if records_amax and not is_captured:
+            member.trains, member.untrained_state = True, None
         stale = [
             (other, weight)
             for other in self.members
@@ -201,7 +204,7 @@ class ScalingScopes(OwnObject):
         self._shared: list[ScalingScope] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
         self._unused: set[int] = set()  # numbers of regions in which nothing computed in FP8
-        self.kept = 0  # how often scales will be put back
+        self._kept: Counter[int] = Counter()  # how often scales of each thread's members will be put back
 
     def number_of(self, enabled: bool, calibrating: bool, recipe: Recipe, group: dist.ProcessGroup | None) -> int:
         """A number, not 0, that regions have in common in which modules compute alike."""
@@ -221,6 +224,20 @@ class ScalingScopes(OwnObject):
     def all(self) -> list[ScalingScope]:
         """Those that there are, in the order of their creation."""
         return list(self._scopes.values())
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Members that this thread makes inside remember their first state."""
+        thread = threading.get_ident()
+        self._kept[thread] += 1
+        try:
+            yield
+        finally:
+            self._kept[thread] -= 1
+
+    def is_kept(self) -> bool:
+        """Whether this thread is inside."""
+        return self._kept[threading.get_ident()] > 0
 
     def is_first_unused(self, number: int) -> bool:
         """Whether a region of ``number`` is the first of these in which nothing computed in FP8, nor did before, and

@@ -8,7 +8,8 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from te_graph.graphs.capture.wrappers import watching_wrappers
 from te_graph.graphs.guards.pure_hooks import ARGUMENT, sample_values
 from te_graph.graphs.guards.sources import TensorReader, walk
 from te_graph.graphs.tracing.explanations import explained
+from te_graph.graphs.tracing.externals import TensorWatch
 
 _log = logging.getLogger("te_graph")
 
@@ -67,7 +69,9 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         captures: list[CallableCapture] = []
         # Before the first warm-up, which puts back what it has written: that may lie beside what these would make.
         for job in jobs:
-            make_ready(source.obj for source in walk(TensorReader(job.target)))
+            found = [source.obj for source in walk(TensorReader(job.target))]
+            make_ready(found)
+            _keep_grads(found, on_failure)
         session.enter_context(state_kept())
         for job in jobs:
             group.at_work = job.label
@@ -90,6 +94,15 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
             *(entry.label, facts["graphs"], facts["nodes"], facts["bytes"] / 2**20, facts["capture_seconds"]),
         )
     return entries
+
+
+def _keep_grads(found: Iterable[Any], on_failure: contextlib.ExitStack) -> None:
+    """Let tensors among ``found`` have the ``.grad`` again that they have now: no operator may be seen to use them."""
+    watch = TensorWatch()
+    for tensor in found:
+        if isinstance(tensor, Tensor):
+            watch.keep_grads(tensor)
+    on_failure.callback(watch.restore_grads)
 
 
 def _warmed_up(

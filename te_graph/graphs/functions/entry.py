@@ -38,6 +38,7 @@ class FunctionEntry:
         results: nest of the results.
         tensors: those among them.
         host_steps: what its ops do on the host before they launch.
+        fp8_region: the number of the region around the call.
         checks: what is called before each replay: what ``before_replay`` was given in the capture, and these steps.
         nbytes: memory that belongs to the graph.
         nodes: of the graph.
@@ -54,6 +55,7 @@ class FunctionEntry:
     before: _C.FunctionGuard | None = None
     device: torch.device = field(init=False)
     settings: _C.Settings = field(init=False)
+    fp8_region: int = field(init=False)
     graph: _C.CapturedGraph | None = None
     results: ResultNest | None = None
     tensors: ResultTensors = field(default_factory=ResultTensors)
@@ -67,11 +69,16 @@ class FunctionEntry:
 
     def __post_init__(self) -> None:
         self.device = next((device for device in self.devices if device.type == "cuda"), CPU)
+        self.fp8_region = _C.fp8_region()
         self.settings = _C.Settings(self.device, with_modes=True, with_autocast_cache=True, with_autocast_dtype=True)
 
     def change(self, call: Call) -> str:
         """How ``call`` differs from the one that this entry is for; empty when it does not."""
-        return self.guard.check(call) or self.host_steps.change() or self.settings.change()
+        change = self.guard.check(call) or self.host_steps.change() or self.settings.change()
+        # Of one with a graph the host steps know whether the region matters.
+        if not change and self.graph is None and self.fp8_region != _C.fp8_region():
+            return "the region of te_graph.fp8_autocast changed"
+        return change
 
     def begin(self, call: Call) -> tuple[str, list[Any]]:
         """``change``, and if there is none what a replay needs; it must follow, since versions have been moved on."""

@@ -163,7 +163,7 @@ class FunctionReader:
             yield source.attributes().item("__wrapped__", name)
             yield from self._attributes_of_function(source, obj.__name__)
         elif isinstance(obj, OwnObject):
-            return
+            yield from (source.child(tensor, name, _Kind.KNOWN) for tensor in obj.captured_tensors())
         elif isinstance(obj, types.FunctionType | type):
             if source.depth < _MAX_DEPTH:
                 yield from self._class_contents(source) if isinstance(obj, type) else self._function_contents(source)

@@ -1,0 +1,218 @@
+"""Captures, and trainings that they are none of the business of: by other recipes, on other threads, refused ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+from tensor_lists import same_bits
+from torch import Tensor, nn
+
+import te_graph as tg
+from te_graph.common.kept_state import state_kept
+
+pytestmark = pytest.mark.usefixtures("repeatable")
+WIDTH = 32
+DELAYED = tg.DelayedScaling(amax_history_len=8)
+OTHERS = {"current": tg.Float8CurrentScaling(), "shorter": tg.DelayedScaling(amax_history_len=2)}
+others = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+
+
+def a_layer(device: str) -> tg.Linear:
+    return tg.Linear(WIDTH, WIDTH, device=device)
+
+
+def region(recipe: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if recipe is None else tg.fp8_autocast(recipe=recipe)
+
+
+def train(model: nn.Module, recipe: Any, xs: list[Tensor]) -> list[float]:
+    """Losses for xs [16, WIDTH] each."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for x in xs:
+        with region(recipe):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_on_thread(*arguments: Any) -> list[float]:
+    """As ``train``, by a thread of its own."""
+    losses: list[float] = []
+    thread = threading.Thread(target=lambda: losses.extend(train(*arguments)))
+    thread.start()
+    thread.join()
+    return losses
+
+
+def inputs(device: str, count: int) -> list[Tensor]:
+    values = torch.Generator().manual_seed(1)
+    scales = [1 + 3 * (number % 3 == 1) for number in range(count)]
+    return [(scale * torch.randn(16, WIDTH, generator=values)).to(device) for scale in scales]
+
+
+class Critic(nn.Module):
+    """Holds a generator, which it never calls."""
+
+    def __init__(self, generator: nn.Module, device: str) -> None:
+        super().__init__()
+        self.layer, self.generator = a_layer(device), [generator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@others
+@pytest.mark.parametrize("kind", ["callable", "function"])
+def test_what_is_held_and_not_called_stays_where_it_is(device: str, other: Any, kind: str) -> None:
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        generator = a_layer(device)
+        critic, xs, found = Critic(generator, device), inputs(device, 8), []
+        for number, x in enumerate(xs):
+            found += train(generator, DELAYED, [x])
+            if is_graphed and number == 3 and kind == "callable":
+                with tg.fp8_autocast(recipe=other):
+                    tg.make_graphed_callables(critic, (xs[0],), allow_unused_input=True)
+            with tg.fp8_autocast(recipe=other):
+                called = tg.graphed(critic.forward) if kind == "function" and is_graphed else critic
+                with torch.no_grad():
+                    found += [called(x).sum().item() for _ in range(2)]
+        results.append((found, tg.fp8_state_dict(nn.Sequential(generator))["0"]))
+    assert results[0][0] == results[1][0]
+    assert same_bits(results[0][1], results[1][1])
+
+
+@others
+def test_an_evaluation_by_another_recipe_is_captured(device: str, other: Any) -> None:
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        layer, xs = a_layer(device), inputs(device, 6)
+        found = train(layer, DELAYED, xs)
+
+        def evaluate(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            with torch.no_grad():
+                return layer(x)
+
+        called, given = tg.graphed(evaluate) if is_graphed else evaluate, torch.zeros(16, WIDTH, device=device)
+        for x in xs:
+            given.copy_(x)
+            with tg.fp8_autocast(recipe=other):
+                found.append(called(given).sum().item())
+            found += train(layer, DELAYED, [x])
+        if is_graphed:
+            assert called.info()["forward_replays"] == 5
+        results.append(found)
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, tg.DelayedScaling(amax_history_len=7)], ids=["same recipe", "another"])
+def test_a_thread_goes_on_training_while_a_capture_is_undone(device: str, recipe: Any) -> None:
+    """The member is the main thread's until the other one calls it."""
+    results = []
+    for is_kept in (False, True):
+        torch.manual_seed(0)
+        mine, its, xs, found = a_layer(device), a_layer(device), inputs(device, 9), []
+        train(mine, DELAYED, xs[:2])
+        found += train(its, recipe, xs[:3])
+        with state_kept() if is_kept else contextlib.nullcontext():
+            found += train_on_thread(its, recipe, xs[3:6])
+        found += train_on_thread(its, recipe, xs[6:])
+        results.append(found)
+    assert results[0] == results[1]
+
+
+class LocalLoss(nn.Module):
+    """With a loss of its own, once it is asked for."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.layer, self.is_local = a_layer(device), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.is_local:
+            y.square().mean().backward()
+            y = y.detach()
+        return x + y
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED, OTHERS["current"]], ids=["none", "delayed", "current"])
+def test_a_refused_capture_leaves_no_gradients(device: str, recipe: Any) -> None:
+    model, x = LocalLoss(device), torch.randn(16, WIDTH, device=device, requires_grad=True)
+    model.is_local = True
+    with region(recipe):
+        model.layer(x.detach())
+    for before in (None, torch.ones(WIDTH, WIDTH, device=device)):
+        model.layer.weight.grad = before
+        with region(recipe), pytest.raises(RuntimeError):
+            tg.make_graphed_callables(model, (x,))
+        assert model.layer.weight.grad is before
+        assert before is None or same_bits(before, torch.ones_like(before))
+
+
+@pytest.mark.parametrize("text", ["NAAA", "AACAA", "ABBB", "NNBBA", "AABBAACC"])
+def test_a_function_meets_other_regions(device: str, text: str) -> None:
+    recipes = {"N": None, "A": DELAYED, "B": OTHERS["shorter"], "C": OTHERS["current"]}
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        layer, x = a_layer(device), torch.zeros(16, WIDTH, device=device)
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+        def step(layer: nn.Module = layer, x: Tensor = x) -> Tensor:
+            loss = layer(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        called, found = tg.graphed(step) if is_graphed else step, []
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        for letter, given in zip(text, inputs(device, len(text)), strict=True):
+            x.copy_(given)
+            with region(recipes[letter]):
+                found.append(called().clone())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        results.append([*found, layer.weight.detach()])
+    assert all(map(same_bits, *results))
+
+
+def test_a_graphed_function_goes_on_from_the_middle_of_an_accumulation(device: str) -> None:
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        layer, xs = a_layer(device), inputs(device, 12)
+        for x in xs[:3]:
+            with tg.fp8_autocast(recipe=DELAYED):
+                layer(x).square().mean().backward()
+        model = copy.deepcopy(layer)
+        x = torch.zeros(16, WIDTH, device=device)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+        def step(model: nn.Module = model, x: Tensor = x) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+        called, found = tg.graphed(step) if is_graphed else step, []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for number, given in enumerate(xs):
+            x.copy_(given)
+            with tg.fp8_autocast(recipe=DELAYED):
+                found.append(called().clone())
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        results.append([*found, model.weight.detach()])
+    assert all(map(same_bits, *results))
