@@ -39,7 +39,9 @@ class _KeptBlock:
         numbers = {len(scale): each for scale, each in zip(self._block.scale, columns, strict=False)}
         for tensor, before in self._tensors:
             of_weights = tensor is self._block.weight_scale or tensor is self._block.has_weight_scale
-            index = torch.tensor(own if of_weights else numbers[tensor.shape[-1]], dtype=torch.long).to(tensor.device)
+            index = torch.tensor(
+                own if of_weights else numbers[tensor.shape[-1]], dtype=torch.long, device=tensor.device
+            )
             tensor.index_copy_(-1, index, before.index_select(-1, index))
         for member, table, column, has_run in self._has_run:
             if is_of_this_thread(member):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,13 +112,16 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
         stack.enter_context(_grads_kept(model))
         stack.callback(watch.restore_grads)
         stack.callback(torch.clear_autocast_cache)  # whose casts lead to what the step computed
-        stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
+        refuse = functools.partial(_refuse_step, threading.get_ident())
+        stack.callback(register_optimizer_step_pre_hook(refuse).remove)
         stack.enter_context(calls)
         stack.enter_context(watch)
         yield watch
 
 
-def _refuse_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+def _refuse_step(thread: int, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    if threading.get_ident() != thread:  # that of another training
+        return
     raise RuntimeError(
         f"{_NAME}: the step calls {type(optimizer).__name__}.step(), and one step before the training begins must "
         f"leave weights and optimizers alone: {_ADVICE}"
