@@ -47,6 +47,7 @@ class ScalingScope(OwnObject):
         # In the order of their creation, which ranks of a group have in common, as that of collectives.
         self._members: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
         self._count = 0  # of all members so far
+        self._lock = threading.RLock()  # of what add() changes
         optimizer_step_watch().watch(self)
 
     @property
@@ -66,6 +67,10 @@ class ScalingScope(OwnObject):
 
     def add(self, module: HasWeight) -> Member:
         """The member of ``module`` from now on, whose scales are 1 and histories empty."""
+        with self._lock:
+            return self._add(module)
+
+    def _add(self, module: HasWeight) -> Member:
         block = next((block for block in self.blocks if block.free), None)
         if block is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -203,23 +208,26 @@ class ScalingScopes(OwnObject):
         self._scopes: weakref.WeakValueDictionary[tuple[Any, ...], ScalingScope] = weakref.WeakValueDictionary()
         self._shared: list[ScalingScope] = []
         self._numbers: dict[tuple[Any, ...], int] = {}
+        self._lock = threading.RLock()  # of what find() and number_of() change
         self._unused: set[int] = set()  # numbers of regions in which nothing computed in FP8
         self._kept: Counter[int] = Counter()  # how often scales of each thread's members will be put back
 
     def number_of(self, enabled: bool, calibrating: bool, recipe: Recipe, group: dist.ProcessGroup | None) -> int:
         """A number, not 0, that regions have in common in which modules compute alike."""
         key = (enabled, calibrating, recipe, None if group is None else group.group_name)
-        return self._numbers.setdefault(key, len(self._numbers) + 1)
+        with self._lock:
+            return self._numbers.setdefault(key, len(self._numbers) + 1)
 
     def find(self, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> ScalingScope:
         """The scope of these, made if there is none."""
         key = (recipe, device, group)
-        scope = self._scopes.get(key)
-        if scope is None:
-            scope = self._scopes[key] = ScalingScope(recipe, device, group)
-            if is_shared(recipe, group):
-                self._shared.append(scope)
-        return scope
+        with self._lock:
+            scope = self._scopes.get(key)
+            if scope is None:
+                scope = self._scopes[key] = ScalingScope(recipe, device, group)
+                if is_shared(recipe, group):
+                    self._shared.append(scope)
+            return scope
 
     def all(self) -> list[ScalingScope]:
         """Those that there are, in the order of their creation."""

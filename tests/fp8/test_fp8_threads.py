@@ -56,3 +56,29 @@ def test_trainings_on_several_threads_have_the_bits_of_each_alone(device: str, r
         for thread in threads:
             thread.join()
         assert [found.get(number) for number in range(THREADS)] == alone
+
+
+def test_threads_that_make_members_at_once_keep_them_apart(device: str) -> None:
+    """All in one new scope, whose first block they outgrow."""
+    recipe = tg.Float8CurrentScaling(fp8_format=tg.Format.E4M3)
+    barrier, scopes = threading.Barrier(8), []
+
+    def work() -> None:
+        layers = [tg.Linear(16, 16, device=device) for _ in range(9)]
+        barrier.wait()
+        with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+            for layer in layers:
+                layer(torch.ones(1, 16, device=device))
+        scopes.append([(layer.fp8.scope, layer.fp8) for layer in layers])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = [pair for each in scopes for pair in each]
+    assert len({id(scope) for scope, _ in found}) == 1
+    scope = found[0][0]
+    assert {id(member) for _, member in found} <= {id(member) for member in scope.members}
+    assert len({(id(member.block), member.number) for _, member in found}) == 72
+    assert [block.order for block in scope.blocks] == list(range(len(scope.blocks)))
