@@ -11,6 +11,7 @@ from te_graph.common.dispatch import is_user_file
 
 HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _IMMUTABLE_TYPE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: made in C
+_MAX_WRAPPERS = 16
 _MADE_IN_C = (types.MethodDescriptorType, types.WrapperDescriptorType)
 _PYTHON = frozenset({*sys.stdlib_module_names, "builtins"})
 # By identity: classes need not be hashable, and are not kept. Beside the class the module that it said it is of.
@@ -46,9 +47,10 @@ def is_of_python(kind: type) -> bool:
 
 def _is_made_by_python(kind: type, name: str) -> bool:
     """Whether it stands in the module of Python's with this ``name``, or is one of those that stand nowhere: made in C,
-    or inside a function of Python's."""
+    or inside a function of that module. What is in doubt is the user's, and looked into."""
     module = sys.modules.get(name)
-    if isinstance(module, types.ModuleType) and is_user_file(vars(module).get("__file__") or "<frozen>"):
+    file = vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
+    if is_user_file(file or "<frozen>"):
         return False
     found = module
     for part in kind.__qualname__.split("."):
@@ -59,7 +61,17 @@ def _is_made_by_python(kind: type, name: str) -> bool:
     if any(isinstance(member, _MADE_IN_C) and member.__objclass__ is kind for member in members):
         return True
     own = [one for one in members if isinstance(one, types.FunctionType) and _is_written_in(one, kind)]
-    return any(not is_user_file(function.__code__.co_filename) for function in own)
+    return bool(own) and all(_file_of(function) in (file, f"<frozen {name}>") for function in own)
+
+
+def _file_of(function: types.FunctionType) -> str:
+    """Where it was written: decorators of Python's, some put on by dataclasses, stand around code of the user's."""
+    for _ in range(_MAX_WRAPPERS):
+        inner = vars(function).get("__wrapped__")
+        if not isinstance(inner, types.FunctionType):
+            break
+        function = inner
+    return function.__code__.co_filename
 
 
 def _is_written_in(function: types.FunctionType, kind: type) -> bool:

@@ -47,8 +47,22 @@ _NET = (
     "C = type('C', (Base,), {'gain': 2.0, 'forward': lambda self, x: self.gain})\nc = C()"
 )
 _HELD = "ns = {}\nexec('class K: k = 2.0', ns)\nclass C: held = ns['K']\nK = ns['K']"
+_DATA = "ns = {}\nexec('import dataclasses\\n@dataclasses.dataclass\\nclass C:\\n k: float = 2.0', ns)\nC = ns['C']\nc = C()"
+_MADE_DATA = "C = dataclasses.make_dataclass('C', [('k', float, 2.0)])\nc = C()"
+_NEW_DATA = (
+    "import types\nC = types.new_class('C', (), {}, lambda ns: ns.update(__annotations__={'k': float}, k=2.0))\n"
+    "C = dataclasses.dataclass(C)\nc = C()"
+)
+_DECORATED = (
+    "ns = {}\nexec('import contextlib\\nclass C:\\n k = 2.0\\n @contextlib.contextmanager\\n"
+    " def scope(self): yield', ns)\nC = ns['C']\nc = C()\nc.k = 2.5"
+)
 
 CASES: Cases = {
+    "attribute of a dataclass of exec": (_DATA, "c.k", "c.k = 3.0"),
+    "attribute of a dataclass made": (_MADE_DATA, "c.k", "c.k = 3.0"),
+    "attribute of a dataclass of new_class": (_NEW_DATA, "c.k", "c.k = 3.0"),
+    "attribute beside a decorated method": (_DECORATED, "c.k", "c.k = 3.0"),
     "attribute of an object of exec": (_EXEC, "c.gain()", "c.k = 3.0"),
     "class attribute of exec": (_EXEC, "c.gain()", "C.base = 3.0"),
     "method of exec": (_EXEC, "c.gain()", "C.gain = lambda self: 3.0"),
