@@ -11,7 +11,7 @@ from te_graph import _C
 from te_graph.common.dispatch import is_leaf, storage_key
 from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_transparent
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.guards.values import value_of
+from te_graph.graphs.guards.values import keys_of, value_of
 from te_graph.graphs.tracing.externals import External
 
 _Kind = _C.StepKind
@@ -114,7 +114,7 @@ class FunctionGuard:
 
     def _expect_keys(self, source: GuardedSource, step: int) -> None:
         """The keys of a function's globals and attributes are not compared: those dictionaries are parents only."""
-        keys, subject = _C.keys_of(source.obj), _size(source.name, "keys")
+        keys, subject = keys_of(source.obj), _size(source.name, "keys")
         if source.is_given:
             self.guard.add_step(_Kind.LENGTH, step, None, len(source.obj), None, subject, True)
         if keys is not None:

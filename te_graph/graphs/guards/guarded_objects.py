@@ -13,7 +13,7 @@ from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_compared_whole, 
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, computed_by_hooks
 from te_graph.graphs.guards.readers.library_objects import is_array, is_iterator
 from te_graph.graphs.guards.sources import Source, items_of
-from te_graph.graphs.guards.values import value_of
+from te_graph.graphs.guards.values import keys_of, value_of
 
 _Kind = _C.StepKind
 _GUARDED_ELSEWHERE = (nn.Module, weakref.ref, ComputedInGraph)
@@ -96,7 +96,7 @@ def guard_keys(source: Source, callable_guard: CallableGuard) -> None:
         keys = tuple(key for key, _ in items_of(obj))
         callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.KEYS, keys, index=len(obj)))
     elif len(obj) <= MAX_MEMBERS:
-        callable_guard.expect_contents(source.child(obj, name, _Kind.CONTENTS), _C.keys_of(obj))
+        callable_guard.expect_contents(source.child(obj, name, _Kind.CONTENTS), keys_of(obj))
     else:
         callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.LENGTH, index=len(obj)))
 

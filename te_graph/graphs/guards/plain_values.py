@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import enum
 import fractions
 import functools
 import pathlib
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from te_graph.graphs.arguments.attributes import may_have_attributes
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.guards.values import value_of
 
@@ -32,14 +34,21 @@ _CONTAINERS = (list, dict, collections.OrderedDict, set)
 
 
 def is_value(obj: Any) -> bool:
-    """True for what cannot change and is compared by value: constants, scalars of NumPy, tuples of them, but for those
-    that may have attributes besides."""
-    if isinstance(obj, tuple | frozenset):
-        return holds_values(obj) and not (isinstance(obj, tuple) and type(obj).__dictoffset__)
+    """True for what cannot change and is compared by value: constants, scalars of NumPy, tuples of them. Not so tuples
+    that may have attributes besides, or whose members may: code can read those of the member that is there later."""
+    if isinstance(obj, tuple):
+        return holds_values(obj, _is_value_alone) and not type(obj).__dictoffset__
+    if isinstance(obj, frozenset):
+        return holds_values(obj)
     if is_constant(obj) or isinstance(obj, _IMMUTABLE):
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(obj, numpy.generic)
+
+
+def _is_value_alone(obj: Any) -> bool:
+    """True for a value that nothing but members of enumerations, each of which is one object, can be told from."""
+    return is_value(obj) and (isinstance(obj, enum.Enum) or not type(obj).__dictoffset__)
 
 
 def holds_values(members: Iterable[Any], is_one: Callable[[Any], bool] = is_value) -> bool:
@@ -53,10 +62,12 @@ def holds_values(members: Iterable[Any], is_one: Callable[[Any], bool] = is_valu
 
 def has_snapshot(value: Any, depth: int = 0) -> bool:
     """Whether a guard can compare ``value`` with what it was, in whatever container. Not so where a derived class has
-    fields of its own, or a tuple is nested too deep: such a one is compared by identity."""
+    fields or attributes of its own, or a tuple is nested too deep."""
     if isinstance(value, tuple | frozenset):
-        return depth < _MAX_NESTED and holds_values(value, functools.partial(has_snapshot, depth=depth + 1))
-    return value_of(value) is not None
+        is_plain = depth < _MAX_NESTED and not may_have_attributes(value)
+        return is_plain and holds_values(value, functools.partial(has_snapshot, depth=depth + 1))
+    is_plain = isinstance(value, enum.Enum) or not type(value).__dictoffset__
+    return is_plain and value_of((value,)) is not None
 
 
 def _one_of_each(members: Iterable[Any], kinds: set[type]) -> list[Any]:

@@ -10,8 +10,10 @@ import functools
 import pathlib
 import random
 import sys
+import threading
 import types
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,11 +63,31 @@ _IMMUTABLE = {
     pathlib.PurePosixPath: str,
     pathlib.PureWindowsPath: str,
 }
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _MUTABLE = {
     collections.deque: lambda d: (d.maxlen, tuple(d)),
     random.Random: lambda r: r.getstate(),
     decimal.Context: repr,
 }
+
+
+class _Inside(threading.local):
+    """Whether a snapshot is taken of what a container holds."""
+
+    is_set = False
+
+
+_inside = _Inside()
+
+
+def _unless_inside(key: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``key``, but for members of containers that may have attributes: from the snapshot of a container nothing leads
+    to those of the member that is there later. So lists have none, and sets and keys find such members by identity."""
+
+    def key_of(obj: Any) -> Any:
+        return None if _inside.is_set and type(obj).__dictoffset__ else key(obj)
+
+    return key_of
 
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -84,7 +106,7 @@ def _is_scalar_type(kind: type) -> bool:
 
 def _register() -> None:
     for kind, key in _IMMUTABLE.items():
-        _C.register_value_type(kind, key, is_mutable=False)
+        _C.register_value_type(kind, _unless_inside(key), is_mutable=False)
     for kind, key in _MUTABLE.items():
         _C.register_value_type(kind, key, is_mutable=True)
     if np is None:
@@ -109,4 +131,17 @@ def value_of(obj: Any) -> _C.Value | None:
     """A snapshot of ``obj`` if it is made of constants, however nested; else None."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:  # NumPy loads it when it is first asked for
         _register_generators(numpy_random)
-    return _C.value_of(obj)
+    return _snapshot(_C.value_of, obj) if isinstance(obj, _CONTAINERS) else _C.value_of(obj)
+
+
+def keys_of(obj: dict) -> _C.Value | None:
+    """A snapshot of the keys of a dictionary."""
+    return _snapshot(_C.keys_of, obj)
+
+
+def _snapshot(take: Callable[[Any], _C.Value | None], container: Any) -> _C.Value | None:
+    before, _inside.is_set = _inside.is_set, True
+    try:
+        return take(container)
+    finally:
+        _inside.is_set = before

@@ -56,6 +56,39 @@ CASES = {
 }
 
 
+_NOTED = _CLASS + "def made(w):\n v = V(1)\n v.w = w\n return v\n"
+_SLOTS = "class V({}):\n __slots__ = ('w',)\ndef made(w):\n v = V({})\n v.w = w\n return v\n"
+for _base in ("int", "str", "float"):
+    CASES |= {
+        f"another {_base} with another attribute, in {place}": (
+            _NOTED.format(_base) + f"c = {put.format('made(2.0)')}",
+            read,
+            f"c = {put.format('made(3.0)')}",
+        )
+        for place, put, read in (
+            ("a list", "[1, {}]", "c[1].w"),
+            ("a tuple", "(1, {})", "c[1].w"),
+            ("a tuple in a list", "[1, (2, {})]", "c[1][1].w"),
+            ("a dictionary", "dict(a={})", "c['a'].w"),
+            ("keys", "{{{}: 1}}", "next(iter(c)).w"),
+            ("a set", "{{{}}}", "next(iter(c)).w"),
+            ("a frozen set", "frozenset({{{}}})", "next(iter(c)).w"),
+            ("a queue", "collections.deque([{}])", "c[0].w"),
+        )
+    }
+CASES |= {
+    "an item of a list with another attribute": (
+        _NOTED.format("str") + "c = [made(2.0)]",
+        "c[0].w",
+        "c[0] = made(3.0)",
+    ),
+    "an attribute of a key": (_NOTED.format("str") + "c = {made(2.0): 1}", "next(iter(c)).w", "next(iter(c)).w = 3.0"),
+    "a slot in a set": (_SLOTS.format("float", "1") + "c = {made(2.0)}", "next(iter(c)).w", "next(iter(c)).w = 3.0"),
+    "a slot of a key": (_SLOTS.format("float", "1") + "c = {made(2.0): 1}", "next(iter(c)).w", "next(iter(c)).w = 3.0"),
+    "a slot of a set in a list": (_SLOTS.format("frozenset", "[1]") + "c = [made(2.0)]", "c[0].w", "c[0].w = 3.0"),
+}
+
+
 test_a_change_is_seen = sees_changes(CASES)
 test_a_callable_refuses_a_change = refuses_changes(CASES)
 
@@ -71,6 +104,10 @@ EQUAL = {  # what is made anew, and equal
     "a path": (_MAKE.format("pathlib.PurePosixPath", "V('ab')"), "float(len(c.n.name))"),
     "a date": (_MAKE.format("datetime.date", "V(2020, 1, 2)"), "float(c.n.day)"),
     "a list": (_MAKE.format("str", "[V('ab'), 1.0]"), "float(len(c.n[0]))"),
+    "a list of those with attributes": (
+        _CLASS.format("str") + "c = Plain()\ndef make():\n v = V('ab')\n v.w = 2.0\n c.n = [(v, 1.0)]\nmake()",
+        "c.n[0][0].w",
+    ),
 }
 
 

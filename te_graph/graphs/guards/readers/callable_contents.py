@@ -14,6 +14,7 @@ from te_graph import _C
 from te_graph.common.class_origins import is_of_python
 from te_graph.common.dispatch import is_project_file
 from te_graph.graphs.arguments.attributes import hides_slot, in_slot
+from te_graph.graphs.guards.plain_values import is_compared_whole, is_value
 from te_graph.graphs.guards.readers.asked_state import asked_state
 from te_graph.graphs.guards.readers.class_state import (
     class_objects,
@@ -32,7 +33,7 @@ from te_graph.graphs.guards.readers.library_namespaces import (
     held_by_module,
     holds_more,
 )
-from te_graph.graphs.guards.readers.library_objects import inside
+from te_graph.graphs.guards.readers.library_objects import inside, is_array
 from te_graph.graphs.guards.readers.loggers import LOGGERS, inside_logger, loggers_by_name
 from te_graph.graphs.guards.readers.lookups import (
     descriptions,
@@ -157,7 +158,7 @@ class CallableContents(TensorReader):
 
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj
-        yield from members_of_users(source)
+        yield from members_of_users(source, _is_whole(obj))
         if self._holds_more(type(obj)):
             yield source.child(type(obj), type(obj).__name__, _Kind.KNOWN)
         if isinstance(obj, nn.Module):
@@ -300,3 +301,8 @@ class CallableContents(TensorReader):
 
     def _is_ignored_variable(self, source: Source) -> bool:
         return source.name.rpartition(" variable ")[2] in self._ignored
+
+
+def _is_whole(obj: Any) -> bool:
+    """Whether the container ``obj`` is compared at once, so that no source leads to what it holds."""
+    return is_compared_whole(obj) or (isinstance(obj, tuple) and is_value(obj)) or is_array(obj)

@@ -20,6 +20,7 @@ from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_user_file
 from te_graph.common.own_objects import OwnObject
 from te_graph.graphs.arguments.attributes import hides_slot
+from te_graph.graphs.guards.plain_values import has_snapshot
 from te_graph.graphs.guards.readers.asked_state import asked_state
 from te_graph.graphs.guards.readers.attribute_counts import number_of_attributes
 from te_graph.graphs.guards.readers.builtin_objects import builtin_contents
@@ -53,7 +54,7 @@ from te_graph.graphs.guards.readers.lookups import (
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
 from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, items_of, name_of, pretends
-from te_graph.graphs.guards.values import value_of
+from te_graph.graphs.guards.values import keys_of, value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import (
@@ -118,7 +119,7 @@ class FunctionReader:
     def contents(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """The sources one step further."""
         obj, is_value = source.obj, source.value is not None
-        if isinstance(obj, dict) and not is_value and any(value_of(key) is None for key in dict.keys(obj)):
+        if isinstance(obj, dict) and not is_value and not all(map(has_snapshot, dict.keys(obj))):
             self._waiting.append(source)
         children = self._contents_of_value(source) if is_value else self._contents(source)
         count = None if self.names.is_enough or source.is_given else number_of_attributes(source)
@@ -136,9 +137,9 @@ class FunctionReader:
         """What stands under keys that are objects. Where a key is found nowhere else, the dictionary leads to it."""
         waiting = list(self._waiting)
         self._waiting.clear()
-        for source in (one for one in waiting if _C.keys_of(one.obj) is not None):
+        for source in (one for one in waiting if keys_of(one.obj) is not None):
             for number, (key, value) in enumerate(items_of(source.obj)):
-                if value_of(key) is not None:
+                if has_snapshot(key):
                     continue
                 key_source = seen.get(id(key))
                 if key_source is None:

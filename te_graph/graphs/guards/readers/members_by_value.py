@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from te_graph import _C
-from te_graph.graphs.arguments.attributes import instance_dict
+from te_graph.graphs.arguments.attributes import may_have_attributes
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.names import user_classes
@@ -18,14 +18,23 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _MAX_DEPTH = 16
 
 
-def members_of_users(source: Source) -> Iterator[Source]:
+def members_of_users(source: Source, is_whole: bool = True) -> Iterator[Source]:
     """Of what the container at ``source`` holds, however deep: objects with attributes of their own (members of an
     enumeration, texts of a derived class), and the classes of the others, each once. The kinds are looked at first:
-    there may be a million numbers."""
+    there may be a million numbers.
+
+    Args:
+        is_whole: the container is compared at once. Otherwise sources of their own lead to what lists and dictionaries
+            hold, to other members later, but not to keys.
+    """
     if not isinstance(source.obj, _CONTAINERS) or len(source.obj) > MAX_MEMBERS:  # of more, the length is compared
         return
     found: dict[int, Any] = {}
     parts: list[Collection[Any]] = list(_parts_of([source.obj], {type(source.obj)}))
+    if not (is_whole or isinstance(source.obj, set | frozenset)):
+        led_to = parts.pop()
+        theirs = {kind for kind in set(map(type, led_to)) if user_classes(kind)}
+        found.update((id(type(one)), type(one)) for one in _of_kinds(led_to, theirs) if not may_have_attributes(one))
     for _ in range(_MAX_DEPTH):
         inner: list[Collection[Any]] = []
         for part in parts:
@@ -54,4 +63,4 @@ def _parts_of(containers: Collection[Any], kinds: set[type]) -> Iterator[Collect
 
 
 def _what_counts(member: Any) -> Any:
-    return type(member) if instance_dict(member) is None else member
+    return member if may_have_attributes(member) else type(member)
