@@ -26,12 +26,14 @@ except ImportError:  # then no object of it exists
     np = None
 
 
-def _zone_of(zone: datetime.tzinfo | None) -> Any:
-    return (type(zone).__name__, str(zone)) if zone is not None else None
+def _zone_of(t: datetime.time | datetime.datetime) -> Any:
+    """The zone of a time: those of one name may differ, as pytz has one for each offset."""
+    zone = t.tzinfo
+    return None if zone is None else (type(zone).__module__, type(zone).__name__, str(zone), t.utcoffset(), t.tzname())
 
 
 def _time_of(t: datetime.time | datetime.datetime) -> tuple:
-    return t.hour, t.minute, t.second, t.microsecond, t.fold, _zone_of(t.tzinfo)
+    return t.hour, t.minute, t.second, t.microsecond, t.fold, _zone_of(t)
 
 
 def _times_key(values: Any) -> Any:
@@ -57,8 +59,8 @@ _IMMUTABLE = {
     datetime.date: lambda d: d.toordinal(),
     datetime.datetime: lambda d: (d.toordinal(), *_time_of(d)),
     datetime.time: _time_of,
-    datetime.timezone: str,
-    uuid.UUID: lambda u: u.int,
+    datetime.timezone: lambda z: (z.utcoffset(None), z.tzname(None)),
+    uuid.UUID: lambda u: (u.int, u.is_safe),
     pathlib.PosixPath: str,
     pathlib.PurePosixPath: str,
     pathlib.PureWindowsPath: str,

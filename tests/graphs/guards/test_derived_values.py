@@ -86,6 +86,22 @@ CASES |= {
     "a slot in a set": (_SLOTS.format("float", "1") + "c = {made(2.0)}", "next(iter(c)).w", "next(iter(c)).w = 3.0"),
     "a slot of a key": (_SLOTS.format("float", "1") + "c = {made(2.0): 1}", "next(iter(c)).w", "next(iter(c)).w = 3.0"),
     "a slot of a set in a list": (_SLOTS.format("frozenset", "[1]") + "c = [made(2.0)]", "c[0].w", "c[0].w = 3.0"),
+    "time zones of one name": (
+        _IMPORTS + "def zone(h): return datetime.timezone(datetime.timedelta(hours=h), 'LOCAL')\nc = [zone(1)]",
+        "float(c[0].utcoffset(None).seconds)",
+        "c = [zone(2)]",
+    ),
+    "times in zones of one name": (
+        _IMPORTS + "def time(h): return datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone(\n"
+        " datetime.timedelta(hours=h), 'LOCAL'))\nc = time(1)",
+        "float(c.utcoffset().seconds)",
+        "c = time(2)",
+    ),
+    "how safe an identifier is": (
+        "import uuid\nc = [uuid.UUID(int=1)]",
+        "float(c[0].is_safe is uuid.SafeUUID.safe) + 1",
+        "c = [uuid.UUID(int=1, is_safe=uuid.SafeUUID.safe)]",
+    ),
 }
 
 
