@@ -47,7 +47,7 @@ _NET = (
     "C = type('C', (Base,), {'gain': 2.0, 'forward': lambda self, x: self.gain})\nc = C()"
 )
 _HELD = "ns = {}\nexec('class K: k = 2.0', ns)\nclass C: held = ns['K']\nK = ns['K']"
-_DATA = "ns = {}\nexec('import dataclasses\\n@dataclasses.dataclass\\nclass C: k: float = 2.0', ns)\nC = ns['C']\nc = C()"
+_DATA = "ns = {}\nexec('import dataclasses as d\\n@d.dataclass\\nclass C: k: float = 2.0', ns)\nC = ns['C']\nc = C()"
 _MADE_DATA = "C = dataclasses.make_dataclass('C', [('k', float, 2.0)])\nc = C()"
 _NEW_DATA = (
     "import types\nC = types.new_class('C', (), {}, lambda ns: ns.update(__annotations__={'k': float}, k=2.0))\n"
