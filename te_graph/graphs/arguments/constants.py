@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from te_graph.graphs.arguments.attributes import attributes_of, may_have_attributes
+from te_graph.graphs.guards.values import values_are_equal
 
 _CONSTANTS = (
     type(None),
@@ -93,17 +94,18 @@ def _have_same_attributes(expected: Any, got: Any) -> bool:
 
 
 def _are_same_values(expected: Any, got: Any) -> bool:
+    """Of one type. By what guards compare, where they do: ``==`` says less (``range(0, 3, 2) == range(0, 4, 2)``)."""
     if isinstance(expected, types.FunctionType):
         return expected.__code__ is got.__code__ and _are_same_nests(_referred(expected), _referred(got))
-    if isinstance(expected, float):
-        return expected.hex() == got.hex()  # zeros of two signs are not the same, NaN is
-    if isinstance(expected, complex):
-        return are_same(expected.real, got.real) and are_same(expected.imag, got.imag)
-    if _is_of_numpy(expected, "generic"):
-        return expected.dtype == got.dtype and expected.tobytes() == got.tobytes()
+    if isinstance(expected, (enum.Enum, types.BuiltinFunctionType, *_BY_IDENTITY)):
+        return False
     if isinstance(expected, slice):
         return all(map(are_same, _ends(expected), _ends(got)))
-    return not isinstance(expected, types.BuiltinFunctionType) and bool(expected == got)
+    if isinstance(expected, torch.Size | frozenset):  # in their order, by which code may go
+        return len(expected) == len(got) and all(map(are_same, expected, got))
+    if _is_of_numpy(expected, "generic"):
+        return expected.dtype == got.dtype and expected.tobytes() == got.tobytes()
+    return values_are_equal(expected, got)
 
 
 def frozen(value: Any) -> Any:

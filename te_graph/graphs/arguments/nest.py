@@ -174,8 +174,7 @@ def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]]
     if kind is slice:
         return ("start", "stop", "step"), 0, None, [node.start, node.stop, node.step]
     if isinstance(node, set):
-        typed = frozenset((type(item), item) for item in node)  # True is not 1
-        return ((), 0, typed, []) if kind is set and all(map(is_comparable, node)) else None
+        return ((), 0, tuple(node), []) if kind is set and all(map(is_comparable, node)) else None
     if not isinstance(node, (*_MAPPINGS, *_SEQUENCES, *_NAMESPACES)) and not dataclasses.is_dataclass(node):
         return None
     keys: tuple[Any, ...] = ()
@@ -219,7 +218,7 @@ def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:
     if kind is slice:
         return slice(*children)
     if kind is set:
-        return {item for _, item in shape.context}
+        return set(shape.context)
     return _put_together(kind, shape, children)
 
 
@@ -249,4 +248,8 @@ def _is_same_key(one: Any, other: Any) -> bool:
 def _are_same_contexts(one: Any, other: Any) -> bool:
     if type(one) is type(other) is tuple and len(one) == len(other):
         return all(map(_are_same_contexts, one, other))
-    return one is other or bool(one == other)
+    if one is other:
+        return True
+    if is_comparable(one) and not isinstance(one, types.FunctionType):
+        return are_same(one, other)
+    return bool(one == other)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import decimal
 import enum
 import fractions
 import pathlib
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +33,20 @@ class Level(enum.IntEnum):
 
 def scaled_by(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * factor
+
+
+class Rank(enum.IntEnum):
+    LOW = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    span: range = range(0, 3, 2)
+
+
+def instant(hour: int, offset: int = 0, name: str = "Z", fold: int = 0) -> datetime.datetime:
+    zone = datetime.timezone(datetime.timedelta(hours=offset), name)
+    return datetime.datetime(2020, 1, 1, hour, tzinfo=zone, fold=fold)
 
 
 PAIRS = {
@@ -59,6 +75,19 @@ PAIRS = {
     "builtin": (lambda: torch.relu, torch.sigmoid),
     "method": (lambda: torch.Tensor.relu, torch.Tensor.exp),
     "operator": (lambda: torch.ops.aten.relu.default, torch.ops.aten.exp.default),
+    "range of the same numbers": (lambda: range(0, 3, 2), range(0, 4, 2)),
+    "frozen set of a float": (lambda: frozenset({2}), frozenset({2.0})),
+    "frozen set of an enumeration": (lambda: frozenset({Level.LOW}), frozenset({Rank.LOW})),
+    "frozen set of negative zero": (lambda: frozenset({0.0}), frozenset({-0.0})),
+    "set of negative zero": (lambda: {0.0}, {-0.0}),
+    "nested frozen set": (lambda: frozenset({frozenset({1})}), frozenset({frozenset({True})})),
+    "time in another zone": (lambda: instant(12), instant(13, 1)),
+    "time in a zone of another name": (lambda: instant(12), instant(12, name="UTC")),
+    "time again": (lambda: instant(12), instant(12, fold=1)),
+    "decimal of more places": (lambda: decimal.Decimal("1.0"), decimal.Decimal("1.000")),
+    "path of another case": (lambda: pathlib.PureWindowsPath("a"), pathlib.PureWindowsPath("A")),
+    "identifier": (lambda: uuid.UUID(int=1), uuid.UUID(int=1, is_safe=uuid.SafeUUID.safe)),
+    "dataclass with a range": (lambda: Spec(), Spec(range(0, 4, 2))),
     "one line of code": (lambda: scaled_by(2.0), scaled_by(3.0)),
 }
 
