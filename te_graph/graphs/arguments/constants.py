@@ -68,35 +68,37 @@ def is_comparable(value: Any, depth: int = 0) -> bool:
 
 
 def may_hold_more(value: Any) -> bool:
-    """Whether code can read of a comparable ``value`` what is not compared with it: of classes, members of enumerations
-    and values of derived classes their attributes; of frozen sets those of their members."""
-    if isinstance(value, type | frozenset):
+    """Whether code can read of a comparable ``value`` what is not compared with it: of functions and classes, members
+    of enumerations and values of derived classes their attributes; of frozen sets those of their members."""
+    if isinstance(value, type | frozenset | types.FunctionType):
         return True
     return not isinstance(value, (Tensor, *_FUNCTIONS)) and may_have_attributes(value)
 
 
-def are_same(expected: Any, got: Any) -> bool:
+def are_same(expected: Any, got: Any, depth: int = 0) -> bool:
     """True when two comparable values are of one type and nothing can tell them from each other, but that functions
     made twice by one line of code count as one."""
     if expected is got:
         return True
-    if type(expected) is not type(got) or not _are_same_values(expected, got):
+    if depth > 2 * _MAX_DEPTH or type(expected) is not type(got) or not _are_same_values(expected, got, depth):
         return False
-    return isinstance(expected, _FUNCTIONS) or not may_have_attributes(expected) or _have_same_attributes(expected, got)
+    has_none = isinstance(expected, (types.BuiltinFunctionType, *_BY_IDENTITY)) or not may_have_attributes(expected)
+    return has_none or _have_same_attributes(expected, got, depth + 1)
 
 
-def _have_same_attributes(expected: Any, got: Any) -> bool:
-    """Of values of a class that gives them attributes besides."""
+def _have_same_attributes(expected: Any, got: Any, depth: int) -> bool:
+    """Of functions, and of values of a class that gives them attributes besides."""
     one, other = attributes_of(expected), attributes_of(got)
     return one.keys() == other.keys() and all(
-        value is other[name] or (is_comparable(value) and are_same(value, other[name])) for name, value in one.items()
+        value is other[name] or (is_comparable(value) and are_same(value, other[name], depth))
+        for name, value in one.items()
     )
 
 
-def _are_same_values(expected: Any, got: Any) -> bool:
+def _are_same_values(expected: Any, got: Any, depth: int) -> bool:
     """Of one type. By what guards compare, where they do: ``==`` says less (``range(0, 3, 2) == range(0, 4, 2)``)."""
     if isinstance(expected, types.FunctionType):
-        return expected.__code__ is got.__code__ and _are_same_nests(_referred(expected), _referred(got))
+        return _are_of_one_line(expected, got) and _are_same_nests(_referred(expected), _referred(got), depth + 1)
     if isinstance(expected, (enum.Enum, types.BuiltinFunctionType, *_BY_IDENTITY)):
         return False
     if isinstance(expected, slice):
@@ -108,13 +110,21 @@ def _are_same_values(expected: Any, got: Any) -> bool:
     return values_are_equal(expected, got)
 
 
+def _are_of_one_line(expected: types.FunctionType, got: types.FunctionType) -> bool:
+    """Whether two functions have the same code with the same global variables, and are called the same."""
+    names = (expected.__name__, expected.__qualname__) == (got.__name__, got.__qualname__)
+    return names and expected.__code__ is got.__code__ and expected.__globals__ is got.__globals__
+
+
 def frozen(value: Any) -> Any:
     """``value``, comparable, as it is now: variables of a function may be given other values later."""
     if isinstance(value, types.FunctionType) and value.__closure__:
         cells = tuple(types.CellType(frozen(item)) for item in _referred(value)[: len(value.__closure__)])
         copy = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         copy.__kwdefaults__ = value.__kwdefaults__
-        return functools.update_wrapper(copy, value, updated=())
+        functools.update_wrapper(copy, value, updated=())
+        copy.__dict__ = dict(vars(value))  # without itself as what is wrapped
+        return copy
     return value
 
 
@@ -166,7 +176,8 @@ def _is_comparable_nest(value: Any, depth: int) -> bool:
     return not isinstance(value, Tensor) and is_comparable(value, depth)
 
 
-def _are_same_nests(expected: Any, got: Any) -> bool:
+def _are_same_nests(expected: Any, got: Any, depth: int) -> bool:
     if type(expected) is type(got) is tuple:
-        return len(expected) == len(got) and all(map(_are_same_nests, expected, got))
-    return are_same(expected, got)
+        pairs = zip(expected, got, strict=False)
+        return len(expected) == len(got) and all(_are_same_nests(one, other, depth) for one, other in pairs)
+    return are_same(expected, got, depth)

@@ -132,8 +132,8 @@ class Signature(_Nest):
 
     @property
     def holders(self) -> list[tuple[str, Any]]:
-        """What may hold more than is compared here, with its name: classes, values with attributes of their own, and
-        what containers are made of. What functions refer to is compared, or found once they run."""
+        """What may hold more than is compared here, with its name: functions, classes, values with attributes of their
+        own, and what containers are made of."""
         found = [(name, leaf) for name, leaf in zip(self.names, self.leaves, strict=True) if may_hold_more(leaf)]
         pairs = zip(("args", "kwargs"), self.shape.children, strict=True)
         return [*found, *itertools.chain.from_iterable(shape.held(prefix) for prefix, shape in pairs)]

@@ -29,6 +29,17 @@ _NODE = (
     "pytree.register_pytree_node(Node, lambda o: ([], o.k), lambda c, k: Node(k))\n"
 )
 
+_FUNCTION = "def make(k):\n def arg(): return 2.0\n arg.gain = k\n return arg\narg = make(2.0)\n"
+_CLOSED = "def make(k, n=0.0):\n def arg(): return n\n arg.gain = k\n return arg\narg = make(2.0)\n"
+_AROUND = (
+    "def make(k):\n def inner(): return k\n @functools.wraps(inner)\n def arg(): return 1.0\n return arg\n"
+    "arg = make(2.0)\n"
+)
+_ELSEWHERE = (
+    "code = compile('def arg(): return K', '/nowhere/module_of_a_test.py', 'exec')\ndef make(k):\n"
+    " scope = {'K': k, '__name__': MODULE_NAME}\n exec(code, scope)\n return scope['arg']\narg = make(2.0)\n"
+).replace("MODULE_NAME", "'module_of_a_test'")
+
 CASES: Cases = {  # the argument is ``arg``, which the function calls ``a``
     "class": (_CONFIG + "arg = Config", "a.k", "Config.k = 3.0"),
     "method of a class": (_CONFIG + "arg = Config", "a.run()", "Config.run = staticmethod(lambda: 3.0)"),
@@ -59,6 +70,17 @@ CASES: Cases = {  # the argument is ``arg``, which the function calls ``a``
     "class attribute of a dictionary": (_TABLE + "arg = Table(k=1.0)", "a.get_it()", "Table.base = 3.0"),
     "class of a registered node": (_NODE + "arg = Node(1.0)", "a.k * a.scale", "Node.scale = 3.0"),
     "function, its global variable": ("G = [2.0]\ndef arg(): return G[0]", "a()", "G[0] = 3.0"),
+    "attribute of a function": (_FUNCTION, "a.gain", "arg.gain = 3.0"),
+    "attribute of another function": (_FUNCTION, "a.gain", "arg = make(3.0)"),
+    "attribute of a function that runs": (_FUNCTION, "a() * a.gain", "arg = make(3.0)"),
+    "attribute of a function in a list": (_FUNCTION + "arg = [arg]", "a[0].gain", "arg[0].gain = 3.0"),
+    "attribute of a function with variables": (_CLOSED, "a.gain", "arg.gain = 3.0"),
+    "attribute of another function with variables": (_CLOSED, "a.gain", "arg = make(3.0)"),
+    "attribute that a function gets": (_FUNCTION, "getattr(a, 'more', 2.0)", "arg.more = 3.0"),
+    "name of a function": (_FUNCTION, "float(len(a.__name__))", "arg.__name__ = 'other'"),
+    "name of another function": (_FUNCTION, "float(len(a.__name__))", "arg = make(2.0)\narg.__name__ = 'other'"),
+    "function behind a function": (_AROUND, "a.__wrapped__()", "arg = make(3.0)"),
+    "global variable of another function": (_ELSEWHERE, "a()", "arg = make(3.0)"),
     "class that a function's default is": (_CONFIG + "def arg(c=Config): return c.k", "a()", "Config.k = 3.0"),
 }
 _STEADY: Cases = {  # changes of what the code does not read, or of which it gets the same
@@ -66,6 +88,9 @@ _STEADY: Cases = {  # changes of what the code does not read, or of which it get
     "text made anew": (_KIND.format("str", "'a'"), "a.gain", "arg = Kind('a')\narg.gain = 2.0"),
     "dataclass made anew": (_DATA + "arg = Data()", "a.get()", "arg = Data()"),
     "path made anew": ("import pathlib\narg = pathlib.Path('a/b')", "len(str(a))", "arg = pathlib.Path('a') / 'b'"),
+    "function with an attribute made anew": (_FUNCTION, "a.gain", "arg = make(2.0)"),
+    "function with a variable and an attribute made anew": (_CLOSED, "a.gain", "arg = make(2.0)"),
+    "function around a function made anew": (_AROUND, "a.__wrapped__()", "arg = make(2.0)"),
     "function made anew": ("def make():\n k = 2.0\n return lambda: k\narg = make()", "a()", "arg = make()"),
 }
 
