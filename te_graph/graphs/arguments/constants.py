@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from te_graph.graphs.arguments.attributes import attributes_of, may_have_attributes
-from te_graph.graphs.guards.values import values_are_equal
+from te_graph.graphs.arguments.value_keys import values_are_equal
 
 _CONSTANTS = (
     type(None),

@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 import collections
-import datetime
 import decimal
-import fractions
 import functools
-import pathlib
 import random
 import sys
 import threading
 import types
-import uuid
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from te_graph import _C
+from te_graph.graphs.arguments.value_keys import IMMUTABLE
 
 try:
     import numpy as np
 except ImportError:  # then no object of it exists
     np = None
-
-
-def _zone_of(t: datetime.time | datetime.datetime) -> Any:
-    """The zone of a time: those of one name may differ, as pytz has one for each offset."""
-    zone = t.tzinfo
-    return None if zone is None else (type(zone).__module__, type(zone).__name__, str(zone), t.utcoffset(), t.tzname())
-
-
-def _time_of(t: datetime.time | datetime.datetime) -> tuple:
-    return t.hour, t.minute, t.second, t.microsecond, t.fold, _zone_of(t)
 
 
 def _times_key(values: Any) -> Any:
@@ -43,29 +28,6 @@ def _times_key(values: Any) -> Any:
     return values.dtype.str, values.view(np.int64)
 
 
-# For derived classes, too, where these have no fields of their own.
-_IMMUTABLE = {
-    str: str.__str__,
-    bytes: lambda b: b"".join((b,)),
-    int: int.__int__,
-    float: float.__float__,
-    complex: complex.__pos__,
-    slice: lambda s: (s.start, s.stop, s.step),
-    range: lambda r: (r.start, r.stop, r.step),
-    torch.Size: tuple,
-    decimal.Decimal: lambda d: tuple(d.as_tuple()),
-    fractions.Fraction: lambda f: (f.numerator, f.denominator),
-    datetime.timedelta: lambda d: (d.days, d.seconds, d.microseconds),
-    datetime.date: lambda d: d.toordinal(),
-    datetime.datetime: lambda d: (d.toordinal(), *_time_of(d)),
-    datetime.time: _time_of,
-    datetime.timezone: lambda z: (z.utcoffset(None), z.tzname(None)),
-    uuid.UUID: lambda u: (u.int, u.is_safe),
-    pathlib.PosixPath: str,
-    pathlib.PurePosixPath: str,
-    pathlib.PureWindowsPath: str,
-}
-_EXACT = frozenset({type(None), bool, int, str, bytes})
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _MUTABLE = {
     collections.deque: lambda d: (d.maxlen, tuple(d)),
@@ -108,7 +70,7 @@ def _is_scalar_type(kind: type) -> bool:
 
 
 def _register() -> None:
-    for kind, key in _IMMUTABLE.items():
+    for kind, key in IMMUTABLE.items():
         _C.register_value_type(kind, _unless_inside(key), is_mutable=False)
     for kind, key in _MUTABLE.items():
         _C.register_value_type(kind, key, is_mutable=True)
@@ -148,19 +110,3 @@ def _snapshot(take: Callable[[Any], _C.Value | None], container: Any) -> _C.Valu
         return take(container)
     finally:
         _inside.is_set = before
-
-
-def values_are_equal(expected: Any, got: Any) -> bool:
-    """Whether two objects of one type, neither of them a container, stand for the same, as their snapshots would tell;
-    those that have none, by ``==``. What a derived class adds does not count."""
-    kind = type(expected)
-    if kind is tuple:
-        return type(got) is tuple and len(expected) == len(got) and all(map(values_are_equal, expected, got))
-    if kind is not type(got):
-        return False
-    if kind is float:
-        return expected.hex() == got.hex()  # zeros of two signs are not the same, NaN is
-    if kind is complex:
-        return values_are_equal((expected.real, expected.imag), (got.real, got.imag))
-    key = None if kind in _EXACT else next((_IMMUTABLE[base] for base in kind.__mro__ if base in _IMMUTABLE), None)
-    return bool(expected == got) if key is None else values_are_equal(key(expected), key(got))
