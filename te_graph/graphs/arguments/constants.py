@@ -95,6 +95,18 @@ def _have_same_attributes(expected: Any, got: Any, depth: int) -> bool:
     )
 
 
+def difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
+    """Where two comparable values that are not the same differ: the attribute and what stands there, NotImplemented for
+    nothing; no name where it is none of theirs."""
+    if type(expected) is type(got) and may_have_attributes(expected) and _are_same_values(expected, got, 0):
+        one, other = attributes_of(expected), attributes_of(got)
+        for name in (*one, *(name for name in other if name not in one)):
+            pair = one.get(name, NotImplemented), other.get(name, NotImplemented)
+            if not (pair[0] is pair[1] or (is_comparable(pair[0]) and are_same(*pair))):
+                return name, *pair
+    return "", expected, got
+
+
 def _are_same_values(expected: Any, got: Any, depth: int) -> bool:
     """Of one type. By what guards compare, where they do: ``==`` says less (``range(0, 3, 2) == range(0, 4, 2)``)."""
     if isinstance(expected, types.FunctionType):

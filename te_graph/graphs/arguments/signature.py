@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import acts_like_tensor
-from te_graph.graphs.arguments.constants import are_same, frozen, is_comparable, may_hold_more, reason_against
+from te_graph.graphs.arguments.constants import (
+    are_same,
+    difference,
+    frozen,
+    is_comparable,
+    may_hold_more,
+    reason_against,
+)
 from te_graph.graphs.arguments.nest import Shape, flatten, reordered, unflatten
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -180,9 +187,8 @@ class Signature(_Nest):
                 if kind := subclass_of(got):
                     raise ValueError(f"{label}: expected {name} to be a torch.Tensor, got a {kind}")
             elif isinstance(got, Tensor) or not are_same(expected, got):
-                found = "tensor" if isinstance(got, Tensor) else repr(got)
                 shown = _with_parameter(name, parameters)
-                raise ValueError(f"{label}: expected {shown} to be {expected!r} as at capture, got {found}")
+                raise ValueError(f"{label}: {_difference_of(shown, expected, got)}")
         first = _first_of_each([leaves[position] for position in self.tensors])
         if first != self.first:
             self._refuse_identities(label, first)
@@ -224,6 +230,15 @@ class Signature(_Nest):
                 shown = _with_parameter(name, parameters)
                 return f"expected {shown} nested as at capture, got a {type(got).__name__} of another structure"
         return "the arguments are nested in another way than at capture"
+
+
+def _difference_of(constant: str, expected: Any, got: Any) -> str:
+    if isinstance(got, Tensor):
+        return f"expected {constant} to be {expected!r} as at capture, got tensor"
+    attribute, expected, got = difference(expected, got)
+    where = f"{attribute} of {constant}" if attribute else constant
+    values = ["nothing" if attribute and one is NotImplemented else repr(one) for one in (expected, got)]
+    return f"expected {where} to be {values[0]} as at capture, got {values[1]}"
 
 
 @contextlib.contextmanager

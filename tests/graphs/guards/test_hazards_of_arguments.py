@@ -3,6 +3,7 @@ classes of the user's. A callable compares them with its samples, and what its c
 
 from __future__ import annotations
 
+import re
 import types
 
 import pytest
@@ -135,3 +136,23 @@ def test_what_stays_as_it_is_for_the_code_replays(module: types.ModuleType, setu
     run_text(module, change)
     assert_bitwise_equal(net(x, module.arg), module.fn(x, module.arg))
     assert net.te_graph.info()["forward_replays"] == 1
+
+
+@pytest.mark.parametrize(
+    ("setup", "change", "message"),
+    [
+        (_KIND.format("str", "'a'"), "arg = Kind('a')\narg.gain = 3.0", "gain of args[1] (a) to be 2.0 as"),
+        (_KIND.format("str", "'a'"), "arg = Kind('a')", "gain of args[1] (a) to be 2.0 as at capture, got nothing"),
+        (_KIND.format("str", "'a'"), "arg = Kind('b')", "args[1] (a) to be 'a' as at capture, got 'b'"),
+        (_FUNCTION, "arg = make(3.0)", "gain of args[1] (a) to be 2.0 as at capture, got 3.0"),
+    ],
+    ids=("attribute", "no attribute", "value", "function"),
+)
+def test_messages_name_the_attribute_that_differs(
+    module: types.ModuleType, setup: str, change: str, message: str
+) -> None:
+    x = _functions(module, setup, "2.0")
+    net = make_graphed_callables(module.Net(), (x, module.arg))
+    run_text(module, change)
+    with pytest.raises(ValueError, match=re.escape(f"expected {message}")):
+        net(x, module.arg)
