@@ -14,7 +14,7 @@ from calls import replays
 from sequences import called, counts
 from text_cases import function_of_case, refuses_changes, run_text, sees_changes
 
-from te_graph import make_graphed_callables
+from te_graph import graphed, make_graphed_callables
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 _IMPORTS = "import datetime, decimal, pathlib\n"
@@ -146,3 +146,33 @@ def test_two_zeros_of_a_derived_class_differ(module: types.ModuleType) -> None:
     called(replayed, 3, x)
     run_text(module, "l[0] = V(-0.0)")
     assert torch.equal(replayed(x), function(x))
+
+
+class Label(bytes):
+    """With a weight of its own."""
+
+    weight: float
+
+
+def labels(*weights: float) -> list[Label]:
+    found = [Label(b"same") for _ in weights]
+    for label, weight in zip(found, weights, strict=True):
+        label.weight = weight
+    return found
+
+
+def test_an_equal_element_of_bytes_with_another_attribute_is_a_documented_limit() -> None:
+    x, holder = torch.ones(3), types.SimpleNamespace(labels=labels(1.0, 1.0))
+
+    @graphed
+    def weighted() -> torch.Tensor:
+        y = x
+        for label in holder.labels:
+            y = y * label.weight
+        return y
+
+    for _ in range(3):
+        weighted()
+    holder.labels[1] = labels(5.0)[0]
+    assert weighted().tolist() == [1.0, 1.0, 1.0]
+    assert weighted.info()["forward_replays"] == 3
