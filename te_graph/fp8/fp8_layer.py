@@ -32,11 +32,13 @@ class FP8Layer(ReadyForCapture):
     has_told_misfit = False
 
     def make_ready_for_capture(self) -> None:
-        """Become a member of the present scope, with a cast weight, whose amax replays record. Of another one, which
-        what is captured may not lead to, it stays a member: it can evaluate here, and train after a call."""
+        """Become a member of the present scope, with a cast weight, whose amax replays record. Where it
+        has trained in another one, which what is captured may not lead to, it stays there: it can evaluate here, and
+        train after a call."""
         region, weight = current_region(), plain_weight(self)
         if region is not None and region.enabled and weight is not None:
-            is_free = self.fp8 is None or self.fp8.scope is region.scope_on(weight.device)
+            member = self.fp8
+            is_free = member is None or not member.trains or member.scope is region.scope_on(weight.device)
             member_of(self, region, is_free and torch.is_grad_enabled())
         for member in (self.fp8, self.fp8_evaluated):
             if member is not None and weight is not None and member.fits(weight):

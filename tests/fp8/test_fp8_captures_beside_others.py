@@ -216,3 +216,19 @@ def test_a_graphed_function_goes_on_from_the_middle_of_an_accumulation(device: s
                 optimizer.zero_grad(set_to_none=False)
         results.append([*found, model.weight.detach()])
     assert all(map(same_bits, *results))
+
+
+@others
+def test_a_layer_that_has_only_evaluated_elsewhere_is_captured_where_it_trains(device: str, other: Any) -> None:
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model, xs = nn.Sequential(a_layer(device)), inputs(device, 6)
+        with torch.no_grad(), tg.fp8_autocast(recipe=other):
+            model(xs[0])
+        if is_graphed:
+            with tg.fp8_autocast(recipe=DELAYED):
+                tg.make_graphed_callables(model, (xs[0],))
+        results.append(train(model, DELAYED, xs))
+        assert not is_graphed or model.te_graph.info()["forward_replays"] == 6
+    assert results[0] == results[1]
