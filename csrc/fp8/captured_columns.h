@@ -1,5 +1,5 @@
-// The columns of one table whose tensors are cast in one graph: updates come where eager execution has them, some before
-// the graph, some in it, some behind it.
+// The columns of one table whose tensors are cast in one graph: updates come where eager execution has them, some
+// before the graph, some in it, some behind it.
 #pragma once
 
 #include <cstdint>

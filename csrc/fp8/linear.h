@@ -19,8 +19,8 @@ namespace te_graph::fp8 {
 class Linear : public std::enable_shared_from_this<Linear> {
 public:
     // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where
-    // they are. inputs_first: the weight that is cast is [I, O]. input_column, weight_column, grad_column: of the casts.
-    // grad_dtype: of the cast of gradients. columns: kept until no backward and no graph is left that uses them.
+    // they are. inputs_first: the weight that is cast is [I, O]. input_column, weight_column, grad_column: of the
+    // casts. grad_dtype: of the cast of gradients. columns: kept until no backward and no graph is left that uses them.
     Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
            ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column, at::ScalarType grad_dtype,
            std::shared_ptr<void> columns);
@@ -29,8 +29,8 @@ public:
     // current scaling.
     std::optional<at::Tensor> begin_input_cast();
 
-    // x: [..., I]; weight: [O, I] or [I, O], of which `weight_` or `weight_t_` is the cast, and which gets the gradient;
-    // bias: [O] -> [..., O] of `dtype`. records_amax: that of x, for delayed scaling. scale: that of
+    // x: [..., I]; weight: [O, I] or [I, O], of which `weight_` or `weight_t_` is the cast, and which gets the
+    // gradient; bias: [O] -> [..., O] of `dtype`. records_amax: that of x, for delayed scaling. scale: that of
     // begin_input_cast(), now or earlier.
     at::Tensor forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                        at::ScalarType dtype, bool records_amax, const std::optional<at::Tensor>& scale);
@@ -53,13 +53,13 @@ public:
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
-    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted. Of what
-    // no captured cast is of, replays see to the amax.
+    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted. Of
+    // what no captured cast is of, replays see to the amax.
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
     // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
     void note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done);
-    // Before a cast of the weight that this thread captures, or warms up for it, since what it captured wrote the weight:
-    // replays cast it there. Of several, all begin first.
+    // Before a cast of the weight that this thread captures, or warms up for it, since what it captured wrote the
+    // weight: replays cast it there. Of several, all begin first.
     void begin_captured_cast(bool records_amax) const;
     // After it. weight: [O, I] or [I, O].
     void note_captured_cast(const at::Tensor& weight, bool records_amax);

@@ -194,8 +194,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_forward_meta(const at::Ten
             with_transposed ? at::empty_symint({columns, padded_rows}, options) : at::empty({0}, options),
             at::empty({1}, x.options().dtype(at::kFloat))};
 }
-// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I] or [I, O]; grad_bias_out [O]; weight_scale_inv,
-// x_scale_inv, scale, amax [] or [1] -> as linear_backward.
+// grad [..., O]; weight_t [I, O]; x_t [I, padded(M)]; grad_weight_out [O, I] or [I, O]; grad_bias_out [O];
+// weight_scale_inv, x_scale_inv, scale, amax [] or [1] -> as linear_backward.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_backward_meta(
     const at::Tensor& grad, const MaybeTensor& weight_t, const MaybeTensor& weight_scale_inv, const MaybeTensor& x_t,
     const MaybeTensor& x_scale_inv, const MaybeTensor& scale, const MaybeTensor& amax, at::ScalarType,
