@@ -24,6 +24,8 @@ public:
     virtual void finish() {}
     // Steps of which this is equal do the same.
     virtual const void* identity() const = 0;
+    // Whether it has to come between a graph that `other` is of and its own.
+    virtual bool repeats(const HostStep& other) const { return identity() == other.identity(); }
 };
 
 // The steps of one graph, or of a forward and its backward.

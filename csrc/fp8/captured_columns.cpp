@@ -1,5 +1,7 @@
 #include "fp8/captured_columns.h"
 
+#include <algorithm>
+
 #include "fp8/region.h"
 
 namespace te_graph::fp8 {
@@ -47,6 +49,12 @@ void CapturedColumns::prepare() {
 
 void CapturedColumns::run() {
     for (const int64_t column : cast_) table_->note(column);
+}
+
+bool CapturedColumns::repeats(const HostStep& other) const {
+    if (identity() != other.identity()) return false;
+    const auto& columns = static_cast<const CapturedColumns&>(other).settled_;
+    return std::any_of(settled_.begin(), settled_.end(), [&](int64_t column) { return columns.contains(column); });
 }
 
 void CapturedColumns::finish() {

@@ -34,6 +34,8 @@ public:
     void run() override;
     void finish() override;
     const void* identity() const override { return table_.get(); }
+    // Columns of others in the same table are no matter.
+    bool repeats(const HostStep& other) const override;
 
 private:
     void launch_update();

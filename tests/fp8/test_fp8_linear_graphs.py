@@ -15,6 +15,7 @@ from seeds import first_seed
 from tensor_lists import same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import te_graph as tg
 
@@ -295,3 +296,21 @@ def test_reports_say_what_was_captured_in_fp8(device: str) -> None:
         assert ("2 FP8 layers" in repr(layers[0].te_graph)) == bool(calls)
         assert graphed.info()["fp8_calls"] == calls // 2
         report.reset()
+
+
+@pytest.mark.gpu
+@recipes
+def test_backwards_of_a_chain_are_launched_together(recipe: object) -> None:
+    """The layers share tables of scales, and no column of them."""
+    model, seen = new_layers("cuda", 5), []
+    with tg.fp8_autocast(recipe=recipe):
+        tg.make_graphed_callables(tuple(model), (a_sample("cuda"),), chain=True)
+    for _ in range(5):
+        with tg.fp8_autocast(recipe=recipe):
+            loss = model(a_sample("cuda")).float().square().mean()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+            loss.backward()
+            torch.cuda.synchronize()
+        seen.append(sum(event.name.startswith("cudaGraphLaunch") for event in profiler.events()))
+    assert seen[-2:] == [2, 2], seen

@@ -92,11 +92,14 @@ std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<PendingBackward
 
 // Whether the host does the same before two of `chain`: then it has to do it in between.
 bool GraphedCallable::repeats_a_step(const std::vector<PendingBackward>& chain) {
-    HostSteps all;
+    std::vector<const HostStep*> before;
     for (const PendingBackward& pending : chain) {
-        for (const auto& step : pending.callable->host_steps_.backward()) {
-            if (!all.add_backward(step)) return true;
+        const HostSteps::List& own = pending.callable->host_steps_.backward();
+        for (const auto& step : own) {
+            const auto is_repeated = [&](const HostStep* other) { return step->repeats(*other); };
+            if (std::any_of(before.begin(), before.end(), is_repeated)) return true;
         }
+        for (const auto& step : own) before.push_back(step.get());
     }
     return false;
 }
