@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -160,6 +161,19 @@ def test_a_refused_capture_leaves_no_gradients(device: str, recipe: Any) -> None
         assert before is None or same_bits(before, torch.ones_like(before))
 
 
+def a_training_step(model: nn.Module, x: Tensor, is_graphed: bool) -> Callable[[], Tensor]:
+    """Adds to the gradients of ``model`` for what is in x [16, WIDTH], and returns the loss."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return tg.graphed(step) if is_graphed else step
+
+
 @pytest.mark.parametrize("text", ["NAAA", "AACAA", "ABBB", "NNBBA", "AABBAACC"])
 def test_a_function_meets_other_regions(device: str, text: str) -> None:
     recipes = {"N": None, "A": DELAYED, "B": OTHERS["shorter"], "C": OTHERS["current"]}
@@ -167,15 +181,7 @@ def test_a_function_meets_other_regions(device: str, text: str) -> None:
     for is_graphed in (False, True):
         torch.manual_seed(0)
         layer, x = a_layer(device), torch.zeros(16, WIDTH, device=device)
-        for parameter in layer.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-
-        def step(layer: nn.Module = layer, x: Tensor = x) -> Tensor:
-            loss = layer(x).square().mean()
-            loss.backward()
-            return loss.detach()
-
-        called, found = tg.graphed(step) if is_graphed else step, []
+        called, found = a_training_step(layer, x, is_graphed), []
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
         for letter, given in zip(text, inputs(device, len(text)), strict=True):
             x.copy_(given)
@@ -197,15 +203,7 @@ def test_a_graphed_function_goes_on_from_the_middle_of_an_accumulation(device: s
                 layer(x).square().mean().backward()
         model = copy.deepcopy(layer)
         x = torch.zeros(16, WIDTH, device=device)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-
-        def step(model: nn.Module = model, x: Tensor = x) -> Tensor:
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss.detach()
-
-        called, found = tg.graphed(step) if is_graphed else step, []
+        called, found = a_training_step(model, x, is_graphed), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for number, given in enumerate(xs):
             x.copy_(given)
