@@ -219,13 +219,14 @@ std::unique_ptr<Value> Value::of(PyObject* object, int depth) {
         value->object_ = Py_NewRef(object);
         return value;
     }
-    // A named tuple is its items; another subclass may have attributes besides.
+    // A named tuple is its items; another subclass may have attributes besides. From the snapshot of a container nothing
+    // leads to those of a member that is there later, so that members of derived classes have none.
     const bool is_tuple = PyTuple_Check(object) && Py_TYPE(object)->tp_dictoffset == 0;
     if (PyList_CheckExact(object) || is_tuple) return of_sequence(object, depth);
     if (PyDict_CheckExact(object) || PyODict_CheckExact(object)) return of_dict(object, depth);
-    if (PyAnySet_Check(object)) return of_set(object);
+    if (PyAnySet_Check(object)) return depth == 0 || PyAnySet_CheckExact(object) ? of_set(object) : nullptr;
     auto keyed = of_keyed(object, depth);
-    return keyed ? std::move(keyed) : of_buffer(object);
+    return keyed || PyBytes_Check(object) ? std::move(keyed) : of_buffer(object);
 }
 
 std::unique_ptr<Value> Value::of_buffer(PyObject* object) {
