@@ -1,1 +1,1 @@
-"""FP8 casts, scales and copies of weights."""
+"""FP8: regions, recipes, layers and their conversion; casts, scales, products, and copies of weights."""

@@ -127,7 +127,8 @@ def fp8_cast_transpose_out(
 
     Args:
         out: [M, N] contiguous, of an FP8 dtype. Mutated.
-        out_t: [N, M] contiguous, of the same dtype. Mutated.
+        out_t: [N, M] contiguous, of the same dtype. Mutated. Also [N, M rounded up to 16], whose rows end in zeros, as
+            products that sum over M want them.
         x: [M, N]; x, scale, amax, counts as for ``fp8_cast``.
         scale_inv: [] or [1] float32. Mutated.
         dbias: [N] float32 or of x's dtype. Mutated: overwritten with the sums of x's columns.

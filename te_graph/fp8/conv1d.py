@@ -60,7 +60,9 @@ def converted_class() -> type[nn.Module]:
                 [..., out], new.
 
             Raises:
-                TypeError, ValueError: as of ``te_graph.Linear``.
+                TypeError, ValueError, RuntimeError: as of ``te_graph.Linear``.
+
+            Stream and capture: as of ``te_graph.Linear``.
             """
             y = product_in_fp8(self, x, self.weight, self.bias)
             return super().forward(x) if y is None else y

@@ -60,8 +60,8 @@ def convert_to_fp8(
             all.
         min_features: of inputs and of outputs; casts of smaller layers cost more than their products gain.
         first_last_bf16: leave the first and the last block of each stack of blocks ("layers.0", ...).
-        conv1d: convert layers of Hugging Face's ``Conv1D``, too, those of GPT-2. Their weight is [in, out], so each
-            backward launches a copy that transposes its gradient.
+        conv1d: convert layers of Hugging Face's ``Conv1D``, too, those of GPT-2; their weight, and its gradient, stay
+            [in, out].
         include: layers that are converted although they are heads, routers or adapters, too small, in the first or the
             last block, of a tied weight, ``Conv1D``, or left by ``filter``: as for ``filter``. What cannot be converted
             (16 does not divide its features, a subclass, a parametrized weight) stays and is reported.
@@ -140,6 +140,8 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
         scales (``amax_reduction_group``) save one each: what has been recorded since the last update is their own. The
         newest amaxes are there before or after the update that the next cast makes of them: states with which trainings
         go on alike may differ in that, and so in the scale. To compare trainings, take losses and parameters.
+
+    Stream and capture: small copies on the current stream; not inside a capture.
     """
     return {name: state_of(module) for name, module in model.named_modules() if isinstance(module, _CONVERTED)}
 

@@ -25,9 +25,10 @@ class Linear(nn.Linear, FP8Layer):
     made of FP8 operands.
 
     Inputs, weights and gradients are cast by the region's recipe; products are added up in float32 and rounded once.
-    Weights are cast when they have changed, all those of a scope in one launch. Any number of tokens will do. Where 16
-    does not divide both numbers of features, the layer computes in high precision, and says so once. On the CPU, and on
-    GPUs without FP8, products are made in float32 of the same FP8 operands.
+    Weights are cast when they have changed, those of a scope in few launches (one for each run of neighbours in a
+    block). Any number of tokens will do. Where 16 does not divide both numbers of features, the layer computes in high
+    precision, and says so once. On the CPU, and on GPUs without FP8, products are made in float32 of the same FP8
+    operands.
 
     What computes the gradients of weight and bias adds them to ``.grad`` by itself, with the bits of an addition by
     autograd: of several uses in one backward one after the other, where autograd would add their sum. Gradients go
@@ -76,10 +77,12 @@ class Linear(nn.Linear, FP8Layer):
             captures.
 
     Stream and capture: a call launches one cast and one product, a backward a cast and two products, on the current
-        stream; allocates what they write. A cast of all weights comes first where one has changed, an update of the
-        scales where a module is called twice without one between. Collectives as ``te_graph.tensor_parallel`` has them.
-        Before each replay the host does what a call would do, see ``fp8_autocast``; outside of an equal region a replay
-        is a mismatch.
+        stream; allocates what they write. Under current scaling a memset and a kernel that finds the scale come before
+        each cast. Under delayed scaling an update of the scales of gradients comes before a backward where one has
+        been cast since the last one; one of the others before a call where a module is called twice without one
+        between. Casts of weights come first where some have changed. Collectives as ``te_graph.tensor_parallel`` has
+        them. Before each replay the host does what a call would do, see ``fp8_autocast``; outside of an equal region a
+        replay is a mismatch.
     """
 
     return_bias = False
@@ -152,7 +155,7 @@ class Linear(nn.Linear, FP8Layer):
             bias, bias [out]).
 
         Raises:
-            TypeError, ValueError: as the class says.
+            TypeError, ValueError, RuntimeError: as the class says.
 
         Stream and capture: as the class says.
         """
@@ -175,7 +178,13 @@ class Linear(nn.Linear, FP8Layer):
         return F.linear(x, weight, bias) if y is None else y
 
     def get_extra_state(self) -> Tensor:
-        """The scales and histories, [3, n] fp32."""
+        """The scales and histories, as ``te_graph.fp8_state_dict`` has them.
+
+        Returns:
+            [3, n] fp32, a copy.
+
+        Stream and capture: small copies on the current stream; not inside a capture.
+        """
         return state_of(self)
 
     def set_extra_state(self, state: Tensor) -> None:

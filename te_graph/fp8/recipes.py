@@ -31,6 +31,9 @@ class Recipe:
 
     Attributes:
         fp8_format: the formats.
+
+    Raises:
+        TypeError: ``fp8_format`` is no ``Format``.
     """
 
     fp8_format: Format
@@ -57,6 +60,11 @@ class DelayedScaling(Recipe):
         amax_history_len: number of amaxes that are kept.
         amax_compute_algo: "max" of the history, or "most_recent".
         reduce_amax: with an ``amax_reduction_group``, take the largest of all its ranks.
+
+    Raises:
+        TypeError: ``fp8_format`` is no ``Format``.
+        ValueError: a ``margin`` that is no finite number, an ``amax_history_len`` that is no positive integer, or an
+            ``amax_compute_algo`` of another name.
     """
 
     margin: float = 0
@@ -86,6 +94,9 @@ class Float8CurrentScaling(Recipe):
 
     Attributes:
         fp8_format: the formats.
+
+    Raises:
+        TypeError: ``fp8_format`` is no ``Format``.
     """
 
     fp8_format: Format = Format.HYBRID

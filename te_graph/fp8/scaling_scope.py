@@ -29,8 +29,9 @@ _FIRST_CAPACITY = 32
 class ScalingScope(OwnObject):
     """All modules that compute by one recipe on one device, in one amax reduction group.
 
-    One launch updates all their scales of a direction. Columns of modules that have not run stay as they are, so it
-    does not matter which modules share a scope, but for weights that change twice between two forwards of their module.
+    One launch updates all scales of a block and a direction. Columns of modules that have not run stay as they are, so
+    it does not matter which modules share a scope, but for weights that change twice between two forwards of their
+    module.
 
     Args:
         recipe: how scales are found.
@@ -62,7 +63,7 @@ class ScalingScope(OwnObject):
 
     @property
     def weights(self) -> list[Tensor]:
-        """[out, in] each, those that the modules have now."""
+        """[out, in] or [in, out] each, those that the modules have now."""
         return [weight for member in self.members if (weight := member.weight) is not None]
 
     def add(self, module: HasWeight) -> Member:

@@ -134,7 +134,7 @@ class Fp8Weights(Uncopyable, StepWeights):
 
     @property
     def is_stale(self) -> bool:
-        """True if a weight has changed, by its version counter or its address, since the last ``cast_``."""
+        """True if a weight has changed, as far as the class says that it is known, since the last ``cast_``."""
         return bool(self._table.stale())
 
     def check(self) -> None:
