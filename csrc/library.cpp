@@ -71,6 +71,7 @@ TORCH_LIBRARY(te_graph, m) {
     // Casts to FP8: x fp32, fp16 or bf16; scale, scale_inv, amax: [] or [1], fp32. amax is maxed into, scale_inv
     // written, counts ([3] int64: saturated, underflowed, not finite) added to. noop: [] or [1], int32, bool or fp32:
     // unless it is 0, nothing is touched. Results: cast, transposed cast, scale_inv, column sums.
+    // out_t: [N, M], or [N, M rounded up to 16], whose rows then end in zeros.
     def("fp8_cast(Tensor x, Tensor scale, ScalarType dtype, *, Tensor(a!)? amax=None, Tensor(b!)? counts=None) -> "
         "(Tensor, Tensor)");
     def("fp8_cast_out(Tensor(a!) out, Tensor x, Tensor scale, *, Tensor(b!)? scale_inv=None, Tensor(c!)? amax=None, "
@@ -82,6 +83,7 @@ TORCH_LIBRARY(te_graph, m) {
     def("fp8_cast_transpose_out(Tensor(a!) out, Tensor(b!) out_t, Tensor x, Tensor scale, *, "
         "Tensor(c!)? scale_inv=None, Tensor(d!)? amax=None, Tensor(e!)? dbias=None, Tensor(f!)? counts=None, "
         "Tensor? noop=None) -> ()");
+    // And back: x FP8; dtype, out: fp32, fp16 or bf16; scale_inv: [] or [1], fp32.
     def("fp8_dequantize(Tensor x, Tensor scale_inv, ScalarType dtype) -> Tensor");
     def("fp8_dequantize_out(Tensor(a!) out, Tensor x, Tensor scale_inv) -> ()");
 
@@ -105,7 +107,9 @@ TORCH_LIBRARY(te_graph, m) {
     // [I, O], x_t: [I, tokens rounded up to 16]: FP8; scale: of the cast of x or grad, None for current scaling;
     // grad_dtype: of the cast of grad; x_dtype, weight_dtype: of the gradients. Results: y, x_t ([0] unless asked for),
     // x_scale_inv; gradients of x, weight, bias, as far as output_mask asks.
-    // grad_weight [O, I], grad_bias [O]: where these gradients go, which are no results then, or are added, as by add_.
+    // grad_weight: [O, I], or [I, O] with inputs_first (the weight is [I, O], and the operands of that product change
+    // places); grad_bias: [O]. Given, they take the gradient, overwritten or, with accumulate_*, added to as by add_,
+    // and it is no result.
     def("fp8_linear_forward(Tensor x, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? scale, "
         "Tensor(a!)? amax, ScalarType dtype, bool with_transposed) -> (Tensor, Tensor, Tensor)");
     def("fp8_linear_backward(Tensor grad, Tensor? weight_t, Tensor? weight_scale_inv, Tensor? x_t, "
@@ -121,6 +125,7 @@ TORCH_LIBRARY(te_graph, m) {
     def("amax_and_scale_update_inplace.Scalar(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "
         "Tensor non_weight_mask, bool update_weight_scale_inv, float fp8_max, float margin=0.0, "
         "str amax_compute_algo=\"max\", *, bool skip_nonfinite=False) -> ()");
+    // x, amax: [...], amax fp32. Results: amax and scale, [1] fp32 both; a scale for each element of amax, [...] fp32.
     def("fp8_current_scale(Tensor x, ScalarType dtype, *, float eps=0.0, bool power_of_2=False) -> (Tensor, Tensor)");
     def("fp8_scale(Tensor amax, ScalarType dtype, *, float margin=0.0, float eps=0.0, bool power_of_2=False) -> "
         "Tensor");

@@ -19,7 +19,7 @@ CapturedColumns& CapturedColumns::in(HostSteps& steps, Direction direction, cons
 void CapturedColumns::note_region_exit(const HostSteps& steps) {
     for (const auto& step : steps.forward()) {
         auto* const columns = dynamic_cast<CapturedColumns*>(step.get());
-        if (columns != nullptr) columns->is_left_ = !columns->cast_.empty();
+        if (columns != nullptr) columns->region_was_left_ = !columns->cast_.empty();
     }
 }
 
@@ -33,14 +33,14 @@ void CapturedColumns::begin_cast(int64_t column) {
 }
 
 void CapturedColumns::update_if_left() {
-    if (is_left_) launch_update();
+    if (region_was_left_) launch_update();
 }
 
 void CapturedColumns::launch_update() {
     table_->launch_update();
     cast_.clear();
     cast_before_.clear();
-    is_left_ = false;
+    region_was_left_ = false;
 }
 
 void CapturedColumns::prepare() {
@@ -58,7 +58,7 @@ bool CapturedColumns::repeats(const HostStep& other) const {
 }
 
 void CapturedColumns::finish() {
-    if (is_left_ && region() == 0) table_->update();  // where no outer one was entered since
+    if (region_was_left_ && region() == 0) table_->update();  // where no outer one was entered since
 }
 
 }  // namespace te_graph::fp8

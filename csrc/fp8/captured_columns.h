@@ -43,7 +43,7 @@ private:
     const std::shared_ptr<ScaleTable> table_;
     std::set<int64_t> settled_;             // before each replay
     std::set<int64_t> cast_, cast_before_;  // since the last update
-    bool is_left_ = false;                  // a region, since, with casts in it
+    bool region_was_left_ = false;          // an outermost one with casts, since the last update
 };
 
 }  // namespace te_graph::fp8

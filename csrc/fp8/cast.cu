@@ -1,7 +1,10 @@
 // Casts of elements in their order, and back.
 //
 // Grid: blocks of 256 threads, each for 8192 consecutive elements; a thread takes 8 at a time, four times.
-// Bytes per element: the input read, 1 written. Determinism: every element has one writer; amax is a maximum.
+// Bytes per element: of a cast the input read, 1 written; back 1 read, 2 or 4 written.
+// Determinism: every element has one writer; amax is a maximum.
+#include <algorithm>
+
 #include "fp8/element.cuh"
 
 namespace te_graph::fp8 {

@@ -277,7 +277,7 @@ void cast_out_meta(const at::Tensor& out, const at::Tensor& x, const at::Tensor&
     check_cast_meta(kCastOut, x, scale, amax, counts);
     check_devices(kCastOut, x.device(), {{"out", out}, {"scale_inv", scale_inv}, {"noop", noop}});
 }
-// out, x [M, N]; out_t [N, M]; scale, scale_inv, amax, noop [] or [1]; dbias [N]; counts [kCounts].
+// out, x [M, N]; out_t [N, M] or [N, padded(M)]; scale, scale_inv, amax, noop [] or [1]; dbias [N]; counts [kCounts].
 void cast_transpose_out_meta(const at::Tensor& out, const at::Tensor& out_t, const at::Tensor& x,
                              const at::Tensor& scale, const MaybeTensor& scale_inv, const MaybeTensor& amax,
                              const MaybeTensor& dbias, const MaybeTensor& counts, const MaybeTensor& noop) {

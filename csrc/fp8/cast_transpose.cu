@@ -92,7 +92,10 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
     if (threadIdx.x == 0 && atomicAdd(&state[1], 1u) == gridDim.x - 1) state[0] = state[1] = 0;
 }
 
-// One thread a column; adds the sums of the tiles in their order.
+// Column sums from those of tiles.
+// Grid: blocks of 256 threads, one for each column.
+// Bytes: 4 read for each of tiles_in(M) x N partial sums; the sums written, and read, too, where they add up.
+// Determinism: the sums of tiles are added in their order.
 template <typename T>
 __global__ void fp8_cast_transpose_dbias_kernel(const float* partial, T* out, int64_t columns, int64_t tiles,
                                                 bool accumulates, const Flag noop) {

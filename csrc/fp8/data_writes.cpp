@@ -90,7 +90,7 @@ public:
     bool is_written_since(const at::Tensor& tensor, const WriteCount& before) {
         const std::lock_guard lock(mutex_);
         Counters& counters = counters_of(tensor);
-        return number_of(tensor, counters) > before.tensors || counters.count() != before.writes;
+        return number_of(tensor, counters) > before.counters || counters.count() != before.writes;
     }
 
 private:

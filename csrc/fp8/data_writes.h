@@ -16,9 +16,10 @@ namespace te_graph::fp8 {
 // From now on, in this process, tensors over other tensors' memory are kept in view. What was made before is not.
 void watch_data();
 
-// How many tensors over a storage were in view at a time, and how often it had been written through them.
+// How many counters of a storage had been seen by then, those of tensors that are gone included, and how many writes
+// all of them had counted.
 struct WriteCount {
-    int64_t tensors = 0, writes = 0;
+    int64_t counters = 0, writes = 0;
 };
 
 // tensor: [...], in view from now on.

@@ -82,11 +82,11 @@ public:
     }
     void end_capture() override {
         const auto weight = at::Tensor(weight_.lock());
-        is_of_result_ = weight.defined() && mark_.is_of(weight);
+        is_cast_at_end_ = weight.defined() && mark_.is_of(weight);
     }
     void finish() override {
         const auto weight = at::Tensor(weight_.lock());
-        if (!is_of_result_ || !weight.defined()) return;
+        if (!is_cast_at_end_ || !weight.defined()) return;
         linear_->note_cast(WeightMark(weight), records_amax_ || linear_->weight_column_.table == nullptr,
                            std::make_shared<CastDone>(weight.device()));
     }
@@ -96,8 +96,8 @@ private:
     const std::shared_ptr<Linear> linear_;
     const c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> weight_;
     WeightMark mark_;
-    bool is_of_result_ = false;  // the weight is left as it was cast last
-    bool records_amax_ = false;  // of the last cast
+    bool is_cast_at_end_ = false;  // the weight is left as it was cast last
+    bool records_amax_ = false;    // of the last cast
 };
 
 class LinearBackward final : public torch::autograd::Node {
@@ -135,9 +135,8 @@ private:
 
 at::Tensor LinearBackward::unpack_weight_t() {
     constexpr const char* kOtherCast =
-        "te_graph.Linear: expected the weight of the forward in its backward, but another one, another recipe or a "
-        "step of the optimizer came in between, and the cast, of which there is one, is theirs: run the backward "
-        "before";
+        "te_graph.Linear: the weight was cast again between this forward and its backward (it changed, or another "
+        "recipe or the optimizer came in between), and there is one cast of a weight: run the backward before";
     at::Tensor weight_t;
     try {
         weight_t = saved_[0].unpack();

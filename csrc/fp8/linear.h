@@ -53,13 +53,14 @@ public:
     // From now on gradients of the weight are added to its main_grad.
     void set_main_grad_of(ParameterGrad::MainGradOf main_grad_of) { main_grad_of_ = std::move(main_grad_of); }
 
-    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted. Of
-    // what no captured cast is of, replays see to the amax.
+    // Whether weight [O, I] or [I, O] is as it was when it was cast, and its amax was recorded if that is wanted. In a
+    // capture that has itself cast the weight: whether it is as that cast left it. In other captures `records_amax` is
+    // ignored: each replay's WeightStep records it.
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
     // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
     void note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done);
-    // Before a cast of the weight that this thread captures, or warms up for it, since what it captured wrote the
-    // weight: replays cast it there. Of several, all begin first.
+    // Before a cast of the weight inside what this thread captures (or warms up), which has written the weight, so that
+    // each replay casts it there. With several weights, call this for all of them before the first launch.
     void begin_captured_cast(bool records_amax) const;
     // After it. weight: [O, I] or [I, O].
     void note_captured_cast(const at::Tensor& weight, bool records_amax);

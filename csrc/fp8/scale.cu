@@ -8,10 +8,11 @@
 namespace te_graph::fp8 {
 namespace {
 
-// The update of delayed scaling.
+// The update of delayed scaling (scale.h: Update).
 // Grid: a block of 1024 threads for 8 columns, which are one 32-byte sector of a row; 128 threads go down each column.
 // What a pass of 1024 rows reads is in registers before it is written one row up.
-// Bytes: each element of the history read and written once.
+// Bytes: each element of the history read and written once. Determinism: every element has one writer; the maximum of a
+// column does not depend on an order.
 constexpr int kColumns = 8, kDepth = 128, kHeld = 8, kPass = kDepth * kHeld;
 
 template <bool kReadsFlag>  // else update_weight_scale_inv, which can be set in a captured launch
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kColumns* kDepth)
 // Current scaling.
 // Grid: as many blocks of 256 threads as are resident, each taking every n-th group of 2048 elements; the last one
 // through computes the scale. NaNs are passed on: as unsigned numbers their bits are above those of infinity.
-// Bytes per element: the input read once.
+// Bytes per element: the input read once. Determinism: the maximum of bits, in any order.
 __global__ void __launch_bounds__(kThreads) fp8_current_scale_kernel(const CurrentScale work) {
     __shared__ unsigned largest[kWarps];
     constexpr int kBatch = 4;
@@ -109,6 +110,8 @@ __global__ void __launch_bounds__(kThreads) fp8_current_scale_kernel(const Curre
     *work.scale = scale_of(*work.amax, work.rule);
 }
 
+// Scales of amaxes that are given.
+// Grid: blocks of 256 threads, one for each scale. Bytes per element: 4 read, 4 written. Determinism: one writer each.
 __global__ void fp8_scale_kernel(const float* amax, float* scale, int64_t count, const ScaleRule rule) {
     const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     if (i < count) scale[i] = scale_of(amax[i], rule);

@@ -21,6 +21,7 @@ const KernelRegistration amax_and_scale_update({
 #else
     .functions = {},
 #endif
+    // Its place among the parameters of amax_and_scale_update_kernel.
     .arguments = {{"update_weight_scale_inv", 9, KernelInfo::Argument::kBool}},
 });
 

@@ -33,7 +33,8 @@ public:
     void note(int64_t column);
     // Updates, if a tensor was cast since the last time.
     void update();
-    // Updates all columns, which is captured, and changes nothing of what this object knows.
+    // The launch of an update of all columns, by itself: which of them are due is left as it is. Captures call it;
+    // eager code goes through settle() and update().
     void launch_update();
     // Whether the tensor of `column` was cast since the last update.
     bool has_run(int64_t column);
@@ -55,10 +56,10 @@ private:
     const double fp8_max_, margin_;
     const std::string algorithm_;
     Reduce reduce_;
+    std::mutex updates_;  // held over the launch: two updates must not interleave
     // Of what follows: forwards and backwards run on threads of their own. Not held where Python may be called.
     std::mutex mutex_;
     std::vector<bool> has_run_;
-    std::mutex updates_;  // of which there is one at a time
     bool has_any_run_ = false;
 #ifdef TE_GRAPH_CUDA
     StreamOrder order_;

@@ -11,12 +11,12 @@ class WeightMark {
 public:
     // Of no weight.
     WeightMark();
-    // Of weight [O, I] as it is now, by its memory, how it lies there, and how often that was written.
+    // Of weight [O, I] or [I, O] as it is now, by its memory, how it lies there, and how often that was written.
     explicit WeightMark(const at::Tensor& weight);
 
-    // Whether it is of weight [O, I], and that has not changed.
+    // Whether it is of weight [O, I] or [I, O], and that has not changed.
     bool is_of(const at::Tensor& weight) const;
-    // Whether it is of the storage of weight [O, I], and nothing has been written there.
+    // Whether it is of the storage of weight [O, I] or [I, O], and nothing has been written there.
     bool is_of_storage(const at::Tensor& weight) const;
 
 private:
