@@ -19,6 +19,8 @@
 
 namespace te_graph {
 
+using MaybeTensor = std::optional<at::Tensor>;
+
 // tensor: [...].
 inline void check_dtype(const char* op, const char* argument, const at::Tensor& tensor, at::ScalarType expected) {
     TORCH_CHECK_TYPE(tensor.scalar_type() == expected, op, ": expected ", argument, " of dtype ", dtype_name(expected),

@@ -114,7 +114,6 @@ void bind(py::module_& m) {
         for (const GemmPlanInfo& info : gemm_plans()) plans.append(as_dict(info));
         return plans;
     });
-    m.def("cublaslt_version", &cublaslt_version);
     using Tensors = WeightTable::Tensors;
     py::class_<WeightTable>(m, "WeightTable")
         .def(py::init([](Tensors weights, Tensors out, Tensors out_t, at::Tensor scale, at::Tensor scale_inv,

@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(kThreads) fp8_dequantize_kernel(const Dequanti
                 const uint2 bytes = *reinterpret_cast<const uint2*>(work.input + i);
 #pragma unroll
                 for (int k = 0; k < 8; ++k) {
-                    const auto bits = static_cast<uint8_t>((k < 4 ? bytes.x : bytes.y) >> (k % 4 * 8));
-                    eight.values[k] = narrow<T>(__fmul_rn(widen(bits, work.format), scale_inv));
+                    eight.values[k] = narrow<T>(__fmul_rn(widen(byte_of(bytes, k), work.format), scale_inv));
                 }
                 *reinterpret_cast<Vector<T, 8>*>(out + i) = eight;
             } else {

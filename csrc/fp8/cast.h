@@ -80,6 +80,7 @@ constexpr int kCounted = -1;  // mixed, and something is counted
 constexpr int kind_of(DType dtype, Format format) {
     return 1 + static_cast<int>(std::size(kFormats)) * static_cast<int>(dtype) + static_cast<int>(format);
 }
+constexpr bool is_uniform(int kind) { return kind > kMixed; }
 inline int kind_of(const Cast& cast) {
     if (cast.counts) return kCounted;
     const bool is_aligned = cast.columns % 8 == 0 && is_aligned_for_eights(cast.input, cast.out);

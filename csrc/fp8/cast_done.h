@@ -2,7 +2,8 @@
 #pragma once
 
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "common/current_stream.h"
 
 #ifdef TE_GRAPH_CUDA
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -29,10 +30,6 @@ public:
     }
 
 private:
-    static c10::Stream current_stream(c10::Device device) {
-        return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    }
-
     c10::Event event_;
     const c10::Stream stream_;
 };

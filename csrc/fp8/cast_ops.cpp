@@ -11,8 +11,6 @@
 namespace te_graph::fp8 {
 namespace {
 
-using MaybeTensor = std::optional<at::Tensor>;
-
 constexpr const char* kCast = "fp8_cast";
 constexpr const char* kCastOut = "fp8_cast_out";
 constexpr const char* kTranspose = "fp8_cast_transpose";

@@ -139,6 +139,11 @@ __device__ Vector<T, 8> load_eight(const T* input, int64_t end) {
     return eight;
 }
 
+// Byte k of eight.
+__device__ inline uint8_t byte_of(uint2 bytes, int k) {
+    return static_cast<uint8_t>((k < 4 ? bytes.x : bytes.y) >> (k % 4 * 8));
+}
+
 template <bool kAligned>
 __device__ void store_eight(uint8_t* out, uint2 bytes, int64_t end) {
     if constexpr (kAligned) {
@@ -146,7 +151,7 @@ __device__ void store_eight(uint8_t* out, uint2 bytes, int64_t end) {
     } else {
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
-            if (k < end) out[k] = static_cast<uint8_t>((k < 4 ? bytes.x : bytes.y) >> (k % 4 * 8));
+            if (k < end) out[k] = byte_of(bytes, k);
         }
     }
 }

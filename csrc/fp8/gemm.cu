@@ -35,7 +35,7 @@ constexpr int kCandidates = 32;
 
 void check(cublasStatus_t status, const char* call) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
-    throw std::runtime_error(std::string("fp8_gemm: ") + call + ": " + cublasLtGetStatusString(status));
+    throw std::runtime_error(std::string("FP8 products: ") + call + ": " + cublasLtGetStatusString(status));
 }
 
 cudaDataType_t type_of(Format format) { return format == Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2; }
@@ -52,7 +52,7 @@ cudaDataType_t type_of(DType dtype) {
 
 [[noreturn]] void no_kernel_for(const GemmShape& shape) {
     std::ostringstream message;
-    message << "fp8_gemm: cuBLASLt " << cublasLtGetVersion() << " has no kernel for [" << shape.rows << ", "
+    message << "FP8 products: cuBLASLt " << cublasLtGetVersion() << " has no kernel for [" << shape.rows << ", "
             << shape.inner << "] " << name_of(shape.a_format) << " by [" << shape.columns << ", " << shape.inner << "] "
             << name_of(shape.b_format);
     throw std::runtime_error(message.str());
@@ -246,7 +246,7 @@ std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape, bool may_make)
 
 size_t workspace_of(const GemmPlan& plan) { return plan.info.workspace; }
 
-cudaError_t launch_gemm(const Gemm& work, const GemmPlan& plan, void* workspace, cudaStream_t stream) {
+void launch_gemm(const Gemm& work, const GemmPlan& plan, void* workspace, cudaStream_t stream) {
     // A copy: other threads and streams use the plan at the same time.
     cublasLtMatmulDescOpaque_t operation = plan.operation;
     set(operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, work.b_scale_inv);
@@ -257,10 +257,8 @@ cudaError_t launch_gemm(const Gemm& work, const GemmPlan& plan, void* workspace,
     check(cublasLtMatmul(plan.handle, &operation, &one, work.b, a, work.a, b, &added, work.out, out, work.out, out,
                          &plan.algorithm, workspace, plan.info.workspace, stream),
           "cublasLtMatmul");
-    return cudaSuccess;
 }
 
 std::vector<GemmPlanInfo> gemm_plans() { return plans().list(); }
-int64_t cublaslt_version() { return static_cast<int64_t>(cublasLtGetVersion()); }
 
 }  // namespace te_graph::fp8

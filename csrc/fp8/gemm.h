@@ -68,13 +68,12 @@ std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape, bool may_make)
 size_t workspace_of(const GemmPlan& plan);
 
 // workspace: [workspace_of(plan)] bytes at a multiple of 256, of this launch alone until it is through. No allocation,
-// no host sync.
-cudaError_t launch_gemm(const Gemm& work, const GemmPlan& plan, void* workspace, cudaStream_t stream);
+// no host sync. Throws std::runtime_error where cuBLASLt does not launch it.
+void launch_gemm(const Gemm& work, const GemmPlan& plan, void* workspace, cudaStream_t stream);
 
 #endif
 
-// All plans of this process, those used last first; the version of cuBLASLt, 0 in a build without CUDA.
+// All plans of this process, those used last first.
 std::vector<GemmPlanInfo> gemm_plans();
-int64_t cublaslt_version();
 
 }  // namespace te_graph::fp8

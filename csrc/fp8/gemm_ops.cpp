@@ -14,16 +14,23 @@
 #include "fp8/gemm.h"
 
 #ifdef TE_GRAPH_CUDA
-#include <cuda_runtime_api.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #endif
 
 namespace te_graph::fp8 {
 namespace {
 
-using MaybeTensor = std::optional<at::Tensor>;
-
 constexpr const char* kGemm = "fp8_gemm";
 constexpr const char* kGemmOut = "fp8_gemm_out";
+
+// Whether a GPU multiplies FP8 matrices; elsewhere it is done in fp32.
+bool multiplies_fp8([[maybe_unused]] at::Device device) {
+#ifdef TE_GRAPH_CUDA
+    return device.is_cuda() && has_fp8_gemm(device.index());
+#else
+    return false;
+#endif
+}
 
 // Elements from one row of tensor [M, K] to the next; where there is no next one, any stride will do.
 int64_t row_stride(const at::Tensor& tensor) { return tensor.size(0) <= 1 ? tensor.size(1) : tensor.stride(0); }
@@ -47,12 +54,6 @@ void check_aligned(const char* op, const char* argument, const void* data) {
     TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(data) % kGemmAlignment == 0, op, ": expected ", argument,
                       " at a multiple of ", kGemmAlignment, " bytes, got one at an offset of ",
                       reinterpret_cast<uintptr_t>(data) % kGemmAlignment);
-}
-
-bool is_stream_capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    C10_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-    return status != cudaStreamCaptureStatusNone;
 }
 
 // The bias is of out's dtype, which has 16 bits.
@@ -175,14 +176,6 @@ void gemm_out_meta(const at::Tensor& out, const at::Tensor& a, const at::Tensor&
 
 }  // namespace
 
-bool multiplies_fp8([[maybe_unused]] at::Device device) {
-#ifdef TE_GRAPH_CUDA
-    return device.is_cuda() && has_fp8_gemm(device.index());
-#else
-    return false;
-#endif
-}
-
 void multiply([[maybe_unused]] const char* op, const Product& product) {
     const auto& [out, a, b, a_scale_inv, b_scale_inv, bias, fast_accum, accumulate] = product;
     if (out.numel() == 0) return;
@@ -195,23 +188,22 @@ void multiply([[maybe_unused]] const char* op, const Product& product) {
     const bool is_wide = out.scalar_type() == at::kFloat;
     const MaybeTensor inside = is_wide ? std::nullopt : rounded;
     const c10::cuda::CUDAGuard guard(out.device());
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const bool is_captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
     const Gemm work = gemm_of(op, {out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate});
-    const auto plan = gemm_plan(work.shape, !is_stream_capturing(stream));
+    const auto plan = gemm_plan(work.shape, !is_captured);
     TORCH_CHECK(plan != nullptr, op, ": expected a product of ", a.sizes(), " by ", b.sizes(),
                 " that was computed before, since a kernel for it cannot be chosen inside a capture; call it once "
                 "outside");
     // From torch's allocator, which lets no two streams and no two graphs that may run at once have the same.
     const auto bytes = static_cast<int64_t>(workspace_of(*plan));
     const at::Tensor workspace = bytes ? empty_on(out.device(), {bytes}, at::kByte) : at::Tensor();
-    C10_CUDA_CHECK(launch_gemm(work, *plan, bytes ? workspace.data_ptr() : nullptr, stream));
+    launch_gemm(work, *plan, bytes ? workspace.data_ptr() : nullptr, c10::cuda::getCurrentCUDAStream());
     if (rounded && is_wide) out.add_(*rounded);
 #endif
 }
 
 #ifndef TE_GRAPH_CUDA
 std::vector<GemmPlanInfo> gemm_plans() { return {}; }
-int64_t cublaslt_version() { return 0; }
 #endif
 
 TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {

@@ -23,7 +23,4 @@ struct Product {
 // which views may have.
 void multiply(const char* op, const Product& product);
 
-// Whether a GPU multiplies FP8 matrices; elsewhere it is done in fp32.
-bool multiplies_fp8(at::Device device);
-
 }  // namespace te_graph::fp8

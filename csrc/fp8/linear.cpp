@@ -11,6 +11,7 @@
 
 #include <array>
 
+#include "common/check.h"
 #include "common/no_derivative.h"
 #include "common/node_pointer.h"
 #include "common/own_op.h"
@@ -28,7 +29,6 @@ constexpr const char* kLinear = "te_graph.Linear";
 constexpr int kNotInBackward = -1;
 constexpr size_t kNoAlignment = 1;
 
-using MaybeTensor = std::optional<at::Tensor>;
 using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // tensor: [...] or undefined.

@@ -14,13 +14,12 @@
 #include "common/no_derivative.h"
 #include "common/note_writes.h"
 #include "fp8/arguments.h"
+#include "fp8/gemm.h"
 #include "fp8/gemm_ops.h"
 #include "fp8/operand.h"
 
 namespace te_graph::fp8 {
 namespace {
-
-using MaybeTensor = std::optional<at::Tensor>;
 
 constexpr const char* kLinearForward = "fp8_linear_forward";
 constexpr const char* kLinearBackward = "fp8_linear_backward";
@@ -50,8 +49,8 @@ void check_weight(const char* op, const char* argument, const at::Tensor& weight
     scalar_of(op, "weight_scale_inv", weight_scale_inv, x.device());
     TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == inner, op, ": expected ", argument,
                       " of two dimensions with rows of ", inner, ", as the input's last one, got ", weight.sizes());
-    TORCH_CHECK_VALUE(weight.size(0) % 16 == 0 && inner % 16 == 0, op, ": expected ", argument,
-                      " of sizes that 16 divides, got ", weight.sizes());
+    TORCH_CHECK_VALUE(weight.size(0) % kGemmAlignment == 0 && inner % kGemmAlignment == 0, op, ": expected ", argument,
+                      " of sizes that ", kGemmAlignment, " divides, got ", weight.sizes());
 }
 
 // x: [...] with at least one dimension, of a dtype that can be cast.

@@ -4,13 +4,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <tuple>
 
 #include "common/arguments_apart.h"
+#include "common/current_stream.h"
 #include "common/leaf.h"
 
 namespace te_graph::fp8 {
@@ -58,8 +58,6 @@ void check_main_grad(const at::Tensor& main_grad, at::IntArrayRef sizes, size_t 
 at::Tensor negative_zeros(at::IntArrayRef sizes, const at::TensorOptions& options) {
     return at::full(sizes, -0.0, options);
 }
-
-c10::Stream current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
 
 // What comes on stream `later` does so after what is on `earlier` by now.
 void order(const c10::Stream& earlier, const c10::Stream& later) {

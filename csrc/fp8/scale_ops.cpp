@@ -12,6 +12,7 @@ namespace te_graph::fp8 {
 namespace {
 
 constexpr const char* kUpdate = "amax_and_scale_update_inplace";
+constexpr const char* kUpdateScalar = "amax_and_scale_update_inplace.Scalar";
 
 const KernelRegistration amax_and_scale_update({
     .name = "amax_and_scale_update",
@@ -69,8 +70,7 @@ Update update_of(const at::Tensor& amax_history,     // [H, n]
                   .most_recent = amax_compute_algo == "most_recent",
                   .skip_nonfinite = skip_nonfinite};
     if (!(non_weight_mask.dim() == 1 && non_weight_mask.size(0) == 0)) {
-        const auto mask = strided_of<const bool>(kUpdate, "non_weight_mask", non_weight_mask, n, at::kBool, device);
-        update.mask = {mask.data, mask.stride};
+        update.mask = strided_of<const bool>(kUpdate, "non_weight_mask", non_weight_mask, n, at::kBool, device);
     }
     return update;
 }
@@ -177,15 +177,15 @@ std::tuple<at::Tensor, at::Tensor> current_scale_meta(const at::Tensor& x, at::S
 }  // namespace
 
 TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
-    m.impl("amax_and_scale_update_inplace", update_by_tensor);
-    m.impl("amax_and_scale_update_inplace.Scalar", update_by_number);
+    m.impl(kUpdate, update_by_tensor);
+    m.impl(kUpdateScalar, update_by_number);
     m.impl(kCurrent, current_scale);
     m.impl(kScale, scale_of_amax);
 }
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
-    m.impl("amax_and_scale_update_inplace", update_by_tensor_meta);
-    m.impl("amax_and_scale_update_inplace.Scalar", update_by_number_meta);
+    m.impl(kUpdate, update_by_tensor_meta);
+    m.impl(kUpdateScalar, update_by_number_meta);
     m.impl(kCurrent, current_scale_meta);
     m.impl(kScale, [](const at::Tensor& amax, at::ScalarType, double, double, bool) {
         return at::empty_symint(amax.sym_sizes(), amax.options());
@@ -193,10 +193,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
 }
 
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
-    for (const char* name :
-         {"amax_and_scale_update_inplace", "amax_and_scale_update_inplace.Scalar", kCurrent, kScale}) {
-        m.impl(name, no_derivative());
-    }
+    for (const char* name : {kUpdate, kUpdateScalar, kCurrent, kScale}) m.impl(name, no_derivative());
 }
 
 }  // namespace te_graph::fp8

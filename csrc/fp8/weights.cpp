@@ -193,7 +193,7 @@ WeightTable::WeightTable(Tensors weights, Tensors out, Tensors out_t, at::Tensor
     }
     kind_ = kind_of(casts[0]);
     for (const Cast& cast : casts) {
-        if (kind_of(cast) != kind_) kind_ = counts.defined() ? kCounted : kMixed;
+        if (kind_of(cast) != kind_) kind_ = kMixed;
     }
     std::vector<Tile> tiles;
     for (size_t entry = 0; entry < casts.size(); ++entry) {
@@ -281,7 +281,7 @@ void WeightTable::update(Tensors weights) {
         check_has_memory(kWeights, name, weights[i]);
         const auto address = reinterpret_cast<int64_t>(weights[i].const_data_ptr());
         // Captured launches are of the kernel for aligned ones.
-        TORCH_CHECK_VALUE(kind_ <= 0 || address % 16 == 0, kWeights, ": expected ", name,
+        TORCH_CHECK_VALUE(!is_uniform(kind_) || address % 16 == 0, kWeights, ": expected ", name,
                           " at a multiple of 16 bytes, as all were before, got storage offset ",
                           weights[i].storage_offset());
         addresses.push_back(address);

@@ -12,14 +12,13 @@
 #include <vector>
 
 #include "common/arguments_apart.h"
+#include "common/check.h"
 #include "common/no_derivative.h"
 #include "multi_tensor/memory_ranges.h"
 #include "multi_tensor/table.h"
 #include "multi_tensor/tensor_entries.h"
 
 namespace te_graph::multi_tensor {
-
-using MaybeTensor = std::optional<at::Tensor>;
 
 constexpr size_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
