@@ -12,37 +12,39 @@ thread_local std::vector<std::shared_ptr<HostSteps>> entered;
 std::shared_ptr<HostSteps> HostSteps::current() { return entered.empty() ? nullptr : entered.back(); }
 void HostSteps::enter(std::shared_ptr<HostSteps> steps) { entered.push_back(std::move(steps)); }
 void HostSteps::leave() {
-    for (const auto& step : entered.back()->forward_) step->end_capture();
+    for (const auto& step : entered.back()->of(Direction::kForward)) step->end_capture();
     entered.pop_back();
 }
 
-HostStep* HostSteps::find(const List& list, const void* identity) {
+HostStep* HostSteps::find(Direction direction, const void* identity) const {
+    const List& list = of(direction);
     const auto is_it = [&](const auto& step) { return step->identity() == identity; };
     const auto found = std::find_if(list.begin(), list.end(), is_it);
     return found == list.end() ? nullptr : found->get();
 }
 
-bool HostSteps::add(List& list, std::shared_ptr<HostStep> step) {
-    if (find(list, step->identity()) != nullptr) return false;
-    list.push_back(std::move(step));
+bool HostSteps::add(Direction direction, std::shared_ptr<HostStep> step) {
+    if (find(direction, step->identity()) != nullptr) return false;
+    lists_[static_cast<size_t>(direction)].push_back(std::move(step));
     return true;
 }
 
-void HostSteps::prepare(const List& list) {
-    for (const auto& step : list) step->prepare();
-}
-
-void HostSteps::run(const List& list) {
-    for (const auto& step : list) step->run();
-}
-
-void HostSteps::finish_forward() const {
-    for (const auto& step : forward_) step->finish();
-}
-
 void HostSteps::add(const HostSteps& other) {
-    for (const auto& step : other.forward_) add(forward_, step);
-    for (const auto& step : other.backward_) add(backward_, step);
+    for (const Direction direction : kDirections) {
+        for (const auto& step : other.of(direction)) add(direction, step);
+    }
+}
+
+void HostSteps::prepare(Direction direction) const {
+    for (const auto& step : of(direction)) step->prepare();
+}
+
+void HostSteps::run(Direction direction) const {
+    for (const auto& step : of(direction)) step->run();
+}
+
+void HostSteps::finish() const {
+    for (const auto& step : of(Direction::kForward)) step->finish();
 }
 
 }  // namespace te_graph

@@ -1,6 +1,8 @@
 // What an op does on the host before it launches, noted while it is captured, so that replays do it, too.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <vector>
@@ -8,6 +10,9 @@
 #include "common/grad_buffers.h"
 
 namespace te_graph {
+
+enum class Direction { kForward, kBackward };
+constexpr Direction kDirections[] = {Direction::kForward, Direction::kBackward};
 
 class HostStep {
 public:
@@ -18,9 +23,9 @@ public:
     // one is done.
     virtual void prepare() {}
     virtual void run() {}
-    // What was to be captured has been, on this thread.
+    // Of a forward: what was to be captured has been, on this thread.
     virtual void end_capture() {}
-    // After each replay has been launched, and the versions of what it writes moved on.
+    // Of a forward: after each replay has been launched, and the versions of what it writes moved on.
     virtual void finish() {}
     // Steps of which this is equal do the same.
     virtual const void* identity() const = 0;
@@ -41,34 +46,25 @@ public:
     static void leave();
 
     // False if there is one that does the same.
-    bool add_forward(std::shared_ptr<HostStep> step) { return add(forward_, std::move(step)); }
-    bool add_backward(std::shared_ptr<HostStep> step) { return add(backward_, std::move(step)); }
-    // The one of this identity; nullptr: there is none.
-    HostStep* find_forward(const void* identity) const { return find(forward_, identity); }
-    HostStep* find_backward(const void* identity) const { return find(backward_, identity); }
+    bool add(Direction direction, std::shared_ptr<HostStep> step);
     // All of `other` that there are not yet.
     void add(const HostSteps& other);
+    // The one of this identity; nullptr: there is none.
+    HostStep* find(Direction direction, const void* identity) const;
 
-    const List& forward() const { return forward_; }
-    const List& backward() const { return backward_; }
+    const List& of(Direction direction) const { return lists_[static_cast<size_t>(direction)]; }
 
     // Of the backward that is captured, or warmed up.
     GradBuffers& grad_buffers() { return grad_buffers_; }
 
     // Before a replay of what has these steps; of several at once, all are prepared first.
-    void prepare_forward() const { prepare(forward_); }
-    void run_forward() const { run(forward_); }
-    void prepare_backward() const { prepare(backward_); }
-    void run_backward() const { run(backward_); }
-    void finish_forward() const;
+    void prepare(Direction direction) const;
+    void run(Direction direction) const;
+    // After a replay of a forward.
+    void finish() const;
 
 private:
-    static HostStep* find(const List& list, const void* identity);
-    static bool add(List& list, std::shared_ptr<HostStep> step);
-    static void prepare(const List& list);
-    static void run(const List& list);
-
-    List forward_, backward_;
+    std::array<List, 2> lists_;  // of each direction
     GradBuffers grad_buffers_;
 };
 

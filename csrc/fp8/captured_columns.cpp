@@ -7,17 +7,14 @@
 namespace te_graph::fp8 {
 
 CapturedColumns& CapturedColumns::in(HostSteps& steps, Direction direction, const std::shared_ptr<ScaleTable>& table) {
-    const bool is_forward = direction == Direction::kForward;
-    const auto find = [&] { return is_forward ? steps.find_forward(table.get()) : steps.find_backward(table.get()); };
-    if (find() == nullptr) {
-        auto columns = std::make_shared<CapturedColumns>(table);
-        is_forward ? steps.add_forward(std::move(columns)) : steps.add_backward(std::move(columns));
+    if (steps.find(direction, table.get()) == nullptr) {
+        steps.add(direction, std::make_shared<CapturedColumns>(table));
     }
-    return *static_cast<CapturedColumns*>(find());
+    return *static_cast<CapturedColumns*>(steps.find(direction, table.get()));
 }
 
 void CapturedColumns::note_region_exit(const HostSteps& steps) {
-    for (const auto& step : steps.forward()) {
+    for (const auto& step : steps.of(Direction::kForward)) {
         auto* const columns = dynamic_cast<CapturedColumns*>(step.get());
         if (columns != nullptr) columns->region_was_left_ = !columns->cast_.empty();
     }

@@ -11,8 +11,6 @@
 
 namespace te_graph::fp8 {
 
-enum class Direction { kForward, kBackward };
-
 class CapturedColumns final : public HostStep {
 public:
     explicit CapturedColumns(std::shared_ptr<ScaleTable> table) : table_(std::move(table)) {}

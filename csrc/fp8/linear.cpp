@@ -217,7 +217,8 @@ std::optional<at::Tensor> Linear::begin_input_cast() {
 
 bool Linear::is_cast(const at::Tensor& weight, bool records_amax) const {
     if (const auto steps = HostSteps::current()) {
-        const auto* const captured = static_cast<CapturedCastStep*>(steps->find_forward(captured_cast_step()));
+        const auto* const captured =
+            static_cast<CapturedCastStep*>(steps->find(Direction::kForward, captured_cast_step()));
         if (captured != nullptr) return captured->is_of(weight, records_amax);
         records_amax = false;
     }
@@ -242,7 +243,7 @@ void Linear::begin_captured_cast(bool records_amax) const {
     }
     // Eagerly the weight may be cast with others that have changed, when the first of them is called, before the write
     // as well as after it.
-    TORCH_CHECK(steps.find_forward(weight_step(true)) != nullptr, kLinear,
+    TORCH_CHECK(steps.find(Direction::kForward, weight_step(true)) != nullptr, kLinear,
                 ": expected a weight that what is captured does not write before it calls the layer, since delayed "
                 "scaling keeps the amaxes of all that is cast, got one that it writes: write it outside of the "
                 "capture, or use te_graph.Float8CurrentScaling");
@@ -253,22 +254,22 @@ void Linear::begin_captured_cast(bool records_amax) const {
 void Linear::note_captured_cast(const at::Tensor& weight, bool records_amax) {
     HostSteps& steps = *HostSteps::current();
     if (records_amax) weight_column_.end_cast(&steps, Direction::kForward);
-    steps.add_forward(std::make_shared<CapturedCastStep>(shared_from_this(), weight));
-    static_cast<CapturedCastStep*>(steps.find_forward(captured_cast_step()))->note(weight, records_amax);
+    steps.add(Direction::kForward, std::make_shared<CapturedCastStep>(shared_from_this(), weight));
+    static_cast<CapturedCastStep*>(steps.find(Direction::kForward, captured_cast_step()))->note(weight, records_amax);
 }
 
 // weight: [O, I] or [I, O].
 void Linear::add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax) {
-    const bool is_first_of_training = records_amax && steps.find_forward(weight_step(true)) == nullptr;
+    const bool is_first_of_training = records_amax && steps.find(Direction::kForward, weight_step(true)) == nullptr;
     // Both casts would come before the graph, and the first call would read the second one.
-    TORCH_CHECK(
-        !is_first_of_training || weight_column_.table == nullptr || steps.find_forward(weight_step(false)) == nullptr,
-        kLinear,
-        ": expected a layer that is captured once without gradients and once with them to be called with "
-        "them first, since under delayed scaling the weight is cast for each of the two calls, got the other "
-        "order: change it, or call the layer without gradients outside of the capture");
-    if (steps.find_forward(captured_cast_step()) != nullptr) return;  // the graph casts it
-    steps.add_forward(std::make_shared<WeightStep>(shared_from_this(), weight, records_amax));
+    TORCH_CHECK(!is_first_of_training || weight_column_.table == nullptr ||
+                    steps.find(Direction::kForward, weight_step(false)) == nullptr,
+                kLinear,
+                ": expected a layer that is captured once without gradients and once with them to be called with "
+                "them first, since under delayed scaling the weight is cast for each of the two calls, got the other "
+                "order: change it, or call the layer without gradients outside of the capture");
+    if (steps.find(Direction::kForward, captured_cast_step()) != nullptr) return;  // the graph casts it
+    steps.add(Direction::kForward, std::make_shared<WeightStep>(shared_from_this(), weight, records_amax));
     if (records_amax && weight_column_.table != nullptr) {
         CapturedColumns::in(steps, Direction::kForward, weight_column_.table).note_cast_before(weight_column_.number);
     }

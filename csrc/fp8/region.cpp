@@ -30,7 +30,7 @@ int64_t region() { return current_region; }
 void set_region(int64_t number) { current_region = number; }
 
 void note_region() {
-    if (const auto steps = HostSteps::current()) steps->add_forward(std::make_shared<RegionStep>());
+    if (const auto steps = HostSteps::current()) steps->add(Direction::kForward, std::make_shared<RegionStep>());
 }
 
 }  // namespace te_graph::fp8

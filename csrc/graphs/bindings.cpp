@@ -54,18 +54,16 @@ Tensors written_aliases(const Tensors& tensors) {
 
 // Of a graph that holds forwards and backwards.
 std::string change_of_steps(const HostSteps& steps) {
-    for (const auto* list : {&steps.forward(), &steps.backward()}) {
-        for (const auto& step : *list) {
+    for (const Direction direction : kDirections) {
+        for (const auto& step : steps.of(direction)) {
             if (std::string change = step->change(); !change.empty()) return change;
         }
     }
     return {};
 }
 void run_steps(const HostSteps& steps) {
-    steps.prepare_forward();
-    steps.prepare_backward();
-    steps.run_forward();
-    steps.run_backward();
+    for (const Direction direction : kDirections) steps.prepare(direction);
+    for (const Direction direction : kDirections) steps.run(direction);
 }
 
 std::vector<at::ScalarType> dtypes_of(const std::vector<py::object>& dtypes) {
@@ -163,10 +161,13 @@ void bind(py::module_& m) {
                                    }
                                    return wanted;
                                })
-        .def("__len__", [](const HostSteps& steps) { return steps.forward().size() + steps.backward().size(); })
+        .def("__len__",
+             [](const HostSteps& steps) {
+                 return steps.of(Direction::kForward).size() + steps.of(Direction::kBackward).size();
+             })
         .def("change", &change_of_steps)
         .def("run", &run_steps)
-        .def("finish", &HostSteps::finish_forward);
+        .def("finish", &HostSteps::finish);
     m.def("saved_tensor_pack_hooks", &saved_tensor_pack_hooks);
     m.def("has_saved_tensor_hooks", &has_saved_tensor_hooks);
     m.def("enter_session", &enter_session);

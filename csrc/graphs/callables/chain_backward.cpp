@@ -94,7 +94,7 @@ std::shared_ptr<Graph> GraphedCallable::merged(const std::vector<PendingBackward
 bool GraphedCallable::repeats_a_step(const std::vector<PendingBackward>& chain) {
     std::vector<const HostStep*> before;
     for (const PendingBackward& pending : chain) {
-        const HostSteps::List& own = pending.callable->host_steps_.backward();
+        const HostSteps::List& own = pending.callable->host_steps_.of(Direction::kBackward);
         for (const auto& step : own) {
             const auto is_repeated = [&](const HostStep* other) { return step->repeats(*other); };
             if (std::any_of(before.begin(), before.end(), is_repeated)) return true;
@@ -128,8 +128,8 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
     }
     BackwardResults results;
     if (const auto graph = merged(chain, got)) {
-        for (const PendingBackward& pending : chain) pending.callable->host_steps_.prepare_backward();
-        for (const PendingBackward& pending : chain) pending.callable->host_steps_.run_backward();
+        for (const PendingBackward& pending : chain) pending.callable->host_steps_.prepare(Direction::kBackward);
+        for (const PendingBackward& pending : chain) pending.callable->host_steps_.run(Direction::kBackward);
         graph->replay();
         for (const PendingBackward& pending : chain) pending.callable->note_stored(pending, used_up);
         for (size_t i = 0; i < chain.size(); ++i) chain[i].callable->finish(chain[i], got[i], used_up, results);
@@ -143,8 +143,8 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
                     if (!got[i][k]) fill_with_negative_zeros(slot.grad_outputs[k]->tensor);
                 }
             }
-            callable.host_steps_.prepare_backward();
-            callable.host_steps_.run_backward();
+            callable.host_steps_.prepare(Direction::kBackward);
+            callable.host_steps_.run(Direction::kBackward);
             slot.backward->replay();
             callable.note_stored(chain[i], used_up);
             callable.finish(chain[i], got[i], used_up, results);

@@ -207,7 +207,7 @@ std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vect
                                   ", which autocast casts once for all its uses, as nothing that was computed"};
         }
     }
-    for (const auto& step : host_steps_.forward()) {
+    for (const auto& step : host_steps_.of(Direction::kForward)) {
         if (const std::string change = step->change(); !change.empty()) return changed(change);
     }
     if (const std::string setting = settings_.change(); !setting.empty()) return changed(setting);
@@ -248,14 +248,14 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
             copy_into(slot.inputs[i], inputs[i]);
         }
     }
-    host_steps_.prepare_forward();
-    host_steps_.run_forward();
+    host_steps_.prepare(Direction::kForward);
+    host_steps_.run(Direction::kForward);
     slot.forward->replay();
     ++forward_replays_;
 
     std::vector<at::Tensor> outputs = slot.outputs.lend(*slot.lent_outputs, position_);
     for (const size_t i : written_) impl::bump_version((*externals)[i]);
-    host_steps_.finish_forward();
+    host_steps_.finish();
     if (results_.empty()) {
         if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
         return outputs;
