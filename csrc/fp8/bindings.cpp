@@ -4,7 +4,7 @@
 
 #include "fp8/data_writes.h"
 #include "fp8/gemm.h"
-#include "fp8/linear.h"
+#include "fp8/linear_products.h"
 #include "fp8/region.h"
 #include "fp8/weights.h"
 
@@ -59,17 +59,17 @@ void bind(py::module_& m) {
              py::arg("amax_compute_algo"))
         .def("set_reduce",
              [](ScaleTable& table, py::function function) { table.set_reduce(with_gil<const at::Tensor&>(function)); })
-        .def("settle", &ScaleTable::settle, py::arg("column"), unlocked)
-        .def("note", &ScaleTable::note, py::arg("column"), unlocked)
-        .def("update", &ScaleTable::update, unlocked)
-        .def("has_run", &ScaleTable::has_run, py::arg("column"), unlocked)
-        .def("set_has_run", &ScaleTable::set_has_run, py::arg("column"), py::arg("has_run"), unlocked);
+        .def("begin_cast", &ScaleTable::begin_cast, py::arg("column"), unlocked)
+        .def("end_cast", &ScaleTable::end_cast, py::arg("column"), unlocked)
+        .def("update_if_due", &ScaleTable::update_if_due, unlocked)
+        .def("is_due", &ScaleTable::is_due, py::arg("column"), unlocked)
+        .def("set_due", &ScaleTable::set_due, py::arg("column"), py::arg("is_due"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));
-    py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
+    py::class_<LinearProducts, std::shared_ptr<LinearProducts>>(m, "LinearProducts")
         .def(py::init([](at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
                          TablePointer forward, int64_t input_column, int64_t weight_column, TablePointer backward,
                          int64_t grad_column, at::ScalarType grad_dtype, py::object columns) {
-                 return std::make_shared<Linear>(
+                 return std::make_shared<LinearProducts>(
                      std::move(weight), std::move(weight_t), std::move(weight_scale_inv), inputs_first,
                      ScaleColumn{forward, input_column}, ScaleColumn{forward, weight_column},
                      ScaleColumn{std::move(backward), grad_column}, grad_dtype, held_on_any_thread(std::move(columns)));
@@ -77,28 +77,28 @@ void bind(py::module_& m) {
              py::arg("weight"), py::arg("weight_t"), py::arg("weight_scale_inv"), py::arg("inputs_first"),
              py::arg("forward"), py::arg("input_column"), py::arg("weight_column"), py::arg("backward"),
              py::arg("grad_column"), py::arg("grad_dtype"), py::arg("columns"))
-        .def("set_cast_weights",
-             [](Linear& linear, py::function function) { linear.set_cast_weights(with_gil<bool>(function)); })
+        .def("set_cast_weights", [](LinearProducts& products,
+                                    py::function function) { products.set_cast_weights(with_gil<bool>(function)); })
         .def("set_main_grad_of",
-             [](Linear& linear, py::function function) {
-                 linear.set_main_grad_of([held = held_on_any_thread(std::move(function))](const at::Tensor& weight) {
+             [](LinearProducts& products, py::function function) {
+                 products.set_main_grad_of([held = held_on_any_thread(std::move(function))](const at::Tensor& weight) {
                      const py::gil_scoped_acquire gil;
                      return (*held)(weight).cast<std::pair<at::Tensor, std::shared_ptr<MainGradReset>>>();
                  });
              })
-        .def("is_cast", &Linear::is_cast, py::arg("weight"), py::arg("records_amax"))
+        .def("is_cast", &LinearProducts::is_cast, py::arg("weight"), py::arg("records_amax"))
         .def(
             "note_cast",
-            [](Linear& linear, const WeightMark& mark, bool records_amax, std::shared_ptr<CastDone> done) {
-                linear.note_cast(mark, records_amax, std::move(done));
+            [](LinearProducts& products, const WeightMark& mark, bool records_amax, std::shared_ptr<CastDone> done) {
+                products.note_cast(mark, records_amax, std::move(done));
             },
             py::arg("mark"), py::arg("records_amax"), py::arg("done"))
-        .def("begin_captured_cast", &Linear::begin_captured_cast, py::arg("records_amax"), unlocked)
-        .def("note_captured_cast", &Linear::note_captured_cast, py::arg("weight"), py::arg("records_amax"))
-        .def("begin_input_cast", &Linear::begin_input_cast, unlocked)
-        .def("set_fast_region", &Linear::set_fast_region, py::arg("number"))
-        .def("fast_call", &Linear::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
-        .def("forward", &Linear::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
+        .def("begin_captured_cast", &LinearProducts::begin_captured_cast, py::arg("records_amax"), unlocked)
+        .def("note_captured_cast", &LinearProducts::note_captured_cast, py::arg("weight"), py::arg("records_amax"))
+        .def("begin_input_cast", &LinearProducts::begin_input_cast, unlocked)
+        .def("set_fast_region", &LinearProducts::set_fast_region, py::arg("number"))
+        .def("fast_call", &LinearProducts::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
+        .def("forward", &LinearProducts::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),
              py::arg("records_amax"), py::arg("scale"), unlocked);
     py::class_<WeightMark>(m, "WeightMark")
         .def(py::init<>())

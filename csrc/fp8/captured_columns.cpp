@@ -25,7 +25,7 @@ void CapturedColumns::begin_cast(int64_t column) {
     if (cast_.contains(column) || cast_before_.contains(column)) {
         launch_update();
     } else {
-        settled_.insert(column);
+        begun_.insert(column);
     }
 }
 
@@ -41,21 +41,21 @@ void CapturedColumns::launch_update() {
 }
 
 void CapturedColumns::prepare() {
-    for (const int64_t column : settled_) table_->settle(column);
+    for (const int64_t column : begun_) table_->begin_cast(column);
 }
 
 void CapturedColumns::run() {
-    for (const int64_t column : cast_) table_->note(column);
+    for (const int64_t column : cast_) table_->end_cast(column);
 }
 
 bool CapturedColumns::repeats(const HostStep& other) const {
     if (identity() != other.identity()) return false;
-    const auto& columns = static_cast<const CapturedColumns&>(other).settled_;
-    return std::any_of(settled_.begin(), settled_.end(), [&](int64_t column) { return columns.contains(column); });
+    const auto& columns = static_cast<const CapturedColumns&>(other).begun_;
+    return std::any_of(begun_.begin(), begun_.end(), [&](int64_t column) { return columns.contains(column); });
 }
 
 void CapturedColumns::finish() {
-    if (region_was_left_ && region() == 0) table_->update();  // where no outer one was entered since
+    if (region_was_left_ && region() == 0) table_->update_if_due();  // where no outer one was entered since
 }
 
 }  // namespace te_graph::fp8

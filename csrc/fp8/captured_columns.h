@@ -20,7 +20,7 @@ public:
     // An outermost region is left inside the capture.
     static void note_region_exit(const HostSteps& steps);
 
-    // Around the launch of a cast, as ScaleTable::settle() and note().
+    // Around the launch of a cast, as in ScaleTable.
     void begin_cast(int64_t column);
     void end_cast(int64_t column) { cast_.insert(column); }
     // The tensor of `column` may be cast before each replay.
@@ -39,7 +39,7 @@ private:
     void launch_update();
 
     const std::shared_ptr<ScaleTable> table_;
-    std::set<int64_t> settled_;             // before each replay
+    std::set<int64_t> begun_;               // casts, which begin before each replay
     std::set<int64_t> cast_, cast_before_;  // since the last update
     bool region_was_left_ = false;          // an outermost one with casts, since the last update
 };

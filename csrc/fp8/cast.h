@@ -65,7 +65,7 @@ struct ColumnSums {
     void* out = nullptr;  // [columns], of `dtype`: fp32 or the input's; nullptr: none
     DType dtype = DType::kFloat32;
     float* partial = nullptr;  // [tiles_in(rows), columns], scratch of the kernels
-    bool accumulates = false;  // to `out`, once they are rounded to its dtype
+    bool accumulate = false;   // to `out`, once they are rounded to its dtype
 };
 
 // Whether eight elements at a time can be read or written at `wide`, of fp32, fp16 or bf16, and at `fp8`.

@@ -58,9 +58,9 @@ float column_sum(const T* input, const Cast& cast) {
 }
 
 template <typename T>
-void put(T& out, float sum, bool accumulates) {
+void put(T& out, float sum, bool accumulate) {
     const T rounded = narrow<T>(sum);
-    out = accumulates ? narrow<T>(widen(out) + widen(rounded)) : rounded;
+    out = accumulate ? narrow<T>(widen(out) + widen(rounded)) : rounded;
 }
 
 }  // namespace
@@ -82,9 +82,9 @@ void cast_transpose_cpu(const Cast& cast, const ColumnSums& sums, const Flag& no
         for (int64_t column = 0; column < cast.columns; ++column) {
             const float sum = column_sum(static_cast<const T*>(cast.input) + column, cast);
             if (sums.dtype == DType::kFloat32) {
-                put(static_cast<float*>(sums.out)[column], sum, sums.accumulates);
+                put(static_cast<float*>(sums.out)[column], sum, sums.accumulate);
             } else {
-                put(static_cast<T*>(sums.out)[column], sum, sums.accumulates);
+                put(static_cast<T*>(sums.out)[column], sum, sums.accumulate);
             }
         }
     });

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kExtra>)
 // Determinism: the sums of tiles are added in their order.
 template <typename T>
 __global__ void fp8_cast_transpose_dbias_kernel(const float* partial, T* out, int64_t columns, int64_t tiles,
-                                                bool accumulates, const Flag noop) {
+                                                bool accumulate, const Flag noop) {
     const int64_t column = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     if (is_set(noop) || column >= columns) return;
     constexpr int kBatch = 16;  // so that few reads wait for others
@@ -111,14 +111,14 @@ __global__ void fp8_cast_transpose_dbias_kernel(const float* partial, T* out, in
         for (int b = 0; b < kBatch; ++b) sum = __fadd_rn(sum, batch[b]);
     }
     const T rounded = narrow<T>(sum);
-    out[column] = accumulates ? narrow<T>(__fadd_rn(widen(out[column]), widen(rounded))) : rounded;
+    out[column] = accumulate ? narrow<T>(__fadd_rn(widen(out[column]), widen(rounded))) : rounded;
 }
 
 cudaError_t finish_sums(const Cast& cast, const ColumnSums& sums, const Flag& noop, cudaStream_t stream) {
     const auto blocks = static_cast<unsigned>((cast.columns + kThreads - 1) / kThreads);
     const auto launch = [&]<typename T>(T* out) {
         fp8_cast_transpose_dbias_kernel<<<blocks, kThreads, 0, stream>>>(sums.partial, out, cast.columns,
-                                                                         tiles_in(cast.rows), sums.accumulates, noop);
+                                                                         tiles_in(cast.rows), sums.accumulate, noop);
     };
     if (blocks > 0 && sums.dtype == DType::kFloat32) launch(static_cast<float*>(sums.out));
     if (blocks > 0 && sums.dtype == DType::kFloat16) launch(static_cast<__half*>(sums.out));

@@ -234,7 +234,7 @@ TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl(kLinearBackward, linear_backward_meta);
 }
 
-// The derivative is that of te_graph.Linear (linear.cpp), which knows both directions' scales.
+// The derivative is that of te_graph.Linear (linear_backward.cpp), which knows both directions' scales.
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
     for (const char* name : {kLinearForward, kLinearBackward}) m.impl(name, no_derivative());
 }

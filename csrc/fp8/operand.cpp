@@ -26,7 +26,7 @@ at::Tensor find_scale(const char* op, const at::Tensor& x, Format format) {
 
 }  // namespace
 
-Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x, bool accumulates) {
+Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x, bool accumulate) {
     Sums result;
     if (!out.defined()) return result;
     if (!x.device().is_cpu()) {
@@ -35,12 +35,12 @@ Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x, bool 
     }
     result.sums.out = out.data_ptr();
     result.sums.dtype = wide_dtype_of(op, "dbias", out.scalar_type());
-    result.sums.accumulates = accumulates;
+    result.sums.accumulate = accumulate;
     return result;
 }
 
 Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling, bool with_transposed,
-                     const at::Tensor& column_sums, bool accumulates_sums) {
+                     const at::Tensor& column_sums, bool accumulate_sums) {
     const Format format = format_of(op, "dtype", scaling.dtype);
     const at::Tensor scale = scaling.scale ? *scaling.scale : find_scale(op, x, format);
     Operand operand;
@@ -61,7 +61,7 @@ Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling
                     .pads_out_t = true,
                     .reserved = {}};
     if (with_transposed || column_sums.defined()) {
-        const Sums column = sums_into(op, column_sums, x, accumulates_sums);
+        const Sums column = sums_into(op, column_sums, x, accumulate_sums);
         TE_GRAPH_RUN(x.device(), cast_transpose, work, column.sums, {});
     } else {
         TE_GRAPH_RUN(x.device(), cast, work, {});

@@ -15,7 +15,7 @@ struct Sums {
     at::Tensor scratch;  // [tiles_in(M), N]
 };
 // out: [N], written, or added to, fp32 or of x's dtype, or undefined; x: [M, N].
-Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x, bool accumulates = false);
+Sums sums_into(const char* op, const at::Tensor& out, const at::Tensor& x, bool accumulate = false);
 
 struct Operand {
     at::Tensor data;        // [M, N]
@@ -32,6 +32,6 @@ struct Scaling {
 
 // x: [M, N] fp32, fp16 or bf16, contiguous. column_sums: [N], written, or added to, fp32 or of x's dtype, or undefined.
 Operand cast_operand(const char* op, const at::Tensor& x, const Scaling& scaling, bool with_transposed,
-                     const at::Tensor& column_sums = {}, bool accumulates_sums = false);
+                     const at::Tensor& column_sums = {}, bool accumulate_sums = false);
 
 }  // namespace te_graph::fp8

@@ -80,7 +80,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     if (steps != nullptr) {
         if (auto buffer = steps->grad_buffers().request(parameter, main_grad_of != nullptr)) {
             result.memory = *std::move(buffer);
-            result.accumulates = true;
+            result.accumulate = true;
             return result;
         }
     }
@@ -97,7 +97,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     if (!is_plain_here) {
         // A warm-up, which computes as the capture will: then a kernel has been chosen for that.
         result.memory = negative_zeros(sizes, grad.options().dtype(dtype));
-        result.accumulates = true;
+        result.accumulate = true;
         result.holder_ = Holder::kEngine;
         return result;
     }
@@ -112,7 +112,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     if (main_grad_of) {
         result.holder_ = Holder::kMainGrad;
         result.memory = std::move(main_grad);
-        result.accumulates = !result.reset_->is_pending;
+        result.accumulate = !result.reset_->is_pending;
         return result;
     }
     const at::Tensor& there = parameter.grad();
@@ -122,7 +122,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
     }
     result.holder_ = Holder::kGrad;
     result.memory = there.defined() ? there : at::empty(sizes, grad.options().dtype(dtype));
-    result.accumulates = there.defined();
+    result.accumulate = there.defined();
     result.parameter_ = parameter;
     return result;
 }
@@ -130,7 +130,7 @@ std::optional<ParameterGrad> ParameterGrad::find(const torch::autograd::Edge& ed
 at::Tensor ParameterGrad::finish() {
     if (holder_ == Holder::kEngine) return memory;
     if (holder_ == Holder::kCapture) return {};
-    if (holder_ == Holder::kGrad && !accumulates) parameter_.mutable_grad() = memory;
+    if (holder_ == Holder::kGrad && !accumulate) parameter_.mutable_grad() = memory;
     if (holder_ == Holder::kMainGrad) reset_->is_pending = false;
     if (const auto stream = accumulator_->stream()) {
         const c10::Stream current = current_stream(stream->device());

@@ -36,8 +36,8 @@ struct ParameterGrad {
     // Once the op has been launched on the current stream. What the engine gets: [sizes] or undefined.
     at::Tensor finish();
 
-    at::Tensor memory;         // [sizes]
-    bool accumulates = false;  // adds to it
+    at::Tensor memory;        // [sizes]
+    bool accumulate = false;  // adds to it
 
 private:
     enum class Holder { kCapture, kEngine, kGrad, kMainGrad };

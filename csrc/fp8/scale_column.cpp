@@ -5,27 +5,27 @@
 
 namespace te_graph::fp8 {
 
-ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column) : table(std::move(owner)), number(column) {
+ScaleColumn::ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column) : table(std::move(owner)), column(column) {
     if (table == nullptr) return;
-    scale = table->scale().narrow(0, number, 1);
-    amax = table->history().select(0, 0).narrow(0, number, 1);
+    scale = table->scale().narrow(0, column, 1);
+    amax = table->history().select(0, 0).narrow(0, column, 1);
 }
 
 void ScaleColumn::begin_cast(HostSteps* steps, Direction direction) const {
     if (table == nullptr) return;
     if (steps == nullptr) {
-        table->settle(number);
+        table->begin_cast(column);
     } else {
-        CapturedColumns::in(*steps, direction, table).begin_cast(number);
+        CapturedColumns::in(*steps, direction, table).begin_cast(column);
     }
 }
 
 void ScaleColumn::end_cast(HostSteps* steps, Direction direction) const {
     if (table == nullptr) return;
     if (steps == nullptr) {
-        table->note(number);
+        table->end_cast(column);
     } else {
-        CapturedColumns::in(*steps, direction, table).end_cast(number);
+        CapturedColumns::in(*steps, direction, table).end_cast(column);
     }
 }
 

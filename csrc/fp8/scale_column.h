@@ -14,14 +14,14 @@ namespace te_graph::fp8 {
 
 // No table: current scaling.
 struct ScaleColumn {
-    ScaleColumn(std::shared_ptr<ScaleTable> table, int64_t number);
+    ScaleColumn(std::shared_ptr<ScaleTable> owner, int64_t column);
 
     // Around the launch of a cast whose amax is recorded; where it is captured, in that direction of `steps`.
     void begin_cast(HostSteps* steps, Direction direction) const;
     void end_cast(HostSteps* steps, Direction direction) const;
 
     std::shared_ptr<ScaleTable> table;
-    int64_t number;
+    int64_t column;
     std::optional<at::Tensor> scale, amax;  // [1] each, views of the table's
 };
 

@@ -17,41 +17,41 @@ ScaleTable::ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_in
       fp8_max_(fp8_max),
       margin_(margin),
       algorithm_(std::move(amax_compute_algo)),
-      has_run_(static_cast<size_t>(scale_.size(0))) {}
+      due_(static_cast<size_t>(scale_.size(0))) {}
 
 bool ScaleTable::take_due(std::optional<int64_t> column) {
     const std::lock_guard lock(mutex_);
     order();
-    const bool is_due = column ? has_run_[static_cast<size_t>(*column)] : has_any_run_;
+    const bool is_due = column ? due_[static_cast<size_t>(*column)] : any_due_;
     if (is_due) {
-        has_run_.assign(has_run_.size(), false);
-        has_any_run_ = false;
+        due_.assign(due_.size(), false);
+        any_due_ = false;
     }
     return is_due;
 }
 
-void ScaleTable::settle(int64_t column) {
+void ScaleTable::begin_cast(int64_t column) {
     if (take_due(column)) launch_update();
 }
 
-void ScaleTable::note(int64_t column) {
+void ScaleTable::end_cast(int64_t column) {
     const std::lock_guard lock(mutex_);
-    has_run_[static_cast<size_t>(column)] = has_any_run_ = true;
+    due_[static_cast<size_t>(column)] = any_due_ = true;
 }
 
-void ScaleTable::update() {
+void ScaleTable::update_if_due() {
     if (take_due(std::nullopt)) launch_update();
 }
 
-bool ScaleTable::has_run(int64_t column) {
+bool ScaleTable::is_due(int64_t column) {
     const std::lock_guard lock(mutex_);
-    return has_run_[static_cast<size_t>(column)];
+    return due_[static_cast<size_t>(column)];
 }
 
-void ScaleTable::set_has_run(int64_t column, bool has_run) {
+void ScaleTable::set_due(int64_t column, bool is_due) {
     const std::lock_guard lock(mutex_);
-    has_run_[static_cast<size_t>(column)] = has_run;
-    has_any_run_ = std::find(has_run_.begin(), has_run_.end(), true) != has_run_.end();
+    due_[static_cast<size_t>(column)] = is_due;
+    any_due_ = std::find(due_.begin(), due_.end(), true) != due_.end();
 }
 
 void ScaleTable::order() {

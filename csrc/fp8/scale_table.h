@@ -27,19 +27,19 @@ public:
     void set_reduce(Reduce reduce) { reduce_ = std::move(reduce); }
 
     // Before the tensor of `column` is cast: updates, if it was cast since the last update.
-    void settle(int64_t column);
+    void begin_cast(int64_t column);
     // The tensor of `column` has been cast. Not before the launch: an update that another thread launches in between
     // would forget it.
-    void note(int64_t column);
+    void end_cast(int64_t column);
     // Updates, if a tensor was cast since the last time.
-    void update();
+    void update_if_due();
     // The launch of an update of all columns, by itself: which of them are due is left as it is. Captures call it;
-    // eager code goes through settle() and update().
+    // eager code goes through begin_cast() and update_if_due().
     void launch_update();
     // Whether the tensor of `column` was cast since the last update.
-    bool has_run(int64_t column);
+    bool is_due(int64_t column);
     // Let that be so, or not, where a cast is undone.
-    void set_has_run(int64_t column, bool has_run);
+    void set_due(int64_t column, bool is_due);
 
     // [H, n].
     const at::Tensor& history() const { return history_; }
@@ -59,8 +59,8 @@ private:
     std::mutex updates_;  // held over the launch: two updates must not interleave
     // Of what follows: forwards and backwards run on threads of their own. Not held where Python may be called.
     std::mutex mutex_;
-    std::vector<bool> has_run_;
-    bool has_any_run_ = false;
+    std::vector<bool> due_;
+    bool any_due_ = false;
 #ifdef TE_GRAPH_CUDA
     StreamOrder order_;
 #endif

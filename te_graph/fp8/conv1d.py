@@ -23,7 +23,7 @@ class FP8Conv1D(FP8Layer):
     """What all converted ones are, whichever transformers they are of."""
 
     __slots__ = ()
-    has_inputs_first = True
+    inputs_first = True
 
 
 def is_conv1d(module: nn.Module) -> bool:

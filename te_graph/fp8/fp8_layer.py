@@ -24,7 +24,7 @@ class FP8Layer(ReadyForCapture):
     """
 
     __slots__ = ()
-    has_inputs_first = False
+    inputs_first = False
     fuse_wgrad_accumulation = False
     fp8: Member | None = None
     fp8_evaluated: Member | None = None

@@ -22,8 +22,8 @@ class _KeptBlock:
     def __init__(self, block: Block, members: Sequence[Member]) -> None:
         self._block, self._members = block, members
         self._tensors = [(tensor, tensor.clone()) for tensor in block.tensors()]
-        self._has_run = [
-            (member, table, column, table.has_run(column))
+        self._due = [
+            (member, table, column, table.is_due(column))
             for member in members
             for direction, column in (block.column_of(member.number, tensor) for tensor in (INPUT, WEIGHT, GRAD))
             if (table := block.tables[direction]) is not None
@@ -43,9 +43,9 @@ class _KeptBlock:
                 own if of_weights else numbers[tensor.shape[-1]], dtype=torch.long, device=tensor.device
             )
             tensor.index_copy_(-1, index, before.index_select(-1, index))
-        for member, table, column, has_run in self._has_run:
+        for member, table, column, is_due in self._due:
             if is_of_this_thread(member):
-                table.set_has_run(column, has_run)
+                table.set_due(column, is_due)
 
 
 def is_of_this_thread(member: Member) -> bool:
@@ -84,7 +84,7 @@ class _KeptScope:
         self._scope.repeat_casts([(member, weight) for member, weight, _ in again])
         done = _C.CastDone(self._scope.device)
         for (member, _, has_recorded_amax), mark in zip(again, marks, strict=True):
-            member.linear.note_cast(mark, has_recorded_amax, done)
+            member.products.note_cast(mark, has_recorded_amax, done)
 
 
 def _restore_first_states() -> None:

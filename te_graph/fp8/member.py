@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -26,11 +25,11 @@ _CAST_SCALE, _IS_CAST, _HAS_SCALE = 3, 4, 5  # positions in its header
 
 
 class HasWeight(Protocol):
-    """A module that computes in FP8: ``weight`` [out, in], or [in, out] where it ``has_inputs_first``."""
+    """A module that computes in FP8: ``weight`` [out, in], or [in, out] where ``inputs_first``."""
 
     weight: nn.Parameter
     fuse_wgrad_accumulation: bool
-    has_inputs_first: bool
+    inputs_first: bool
 
 
 def check_state(state: Tensor) -> None:
@@ -67,7 +66,7 @@ class Member(OwnObject):
         columns: those of the module.
 
     Attributes:
-        linear: the products.
+        products: what multiplies.
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded amaxes.
@@ -76,7 +75,7 @@ class Member(OwnObject):
         thread: the one that called the module when its weight had to be cast.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
-            [in, out] and [out, in] of a module that ``has_inputs_first``.
+            [in, out] and [out, in] of a module with ``inputs_first``.
     """
 
     def __init__(self, module: HasWeight, scope: ScalingScope, columns: Columns) -> None:
@@ -94,11 +93,11 @@ class Member(OwnObject):
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
         forward, backward = block.tables
-        copies = (self.transposed, self.data) if module.has_inputs_first else (self.data, self.transposed)
-        self.linear = _C.Linear(
+        copies = (self.transposed, self.data) if module.inputs_first else (self.data, self.transposed)
+        self.products = _C.LinearProducts(
             *copies,
             block.weight_scale_inv[number, :1],
-            module.has_inputs_first,
+            module.inputs_first,
             forward,
             block.column_of(number, INPUT)[1],
             block.column_of(number, WEIGHT)[1],
@@ -109,9 +108,9 @@ class Member(OwnObject):
         )
         self.fuses_wgrad_accumulation = module.fuse_wgrad_accumulation
         if module.fuse_wgrad_accumulation:
-            self.linear.set_main_grad_of(_main_grad_of)
+            self.products.set_main_grad_of(_main_grad_of)
         # By a weak reference, since what C++ holds is not seen by the garbage collector.
-        self.linear.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
+        self.products.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
 
     @property
     def weight(self) -> Tensor | None:
@@ -123,7 +122,7 @@ class Member(OwnObject):
         """Compute with the scales of ``leader``, what the same module has in another scope, from now on."""
         self._leader = weakref.ref(leader)
 
-    def take_scales(self) -> None:
+    def take_scales_(self) -> None:
         """Have the present scales of the member that this one follows, if it follows one and both are delayed."""
         leader = None if self._leader is None else self._leader()
         if leader is None or not (leader.scope.is_delayed and self.scope.is_delayed):
@@ -137,13 +136,13 @@ class Member(OwnObject):
     def has_recorded_amax(self) -> bool | None:
         """Whether the amax of the weight was recorded when it was cast; None: it is not cast as it is now."""
         weight = self.weight
-        if weight is None or not self.linear.is_cast(weight, False):
+        if weight is None or not self.products.is_cast(weight, False):
             return None
-        return self.linear.is_cast(weight, True)
+        return self.products.is_cast(weight, True)
 
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
-        self.linear.note_cast(_C.WeightMark(), False, None)
+        self.products.note_cast(_C.WeightMark(), False, None)
 
     def fits(self, weight: Tensor) -> bool:
         """Whether the copies are of the shape and device of ``weight`` [...], which is not sharded since."""
@@ -176,7 +175,7 @@ class Member(OwnObject):
         if length:
             state[WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
         weight = self.weight
-        if length and weight is not None and (self.linear.is_cast(weight, True) or self.is_resumed(weight)):
+        if length and weight is not None and (self.products.is_cast(weight, True) or self.is_resumed(weight)):
             state[WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
             state[WEIGHT, _IS_CAST] = 1
         return state
@@ -204,7 +203,7 @@ class Member(OwnObject):
         if not self.scope.is_delayed:
             return
         if not saved:
-            self.clear_scales()
+            self.clear_scales_()
             self.forget_cast()
             return
         for tensor in (INPUT, WEIGHT, GRAD):
@@ -225,7 +224,7 @@ class Member(OwnObject):
         if is_cast:
             self.block.weight_scale[self.number] = cast_scale
 
-    def clear_scales(self) -> None:
+    def clear_scales_(self) -> None:
         """Histories become empty and scales 1."""
         for tensor in (INPUT, WEIGHT, GRAD) if self.scope.is_delayed else ():
             history, scale = self.history(tensor)
@@ -236,16 +235,21 @@ class Member(OwnObject):
     def _set_has_weight_scale(self, value: bool) -> None:
         self.block.has_weight_scale[self.number] = self.has_weight_scale = value
 
-    def settle(self, tensors: Sequence[int] = (INPUT, WEIGHT, GRAD)) -> None:
-        """Update the scales of what has been recorded of ``tensors``, as their next casts would."""
-        for tensor in tensors if self.scope.is_delayed else ():
+    def update_if_due(self) -> None:
+        """Update the scales of what has been recorded, as the next casts would."""
+        for tensor in (INPUT, WEIGHT, GRAD):
+            self.begin_cast(tensor)
+
+    def begin_cast(self, tensor: int) -> None:
+        """Update the scale of ``tensor``, which is about to be cast, if it is due."""
+        if self.scope.is_delayed:
             direction, column = self.block.column_of(self.number, tensor)
-            self.block.tables[direction].settle(column)
+            self.block.tables[direction].begin_cast(column)
 
     def end_cast(self, tensor: int) -> None:
         """Say that ``tensor`` has been cast, and its amax recorded."""
         direction, column = self.block.column_of(self.number, tensor)
-        self.block.tables[direction].note(column)
+        self.block.tables[direction].end_cast(column)
 
 
 def _main_grad_of(weight: Tensor) -> tuple[Tensor, _C.MainGradReset]:

@@ -31,7 +31,7 @@ class FP8Module(Protocol):
 
     Attributes:
         weight: [out, in], or [in, out].
-        has_inputs_first: it is [in, out].
+        inputs_first: it is [in, out].
         fuse_wgrad_accumulation: the product that is the weight's gradient adds to ``weight.main_grad``.
         fp8: what it has in a scope, with what is known of its scales.
         fp8_evaluated: the same in the scope of evaluations by another recipe, which change nothing of that.
@@ -40,7 +40,7 @@ class FP8Module(Protocol):
     """
 
     weight: nn.Parameter
-    has_inputs_first: bool
+    inputs_first: bool
     fuse_wgrad_accumulation: bool
     fp8: Member | None
     fp8_evaluated: Member | None
@@ -56,7 +56,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
     try:
         member = module.fp8
         if member is not None and member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation:
-            y = member.linear.fast_call(x, weight, bias)
+            y = member.products.fast_call(x, weight, bias)
             if y is not None:
                 return y
         note_region()
@@ -85,9 +85,9 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
         if member is None:
             return None
         # Others may have computed with the layer in between, such as a teacher with weights of its own.
-        if not (member.linear.is_cast(weight, False) or _C.HostSteps.is_noting()):
+        if not (member.products.is_cast(weight, False) or _C.HostSteps.is_noting()):
             member.scope.cast_weights(member, records_amax=False)
-        return member.linear.forward(x, weight, bias, first.dtype, False, first.scale)
+        return member.products.forward(x, weight, bias, first.dtype, False, first.scale)
     region = current_region()
     if checkpoints is not None and (region is None or not region.enabled):
         checkpoints.note(module, FirstCall())
@@ -101,18 +101,18 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
         _calibrate(member, x, weight)
         return None
     _check_features(module, x, weight)
-    member.linear.set_fast_region(region.number)  # for calls that are like this one
+    member.products.set_fast_region(region.number)  # for calls that are like this one
     dtype = _dtype_of_result(x, weight)
     is_captured = _C.HostSteps.is_noting()  # then each replay sees to it before, and records the amax
     if is_captured:
         note_captured_fp8_call()
-    if not member.linear.is_cast(weight, is_training):
+    if not member.products.is_cast(weight, is_training):
         member.scope.cast_weights(member, is_training)
     scale = None
     if checkpoints is not None and checkpoints.noting:
-        scale = member.linear.begin_input_cast() if is_training else member.input_scale()
+        scale = member.products.begin_input_cast() if is_training else member.input_scale()
         checkpoints.note(module, FirstCall(member, scale, dtype))
-    return member.linear.forward(x, weight, bias, dtype, is_training, scale)
+    return member.products.forward(x, weight, bias, dtype, is_training, scale)
 
 
 def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Member | None:
@@ -132,14 +132,14 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     weight, member = module.weight, module.fp8
     # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
     if _FSDP in vars(module):
-        raise TypeError(_sharded(f"a module of FSDP ({type(module).__name__})"))
+        raise TypeError(_sharded_message(f"a module of FSDP ({type(module).__name__})"))
     if weight.dtype not in _DTYPES:
         raise TypeError(
             f"te_graph.Linear: expected a weight of float32, float16 or bfloat16, got {weight.dtype}: compute this "
             "layer outside of fp8_autocast, or convert it"
         )
     if hasattr(weight, _ZERO):
-        raise TypeError(_sharded(type(weight).__name__))
+        raise TypeError(_sharded_message(type(weight).__name__))
     if weight.is_inference():
         raise TypeError(
             "te_graph.Linear: expected a weight whose changes can be seen, got one that was made in inference mode: "
@@ -168,7 +168,7 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
 def _can_be_multiplied(module: FP8Module, weight: Tensor) -> bool:
     """Whether ``weight`` [out, in] of ``module`` can be, in FP8; says so once where not."""
     if is_traceable_wrapper_subclass(weight):
-        raise TypeError(_sharded(type(weight).__name__))
+        raise TypeError(_sharded_message(type(weight).__name__))
     if not any(size % MULTIPLE for size in weight.shape) and weight.numel() > 0:
         return True
     if not module.has_told_misfit:
@@ -194,7 +194,7 @@ def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, We
     if module.fp8 is not None and module.fp8.untrained_state is not None:
         return module.fp8.untrained_state
     if module.fp8 is not None:
-        module.fp8.settle()  # by the rules of the scope that it leaves
+        module.fp8.update_if_due()  # by the rules of the scope that it leaves
         return module.fp8.state(), WeightMark.of(weight)
     if module.loaded_state is not None:
         mark, state = module.loaded_state
@@ -214,11 +214,11 @@ def _member_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) 
             mark, state = module.loaded_state
             with torch.no_grad():
                 member.load_(state, mark)
-    member.take_scales()
+    member.take_scales_()
     return member
 
 
-def _sharded(got: str) -> str:
+def _sharded_message(got: str) -> str:
     return (
         f"te_graph.Linear: expected a weight that is whole on this rank, got {got}, as FSDP, DTensor or ZeRO-3 make "
         "them: compute this layer outside of fp8_autocast, or keep it out of the sharding"
@@ -258,7 +258,7 @@ def load_state_(module: FP8Module, state: Tensor) -> None:
 
 def _check_features(module: FP8Module, x: Tensor, weight: Tensor) -> None:
     """Raise ValueError if x [...] has other features than ``weight``, [out, in] or [in, out], takes."""
-    features = weight.shape[0 if module.has_inputs_first else 1]
+    features = weight.shape[0 if module.inputs_first else 1]
     if x.dim() == 0 or x.shape[-1] != features:
         got = x.shape[-1] if x.dim() else "a scalar"
         raise ValueError(f"te_graph.Linear: expected an input of {features} features, got {got}")
@@ -296,7 +296,7 @@ def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
     with torch.no_grad():
         for tensor, number in ((x, INPUT), (weight, WEIGHT)):
             if tensor.numel():
-                member.settle((number,))
+                member.begin_cast(number)
                 newest = member.history(number)[0][0]
                 newest.copy_(torch.fmax(newest, tensor.detach().abs().amax().float()))
                 member.end_cast(number)

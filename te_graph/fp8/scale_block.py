@@ -40,7 +40,7 @@ class Block(OwnObject):
     def __init__(
         self, order: int, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        self.order = order
+        self.order, self._group = order, group
         self.is_shared = is_shared(recipe, group)
         options = {"dtype": torch.float32, "device": device}
         self.weight_scale = torch.ones(capacity, **options)
@@ -67,10 +67,9 @@ class Block(OwnObject):
                 recipe.amax_compute_algo,
             )
             self.tables[direction] = table
-        self._group = group
-        self._reduce()
+        self._share_amaxes()
 
-    def _reduce(self) -> None:
+    def _share_amaxes(self) -> None:
         """Let updates begin with a reduction of the newest amaxes, if ranks share them."""
         for table in self.tables if self.is_shared else ():
             table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, self._group))

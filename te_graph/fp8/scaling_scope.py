@@ -80,7 +80,7 @@ class ScalingScope(OwnObject):
             self.blocks.append(block)
         with torch.inference_mode(False), torch.no_grad():
             member = Member(module, self, Columns(block))
-            member.clear_scales()  # another module may have had the columns
+            member.clear_scales_()  # another module may have had the columns
         self._members[self._count] = member
         self._count += 1
         return member
@@ -89,7 +89,7 @@ class ScalingScope(OwnObject):
         """Update the scales of what forwards have cast since the last time."""
         for block in self.blocks:
             if block.tables[FORWARD] is not None:
-                block.tables[FORWARD].update()
+                block.tables[FORWARD].update_if_due()
 
     def cast_weights(self, member: Member, records_amax: bool) -> None:
         """Cast the weight of ``member``, and all others of its thread that have changed since they were cast, [out, in]
@@ -109,7 +109,7 @@ class ScalingScope(OwnObject):
             for other in self.members
             if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
             and (weight := other.weight) is not None
-            and not other.linear.is_cast(weight, records_amax)
+            and not other.products.is_cast(weight, records_amax)
         ]
         stale = [(other, weight) for other, weight in stale if other.fits(weight)]
         # Before the casts: what another thread writes meanwhile is to be cast again.
@@ -120,24 +120,24 @@ class ScalingScope(OwnObject):
             # All updates first: one between would forget what was noted of casts that are still to come.
             for other, _ in changed:
                 if is_captured:
-                    other.linear.begin_captured_cast(records_amax)
+                    other.products.begin_captured_cast(records_amax)
                 elif records_amax:
-                    other.settle((WEIGHT,))
+                    other.begin_cast(WEIGHT)
             for other, _ in changed:
-                other.take_scales()
+                other.take_scales_()
             for block, run in _runs(changed):
                 self._cast(block, run, records_amax, is_resumed=False)
         self.repeat_casts(resumed)
         if is_captured:
             for other, weight in stale:
-                other.linear.note_captured_cast(weight, records_amax)
+                other.products.note_captured_cast(weight, records_amax)
             return
         for other, _ in changed if records_amax else ():
             other.end_cast(WEIGHT)
         done = _C.CastDone(self.device)
         for (other, weight), mark in zip(stale, marks, strict=True):
             has_recorded_amax = records_amax or not self.is_delayed or other.is_resumed(weight)
-            other.linear.note_cast(mark, has_recorded_amax, done)
+            other.products.note_cast(mark, has_recorded_amax, done)
         for other, _ in changed:
             other.loaded_mark = None
             other.has_weight_scale |= records_amax
@@ -188,16 +188,16 @@ class ScalingScope(OwnObject):
         return found
 
 
-def _runs(stale: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[Block, list[tuple[Member, Tensor]]]]:
+def _runs(pairs: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[Block, list[tuple[Member, Tensor]]]]:
     """Members with their weights [out, in], by blocks and by whether they have a scale, in runs of numbers that follow
     each other."""
-    ordered = sorted(stale, key=lambda pair: (*_kind(pair[0]), pair[0].number))
-    for _, run in groupby(enumerate(ordered), key=lambda item: (*_kind(item[1][0]), item[1][0].number - item[0])):
-        pairs = [pair for _, pair in run]
-        yield pairs[0][0].block, pairs
+    ordered = sorted(pairs, key=lambda pair: (*_run_key(pair[0]), pair[0].number))
+    for _, run in groupby(enumerate(ordered), key=lambda item: (*_run_key(item[1][0]), item[1][0].number - item[0])):
+        together = [pair for _, pair in run]
+        yield together[0][0].block, together
 
 
-def _kind(member: Member) -> tuple[int, bool]:
+def _run_key(member: Member) -> tuple[int, bool]:
     return member.block.order, member.has_weight_scale
 
 

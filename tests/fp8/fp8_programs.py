@@ -178,7 +178,7 @@ class Program:
         # Magnitudes that no update has taken up yet may be taken up sooner on one side.
         for module in model.modules():
             if isinstance(module, tg.Linear) and module.fp8 is not None:
-                module.fp8.settle()
+                module.fp8.update_if_due()
         found += list(tg.fp8_state_dict(model).items())
         replays = sum(module.te_graph.info()["forward_replays"] for module in graphed)
         return found, replays

@@ -241,7 +241,7 @@ def shared_scales(rank: Rank) -> None:
         largest = max(each.to(torch.bfloat16).float().abs().max() for each in everyone)
         newest = layer.get_extra_state()[0, 8 + 1]
         assert newest == largest, f"step {step}"
-    layer.fp8.settle()
+    layer.fp8.update_if_due()
     state = layer.get_extra_state().contiguous()
     states = [torch.empty_like(state) for _ in range(rank.world)]
     dist.all_gather(states, state)

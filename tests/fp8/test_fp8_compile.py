@@ -51,7 +51,7 @@ def train(model: nn.Module, call: Callable[[Tensor, object], Tensor], recipes: l
         optimizer.zero_grad()
     for layer in model:
         if isinstance(layer, tg.Linear):
-            layer.fp8.settle()
+            layer.fp8.update_if_due()
     return [*results, *model.parameters(), *tg.fp8_state_dict(model).values()]
 
 

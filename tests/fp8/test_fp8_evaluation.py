@@ -60,7 +60,7 @@ def train(model: nn.Module, device: str, steps: int, other: object = None) -> li
             assert all(same_bits(state, after[name][:, 8:]) for name, state in before.items())
         losses.append(loss.detach())
     for layer in (model[0], model[2]):
-        layer.fp8.settle()
+        layer.fp8.update_if_due()
     return [*losses, *model.parameters(), *tg.fp8_state_dict(model).values()]
 
 

@@ -60,7 +60,7 @@ class Training:
             getattr(self, f"_{event}")()
         for module in self._model.modules():
             if isinstance(module, tg.Linear):
-                module.fp8.settle()
+                module.fp8.update_if_due()
         return [*self.results, *self._model.parameters(), *tg.fp8_state_dict(self._model).values()]
 
     def _T(self) -> None:
@@ -140,6 +140,6 @@ def test_other_models_keep_what_they_are_about_to_update(device: str, end: Calla
             assert all(map(same_bits, after, before))
         with tg.fp8_autocast(recipe=DELAYED):
             other(x).sum().backward()
-        other.fp8.settle()
+        other.fp8.update_if_due()
         states.append(other.get_extra_state())
     assert same_bits(*states)

@@ -77,7 +77,7 @@ def scales_of_their_own(rank: Rank) -> None:
         gc.enable()
     largest = x.abs().max().cpu()
     for layer, factor in ((first, 1), (second, 1024)):
-        layer.fp8.settle()
+        layer.fp8.update_if_due()
         assert layer.get_extra_state()[0, 2].cpu() == torch.tensor(448.0) / (largest * factor)
 
 
@@ -137,7 +137,7 @@ def states_that_are_saved(rank: Rank) -> None:
                 dist.all_gather(others, own)
                 newest = [other[2, 8].item() for other in others]
                 assert newest == [1.0 + number for number in range(rank.world)]
-        layer.fp8.settle()
+        layer.fp8.update_if_due()
         results.append([layer.weight.grad, layer.get_extra_state()])
     assert all(map(same_bits, *results))
 

@@ -98,7 +98,7 @@ class Model(nn.Module):
 def settle(model: Model) -> None:
     for layer in model.layers:
         if layer.fp8 is not None:
-            layer.fp8.settle()
+            layer.fp8.update_if_due()
 
 
 @recipes
@@ -265,7 +265,7 @@ def test_another_recipe_is_in_force_at_once_with_the_histories_of_the_first(devi
         kept = [4.0, 2.0, 1.0]  # no more were kept before
     amax = 1.0 if changed.amax_compute_algo == "most_recent" else max(kept)
     assert state[2] == 448 * 2.0**-changed.margin / amax
-    layer.fp8.settle()
+    layer.fp8.update_if_due()
     assert layer.get_extra_state()[2, 2] == torch.finfo(changed.fp8_format.backward_dtype).max * 2.0**-changed.margin
 
 
@@ -385,7 +385,7 @@ def test_weights_that_are_cast_together_are_all_noted(device: str, pending: int)
     change([0, 1, 2])
     call([0, 1, 2])
     for number, layer in enumerate(layers):
-        layer.fp8.settle()
+        layer.fp8.update_if_due()
         kept = [value for value in layer.get_extra_state()[1, 8:17].tolist() if value]
         largest = layer.weight.detach().abs().max().item()
         amaxes[number] = [largest / 1.5**power for power in ((3, 2, 1, 0) if number == pending else (2, 1, 0))]
@@ -408,7 +408,7 @@ def test_an_update_that_one_cast_asks_for_forgets_no_other(device: str, pending:
                 for number in called:
                     layers[number](x)
                 raise KeyError  # nothing is updated at the end of the region
-        layers[other].fp8.settle()
+        layers[other].fp8.update_if_due()
         kept = [value for value in layers[other].get_extra_state()[1, 8:17].tolist() if value]
         largest = layers[other].weight.detach().abs().max().item()
         assert kept == pytest.approx([largest / 1.5**2, largest / 1.5, largest])

@@ -39,7 +39,7 @@ def saved(device: str) -> dict[str, Tensor]:
     layer = new_layer(device)
     for _ in range(3):
         forward(layer, an_input(device)).sum().backward()
-    layer.fp8.settle()
+    layer.fp8.update_if_due()
     return copy.deepcopy(layer.state_dict())
 
 
@@ -87,7 +87,7 @@ def test_a_weight_that_changes_after_it_was_loaded_is_recorded(
     x = an_input(device)
     for _ in range(3):
         assert same_bits(forward(layer, x), forward(twin, x))
-    layer.fp8.settle()
+    layer.fp8.update_if_due()
     assert layer.get_extra_state()[1, 8:12].max() == layer.weight.detach().abs().max()
 
 
@@ -98,7 +98,7 @@ def test_a_weight_that_stays_is_not_recorded_again(device: str, saved: dict[str,
     layer = layer.to(device).to("cpu").to(device)
     assert same_bits(layer.get_extra_state().to(device), saved["_extra_state"])
     forward(layer, an_input(device))
-    layer.fp8.settle()
+    layer.fp8.update_if_due()
     assert same_bits(layer.get_extra_state()[1], saved["_extra_state"][1])
 
 

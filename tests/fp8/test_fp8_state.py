@@ -69,7 +69,7 @@ def train(model: nn.Module, recipe: object, device: str, stop: tuple[int, int] |
         optimizer.zero_grad()
     for module in model.modules():
         if isinstance(module, tg.Linear):
-            module.fp8.settle()
+            module.fp8.update_if_due()
     return [*losses, *model.parameters(), *tg.fp8_state_dict(model).values()]
 
 
@@ -163,7 +163,7 @@ def test_copies_have_scales_of_their_own(device: str) -> None:
     for _ in range(3):
         micro_batch(model, recipe, values, device)
     for layer in (model[0], model[2]):
-        layer.fp8.settle()
+        layer.fp8.update_if_due()
     before = tg.fp8_state_dict(model)
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for twin in twins:
@@ -192,7 +192,7 @@ def test_a_moved_model_takes_its_scales_along() -> None:
     recipe, values = RECIPES["delayed"], torch.Generator().manual_seed(0)
     model = new_model("cpu")
     micro_batch(model, recipe, values, "cpu")
-    model[0].fp8.settle()
+    model[0].fp8.update_if_due()
     before = tg.fp8_state_dict(model)
     model.cuda()
     x = torch.zeros(6, WIDTH, device="cuda", dtype=torch.bfloat16)

@@ -82,7 +82,7 @@ def check(text: str, recipe: Any, device: str) -> bool:
     try:
         expected = train(text, recipe, device, False)
     except RuntimeError as error:  # a weight was written, and cast with others, before the backward of a call
-        assert "the weight was cast again between this forward and its backward" in str(error)
+        assert "cast again between this forward and its backward" in str(error)
         return True
     if isinstance(recipe, tg.DelayedScaling) and any(re.match("[nw]+g", each) for each in calls):
         with pytest.raises(RuntimeError, match=REFUSED):
@@ -107,7 +107,7 @@ def test_what_delayed_scaling_records_otherwise_in_eager_execution_is_refused(de
 @recipes
 @pytest.mark.parametrize("is_graphed", [False, True])
 def test_a_write_before_the_backward_is_refused(device: str, recipe: Any, is_graphed: bool) -> None:
-    with pytest.raises(RuntimeError, match=f"the weight was cast again between this forward and its backward|{REFUSED}"):
+    with pytest.raises(RuntimeError, match=f"cast again between this forward and its backward|{REFUSED}"):
         train("ga wa ga", recipe, device, is_graphed)
 
 

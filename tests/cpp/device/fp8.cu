@@ -101,11 +101,11 @@ TEST(Fp8CastDevice, ACastWithATransposedCopyAndColumnSumsHasTheBytesOfTheCpuLoop
         const DeviceTensor device_sums(sums);
         const Buffer partial(tiles_in(matrix.shape.rows) * matrix.shape.columns * sizeof(float));
         partial.fill(0xA5);
-        for (const bool accumulates : {false, true}) {
+        for (const bool accumulate : {false, true}) {
             const ColumnSums column_sums{device_sums.data(), sums_dtype, reinterpret_cast<float*>(partial.at(0)),
-                                         accumulates};
+                                         accumulate};
             check(launch_cast_transpose(device_with_sums.casts()[0], column_sums, {}, nullptr));
-            cast_transpose_cpu(with_sums.casts()[0], {sums.data(), sums_dtype, nullptr, accumulates}, {});
+            cast_transpose_cpu(with_sums.casts()[0], {sums.data(), sums_dtype, nullptr, accumulate}, {});
             ASSERT_TRUE(device_with_sums.has_equal_memory()) << matrix;
             ASSERT_TRUE(same_numbers(device_sums.download(sums), sums)) << matrix;
         }

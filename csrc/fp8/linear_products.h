@@ -16,14 +16,14 @@
 
 namespace te_graph::fp8 {
 
-class Linear : public std::enable_shared_from_this<Linear> {
+class LinearProducts : public std::enable_shared_from_this<LinearProducts> {
 public:
     // weight: [O, I] FP8; weight_t: [I, O] FP8; weight_scale_inv: [1] fp32; they are cast by others, and stay where
     // they are. inputs_first: the weight that is cast is [I, O]. input_column, weight_column, grad_column: of the
     // casts. grad_dtype: of the cast of gradients. columns: kept until no backward and no graph is left that uses them.
-    Linear(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
-           ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column, at::ScalarType grad_dtype,
-           std::shared_ptr<void> columns);
+    LinearProducts(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
+                   ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column,
+                   at::ScalarType grad_dtype, std::shared_ptr<void> columns);
 
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
     // current scaling.
@@ -79,10 +79,10 @@ private:
     // What replays do before graphs that read the cast of weight [O, I] or [I, O].
     void add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax);
     // By which these steps are known.
-    const void* weight_step(bool records_amax) const {
+    const void* weight_step_identity(bool records_amax) const {
         return records_amax ? static_cast<const void*>(&weight_) : &weight_t_;
     }
-    const void* captured_cast_step() const { return &weight_column_; }
+    const void* captured_cast_step_identity() const { return &weight_column_; }
 
     // The sizes of the weight that is cast.
     at::IntArrayRef weight_sizes() const { return inputs_first_ ? weight_t_.sizes() : weight_.sizes(); }

@@ -1,0 +1,174 @@
+#include "fp8/linear_products.h"
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "common/check.h"
+#include "common/no_derivative.h"
+#include "common/node_pointer.h"
+#include "common/own_op.h"
+#include "fp8/linear_backward.h"
+#include "fp8/region.h"
+#include "fp8/weight_steps.h"
+
+namespace te_graph::fp8 {
+namespace {
+
+constexpr const char* kLinear = "te_graph.Linear";
+constexpr int kNotInBackward = -1;
+
+using Three = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+}  // namespace
+
+LinearProducts::LinearProducts(at::Tensor weight, at::Tensor weight_t, at::Tensor weight_scale_inv, bool inputs_first,
+                               ScaleColumn input_column, ScaleColumn weight_column, ScaleColumn grad_column,
+                               at::ScalarType grad_dtype, std::shared_ptr<void> columns)
+    : weight_(std::move(weight)),
+      weight_t_(std::move(weight_t)),
+      weight_scale_inv_(std::move(weight_scale_inv)),
+      inputs_first_(inputs_first),
+      input_column_(std::move(input_column)),
+      weight_column_(std::move(weight_column)),
+      grad_column_(std::move(grad_column)),
+      grad_dtype_(grad_dtype),
+      columns_(std::move(columns)) {}
+
+std::optional<at::Tensor> LinearProducts::begin_input_cast() {
+    input_column_.begin_cast(HostSteps::current().get(), Direction::kForward);
+    return input_column_.scale ? std::optional(input_column_.scale->clone()) : std::nullopt;
+}
+
+bool LinearProducts::is_cast(const at::Tensor& weight, bool records_amax) const {
+    if (const auto steps = HostSteps::current()) {
+        const auto* const captured =
+            static_cast<CapturedCastStep*>(steps->find(Direction::kForward, captured_cast_step_identity()));
+        if (captured != nullptr) return captured->is_of(weight, records_amax);
+        records_amax = false;
+    }
+    const std::lock_guard lock(mutex_);
+    return (has_recorded_amax_ || !records_amax) && cast_mark_.is_of(weight);
+}
+
+void LinearProducts::note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done) {
+    const std::lock_guard lock(mutex_);
+    cast_mark_ = std::move(mark);
+    has_recorded_amax_ = records_amax;
+    cast_done_ = std::move(done);
+    ++casts_;
+}
+
+void LinearProducts::begin_captured_cast(bool records_amax) const {
+    if (weight_column_.table == nullptr) return;
+    HostSteps& steps = *HostSteps::current();
+    if (!records_amax) {
+        CapturedColumns::in(steps, Direction::kForward, weight_column_.table).update_if_left();
+        return;
+    }
+    // Eagerly the weight may be cast with others that have changed, when the first of them is called, before the write
+    // as well as after it.
+    TORCH_CHECK(steps.find(Direction::kForward, weight_step_identity(true)) != nullptr, kLinear,
+                ": expected a weight that what is captured does not write before it calls the layer, since delayed "
+                "scaling keeps the amaxes of all that is cast, got one that it writes: write it outside of the "
+                "capture, or use te_graph.Float8CurrentScaling");
+    weight_column_.begin_cast(&steps, Direction::kForward);
+}
+
+// weight: [O, I] or [I, O].
+void LinearProducts::note_captured_cast(const at::Tensor& weight, bool records_amax) {
+    HostSteps& steps = *HostSteps::current();
+    if (records_amax) weight_column_.end_cast(&steps, Direction::kForward);
+    steps.add(Direction::kForward, std::make_shared<CapturedCastStep>(shared_from_this(), weight));
+    static_cast<CapturedCastStep*>(steps.find(Direction::kForward, captured_cast_step_identity()))
+        ->note(weight, records_amax);
+}
+
+// weight: [O, I] or [I, O].
+void LinearProducts::add_weight_step(HostSteps& steps, const at::Tensor& weight, bool records_amax) {
+    const bool is_first_of_training =
+        records_amax && steps.find(Direction::kForward, weight_step_identity(true)) == nullptr;
+    // Both casts would come before the graph, and the first call would read the second one.
+    TORCH_CHECK(!is_first_of_training || weight_column_.table == nullptr ||
+                    steps.find(Direction::kForward, weight_step_identity(false)) == nullptr,
+                kLinear,
+                ": expected a layer that is captured once without gradients and once with them to be called with "
+                "them first, since under delayed scaling the weight is cast for each of the two calls, got the other "
+                "order: change it, or call the layer without gradients outside of the capture");
+    if (steps.find(Direction::kForward, captured_cast_step_identity()) != nullptr) return;  // the graph casts it
+    steps.add(Direction::kForward, std::make_shared<WeightStep>(shared_from_this(), weight, records_amax));
+    if (records_amax && weight_column_.table != nullptr) {
+        CapturedColumns::in(steps, Direction::kForward, weight_column_.table).note_cast_before(weight_column_.column);
+    }
+}
+
+void LinearProducts::wait_for_cast() const {
+    std::shared_ptr<const CastDone> done;
+    {
+        const std::lock_guard lock(mutex_);
+        done = cast_done_;
+    }
+    if (done != nullptr) done->wait();
+}
+
+at::Tensor LinearProducts::forward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                                   at::ScalarType dtype, bool records_amax, const std::optional<at::Tensor>& scale) {
+    if (is_forward_mode()) {
+        check_no_tangent(kLinear, "x", x);
+        check_no_tangent(kLinear, "weight", weight);
+        if (bias) check_no_tangent(kLinear, "bias", *bias);
+    }
+    const std::shared_ptr<HostSteps> steps = HostSteps::current();
+    if (steps != nullptr) add_weight_step(*steps, weight, records_amax);
+    wait_for_cast();
+    if (records_amax && !scale) input_column_.begin_cast(steps.get(), Direction::kForward);
+    if (!records_amax && steps != nullptr && input_column_.table != nullptr) {
+        CapturedColumns::in(*steps, Direction::kForward, input_column_.table).update_if_left();
+    }
+    const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
+    const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));
+    if (is_followed) {
+        if (const auto& transforms = at::functorch::functorchTLSAccessor()) {
+            transforms->checkSupportsCppAutogradFunction();
+        }
+    }
+    static const auto op =
+        own_op<Three(const at::Tensor&, const at::Tensor&, const at::Tensor&, const MaybeTensor&, const MaybeTensor&,
+                     const MaybeTensor&, at::ScalarType, bool)>("te_graph::fp8_linear_forward");
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    if (is_followed) below.emplace();
+    auto [y, x_t, x_scale_inv] =
+        op.call(x, weight_, weight_scale_inv_, bias, scale ? scale : input_column_.scale,
+                records_amax ? input_column_.amax : std::nullopt, dtype, is_followed && needs_weight);
+    if (records_amax) input_column_.end_cast(steps.get(), Direction::kForward);
+    if (!is_followed) return std::move(y);
+    const auto [node, owner] =
+        make_node<LinearBackward>(shared_from_this(), steps, x.scalar_type(), weight.scalar_type());
+    node->set_next_edges(torch::autograd::collect_next_edges(x, weight, bias.value_or(at::Tensor())));
+    node->save(needs_x ? weight_t_ : at::Tensor(), needs_weight ? x_t : at::Tensor(),
+               needs_weight ? x_scale_inv : at::Tensor());
+    below.reset();
+    torch::autograd::set_history(y, owner);
+    return std::move(y);
+}
+
+// x: [..., I]; weight: [O, I] or [I, O]; bias: [O] -> [..., O].
+std::optional<at::Tensor> LinearProducts::fast_call(const at::Tensor& x, const at::Tensor& weight,
+                                                    const std::optional<at::Tensor>& bias) {
+    const bool is_usual = fast_region_ != 0 && fast_region_ == region() && at::GradMode::is_enabled() &&
+                          HostSteps::current() == nullptr &&
+                          at::SavedTensorDefaultHooks::get_tls_state().stack.empty() &&
+                          torch::autograd::get_current_graph_task_id() == kNotInBackward;
+    if (!is_usual || x.device() != weight.device() || x.scalar_type() != weight.scalar_type() ||
+        weight.device() != weight_.device() || weight.sizes() != weight_sizes() ||
+        at::autocast::is_autocast_enabled(x.device().type()) || (bias && !bias->is_contiguous()) ||
+        !is_cast(weight, true)) {
+        return std::nullopt;
+    }
+    return forward(x, weight, bias, x.scalar_type(), true, std::nullopt);
+}
+
+}  // namespace te_graph::fp8
