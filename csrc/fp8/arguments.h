@@ -10,6 +10,7 @@
 #include "common/arguments_apart.h"
 #include "common/check.h"
 #include "fp8/cast.h"
+#include "fp8/strided.h"
 
 namespace te_graph::fp8 {
 

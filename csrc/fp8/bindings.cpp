@@ -6,7 +6,7 @@
 #include "fp8/gemm.h"
 #include "fp8/linear_products.h"
 #include "fp8/region.h"
-#include "fp8/weights.h"
+#include "fp8/weight_table.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 // Determinism: every element has one writer; amax is a maximum.
 #include <algorithm>
 
-#include "fp8/element.cuh"
+#include "fp8/findings.cuh"
 
 namespace te_graph::fp8 {
 namespace {

@@ -9,6 +9,8 @@
 
 #include <span>
 
+#include "common/dtype.h"
+#include "fp8/flag.h"
 #include "fp8/format.h"
 
 #ifdef TE_GRAPH_CUDA

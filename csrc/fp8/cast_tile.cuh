@@ -4,7 +4,7 @@
 // registers, the 8 x 8 go through shared memory, from which 8 threads write 128 neighbours of a column.
 #pragma once
 
-#include "fp8/element.cuh"
+#include "fp8/findings.cuh"
 
 namespace te_graph::fp8 {
 

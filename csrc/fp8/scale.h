@@ -6,8 +6,11 @@
 #include <cstring>
 #include <vector>
 
+#include "common/dtype.h"
 #include "common/kernel_info.h"
+#include "fp8/flag.h"
 #include "fp8/format.h"
+#include "fp8/strided.h"
 
 #ifdef TE_GRAPH_CUDA
 #include <cuda_runtime_api.h>

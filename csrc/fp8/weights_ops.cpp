@@ -5,7 +5,7 @@
 #include "common/note_writes.h"
 #include "common/run_on.h"
 #include "fp8/arguments.h"
-#include "fp8/weights.h"
+#include "fp8/cast_list.h"
 
 namespace te_graph::fp8 {
 namespace {

@@ -58,7 +58,7 @@ PATHS = [
     gemm("fp8_gemm_out", "gemm_out"),
     (
         "te_graph/fp8/weights.py:cast_",
-        "csrc/fp8/weights.cpp:cast",
+        "csrc/fp8/weight_table.cpp:cast",
         "csrc/fp8/weights_ops.cpp:cast_weights_table",
         "csrc/fp8/cast_transpose.cu:launch_cast_weights_table",
     ),

@@ -9,23 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "fp8/cast.h"
+#include "fp8/cast_list.h"
 #include "fp8/weight_mark.h"
-#include "multi_tensor/memory_ranges.h"
 
 namespace te_graph::fp8 {
-
-using multi_tensor::MemoryRanges;
-
-// weights: [M_i, N_i] each.
-void check_not_empty(const char* op, at::TensorList weights);
-
-// One row for each weight; checks everything. weights, out: [M_i, N_i]; out_t: [N_i, M_i] each, or none at all; scale,
-// scale_inv, amax: [n] of any stride; counts: [n, kCounts] or undefined. All contiguous but the vectors. noop: [] or
-// [1] or undefined, for its memory alone.
-std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
-                           const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
-                           const at::Tensor& counts, const at::Tensor& noop);
 
 // Owns what it is given. Memory of the table stays the same for its life.
 class WeightTable {
