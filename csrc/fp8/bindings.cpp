@@ -95,7 +95,7 @@ void bind(py::module_& m) {
             py::arg("mark"), py::arg("records_amax"), py::arg("done"))
         .def("begin_captured_cast", &LinearProducts::begin_captured_cast, py::arg("records_amax"), unlocked)
         .def("note_captured_cast", &LinearProducts::note_captured_cast, py::arg("weight"), py::arg("records_amax"))
-        .def("begin_input_cast", &LinearProducts::begin_input_cast, unlocked)
+        .def("begin_input_cast", &LinearProducts::begin_input_cast, py::arg("records_amax"), unlocked)
         .def("set_fast_region", &LinearProducts::set_fast_region, py::arg("number"))
         .def("fast_call", &LinearProducts::fast_call, py::arg("x"), py::arg("weight"), py::arg("bias"), unlocked)
         .def("forward", &LinearProducts::forward, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("dtype"),

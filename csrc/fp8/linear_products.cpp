@@ -38,8 +38,8 @@ LinearProducts::LinearProducts(at::Tensor weight, at::Tensor weight_t, at::Tenso
       grad_dtype_(grad_dtype),
       columns_(std::move(columns)) {}
 
-std::optional<at::Tensor> LinearProducts::begin_input_cast() {
-    input_column_.begin_cast(HostSteps::current().get(), Direction::kForward);
+std::optional<at::Tensor> LinearProducts::begin_input_cast(bool records_amax) {
+    if (records_amax) input_column_.begin_cast(HostSteps::current().get(), Direction::kForward);
     return input_column_.scale ? std::optional(input_column_.scale->clone()) : std::nullopt;
 }
 

@@ -26,8 +26,8 @@ public:
                    at::ScalarType grad_dtype, std::shared_ptr<void> columns);
 
     // The scale of the cast of an input that is about to follow, a copy, [1], for casts that repeat it; nothing under
-    // current scaling.
-    std::optional<at::Tensor> begin_input_cast();
+    // current scaling. records_amax: that of the cast.
+    std::optional<at::Tensor> begin_input_cast(bool records_amax);
 
     // x: [..., I]; weight: [O, I] or [I, O], of which `weight_` or `weight_t_` is the cast, and which gets the
     // gradient; bias: [O] -> [..., O] of `dtype`. records_amax: that of x, for delayed scaling. scale: that of

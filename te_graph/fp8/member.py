@@ -154,10 +154,6 @@ class Member(OwnObject):
         direction, column = self.block.column_of(self.number, tensor)
         return self.block.history[direction][:, column], self.block.scale[direction][column : column + 1]
 
-    def input_scale(self) -> Tensor | None:
-        """A copy of the present scale of the input, [1]; None under current scaling."""
-        return self.history(INPUT)[1].clone() if self.scope.is_delayed else None
-
     def captured_tensors(self) -> list[Tensor]:
         return [self.data, self.transposed, *self.block.captured_tensors()]
 

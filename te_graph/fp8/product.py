@@ -110,7 +110,7 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
         member.scope.cast_weights(member, is_training)
     scale = None
     if checkpoints is not None and checkpoints.noting:
-        scale = member.products.begin_input_cast() if is_training else member.input_scale()
+        scale = member.products.begin_input_cast(is_training)
         checkpoints.note(module, FirstCall(member, scale, dtype))
     return member.products.forward(x, weight, bias, dtype, is_training, scale)
 
