@@ -152,7 +152,7 @@ def train(layer_call: object, recipe: object, device: str, order: str, graphed: 
 
 
 def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    different = [number for number, pair in enumerate(zip(actual, expected, strict=True)) if not torch.equal(*pair)]
+    different = [number for number, pair in enumerate(zip(actual, expected, strict=True)) if not same_bits(*pair)]
     assert not different
 
 
