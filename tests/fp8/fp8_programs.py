@@ -7,6 +7,7 @@ The reference is the eager training. A program is drawn from its seed; by hand, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import logging
 import random
@@ -14,7 +15,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,63 +189,84 @@ class Program:
         x = torch.randn(5, self.width, generator=self._values) * 2 ** random.Random(self.seed).uniform(-3, 3)
         return x.to(device, torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32).requires_grad_()
 
-    def _region(self, step: int, device: str, enabled: bool = True) -> Any:
+    @contextlib.contextmanager
+    def _region(self, step: int, device: str, enabled: bool = True) -> Iterator[None]:
         """The regions of a call: fp8_autocast, and torch.autocast around it where parameters are float32."""
-        region = tg.fp8_autocast(enabled=enabled, recipe=RECIPES[self.recipes[step]]())
-        if self.dtype == torch.bfloat16:
-            return region
-        stack = torch.autocast(torch.device(device).type, torch.bfloat16)
-        return _Both(stack, region)
+        is_plain = self.dtype == torch.bfloat16
+        autocast = contextlib.nullcontext() if is_plain else torch.autocast(torch.device(device).type, torch.bfloat16)
+        with autocast, tg.fp8_autocast(enabled=enabled, recipe=RECIPES[self.recipes[step]]()):
+            yield
 
     def _do(self, event: str, model: nn.Module, step: int, device: str) -> list[Tensor]:
+        """What ``event`` computes, [...] each. Every one draws an input, whether or not it takes it."""
         x = self._input(model, device)
-        if event == "evaluate":
-            with torch.no_grad(), self._region(step, device):
-                return [model(x.detach()).clone()]
-        if event == "outside":
-            with self._region(step, device, enabled=False):
-                y = model(x)
-            y.float().square().mean().backward()
-            return [y.detach().clone(), x.grad]
-        if event == "edit":
-            with torch.no_grad():
-                for parameter in list(model.parameters())[::2]:
-                    parameter.mul_(0.9)
-            return []
-        if event == "copy":
-            copy.deepcopy(model)
-            return []
-        if event == "save":
-            tg.load_fp8_state_dict(model, tg.fp8_state_dict(model))
-            return []
         if event in ("hold", "zero", "swap", "flat", "export"):
             self._change_grads(event, list(model.parameters()))
             return []
-        if event == "grad" and "detached" in self.kinds:
-            return []  # a replay records the amaxes of gradients that nobody asks for
-        if event == "grad":
-            with self._region(step, device):
-                y = model(x)
-            (grad,) = torch.autograd.grad(y.float().square().mean(), x)
-            return [y.detach().clone(), grad]
-        if event == "two":
-            other = self._input(model, device)
-            with self._region(step, device):
-                first = model(x)
-            with self._region(step, device):
-                second = model(other)
-            first.float().square().mean().backward()
-            second.float().square().mean().backward()
-            return [first.detach().clone(), second.detach().clone(), x.grad, other.grad]
-        hooked = [p for p in model.parameters() if p.requires_grad][::3] if event == "hook" else []
-        seen: list[Tensor] = []
-        handles = [p.register_hook(lambda grad: seen.append(grad.clone())) for p in hooked]
+        return getattr(self, f"_{event}")(model, x, step, device)
+
+    def _train(self, model: nn.Module, x: Tensor, step: int, device: str) -> list[Tensor]:
+        """x: [5, width]."""
         with self._region(step, device):
             y = model(x)
         y.float().square().mean().backward()
+        return [y.detach().clone(), x.grad]
+
+    def _hook(self, model: nn.Module, x: Tensor, step: int, device: str) -> list[Tensor]:
+        """x: [5, width]."""
+        hooked = [p for p in model.parameters() if p.requires_grad][::3]
+        seen: list[Tensor] = []
+        handles = [p.register_hook(lambda grad: seen.append(grad.clone())) for p in hooked]
+        results = self._train(model, x, step, device)
         for handle in handles:
             handle.remove()
-        return [y.detach().clone(), x.grad, *sorted(seen, key=lambda grad: (grad.shape, float(grad.double().sum())))]
+        return [*results, *sorted(seen, key=lambda grad: (grad.shape, float(grad.double().sum())))]
+
+    def _two(self, model: nn.Module, x: Tensor, step: int, device: str) -> list[Tensor]:
+        """x: [5, width]."""
+        other = self._input(model, device)
+        with self._region(step, device):
+            first = model(x)
+        with self._region(step, device):
+            second = model(other)
+        first.float().square().mean().backward()
+        second.float().square().mean().backward()
+        return [first.detach().clone(), second.detach().clone(), x.grad, other.grad]
+
+    def _grad(self, model: nn.Module, x: Tensor, step: int, device: str) -> list[Tensor]:
+        """x: [5, width]."""
+        if "detached" in self.kinds:
+            return []  # a replay records the amaxes of gradients that nobody asks for
+        with self._region(step, device):
+            y = model(x)
+        (grad,) = torch.autograd.grad(y.float().square().mean(), x)
+        return [y.detach().clone(), grad]
+
+    def _evaluate(self, model: nn.Module, x: Tensor, step: int, device: str) -> list[Tensor]:
+        """x: [5, width]."""
+        with torch.no_grad(), self._region(step, device):
+            return [model(x.detach()).clone()]
+
+    def _outside(self, model: nn.Module, x: Tensor, step: int, device: str) -> list[Tensor]:
+        """x: [5, width]."""
+        with self._region(step, device, enabled=False):
+            y = model(x)
+        y.float().square().mean().backward()
+        return [y.detach().clone(), x.grad]
+
+    def _edit(self, model: nn.Module, *_: Any) -> list[Tensor]:
+        with torch.no_grad():
+            for parameter in list(model.parameters())[::2]:
+                parameter.mul_(0.9)
+        return []
+
+    def _copy(self, model: nn.Module, *_: Any) -> list[Tensor]:
+        copy.deepcopy(model)
+        return []
+
+    def _save(self, model: nn.Module, *_: Any) -> list[Tensor]:
+        tg.load_fp8_state_dict(model, tg.fp8_state_dict(model))
+        return []
 
     def _change_grads(self, event: str, parameters: list[Tensor]) -> None:
         """Of every second parameter [...], in a way that eager code may."""
@@ -278,21 +300,6 @@ class Program:
             if name != other or not torch.equal(one, two):
                 return "differs", f"{name} / {other}", replays
         return "same", "", replays
-
-
-class _Both:
-    """Two contexts, one inside the other."""
-
-    def __init__(self, outer: Any, inner: Any) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __enter__(self) -> None:
-        self._outer.__enter__()
-        self._inner.__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
-        self._inner.__exit__(*failure)
-        self._outer.__exit__(*failure)
 
 
 def main() -> int:
