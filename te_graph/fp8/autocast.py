@@ -16,6 +16,7 @@ from te_graph.common.opaque import opaque
 from te_graph.fp8.flops import let_flops_be_counted
 from te_graph.fp8.kept_scales import scales_kept
 from te_graph.fp8.recipes import DelayedScaling, Float8CurrentScaling, Recipe
+from te_graph.fp8.region_numbers import region_numbers
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 keep_by(scales_kept)
@@ -89,7 +90,7 @@ class fp8_autocast(ContextDecorator):
             )
         if self.group is not None and (_is_of_others(self.group) or dist.get_rank(self.group) < 0):
             raise ValueError("fp8_autocast: expected an amax_reduction_group that this rank is in, got one without it")
-        self.number = scaling_scopes.number_of(self.enabled, self.calibrating, self.recipe, self.group)
+        self.number = region_numbers.number_of(self.enabled, self.calibrating, self.recipe, self.group)
         self._scopes: dict[torch.device, ScalingScope] = {}
         let_flops_be_counted()
 
@@ -113,7 +114,7 @@ class fp8_autocast(ContextDecorator):
             _C.note_fp8_region_exit()
         else:
             scaling_scopes.update()
-            if self.enabled and scaling_scopes.is_first_unused(self.number):
+            if self.enabled and region_numbers.note_unused(self.number):
                 _log.warning(
                     "fp8_autocast: nothing has computed in FP8: no te_graph.Linear whose features fit was called in "
                     "it, nor a layer that te_graph.convert_to_fp8 converted"

@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from te_graph.common.module_names import as_choices, chosen_modules
 from te_graph.fp8.conv1d import is_conv1d, plain_class
 from te_graph.fp8.heads import Heads
-from te_graph.fp8.product import MULTIPLE
+from te_graph.fp8.membership import FEATURES_MULTIPLE
 
 _ADAPTERS = re.compile(r"(^|[._])lora_([ab]|embedding_[ab]|magnitude_vector)([._]|$)", re.IGNORECASE)
 _BLOCK = re.compile(r"^(.*?[._]|)(?:layers?|blocks?|h)[._](\d+)[._]")
@@ -85,8 +85,8 @@ def _obstacle(module: nn.Module) -> str | None:
         return f"its weight is a {type(weight).__name__}"
     if not weight.is_floating_point():
         return f"its weight is of dtype {weight.dtype}"
-    if any(size % MULTIPLE for size in weight.shape):
-        return f"{MULTIPLE} does not divide {list(weight.shape)}"
+    if any(size % FEATURES_MULTIPLE for size in weight.shape):
+        return f"{FEATURES_MULTIPLE} does not divide {list(weight.shape)}"
     return None
 
 

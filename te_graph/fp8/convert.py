@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from te_graph.fp8.conv1d import FP8Conv1D, converted_class, is_conv1d, plain_class
 from te_graph.fp8.conversion_report import ConversionReport, report_on
 from te_graph.fp8.conversion_rules import ConversionRules, has_own_forward
+from te_graph.fp8.layer_state import load_state_, state_of
 from te_graph.fp8.linear import Linear
 from te_graph.fp8.loaded_state import loaded_modules
-from te_graph.fp8.product import load_state_, state_of
 
 _log = logging.getLogger("te_graph")
 

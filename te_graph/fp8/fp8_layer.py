@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.before_capture import ReadyForCapture
 from te_graph.fp8.autocast import current_region
-from te_graph.fp8.loaded_state import are_equal, mark_again, mark_of
+from te_graph.fp8.layer_state import has_state, load_state_, state_of
+from te_graph.fp8.loaded_state import are_equal, loaded_mark_of, mark_again
+from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.member import Member
-from te_graph.fp8.product import has_state, load_state_, member_of, state_of
-from te_graph.fp8.weight_mark import WeightMark, plain_weight
+from te_graph.fp8.membership import member_of
+from te_graph.fp8.weight_mark import is_marked, mark_of_plain, plain_weight
 
 
 class FP8Layer(ReadyForCapture):
@@ -28,7 +30,7 @@ class FP8Layer(ReadyForCapture):
     fuse_wgrad_accumulation = False
     fp8: Member | None = None
     fp8_evaluated: Member | None = None
-    loaded_state: tuple[WeightMark | None, Tensor] | None = None
+    loaded_state: MarkedState | None = None
     has_told_misfit = False
 
     def make_ready_for_capture(self) -> None:
@@ -46,23 +48,23 @@ class FP8Layer(ReadyForCapture):
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has scales and FP8 weights of its own."""
-        loaded = (None, state_of(self)) if has_state(self) else None
+        loaded = MarkedState(state_of(self), None) if has_state(self) else None
         return {**self.__dict__, "fp8": None, "fp8_evaluated": None, "loaded_state": loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, whose weight is that with which the state goes."""
         nn.Module.__setstate__(self, state)
         if self.loaded_state is not None:
-            load_state_(self, self.loaded_state[1])
+            load_state_(self, self.loaded_state.state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Layer:
         """A weight that moves to other memory, with its values, is still the one that a loaded state goes with."""
-        weight, mark = plain_weight(self), mark_of(self)
-        before = weight.detach() if mark is not None and mark.is_of(weight) else None
+        weight = plain_weight(self)
+        before = weight.detach() if is_marked(loaded_mark_of(self), weight) else None
         unwritten = None if before is None else _C.WeightMark(before)
         nn.Module._apply(self, fn, recurse)
         if before is not None and unwritten.is_of_storage(before):
             weight = plain_weight(self)
-            if WeightMark.of(weight) is not None and are_equal(before, weight):
+            if mark_of_plain(weight) is not None and are_equal(before, weight):
                 mark_again(self)
         return self

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.fp8.member import Member
-from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Block
+from te_graph.fp8.scale_block import Block, Role
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 
 
@@ -21,27 +21,19 @@ class _KeptBlock:
 
     def __init__(self, block: Block, members: Sequence[Member]) -> None:
         self._block, self._members = block, members
-        self._tensors = [(tensor, tensor.clone()) for tensor in block.tensors()]
+        self._before = [tensor.clone() for tensor in block.tensors()]
         self._due = [
             (member, table, column, table.is_due(column))
             for member in members
-            for direction, column in (block.column_of(member.number, tensor) for tensor in (INPUT, WEIGHT, GRAD))
+            for direction, column in (member.columns.of(role) for role in Role)
             if (table := block.tables[direction]) is not None
         ]
 
     def restore(self) -> None:
         """Put back all but what other threads have called since, and go on with."""
         own = [member.number for member in self._members if is_of_this_thread(member)]
-        columns: tuple[list[int], list[int]] = ([], [])
-        for number in own:
-            for direction, column in (self._block.column_of(number, tensor) for tensor in (INPUT, WEIGHT, GRAD)):
-                columns[direction].append(column)
-        numbers = {len(scale): each for scale, each in zip(self._block.scale, columns, strict=False)}
-        for tensor, before in self._tensors:
-            of_weights = tensor is self._block.weight_scale or tensor is self._block.has_weight_scale
-            index = torch.tensor(
-                own if of_weights else numbers[tensor.shape[-1]], dtype=torch.long, device=tensor.device
-            )
+        for (tensor, columns), before in zip(self._block.columns_of(own), self._before, strict=True):
+            index = torch.tensor(columns, dtype=torch.long, device=tensor.device)
             tensor.index_copy_(-1, index, before.index_select(-1, index))
         for member, table, column, is_due in self._due:
             if is_of_this_thread(member):
@@ -91,9 +83,9 @@ def _restore_first_states() -> None:
     """Of what has come since, whose columns may have been another module's before."""
     for member in [member for scope in scaling_scopes.all() for member in scope.members]:
         if member.first_state is not None and is_of_this_thread(member):
-            member.load_(*member.first_state)
+            member.load_(member.first_state)
             member.trains = False
-            if not scaling_scopes.is_kept():
+            if not scaling_scopes.remembers_first_states():
                 member.first_state = None
 
 
@@ -103,7 +95,7 @@ def scales_kept() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         kept = [_KeptScope(scope) for scope in scaling_scopes.all()]
     try:
-        with scaling_scopes.kept():
+        with scaling_scopes.remembering_first_states():
             yield
     finally:
         with torch.inference_mode(False), torch.no_grad():

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from te_graph.collectives.peer_group import PeerGroup
 from te_graph.common.opaque import opaque
 from te_graph.fp8.fp8_layer import FP8Layer
+from te_graph.fp8.layer_state import load_state_, state_of
 from te_graph.fp8.loaded_state import loaded_modules
 from te_graph.fp8.parallel import Shard
-from te_graph.fp8.product import load_state_, product_in_fp8, state_of
+from te_graph.fp8.product import product_in_fp8
 from te_graph.fp8.weight_mark import plain_weight
 
 _EXTRA_STATE = "_extra_state"  # torch's key for what get_extra_state returns
@@ -202,7 +203,7 @@ class Linear(nn.Linear, FP8Layer):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         """A checkpoint of ``torch.nn.Linear`` has all that is needed."""
-        with loaded_modules().kept(plain_weight(self), state_dict.get(f"{prefix}weight")):
+        with loaded_modules().marks_kept_over_copy(plain_weight(self), state_dict.get(f"{prefix}weight")):
             super()._load_from_state_dict(state_dict, prefix, *args)
         missing = args[2]
         with contextlib.suppress(ValueError):

@@ -6,23 +6,17 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_graph import _C
 from te_graph.common.own_objects import OwnObject
-from te_graph.fp8.member import Member
+from te_graph.fp8.fp8_module import FP8Module
+from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
-from te_graph.fp8.weight_mark import WeightMark, plain_weight
-
-
-class HasLoadedState(Protocol):
-    """A module with ``loaded_state``: [3, n] fp32, behind the mark of the weight that it goes with; or with a member
-    that has taken one."""
-
-    fp8: Member | None
-    loaded_state: tuple[WeightMark | None, Tensor] | None
+from te_graph.fp8.weight_mark import is_marked, mark_of_plain, plain_weight
 
 
 class LoadedModules(OwnObject):
@@ -51,11 +45,11 @@ class LoadedModules(OwnObject):
         return [module for module in list(self._modules) if hasattr(type(module), "loaded_state")]
 
     @contextlib.contextmanager
-    def kept(self, weight: Tensor | None, source: Any) -> Iterator[None]:
+    def marks_kept_over_copy(self, weight: Tensor | None, source: Any) -> Iterator[None]:
         """Around a copy from ``source`` [out, in] into ``weight`` [out, in]. Tied layers load it several times:
         where that changes nothing, their marks stay right."""
         same = [module for module in self._present() if weight is not None and plain_weight(module) is weight]
-        marked = [module for module in same if (mark := mark_of(module)) is not None and mark.is_of(weight)]
+        marked = [module for module in same if is_marked(loaded_mark_of(module), weight)]
         is_equal = bool(marked) and isinstance(source, Tensor) and are_equal(source, weight)
         yield
         for module in marked if is_equal else ():
@@ -68,20 +62,20 @@ def are_equal(source: Tensor, weight: Tensor) -> bool:
     return is_like and torch.equal(source.detach().to(weight.device), weight.detach())
 
 
-def mark_of(module: HasLoadedState) -> WeightMark | None:
+def loaded_mark_of(module: FP8Module) -> _C.WeightMark | None:
     """Of the weight of ``module`` as it was when a state was loaded that says how it was cast."""
     if module.fp8 is not None:
         return module.fp8.loaded_mark
-    return None if module.loaded_state is None else module.loaded_state[0]
+    return None if module.loaded_state is None else module.loaded_state.mark
 
 
-def mark_again(module: HasLoadedState) -> None:
+def mark_again(module: FP8Module) -> None:
     """The weight of ``module`` is another tensor, of the same values."""
-    mark = WeightMark.of(plain_weight(module))
+    mark = mark_of_plain(plain_weight(module))
     if module.fp8 is not None:
         module.fp8.loaded_mark = mark
     elif module.loaded_state is not None:
-        module.loaded_state = mark, module.loaded_state[1]
+        module.loaded_state = MarkedState(module.loaded_state.state, mark)
 
 
 @functools.cache

@@ -5,31 +5,25 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.own_objects import OwnObject
-from te_graph.fp8.scale_block import GRAD, INPUT, WEIGHT, Columns
-from te_graph.fp8.weight_mark import WeightMark, plain_weight
+from te_graph.fp8.fp8_module import FP8Module
+from te_graph.fp8.marked_state import MarkedState
+from te_graph.fp8.scale_block import Columns, Role
+from te_graph.fp8.weight_mark import is_marked, plain_weight
 
 if TYPE_CHECKING:
     from te_graph.fp8.scaling_scope import ScalingScope
 
 _VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
 _CAST_SCALE, _IS_CAST, _HAS_SCALE = 3, 4, 5  # positions in its header
-
-
-class HasWeight(Protocol):
-    """A module that computes in FP8: ``weight`` [out, in], or [in, out] where ``inputs_first``."""
-
-    weight: nn.Parameter
-    fuse_wgrad_accumulation: bool
-    inputs_first: bool
 
 
 def check_state(state: Tensor) -> None:
@@ -41,7 +35,7 @@ def check_state(state: Tensor) -> None:
 def without_cast(state: Tensor) -> Tensor:
     """A copy of ``state`` [3, n] that goes with another weight than that which was cast."""
     state = state.clone()
-    state[WEIGHT, _CAST_SCALE : _IS_CAST + 1] = 0
+    state[Role.WEIGHT, _CAST_SCALE : _IS_CAST + 1] = 0
     return state
 
 
@@ -66,43 +60,45 @@ class Member(OwnObject):
         columns: those of the module.
 
     Attributes:
+        number: of the module in ``block``.
         products: what multiplies.
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         trains: whether a forward of the module has recorded amaxes.
-        untrained_state: that it was made with, and the mark of the weight, until amaxes have been recorded.
-        first_state: with the mark of the weight, where it is to be put back.
+        untrained_state: that it was made with, until amaxes have been recorded.
+        first_state: where it is to be put back.
         thread: the one that called the module when its weight had to be cast.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
             [in, out] and [out, in] of a module with ``inputs_first``.
     """
 
-    def __init__(self, module: HasWeight, scope: ScalingScope, columns: Columns) -> None:
+    def __init__(self, module: FP8Module, scope: ScalingScope, columns: Columns) -> None:
         weight, formats = module.weight, scope.recipe.fp8_format
         block, number = columns.block, columns.number
-        self.scope, self.block, self.number = scope, block, number
+        self.scope, self.block, self.number, self.columns = scope, block, number, columns
         self._module = weakref.ref(module)
-        self.loaded_mark: WeightMark | None = None
+        self.loaded_mark: _C.WeightMark | None = None
         self.trains = self.has_weight_scale = False
         self.thread = threading.get_ident()
-        self.untrained_state: tuple[Tensor, WeightMark | None] | None = None
-        self.first_state: tuple[Tensor, WeightMark | None] | None = None
+        self.untrained_state: MarkedState | None = None
+        self.first_state: MarkedState | None = None
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
         self.data = torch.zeros(weight.shape, **options)
         self.transposed = torch.zeros(weight.shape[::-1], **options)
         forward, backward = block.tables
+        input_column, weight_column, grad_column = (columns.of(role)[1] for role in Role)
         copies = (self.transposed, self.data) if module.inputs_first else (self.data, self.transposed)
         self.products = _C.LinearProducts(
             *copies,
             block.weight_scale_inv[number, :1],
             module.inputs_first,
             forward,
-            block.column_of(number, INPUT)[1],
-            block.column_of(number, WEIGHT)[1],
+            input_column,
+            weight_column,
             backward,
-            block.column_of(number, GRAD)[1],
+            grad_column,
             formats.backward_dtype,
             columns,
         )
@@ -128,8 +124,8 @@ class Member(OwnObject):
         if leader is None or not (leader.scope.is_delayed and self.scope.is_delayed):
             return
         with torch.inference_mode(False), torch.no_grad():
-            for tensor in (INPUT, WEIGHT):
-                self.history(tensor)[1].copy_(leader.history(tensor)[1])
+            for role in (Role.INPUT, Role.WEIGHT):
+                self.history(role)[1].copy_(leader.history(role)[1])
             self.block.has_weight_scale[self.number] = leader.block.has_weight_scale[leader.number]
         self.has_weight_scale = leader.has_weight_scale
 
@@ -149,51 +145,48 @@ class Member(OwnObject):
         is_like = self.data.shape == weight.shape and self.data.device == weight.device
         return is_like and not is_traceable_wrapper_subclass(weight) and not weight.is_inference()
 
-    def history(self, tensor: int) -> tuple[Tensor, Tensor]:
-        """Views of the history [H] and the scale [1] of INPUT, WEIGHT or GRAD; of delayed scaling only."""
-        direction, column = self.block.column_of(self.number, tensor)
+    def history(self, role: Role) -> tuple[Tensor, Tensor]:
+        """Views of the history [H] and the scale [1] of the tensor with ``role``; of delayed scaling only."""
+        direction, column = self.columns.of(role)
         return self.block.history[direction][:, column], self.block.scale[direction][column : column + 1]
 
     def captured_tensors(self) -> list[Tensor]:
         return [self.data, self.transposed, *self.block.captured_tensors()]
 
     def state(self) -> Tensor:
-        """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, row by row of INPUT,
-        WEIGHT and GRAD the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
+        """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, for each ``Role``
+        the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
         cast, whether it is as it was then, and whether it has a scale, two zeros, and the history.
         """
         length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
         state = new_state(self.data.device, length)
-        for tensor in (INPUT, WEIGHT, GRAD) if length else ():
-            history, scale = self.history(tensor)
-            state[tensor, 2:3] = scale
-            state[tensor, _HEADER : _HEADER + length] = history
+        for role in Role if length else ():
+            history, scale = self.history(role)
+            state[role, 2:3] = scale
+            state[role, _HEADER : _HEADER + length] = history
         if length:
-            state[WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
+            state[Role.WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
         weight = self.weight
         if length and weight is not None and (self.products.is_cast(weight, True) or self.is_resumed(weight)):
-            state[WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
-            state[WEIGHT, _IS_CAST] = 1
+            state[Role.WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
+            state[Role.WEIGHT, _IS_CAST] = 1
         return state
 
     def is_resumed(self, weight: Tensor) -> bool:
         """Whether ``weight`` [out, in] is as it was when it was cast, elsewhere, as a loaded state says."""
-        return self.loaded_mark is not None and self.loaded_mark.is_of(weight)
+        return is_marked(self.loaded_mark, weight)
 
-    def load_(self, state: Tensor, mark: WeightMark | None) -> None:
-        """Take histories and scales from ``state`` [3, n], which ``state()`` returned here or elsewhere.
+    def load_(self, loaded: MarkedState) -> None:
+        """Take histories and scales from a state that ``state()`` returned here or elsewhere.
 
         One of before the first call empties the histories. Of a longer one the newest amaxes are taken. If the
         weight stays as it is, it is cast with the scale of its cast there, and its amax, which is in the history,
         not recorded again. What ``state()`` returns next is what was loaded.
 
-        Args:
-            state: as above.
-            mark: of the weight that goes with it, if that is known.
-
         Raises:
             ValueError: it is of another form.
         """
+        state = loaded.state
         check_state(state)
         saved = int(state[0, 1])
         if not self.scope.is_delayed:
@@ -202,28 +195,28 @@ class Member(OwnObject):
             self.clear_scales_()
             self.forget_cast()
             return
-        for tensor in (INPUT, WEIGHT, GRAD):
-            history, scale = self.history(tensor)
-            rows = state[tensor, _HEADER : _HEADER + saved].to(history)
+        for role in Role:
+            history, scale = self.history(role)
+            rows = state[role, _HEADER : _HEADER + saved].to(history)
             kept = min(len(history), saved) - 1  # beside row 0, what was recorded since the last update
             history.zero_()
             history[:1] = rows[:1]
             history[len(history) - kept :] = rows[saved - kept :]
-            scale.copy_(state[tensor, 2:3])
-            self.end_cast(tensor)  # no update before: it would roll what other modules have loaded
-        self._set_has_weight_scale(bool(state[WEIGHT, _HAS_SCALE]))
-        is_cast, cast_scale = bool(state[WEIGHT, _IS_CAST]), state[WEIGHT, _CAST_SCALE]
+            scale.copy_(state[role, 2:3])
+            self.end_cast(role)  # no update before: it would roll what other modules have loaded
+        self._set_has_weight_scale(bool(state[Role.WEIGHT, _HAS_SCALE]))
+        is_cast, cast_scale = bool(state[Role.WEIGHT, _IS_CAST]), state[Role.WEIGHT, _CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
         if not is_cast or self.block.weight_scale[self.number] != cast_scale.to(self.block.weight_scale):
             self.forget_cast()
-        self.loaded_mark = mark if is_cast else None
+        self.loaded_mark = loaded.mark if is_cast else None
         if is_cast:
             self.block.weight_scale[self.number] = cast_scale
 
     def clear_scales_(self) -> None:
         """Histories become empty and scales 1."""
-        for tensor in (INPUT, WEIGHT, GRAD) if self.scope.is_delayed else ():
-            history, scale = self.history(tensor)
+        for role in Role if self.scope.is_delayed else ():
+            history, scale = self.history(role)
             history.zero_()
             scale.fill_(1)
         self._set_has_weight_scale(False)
@@ -233,18 +226,18 @@ class Member(OwnObject):
 
     def update_if_due(self) -> None:
         """Update the scales of what has been recorded, as the next casts would."""
-        for tensor in (INPUT, WEIGHT, GRAD):
-            self.begin_cast(tensor)
+        for role in Role:
+            self.begin_cast(role)
 
-    def begin_cast(self, tensor: int) -> None:
-        """Update the scale of ``tensor``, which is about to be cast, if it is due."""
+    def begin_cast(self, role: Role) -> None:
+        """Update the scale of the tensor with ``role``, which is about to be cast, if it is due."""
         if self.scope.is_delayed:
-            direction, column = self.block.column_of(self.number, tensor)
+            direction, column = self.columns.of(role)
             self.block.tables[direction].begin_cast(column)
 
-    def end_cast(self, tensor: int) -> None:
-        """Say that ``tensor`` has been cast, and its amax recorded."""
-        direction, column = self.block.column_of(self.number, tensor)
+    def end_cast(self, role: Role) -> None:
+        """Say that the tensor with ``role`` has been cast, and its amax recorded."""
+        direction, column = self.columns.of(role)
         self.block.tables[direction].end_cast(column)
 
 

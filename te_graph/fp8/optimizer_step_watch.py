@@ -16,7 +16,7 @@ from te_graph.common.dispatch import is_strided, storage_key
 from te_graph.common.own_objects import OwnObject
 
 
-class HasWeights(Protocol):
+class WatchedWeights(Protocol):
     """Gets notice of steps by the version counters of its ``weights``, [...] each."""
 
     @property
@@ -31,13 +31,13 @@ class OptimizerStepWatch(OwnObject):
     """
 
     def __init__(self) -> None:
-        self._watched: weakref.WeakSet[HasWeights] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[WatchedWeights] = weakref.WeakSet()
         # Identities alone: a parameter may refer to its optimizer, which would then never be freed.
         self._noted: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
-    def watch(self, owner: HasWeights) -> None:
+    def watch(self, owner: WatchedWeights) -> None:
         """Move on the counters of ``owner.weights`` for as long as it has another owner."""
         self._watched.add(owner)
 

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Protocol
-
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
-from te_graph.fp8.autocast import current_region, fp8_autocast, note_region
-from te_graph.fp8.loaded_state import loaded_modules
-from te_graph.fp8.member import Member, check_state, new_state, without_cast
+from te_graph.fp8.autocast import current_region, note_region
+from te_graph.fp8.fp8_module import FP8Module
+from te_graph.fp8.member import Member
+from te_graph.fp8.membership import member_of
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
-from te_graph.fp8.scale_block import INPUT, WEIGHT
-from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
-from te_graph.fp8.weight_mark import WeightMark, plain_weight
-
-_log = logging.getLogger("te_graph")
-_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-MULTIPLE = 16  # of features, which FP8 tensor cores want
-_FSDP, _ZERO = "_is_fsdp_managed_module", "ds_id"  # marks of modules (FSDP 1 and 2) and weights (DeepSpeed)
-
-
-class FP8Module(Protocol):
-    """What computes in FP8.
-
-    Attributes:
-        weight: [out, in], or [in, out].
-        inputs_first: it is [in, out].
-        fuse_wgrad_accumulation: the product that is the weight's gradient adds to ``weight.main_grad``.
-        fp8: what it has in a scope, with what is known of its scales.
-        fp8_evaluated: the same in the scope of evaluations by another recipe, which change nothing of that.
-        loaded_state: what was loaded before it had one, [3, n] fp32, behind the mark of the weight at that time.
-        has_told_misfit: it has said that it computes in high precision.
-    """
-
-    weight: nn.Parameter
-    inputs_first: bool
-    fuse_wgrad_accumulation: bool
-    fp8: Member | None
-    fp8_evaluated: Member | None
-    loaded_state: tuple[WeightMark | None, Tensor] | None
-    has_told_misfit: bool
+from te_graph.fp8.scale_block import Role
 
 
 def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -115,147 +82,6 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
     return member.products.forward(x, weight, bias, dtype, is_training, scale)
 
 
-def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Member | None:
-    """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit.
-
-    Args:
-        module: gets it.
-        region: the present one.
-        records_amax: whether the call records amaxes. By another recipe than before, they then begin anew, with what is
-            left of the histories; without, the module goes on with these afterwards.
-    """
-    if is_parametrized(module, "weight"):
-        raise TypeError(
-            "te_graph.Linear: expected a weight that is a parameter, got one that torch.nn.utils.parametrize computes "
-            "at each use: compute this layer outside of fp8_autocast, or remove the parametrization"
-        )
-    weight, member = module.weight, module.fp8
-    # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
-    if _FSDP in vars(module):
-        raise TypeError(_sharded_message(f"a module of FSDP ({type(module).__name__})"))
-    if weight.dtype not in _DTYPES:
-        raise TypeError(
-            f"te_graph.Linear: expected a weight of float32, float16 or bfloat16, got {weight.dtype}: compute this "
-            "layer outside of fp8_autocast, or convert it"
-        )
-    if hasattr(weight, _ZERO):
-        raise TypeError(_sharded_message(type(weight).__name__))
-    if weight.is_inference():
-        raise TypeError(
-            "te_graph.Linear: expected a weight whose changes can be seen, got one that was made in inference mode: "
-            "make or load the layer outside of torch.inference_mode()"
-        )
-    scope = region.scope_on(weight.device)
-    is_here = member is not None and member.scope is scope and member.fits(weight)
-    if is_here and (not records_amax or member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation):
-        return member
-    if not _can_be_multiplied(module, weight):
-        return None
-    if not records_amax and has_state(module):
-        return _member_to_evaluate(module, scope, weight)
-    _refuse_first_call_in_capture()
-    state, mark = _state_to_move(module, weight)
-    module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
-    if state is not None:
-        module.fp8.untrained_state = state, mark  # which another scope may keep more of
-        with torch.no_grad():
-            module.fp8.load_(state, mark)
-    if scaling_scopes.is_kept():
-        module.fp8.first_state = module.fp8.state(), module.fp8.loaded_mark
-    return module.fp8
-
-
-def _can_be_multiplied(module: FP8Module, weight: Tensor) -> bool:
-    """Whether ``weight`` [out, in] of ``module`` can be, in FP8; says so once where not."""
-    if is_traceable_wrapper_subclass(weight):
-        raise TypeError(_sharded_message(type(weight).__name__))
-    if not any(size % MULTIPLE for size in weight.shape) and weight.numel() > 0:
-        return True
-    if not module.has_told_misfit:
-        module.has_told_misfit = True
-        _log.warning(
-            "te_graph.Linear(%d, %d) computes in high precision: FP8 products want numbers of features that %d divides",
-            *(*reversed(weight.shape), MULTIPLE),
-        )
-    return False
-
-
-def _refuse_first_call_in_capture() -> None:
-    if _C.HostSteps.is_noting():
-        raise RuntimeError(
-            "te_graph.Linear: expected a layer that was called in fp8_autocast before it is captured in it, got the "
-            "first call of one that the captured code does not lead to: call it once outside of the capture"
-        )
-
-
-def _state_to_move(module: FP8Module, weight: Tensor) -> tuple[Tensor | None, WeightMark | None]:
-    """What ``module``, of ``weight`` [out, in], takes to a new member, [3, n] fp32, with the mark of the weight that
-    goes with it."""
-    if module.fp8 is not None and module.fp8.untrained_state is not None:
-        return module.fp8.untrained_state
-    if module.fp8 is not None:
-        module.fp8.update_if_due()  # by the rules of the scope that it leaves
-        return module.fp8.state(), WeightMark.of(weight)
-    if module.loaded_state is not None:
-        mark, state = module.loaded_state
-        return state, mark
-    return None, None
-
-
-def _member_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member:
-    """One in ``scope``, with the scales that ``module``, of ``weight`` [out, in], has elsewhere."""
-    member = module.fp8_evaluated
-    if member is None or member.scope is not scope or not member.fits(weight):
-        _refuse_first_call_in_capture()
-        member = module.fp8_evaluated = scope.add(module)
-        if module.fp8 is not None:
-            member.follow(module.fp8)
-        else:
-            mark, state = module.loaded_state
-            with torch.no_grad():
-                member.load_(state, mark)
-    member.take_scales_()
-    return member
-
-
-def _sharded_message(got: str) -> str:
-    return (
-        f"te_graph.Linear: expected a weight that is whole on this rank, got {got}, as FSDP, DTensor or ZeRO-3 make "
-        "them: compute this layer outside of fp8_autocast, or keep it out of the sharding"
-    )
-
-
-def has_state(module: FP8Module) -> bool:
-    """Whether something is known of the scales of ``module``."""
-    return module.fp8 is not None or module.loaded_state is not None
-
-
-def state_of(module: FP8Module) -> Tensor:
-    """The scales and histories of ``module``, [3, n] fp32 (``Member.state``); a copy."""
-    weight = plain_weight(module)
-    if module.fp8 is not None:
-        return module.fp8.state()
-    if module.loaded_state is None:
-        return new_state(torch.device("cpu") if weight is None else weight.device)
-    mark, state = module.loaded_state
-    return state.clone() if mark is not None and mark.is_of(weight) else without_cast(state)
-
-
-def load_state_(module: FP8Module, state: Tensor) -> None:
-    """Let ``module`` take a ``state`` that ``state_of`` returned, [3, n] fp32, here or elsewhere."""
-    if state.is_meta:
-        return
-    check_state(state)
-    mark = WeightMark.of(plain_weight(module))
-    module.fp8_evaluated = None
-    if module.fp8 is None:
-        module.loaded_state = mark, state.detach().clone()
-    else:
-        with torch.no_grad():
-            module.fp8.load_(state, mark)
-    loaded_modules().add(module)
-
-
 def _check_features(module: FP8Module, x: Tensor, weight: Tensor) -> None:
     """Raise ValueError if x [...] has other features than ``weight``, [out, in] or [in, out], takes."""
     features = weight.shape[0 if module.inputs_first else 1]
@@ -294,9 +120,9 @@ def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
             "due for an update: calibrate before the capture, and capture outside of fp8_autocast(calibrating=True)"
         )
     with torch.no_grad():
-        for tensor, number in ((x, INPUT), (weight, WEIGHT)):
+        for tensor, role in ((x, Role.INPUT), (weight, Role.WEIGHT)):
             if tensor.numel():
-                member.begin_cast(number)
-                newest = member.history(number)[0][0]
+                member.begin_cast(role)
+                newest = member.history(role)[0][0]
                 newest.copy_(torch.fmax(newest, tensor.detach().abs().amax().float()))
-                member.end_cast(number)
+                member.end_cast(role)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,15 @@ from te_graph import _C
 from te_graph.common.own_objects import OwnObject
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 
-INPUT, WEIGHT, GRAD = range(3)  # tensors of a module that are cast
-FORWARD, BACKWARD = range(2)  # directions in which they are
+FORWARD, BACKWARD = range(2)  # directions in which tensors are cast
+
+
+class Role(enum.IntEnum):
+    """The tensors of a module that are cast."""
+
+    INPUT = 0
+    WEIGHT = 1
+    GRAD = 2
 
 
 def is_shared(recipe: Recipe, group: dist.ProcessGroup | None) -> bool:
@@ -82,16 +91,34 @@ class Block(OwnObject):
     def captured_tensors(self) -> list[Tensor]:
         return [*self.tensors(), self.weight_scale_inv]
 
-    def column_of(self, number: int, tensor: int) -> tuple[int, int]:
-        """Direction and column of ``tensor`` (INPUT, WEIGHT or GRAD) of module ``number``."""
-        return (BACKWARD, number) if tensor == GRAD else (FORWARD, 2 * number + tensor)
+    def columns_of(self, numbers: Sequence[int]) -> list[tuple[Tensor, list[int]]]:
+        """``tensors()``, with the columns of each that the modules with these numbers have."""
+        of_directions: tuple[list[int], list[int]] = ([], [])
+        for direction, column in (_column_of(number, role) for number in numbers for role in Role):
+            of_directions[direction].append(column)
+        lists = (self.history, self.scale, self.scale_inv)
+        pairs = [pair for tensors in lists for pair in zip(tensors, of_directions, strict=False)]
+        return [*pairs, (self.weight_scale, list(numbers)), (self.has_weight_scale, list(numbers))]
+
+
+def _column_of(number: int, role: Role) -> tuple[int, int]:
+    """Direction and column of a tensor of the module with ``number`` in its block."""
+    return (BACKWARD, number) if role == Role.GRAD else (FORWARD, 2 * number + role)
 
 
 class Columns:
     """The columns of one module in ``block``. Free again when its member is gone, and all backwards and graphs that use
-    them; not so where ranks share them, whose garbage collectors would free them at other times."""
+    them; not so where ranks share them, whose garbage collectors would free them at other times.
+
+    Attributes:
+        number: of the module in its block.
+    """
 
     def __init__(self, block: Block) -> None:
         self.block, self.number = block, block.free.pop()
         if not block.is_shared:
             weakref.finalize(self, block.free.append, self.number).atexit = False
+
+    def of(self, role: Role) -> tuple[int, int]:
+        """Direction and column of the tensor with ``role``."""
+        return _column_of(self.number, role)

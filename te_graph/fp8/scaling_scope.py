@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from te_graph import _C
-from te_graph.common.fp8_calls import take_excuse
 from te_graph.common.own_objects import OwnObject
-from te_graph.fp8.member import HasWeight, Member
+from te_graph.fp8.fp8_module import FP8Module
+from te_graph.fp8.member import Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
-from te_graph.fp8.scale_block import FORWARD, WEIGHT, Block, Columns, is_shared
+from te_graph.fp8.scale_block import FORWARD, Block, Columns, Role, is_shared
 
 _ops = torch.ops.te_graph
 _FIRST_CAPACITY = 32
@@ -66,12 +66,12 @@ class ScalingScope(OwnObject):
         """[out, in] or [in, out] each, those that the modules have now."""
         return [weight for member in self.members if (weight := member.weight) is not None]
 
-    def add(self, module: HasWeight) -> Member:
+    def add(self, module: FP8Module) -> Member:
         """The member of ``module`` from now on, whose scales are 1 and histories empty."""
         with self._lock:
             return self._add(module)
 
-    def _add(self, module: HasWeight) -> Member:
+    def _add(self, module: FP8Module) -> Member:
         block = next((block for block in self.blocks if block.free), None)
         if block is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -92,8 +92,10 @@ class ScalingScope(OwnObject):
                 block.tables[FORWARD].update_if_due()
 
     def cast_weights(self, member: Member, records_amax: bool) -> None:
-        """Cast the weight of ``member``, and all others of its thread that have changed since they were cast, [out, in]
-        each. What is captured, since the graph itself has written the weight, every replay does anew.
+        """Cast the weight of ``member``, and all others of its thread that have changed since they were cast.
+
+        Inside a capture, which gets here only where it wrote the weight itself, the cast is captured, and so done at
+        each replay.
 
         Args:
             member: about to be called.
@@ -104,27 +106,13 @@ class ScalingScope(OwnObject):
         member.thread = threading.get_ident()  # what others train may be in the middle of a step
         if records_amax and not is_captured:
             member.trains, member.untrained_state = True, None
-        stale = [
-            (other, weight)
-            for other in self.members
-            if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
-            and (weight := other.weight) is not None
-            and not other.products.is_cast(weight, records_amax)
-        ]
-        stale = [(other, weight) for other, weight in stale if other.fits(weight)]
+        stale = self._stale_weights(member, records_amax)
         # Before the casts: what another thread writes meanwhile is to be cast again.
         marks = [_C.WeightMark(weight) for _, weight in stale]
         resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
         changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
         with torch.inference_mode(False), torch.no_grad():
-            # All updates first: one between would forget what was noted of casts that are still to come.
-            for other, _ in changed:
-                if is_captured:
-                    other.products.begin_captured_cast(records_amax)
-                elif records_amax:
-                    other.begin_cast(WEIGHT)
-            for other, _ in changed:
-                other.take_scales_()
+            self._begin_casts(changed, records_amax, is_captured)
             for block, run in _runs(changed):
                 self._cast(block, run, records_amax, is_resumed=False)
         self.repeat_casts(resumed)
@@ -133,7 +121,7 @@ class ScalingScope(OwnObject):
                 other.products.note_captured_cast(weight, records_amax)
             return
         for other, _ in changed if records_amax else ():
-            other.end_cast(WEIGHT)
+            other.end_cast(Role.WEIGHT)
         done = _C.CastDone(self.device)
         for (other, weight), mark in zip(stale, marks, strict=True):
             has_recorded_amax = records_amax or not self.is_delayed or other.is_resumed(weight)
@@ -142,9 +130,32 @@ class ScalingScope(OwnObject):
             other.loaded_mark = None
             other.has_weight_scale |= records_amax
 
+    def _stale_weights(self, member: Member, records_amax: bool) -> list[tuple[Member, Tensor]]:
+        """``member`` and others of its thread, with their weights [out, in] or [in, out], as far as these have to be
+        cast."""
+        return [
+            (other, weight)
+            for other in self.members
+            if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
+            and (weight := other.weight) is not None
+            and not other.products.is_cast(weight, records_amax)
+            and other.fits(weight)
+        ]
+
+    def _begin_casts(self, pairs: Sequence[tuple[Member, Tensor]], records_amax: bool, is_captured: bool) -> None:
+        """Before casts of weights, [out, in] or [in, out], by the scales of their columns."""
+        # All updates first: one between would forget what was noted of casts that are still to come.
+        for member, _ in pairs:
+            if is_captured:
+                member.products.begin_captured_cast(records_amax)
+            elif records_amax:
+                member.begin_cast(Role.WEIGHT)
+        for member, _ in pairs:
+            member.take_scales_()
+
     def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
-        """Cast the weights [out, in] of members, which are as they were, with the scales of their last casts. Nothing
-        is recorded, or noted."""
+        """Cast the weights, [out, in] or [in, out], of members, which are as they were, with the scales of their last
+        casts. Nothing is recorded, or noted."""
         with torch.inference_mode(False), torch.no_grad():
             for block, run in _runs(pairs):
                 self._cast(block, run, False, is_resumed=True)
@@ -159,7 +170,7 @@ class ScalingScope(OwnObject):
             largest = _ops.multi_tensor_norms(weights, float("inf"))
             cast_scale.copy_(_ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype))
         elif not is_resumed:
-            columns = slice(2 * first + WEIGHT, 2 * end, 2)
+            columns = slice(2 * first + Role.WEIGHT, 2 * end, 2)
             scale = block.scale[FORWARD][columns]
             if not run[0][0].has_weight_scale:
                 scale = self._first_scale(weights, scale, block.has_weight_scale[first:end], records_amax)
@@ -175,8 +186,9 @@ class ScalingScope(OwnObject):
         )
 
     def _first_scale(self, weights: list[Tensor], scale: Tensor, has_scale: Tensor, records_amax: bool) -> Tensor:
-        """The scales of ``weights`` [out, in] each, [n] fp32: their ``scale`` [n] where they have one, as after casts
-        in a graph; by their own amaxes where not. Casts that record amaxes set both, and ``has_scale`` [n] bool."""
+        """The scales of ``weights``, [out, in] or [in, out] each, [n] fp32: their ``scale`` [n] where they have one, as
+        after casts in a graph; by their own amaxes where not. Casts that record amaxes set both, and ``has_scale`` [n]
+        bool."""
         largest = _ops.multi_tensor_norms(weights, float("inf"))
         if records_amax and is_shared(self.recipe, self.group):
             dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
@@ -189,7 +201,7 @@ class ScalingScope(OwnObject):
 
 
 def _runs(pairs: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[Block, list[tuple[Member, Tensor]]]]:
-    """Members with their weights [out, in], by blocks and by whether they have a scale, in runs of numbers that follow
+    """Members with their weights, by blocks and by whether they have a scale, in runs of numbers that follow
     each other."""
     ordered = sorted(pairs, key=lambda pair: (*_run_key(pair[0]), pair[0].number))
     for _, run in groupby(enumerate(ordered), key=lambda item: (*_run_key(item[1][0]), item[1][0].number - item[0])):
@@ -208,16 +220,8 @@ class ScalingScopes(OwnObject):
     def __init__(self) -> None:
         self._scopes: weakref.WeakValueDictionary[tuple[Any, ...], ScalingScope] = weakref.WeakValueDictionary()
         self._shared: list[ScalingScope] = []
-        self._numbers: dict[tuple[Any, ...], int] = {}
-        self._lock = threading.RLock()  # of what find() and number_of() change
-        self._unused: set[int] = set()  # numbers of regions in which nothing computed in FP8
-        self._kept: Counter[int] = Counter()  # how often scales of each thread's members will be put back
-
-    def number_of(self, enabled: bool, calibrating: bool, recipe: Recipe, group: dist.ProcessGroup | None) -> int:
-        """A number, not 0, that regions have in common in which modules compute alike."""
-        key = (enabled, calibrating, recipe, None if group is None else group.group_name)
-        with self._lock:
-            return self._numbers.setdefault(key, len(self._numbers) + 1)
+        self._lock = threading.RLock()  # of what find() changes
+        self._remembering: Counter[int] = Counter()  # how often each thread is in remembering_first_states()
 
     def find(self, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None) -> ScalingScope:
         """The scope of these, made if there is none."""
@@ -235,26 +239,18 @@ class ScalingScopes(OwnObject):
         return list(self._scopes.values())
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
+    def remembering_first_states(self) -> Iterator[None]:
         """Members that this thread makes inside remember their first state."""
         thread = threading.get_ident()
-        self._kept[thread] += 1
+        self._remembering[thread] += 1
         try:
             yield
         finally:
-            self._kept[thread] -= 1
+            self._remembering[thread] -= 1
 
-    def is_kept(self) -> bool:
+    def remembers_first_states(self) -> bool:
         """Whether this thread is inside."""
-        return self._kept[threading.get_ident()] > 0
-
-    def is_first_unused(self, number: int) -> bool:
-        """Whether a region of ``number`` is the first of these in which nothing computed in FP8, nor did before, and
-        nothing excuses that."""
-        if number in self._unused or any(scope.members for scope in self.all()) or take_excuse():
-            return False
-        self._unused.add(number)
-        return True
+        return self._remembering[threading.get_ident()] > 0
 
     def update(self) -> None:
         """Update the scales of all scopes in which forwards have recorded amaxes."""

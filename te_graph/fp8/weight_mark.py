@@ -1,4 +1,4 @@
-"""Whether a weight is as it was at a time before."""
+"""Whether the weight of a module is as it was at a time before."""
 
 from __future__ import annotations
 
@@ -9,24 +9,15 @@ from te_graph import _C
 _PLAIN = (Tensor, nn.Parameter)  # others may have no memory, or one that comes and goes
 
 
-class WeightMark:
-    """A weight [out, in] or [in, out] as it is now, by its memory and how often that was written.
+def mark_of_plain(weight: Tensor | None) -> _C.WeightMark | None:
+    """That of ``weight`` [out, in] or [in, out], which it does not keep alive; None where there is none that can be
+    told from others."""
+    return _C.WeightMark(weight) if type(weight) in _PLAIN and not weight.is_meta else None
 
-    Args:
-        weight: not kept alive.
-    """
 
-    def __init__(self, weight: Tensor) -> None:
-        self._mark = _C.WeightMark(weight)
-
-    @classmethod
-    def of(cls, weight: Tensor | None) -> WeightMark | None:
-        """That of ``weight`` [out, in] or [in, out]; None where there is none that can be told from others."""
-        return cls(weight) if type(weight) in _PLAIN and not weight.is_meta else None
-
-    def is_of(self, weight: Tensor | None) -> bool:
-        """Whether it is ``weight`` [out, in] or [in, out], unchanged."""
-        return type(weight) in _PLAIN and not weight.is_meta and self._mark.is_of(weight)
+def is_marked(mark: _C.WeightMark | None, weight: Tensor | None) -> bool:
+    """Whether ``mark`` is of ``weight`` [out, in] or [in, out], unchanged."""
+    return mark is not None and type(weight) in _PLAIN and not weight.is_meta and mark.is_of(weight)
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:

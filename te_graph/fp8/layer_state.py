@@ -1,0 +1,43 @@
+"""The state of a module that checkpoints keep: that of its member, or what was loaded before it had one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from te_graph.fp8.fp8_module import FP8Module
+from te_graph.fp8.loaded_state import loaded_modules
+from te_graph.fp8.marked_state import MarkedState
+from te_graph.fp8.member import check_state, new_state, without_cast
+from te_graph.fp8.weight_mark import is_marked, mark_of_plain, plain_weight
+
+
+def has_state(module: FP8Module) -> bool:
+    """Whether something is known of the scales of ``module``."""
+    return module.fp8 is not None or module.loaded_state is not None
+
+
+def state_of(module: FP8Module) -> Tensor:
+    """The scales and histories of ``module``, [3, n] fp32 (``Member.state``); a copy."""
+    weight = plain_weight(module)
+    if module.fp8 is not None:
+        return module.fp8.state()
+    if module.loaded_state is None:
+        return new_state(torch.device("cpu") if weight is None else weight.device)
+    state = module.loaded_state.state
+    return state.clone() if is_marked(module.loaded_state.mark, weight) else without_cast(state)
+
+
+def load_state_(module: FP8Module, state: Tensor) -> None:
+    """Let ``module`` take a ``state`` that ``state_of`` returned, [3, n] fp32, here or elsewhere."""
+    if state.is_meta:
+        return
+    check_state(state)
+    mark = mark_of_plain(plain_weight(module))
+    module.fp8_evaluated = None
+    if module.fp8 is None:
+        module.loaded_state = MarkedState(state.detach().clone(), mark)
+    else:
+        with torch.no_grad():
+            module.fp8.load_(MarkedState(state, mark))
+    loaded_modules().add(module)

@@ -1,0 +1,129 @@
+"""Which member of which scope a module computes with."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from te_graph import _C
+from te_graph.fp8.autocast import fp8_autocast
+from te_graph.fp8.fp8_module import FP8Module
+from te_graph.fp8.layer_state import has_state
+from te_graph.fp8.marked_state import MarkedState
+from te_graph.fp8.member import Member
+from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
+from te_graph.fp8.weight_mark import mark_of_plain
+
+_log = logging.getLogger("te_graph")
+_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
+FEATURES_MULTIPLE = 16  # which FP8 tensor cores want
+_FSDP, _ZERO = "_is_fsdp_managed_module", "ds_id"  # marks of modules (FSDP 1 and 2) and weights (DeepSpeed)
+
+
+def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Member | None:
+    """What ``module`` has in the scope of ``region``, made where it has nothing there; None where FP8 does not fit.
+
+    Args:
+        module: gets it.
+        region: the present one.
+        records_amax: whether the call records amaxes. By another recipe than before, they then begin anew, with what is
+            left of the histories; without, the module goes on with these afterwards.
+    """
+    if is_parametrized(module, "weight"):
+        raise TypeError(
+            "te_graph.Linear: expected a weight that is a parameter, got one that torch.nn.utils.parametrize computes "
+            "at each use: compute this layer outside of fp8_autocast, or remove the parametrization"
+        )
+    weight, member = module.weight, module.fp8
+    # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
+    if _FSDP in vars(module):
+        raise TypeError(_sharded_message(f"a module of FSDP ({type(module).__name__})"))
+    if weight.dtype not in _DTYPES:
+        raise TypeError(
+            f"te_graph.Linear: expected a weight of float32, float16 or bfloat16, got {weight.dtype}: compute this "
+            "layer outside of fp8_autocast, or convert it"
+        )
+    if hasattr(weight, _ZERO):
+        raise TypeError(_sharded_message(type(weight).__name__))
+    if weight.is_inference():
+        raise TypeError(
+            "te_graph.Linear: expected a weight whose changes can be seen, got one that was made in inference mode: "
+            "make or load the layer outside of torch.inference_mode()"
+        )
+    scope = region.scope_on(weight.device)
+    is_here = member is not None and member.scope is scope and member.fits(weight)
+    if is_here and (not records_amax or member.fuses_wgrad_accumulation == module.fuse_wgrad_accumulation):
+        return member
+    if not _can_be_multiplied(module, weight):
+        return None
+    if not records_amax and has_state(module):
+        return _member_to_evaluate(module, scope, weight)
+    _refuse_first_call_in_capture()
+    moved = _state_to_move(module, weight)
+    module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
+    if moved is not None:
+        module.fp8.untrained_state = moved  # which another scope may keep more of
+        with torch.no_grad():
+            module.fp8.load_(moved)
+    if scaling_scopes.remembers_first_states():
+        module.fp8.first_state = MarkedState(module.fp8.state(), module.fp8.loaded_mark)
+    return module.fp8
+
+
+def _can_be_multiplied(module: FP8Module, weight: Tensor) -> bool:
+    """Whether ``weight`` [out, in] of ``module`` can be, in FP8; says so once where not."""
+    if is_traceable_wrapper_subclass(weight):
+        raise TypeError(_sharded_message(type(weight).__name__))
+    if not any(size % FEATURES_MULTIPLE for size in weight.shape) and weight.numel() > 0:
+        return True
+    if not module.has_told_misfit:
+        module.has_told_misfit = True
+        _log.warning(
+            "te_graph.Linear(%d, %d) computes in high precision: FP8 products want numbers of features that %d divides",
+            *(*reversed(weight.shape), FEATURES_MULTIPLE),
+        )
+    return False
+
+
+def _refuse_first_call_in_capture() -> None:
+    if _C.HostSteps.is_noting():
+        raise RuntimeError(
+            "te_graph.Linear: expected a layer that was called in fp8_autocast before it is captured in it, got the "
+            "first call of one that the captured code does not lead to: call it once outside of the capture"
+        )
+
+
+def _state_to_move(module: FP8Module, weight: Tensor) -> MarkedState | None:
+    """What ``module``, of ``weight`` [out, in] or [in, out], takes to a new member."""
+    if module.fp8 is not None and module.fp8.untrained_state is not None:
+        return module.fp8.untrained_state
+    if module.fp8 is not None:
+        module.fp8.update_if_due()  # by the rules of the scope that it leaves
+        return MarkedState(module.fp8.state(), mark_of_plain(weight))
+    return module.loaded_state
+
+
+def _member_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member:
+    """One in ``scope``, with the scales that ``module``, of ``weight`` [out, in], has elsewhere."""
+    member = module.fp8_evaluated
+    if member is None or member.scope is not scope or not member.fits(weight):
+        _refuse_first_call_in_capture()
+        member = module.fp8_evaluated = scope.add(module)
+        if module.fp8 is not None:
+            member.follow(module.fp8)
+        else:
+            with torch.no_grad():
+                member.load_(module.loaded_state)
+    member.take_scales_()
+    return member
+
+
+def _sharded_message(got: str) -> str:
+    return (
+        f"te_graph.Linear: expected a weight that is whole on this rank, got {got}, as FSDP, DTensor or ZeRO-3 make "
+        "them: compute this layer outside of fp8_autocast, or keep it out of the sharding"
+    )
