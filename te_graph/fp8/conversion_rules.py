@@ -13,9 +13,9 @@ from te_graph.common.module_names import as_choices, chosen_modules
 from te_graph.fp8.conv1d import is_conv1d, plain_class
 from te_graph.fp8.heads import Heads
 from te_graph.fp8.membership import FEATURES_MULTIPLE
+from te_graph.fp8.model_blocks import block_of
 
 _ADAPTERS = re.compile(r"(^|[._])lora_([ab]|embedding_[ab]|magnitude_vector)([._]|$)", re.IGNORECASE)
-_BLOCK = re.compile(r"^(.*?[._]|)(?:layers?|blocks?|h)[._](\d+)[._]")
 
 
 class ConversionRules:
@@ -59,7 +59,7 @@ class ConversionRules:
             return "an adapter of LoRA"
         if min(weight.shape) < self._min_features:
             return f"fewer than {self._min_features} features: {list(weight.shape)}"
-        if _block_of(name) in self._edges:
+        if block_of(name) in self._edges:
             return "in the first or the last block"
         return "left by filter" if self._allowed is not None and module not in self._allowed else None
 
@@ -118,15 +118,9 @@ def _users_of_weights(model: nn.Module) -> dict[int, list[str]]:
     return users
 
 
-def _block_of(name: str) -> tuple[str, int] | None:
-    """The stack and the number of the block that a module of ``name`` is in."""
-    found = _BLOCK.match(name)
-    return None if found is None else (found[1], int(found[2]))
-
-
 def _first_and_last_blocks(model: nn.Module) -> set[tuple[str, int] | None]:
     numbers: dict[str, set[int]] = {}
     for name, _ in model.named_modules():
-        if (block := _block_of(f"{name}.")) is not None:
+        if (block := block_of(f"{name}.")) is not None:
             numbers.setdefault(block[0], set()).add(block[1])
     return {(stack, edge) for stack, found in numbers.items() for edge in (min(found), max(found))}

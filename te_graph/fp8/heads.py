@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import nn
+
+from te_graph.fp8.model_blocks import block_of
 
 # Parts of a name ("head" of "head.fc"), wherever they stand outside of numbered blocks, and last inside of them.
 HEADS = frozenset(
@@ -20,7 +21,6 @@ LAST_HEADS = frozenset(("fc", "output", "out"))  # of the model itself, where th
 ROUTERS = frozenset(("router",))
 NARROW_ROUTERS = frozenset(("gate",))  # where their outputs are few: an FFN's gate is as wide as its input, or wider
 _FEW = 4  # times fewer outputs than inputs
-_IN_BLOCK = re.compile(r"(?:^|[._])(?:layers?|blocks?|h)[._]\d+[._]")
 
 
 class Heads:
@@ -34,7 +34,7 @@ class Heads:
             names = [name for name, module in linear.items() if module.out_features == size]
             # An FFN may be as wide as the vocabulary by chance, where the head is elsewhere, or there is none.
             heads = [name for name in names if self._is_named_so(name, linear[name])]
-            heads = heads or [name for name in names[-1:] if not _IN_BLOCK.search(name)]
+            heads = heads or [name for name in names[-1:] if block_of(name) is None]
             self._by_size.update(dict.fromkeys(heads, f"a head: its outputs are {meaning} ({size})"))
 
     def reason_to_leave(self, name: str, module: nn.Linear) -> str | None:
@@ -49,7 +49,7 @@ class Heads:
             return True
         if parts[-1] in NARROW_ROUTERS:
             return _FEW * module.out_features <= module.in_features
-        if any(map(_is_head, parts[-1:] if _IN_BLOCK.search(name) else parts)):
+        if any(map(_is_head, parts if block_of(name) is None else parts[-1:])):
             return True
         is_square = module.out_features == module.in_features
         return name in LAST_HEADS and name == self._last and not is_square
