@@ -87,12 +87,15 @@ void bind(py::module_& m) {
                  });
              })
         .def("is_cast", &LinearProducts::is_cast, py::arg("weight"), py::arg("records_amax"))
+        .def_property("trains", &LinearProducts::trains, &LinearProducts::set_trains)
+        .def("has_recorded_amax", &LinearProducts::has_recorded_amax, py::arg("weight"))
         .def(
             "note_cast",
             [](LinearProducts& products, const WeightMark& mark, bool records_amax, std::shared_ptr<CastDone> done) {
                 products.note_cast(mark, records_amax, std::move(done));
             },
             py::arg("mark"), py::arg("records_amax"), py::arg("done"))
+        .def("note_scales_read_elsewhere", &LinearProducts::note_scales_read_elsewhere, unlocked)
         .def("begin_captured_cast", &LinearProducts::begin_captured_cast, py::arg("records_amax"), unlocked)
         .def("note_captured_cast", &LinearProducts::note_captured_cast, py::arg("weight"), py::arg("records_amax"))
         .def("begin_input_cast", &LinearProducts::begin_input_cast, py::arg("records_amax"), unlocked)
@@ -108,7 +111,10 @@ void bind(py::module_& m) {
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("fp8_region", &region);
     m.def("note_fp8_region", &note_region);
-    m.def("note_fp8_region_exit", [] { CapturedColumns::note_region_exit(*HostSteps::current()); });
+    m.def(
+        "note_fp8_region_exit",
+        [](bool is_inside) { CapturedColumns::note_region_exit(*HostSteps::current(), is_inside); },
+        py::arg("is_inside"));
     m.def("fp8_gemm_plans", [] {
         py::list plans;
         for (const GemmPlanInfo& info : gemm_plans()) plans.append(as_dict(info));

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "common/host_steps.h"
 #include "fp8/scale_table.h"
@@ -17,17 +19,22 @@ public:
 
     // Those of `steps`, made if there are none.
     static CapturedColumns& in(HostSteps& steps, Direction direction, const std::shared_ptr<ScaleTable>& table);
-    // An outermost region is left inside the capture.
-    static void note_region_exit(const HostSteps& steps);
+    // An outermost region of those that began inside the capture is left. is_inside: of one that began before it.
+    static void note_region_exit(const HostSteps& steps, bool is_inside);
 
     // Around the launch of a cast, as in ScaleTable.
     void begin_cast(int64_t column);
-    void end_cast(int64_t column) { cast_.insert(column); }
+    void end_cast(int64_t column) { due_.insert(column); }
     // The tensor of `column` may be cast before each replay.
-    void note_cast_before(int64_t column) { cast_before_.insert(column); }
-    // Before a cast that is not recorded.
-    void update_if_left();
+    void note_cast_before(int64_t column) { due_before_.insert(column); }
+    // Before a cast by the scale of `column` whose amax is not recorded.
+    void note_read(int64_t column);
+    // Before casts in another table, by a copy of that scale, of which those of weights come before each replay.
+    void note_read_elsewhere(int64_t column);
 
+    // An update that comes before the graph would have come behind a cast that reads a scale in it; or the region
+    // around the graph decides otherwise where updates come in it.
+    std::string change() const override;
     void prepare() override;
     void run() override;
     void finish() override;
@@ -36,12 +43,22 @@ public:
     bool repeats(const HostStep& other) const override;
 
 private:
+    void update_if_left();
     void launch_update();
 
+    struct Use {
+        int64_t column;
+        bool is_read;  // else a cast that is recorded, and has begun before each replay
+    };
+    enum class Left { kNone, kOutermost, kInside };
+
     const std::shared_ptr<ScaleTable> table_;
-    std::set<int64_t> begun_;               // casts, which begin before each replay
-    std::set<int64_t> cast_, cast_before_;  // since the last update
-    bool region_was_left_ = false;          // an outermost one with casts, since the last update
+    std::vector<Use> uses_;               // until the first update in the graph
+    std::set<int64_t> due_, due_before_;  // those since the last update, in the graph and before it
+    Left left_ = Left::kNone;             // a region with casts, since the last update
+    Left decided_ = Left::kNone;          // what an update in the graph, or its absence, went by
+    bool has_updates_ = false;
+    bool has_early_reads_ = false;  // before a cast in `uses_`
 };
 
 }  // namespace te_graph::fp8

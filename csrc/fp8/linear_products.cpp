@@ -54,6 +54,11 @@ bool LinearProducts::is_cast(const at::Tensor& weight, bool records_amax) const 
     return (has_recorded_amax_ || !records_amax) && cast_mark_.is_of(weight);
 }
 
+bool LinearProducts::has_recorded_amax(const at::Tensor& weight) const {
+    const std::lock_guard lock(mutex_);
+    return has_recorded_amax_ && cast_mark_.is_of(weight);
+}
+
 void LinearProducts::note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done) {
     const std::lock_guard lock(mutex_);
     cast_mark_ = std::move(mark);
@@ -66,7 +71,7 @@ void LinearProducts::begin_captured_cast(bool records_amax) const {
     if (weight_column_.table == nullptr) return;
     HostSteps& steps = *HostSteps::current();
     if (!records_amax) {
-        CapturedColumns::in(steps, Direction::kForward, weight_column_.table).update_if_left();
+        CapturedColumns::in(steps, Direction::kForward, weight_column_.table).note_read(weight_column_.column);
         return;
     }
     // Eagerly the weight may be cast with others that have changed, when the first of them is called, before the write
@@ -76,6 +81,15 @@ void LinearProducts::begin_captured_cast(bool records_amax) const {
                 "scaling keeps the amaxes of all that is cast, got one that it writes: write it outside of the "
                 "capture, or use te_graph.Float8CurrentScaling");
     weight_column_.begin_cast(&steps, Direction::kForward);
+}
+
+void LinearProducts::note_scales_read_elsewhere() const {
+    const std::shared_ptr<HostSteps> steps = HostSteps::current();
+    if (steps == nullptr || input_column_.table == nullptr) return;
+    CapturedColumns& columns = CapturedColumns::in(*steps, Direction::kForward, input_column_.table);
+    for (const ScaleColumn* const column : {&input_column_, &weight_column_}) {
+        columns.note_read_elsewhere(column->column);
+    }
 }
 
 // weight: [O, I] or [I, O].
@@ -123,10 +137,17 @@ at::Tensor LinearProducts::forward(const at::Tensor& x, const at::Tensor& weight
     }
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps != nullptr) add_weight_step(*steps, weight, records_amax);
+    if (records_amax && steps != nullptr) {
+        steps->add(Direction::kForward, std::make_shared<TrainingStep>(shared_from_this()));
+    } else if (records_amax) {
+        trains_ = true;
+    }
     wait_for_cast();
     if (records_amax && !scale) input_column_.begin_cast(steps.get(), Direction::kForward);
     if (!records_amax && steps != nullptr && input_column_.table != nullptr) {
-        CapturedColumns::in(*steps, Direction::kForward, input_column_.table).update_if_left();
+        CapturedColumns& columns = CapturedColumns::in(*steps, Direction::kForward, input_column_.table);
+        columns.note_read(input_column_.column);
+        columns.note_read(weight_column_.column);
     }
     const bool needs_x = x.requires_grad(), needs_weight = weight.requires_grad();
     const bool is_followed = at::GradMode::is_enabled() && (needs_x || needs_weight || (bias && bias->requires_grad()));

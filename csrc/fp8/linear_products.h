@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -57,6 +58,8 @@ public:
     // capture that has itself cast the weight: whether it is as that cast left it. In other captures `records_amax` is
     // ignored: each replay's WeightStep records it.
     bool is_cast(const at::Tensor& weight, bool records_amax) const;
+    // Whether the last cast that is not captured is of weight [O, I] or [I, O] as it is, and its amax was recorded.
+    bool has_recorded_amax(const at::Tensor& weight) const;
     // The weight has been cast, as it was when `mark` was made, before the launch; `done` for other streams.
     void note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done);
     // Before a cast of the weight inside what this thread captures (or warms up), which has written the weight, so that
@@ -64,9 +67,14 @@ public:
     void begin_captured_cast(bool records_amax) const;
     // After it. weight: [O, I] or [I, O].
     void note_captured_cast(const at::Tensor& weight, bool records_amax);
+    // Another set of products is about to take the scales of inputs and the weight, in a capture or outside of one.
+    void note_scales_read_elsewhere() const;
     // The current stream waits for that cast.
     void wait_for_cast() const;
-    // How many there were.
+    // Whether a call, or a replay of one, has had gradients recorded since that was set to false.
+    bool trains() const { return trains_; }
+    void set_trains(bool trains) { trains_ = trains; }
+    // How many casts there were.
     int64_t casts() const {
         const std::lock_guard lock(mutex_);
         return casts_;
@@ -95,6 +103,7 @@ private:
     CastWeights cast_weights_;
     ParameterGrad::MainGradOf main_grad_of_;
     int64_t fast_region_ = 0;
+    std::atomic<bool> trains_ = false;
     // Of what follows, of the last cast of the weight: replays look at it without the GIL.
     mutable std::mutex mutex_;
     WeightMark cast_mark_;

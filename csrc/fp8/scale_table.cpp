@@ -43,6 +43,15 @@ void ScaleTable::update_if_due() {
     if (take_due(std::nullopt)) launch_update();
 }
 
+void ScaleTable::note_captured(bool has_updates, const std::set<int64_t>& columns) {
+    const std::lock_guard lock(mutex_);
+    if (has_updates) {
+        due_.assign(due_.size(), false);
+        any_due_ = false;
+    }
+    for (const int64_t column : columns) due_[static_cast<size_t>(column)] = any_due_ = true;
+}
+
 bool ScaleTable::is_due(int64_t column) {
     const std::lock_guard lock(mutex_);
     return due_[static_cast<size_t>(column)];

@@ -6,6 +6,7 @@
 #include <functional>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,8 @@ public:
     void end_cast(int64_t column);
     // Updates, if a tensor was cast since the last time.
     void update_if_due();
+    // A graph is about to be launched that casts the tensors of `columns`, after the last of its updates, if it has any.
+    void note_captured(bool has_updates, const std::set<int64_t>& columns);
     // The launch of an update of all columns, by itself: which of them are due is left as it is. Captures call it;
     // eager code goes through begin_cast() and update_if_due().
     void launch_update();

@@ -27,6 +27,17 @@ private:
     const bool records_amax_;
 };
 
+// Of a graph that trains a layer.
+class TrainingStep final : public HostStep {
+public:
+    explicit TrainingStep(std::shared_ptr<LinearProducts> products) : products_(std::move(products)) {}
+    void run() override { products_->set_trains(true); }
+    const void* identity() const override { return products_.get(); }
+
+private:
+    const std::shared_ptr<LinearProducts> products_;
+};
+
 // Of casts of a weight inside a graph that writes it.
 class CapturedCastStep final : public HostStep {
 public:

@@ -108,11 +108,12 @@ class fp8_autocast(ContextDecorator):
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
         # its replays, or where an evaluation follows. An evaluation updates nothing.
         is_evaluation = not (torch.is_grad_enabled() or self.calibrating)
-        if kind is not None or outer is not None or is_evaluation:
+        if kind is not None or is_evaluation:
             return
         if _C.HostSteps.is_noting():
-            _C.note_fp8_region_exit()
-        else:
+            if not any(is_captured for _, is_captured in _regions.entered):
+                _C.note_fp8_region_exit(is_inside=outer is not None)
+        elif outer is None:
             scaling_scopes.update()
             if self.enabled and region_numbers.note_unused(self.number):
                 _log.warning(

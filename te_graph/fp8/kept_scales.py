@@ -46,14 +46,19 @@ def is_of_this_thread(member: Member) -> bool:
 
 
 class _KeptScope:
-    """What there is of this thread's members in ``scope``."""
+    """What there is of the members in ``scope``. Those of other threads may become this thread's."""
 
     def __init__(self, scope: ScalingScope) -> None:
         self._scope = scope
-        members = sorted(filter(is_of_this_thread, scope.members), key=lambda one: one.block.order)
+        members = sorted(scope.members, key=lambda one: one.block.order)
         self._blocks = [_KeptBlock(block, list(own)) for block, own in groupby(members, key=lambda one: one.block)]
-        self._members = [
-            (member, member.trains, member.has_weight_scale, member.loaded_mark, member.has_recorded_amax())
+        self.members = members
+        self._noted = [
+            (
+                member,
+                (member.thread, member.products.trains, member.has_weight_scale, member.loaded_mark),
+                member.has_recorded_amax(),
+            )
             for member in members
         ]
 
@@ -61,10 +66,10 @@ class _KeptScope:
         for block in self._blocks:
             block.restore()
         again: list[tuple[Member, Tensor, bool]] = []
-        for member, trains, has_weight_scale, loaded_mark, has_recorded_amax in self._members:
+        for member, before, has_recorded_amax in self._noted:
             if not is_of_this_thread(member):
                 continue
-            member.trains, member.has_weight_scale, member.loaded_mark = trains, has_weight_scale, loaded_mark
+            member.thread, member.products.trains, member.has_weight_scale, member.loaded_mark = before
             weight = member.weight
             if member.has_recorded_amax() == has_recorded_amax or weight is None:
                 continue
@@ -79,14 +84,17 @@ class _KeptScope:
             member.products.note_cast(mark, has_recorded_amax, done)
 
 
-def _restore_first_states() -> None:
-    """Of what has come since, whose columns may have been another module's before."""
+def _restore_new(known: set[Member]) -> None:
+    """The first states of members that have come since those that are ``known``, whose columns may have been another
+    module's before. Their weights are cast at the first call, as they are then."""
     for member in [member for scope in scaling_scopes.all() for member in scope.members]:
-        if member.first_state is not None and is_of_this_thread(member):
+        if member in known or not is_of_this_thread(member):
+            continue
+        if member.first_state is not None:
             member.load_(member.first_state)
-            member.trains = False
-            if not scaling_scopes.remembers_first_states():
-                member.first_state = None
+        member.forget_cast()  # what was cast may have been put back with what is watched
+        if not scaling_scopes.remembers_first_states():
+            member.first_state = None
 
 
 @contextlib.contextmanager
@@ -101,4 +109,4 @@ def scales_kept() -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad():
             for scope in kept:
                 scope.restore()
-            _restore_first_states()
+            _restore_new({member for scope in kept for member in scope.members})

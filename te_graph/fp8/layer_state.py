@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from te_graph.fp8.fp8_module import FP8Module
-from te_graph.fp8.loaded_state import loaded_modules
+from te_graph.fp8.loaded_state import loaded_modules, untrained_state_of
 from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.member import check_state, new_state, without_cast
 from te_graph.fp8.weight_mark import is_marked, mark_of_plain, plain_weight
@@ -19,13 +19,12 @@ def has_state(module: FP8Module) -> bool:
 
 def state_of(module: FP8Module) -> Tensor:
     """The scales and histories of ``module``, [3, n] fp32 (``Member.state``); a copy."""
-    weight = plain_weight(module)
+    weight, untrained = plain_weight(module), untrained_state_of(module)
+    if untrained is not None:
+        return untrained.state.clone() if is_marked(untrained.mark, weight) else without_cast(untrained.state)
     if module.fp8 is not None:
         return module.fp8.state()
-    if module.loaded_state is None:
-        return new_state(torch.device("cpu") if weight is None else weight.device)
-    state = module.loaded_state.state
-    return state.clone() if is_marked(module.loaded_state.mark, weight) else without_cast(state)
+    return new_state(torch.device("cpu") if weight is None else weight.device)
 
 
 def load_state_(module: FP8Module, state: Tensor) -> None:
@@ -33,11 +32,11 @@ def load_state_(module: FP8Module, state: Tensor) -> None:
     if state.is_meta:
         return
     check_state(state)
-    mark = mark_of_plain(plain_weight(module))
+    loaded = MarkedState(state.detach().clone(), mark_of_plain(plain_weight(module)))
     module.fp8_evaluated = None
     if module.fp8 is None:
-        module.loaded_state = MarkedState(state.detach().clone(), mark)
+        module.loaded_state = loaded
     else:
         with torch.no_grad():
-            module.fp8.load_(MarkedState(state, mark))
+            module.fp8.load_(loaded)
     loaded_modules().add(module)

@@ -62,18 +62,24 @@ def are_equal(source: Tensor, weight: Tensor) -> bool:
     return is_like and torch.equal(source.detach().to(weight.device), weight.detach())
 
 
+def untrained_state_of(module: FP8Module) -> MarkedState | None:
+    """What ``module`` has loaded, or taken from another scope, if it has recorded nothing since."""
+    return module.loaded_state if module.fp8 is None else module.fp8.untrained_state
+
+
 def loaded_mark_of(module: FP8Module) -> _C.WeightMark | None:
     """Of the weight of ``module`` as it was when a state was loaded that says how it was cast."""
-    if module.fp8 is not None:
-        return module.fp8.loaded_mark
-    return None if module.loaded_state is None else module.loaded_state.mark
+    untrained = untrained_state_of(module)
+    if untrained is not None:
+        return untrained.mark
+    return None if module.fp8 is None else module.fp8.loaded_mark
 
 
 def mark_again(module: FP8Module) -> None:
     """The weight of ``module`` is another tensor, of the same values."""
     mark = mark_of_plain(plain_weight(module))
     if module.fp8 is not None:
-        module.fp8.loaded_mark = mark
+        module.fp8.mark_again(mark)
     elif module.loaded_state is not None:
         module.loaded_state = MarkedState(module.loaded_state.state, mark)
 

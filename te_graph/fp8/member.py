@@ -64,8 +64,6 @@ class Member(OwnObject):
         products: what multiplies.
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
-        trains: whether a forward of the module has recorded amaxes.
-        untrained_state: that it was made with, until amaxes have been recorded.
         first_state: where it is to be put back.
         thread: the one that called the module when its weight had to be cast.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
@@ -79,9 +77,9 @@ class Member(OwnObject):
         self.scope, self.block, self.number, self.columns = scope, block, number, columns
         self._module = weakref.ref(module)
         self.loaded_mark: _C.WeightMark | None = None
-        self.trains = self.has_weight_scale = False
+        self.has_weight_scale = False
         self.thread = threading.get_ident()
-        self.untrained_state: MarkedState | None = None
+        self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None
         self._leader: weakref.ref[Member] | None = None
         options = {"dtype": formats.forward_dtype, "device": weight.device}
@@ -109,6 +107,16 @@ class Member(OwnObject):
         self.products.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
 
     @property
+    def trains(self) -> bool:
+        """Whether the module has trained, or been calibrated, since the member was made or took a state."""
+        return self.products.trains
+
+    @property
+    def untrained_state(self) -> MarkedState | None:
+        """That which it was made with, or took last, of which other scopes may keep more; None once it trains."""
+        return None if self.trains else self._untrained_state
+
+    @property
     def weight(self) -> Tensor | None:
         """[out, in] or [in, out]: that of the module, if both are still there; none that a property computes."""
         module = self._module()
@@ -123,6 +131,7 @@ class Member(OwnObject):
         leader = None if self._leader is None else self._leader()
         if leader is None or not (leader.scope.is_delayed and self.scope.is_delayed):
             return
+        leader.products.note_scales_read_elsewhere()
         with torch.inference_mode(False), torch.no_grad():
             for role in (Role.INPUT, Role.WEIGHT):
                 self.history(role)[1].copy_(leader.history(role)[1])
@@ -134,7 +143,7 @@ class Member(OwnObject):
         weight = self.weight
         if weight is None or not self.products.is_cast(weight, False):
             return None
-        return self.products.is_cast(weight, True)
+        return self.products.has_recorded_amax(weight)
 
     def forget_cast(self) -> None:
         """Let the weight count as one that has not been cast."""
@@ -167,7 +176,7 @@ class Member(OwnObject):
         if length:
             state[Role.WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
         weight = self.weight
-        if length and weight is not None and (self.products.is_cast(weight, True) or self.is_resumed(weight)):
+        if length and weight is not None and (self.products.has_recorded_amax(weight) or self.is_resumed(weight)):
             state[Role.WEIGHT, _CAST_SCALE : _CAST_SCALE + 1] = self.block.weight_scale[self.number : self.number + 1]
             state[Role.WEIGHT, _IS_CAST] = 1
         return state
@@ -189,6 +198,7 @@ class Member(OwnObject):
         state = loaded.state
         check_state(state)
         saved = int(state[0, 1])
+        self._untrained_state, self.products.trains = loaded if saved else None, False
         if not self.scope.is_delayed:
             return
         if not saved:
@@ -203,7 +213,7 @@ class Member(OwnObject):
             history[:1] = rows[:1]
             history[len(history) - kept :] = rows[saved - kept :]
             scale.copy_(state[role, 2:3])
-            self.end_cast(role)  # no update before: it would roll what other modules have loaded
+            self._set_due(role, True)  # no update before: it would roll what other modules have loaded
         self._set_has_weight_scale(bool(state[Role.WEIGHT, _HAS_SCALE]))
         is_cast, cast_scale = bool(state[Role.WEIGHT, _IS_CAST]), state[Role.WEIGHT, _CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
@@ -219,10 +229,22 @@ class Member(OwnObject):
             history, scale = self.history(role)
             history.zero_()
             scale.fill_(1)
+            self._set_due(role, False)
         self._set_has_weight_scale(False)
+
+    def mark_again(self, mark: _C.WeightMark | None) -> None:
+        """The weight is another tensor, of the same values, and has that ``mark``."""
+        if self.loaded_mark is not None:
+            self.loaded_mark = mark
+        if self._untrained_state is not None:
+            self._untrained_state = MarkedState(self._untrained_state.state, mark)
 
     def _set_has_weight_scale(self, value: bool) -> None:
         self.block.has_weight_scale[self.number] = self.has_weight_scale = value
+
+    def _set_due(self, role: Role, is_due: bool) -> None:
+        direction, column = self.columns.of(role)
+        self.block.tables[direction].set_due(column, is_due)
 
     def update_if_due(self) -> None:
         """Update the scales of what has been recorded, as the next casts would."""

@@ -10,11 +10,14 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
+from te_graph.common.capture_state import is_recording
+from te_graph.common.replay_checks import is_collecting
 from te_graph.fp8.autocast import fp8_autocast
 from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.layer_state import has_state
+from te_graph.fp8.loaded_state import untrained_state_of
 from te_graph.fp8.marked_state import MarkedState
-from te_graph.fp8.member import Member
+from te_graph.fp8.member import Member, new_state
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 from te_graph.fp8.weight_mark import mark_of_plain
 
@@ -62,15 +65,16 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
         return None
     if not records_amax and has_state(module):
         return _member_to_evaluate(module, scope, weight)
-    _refuse_first_call_in_capture()
+    _refuse_first_call_in_capture(weight.device)
     moved = _state_to_move(module, weight)
     module.fp8, module.fp8_evaluated, module.loaded_state = scope.add(module), None, None
     if moved is not None:
-        module.fp8.untrained_state = moved  # which another scope may keep more of
         with torch.no_grad():
             module.fp8.load_(moved)
     if scaling_scopes.remembers_first_states():
-        module.fp8.first_state = MarkedState(module.fp8.state(), module.fp8.loaded_mark)
+        module.fp8.first_state = moved or MarkedState(new_state(weight.device), None)
+    if _C.HostSteps.is_noting():
+        scope.cast_weights(module.fp8, records_amax=False, is_before=True)
     return module.fp8
 
 
@@ -89,35 +93,35 @@ def _can_be_multiplied(module: FP8Module, weight: Tensor) -> bool:
     return False
 
 
-def _refuse_first_call_in_capture() -> None:
-    if _C.HostSteps.is_noting():
+def _refuse_first_call_in_capture(device: torch.device) -> None:
+    if is_recording() or is_collecting() or _C.is_stream_capturing(device):
         raise RuntimeError(
-            "te_graph.Linear: expected a layer that was called in fp8_autocast before it is captured in it, got the "
-            "first call of one that the captured code does not lead to: call it once outside of the capture"
+            "te_graph.Linear: expected a layer that was called in fp8_autocast, by the recipe of the capture, before "
+            "it is captured, got the first call by that recipe: call it once outside of the capture"
         )
 
 
 def _state_to_move(module: FP8Module, weight: Tensor) -> MarkedState | None:
     """What ``module``, of ``weight`` [out, in] or [in, out], takes to a new member."""
-    if module.fp8 is not None and module.fp8.untrained_state is not None:
-        return module.fp8.untrained_state
-    if module.fp8 is not None:
-        module.fp8.update_if_due()  # by the rules of the scope that it leaves
-        return MarkedState(module.fp8.state(), mark_of_plain(weight))
-    return module.loaded_state
+    untrained = untrained_state_of(module)
+    if untrained is not None or module.fp8 is None:
+        return untrained
+    module.fp8.update_if_due()  # by the rules of the scope that it leaves
+    return MarkedState(module.fp8.state(), mark_of_plain(weight))
 
 
 def _member_to_evaluate(module: FP8Module, scope: ScalingScope, weight: Tensor) -> Member:
     """One in ``scope``, with the scales that ``module``, of ``weight`` [out, in], has elsewhere."""
     member = module.fp8_evaluated
     if member is None or member.scope is not scope or not member.fits(weight):
-        _refuse_first_call_in_capture()
+        _refuse_first_call_in_capture(weight.device)
         member = module.fp8_evaluated = scope.add(module)
+        untrained = untrained_state_of(module)
+        if untrained is not None:
+            with torch.no_grad():
+                member.load_(untrained)
         if module.fp8 is not None:
             member.follow(module.fp8)
-        else:
-            with torch.no_grad():
-                member.load_(module.loaded_state)
     member.take_scales_()
     return member
 

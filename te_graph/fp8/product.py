@@ -119,6 +119,7 @@ def _calibrate(member: Member, x: Tensor, weight: Tensor) -> None:
             "te_graph.Linear: expected no calibration inside a capture, whose replays would not note that scales are "
             "due for an update: calibrate before the capture, and capture outside of fp8_autocast(calibrating=True)"
         )
+    member.products.trains = True
     with torch.no_grad():
         for tensor, role in ((x, Role.INPUT), (weight, Role.WEIGHT)):
             if tensor.numel():

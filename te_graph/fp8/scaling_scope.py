@@ -91,7 +91,7 @@ class ScalingScope(OwnObject):
             if block.tables[FORWARD] is not None:
                 block.tables[FORWARD].update_if_due()
 
-    def cast_weights(self, member: Member, records_amax: bool) -> None:
+    def cast_weights(self, member: Member, records_amax: bool, *, is_before: bool = False) -> None:
         """Cast the weight of ``member``, and all others of its thread that have changed since they were cast.
 
         Inside a capture, which gets here only where it wrote the weight itself, the cast is captured, and so done at
@@ -101,11 +101,10 @@ class ScalingScope(OwnObject):
             member: about to be called.
             records_amax: whether the call records amaxes, for delayed scaling. A weight that was cast without is cast
                 again. Of modules that only evaluate none is recorded.
+            is_before: not to be captured, as before what is captured, or warmed up.
         """
-        records_amax, is_captured = records_amax and self.is_delayed, _C.HostSteps.is_noting()
+        records_amax, is_captured = records_amax and self.is_delayed, _C.HostSteps.is_noting() and not is_before
         member.thread = threading.get_ident()  # what others train may be in the middle of a step
-        if records_amax and not is_captured:
-            member.trains, member.untrained_state = True, None
         stale = self._stale_weights(member, records_amax)
         # Before the casts: what another thread writes meanwhile is to be cast again.
         marks = [_C.WeightMark(weight) for _, weight in stale]

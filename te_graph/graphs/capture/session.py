@@ -67,12 +67,12 @@ def capture_all(group: CaptureGroup, jobs: Sequence[Job], is_chain: bool) -> lis
         on_failure = session.enter_context(contextlib.ExitStack())
         started = time.perf_counter()
         captures: list[CallableCapture] = []
+        session.enter_context(state_kept())
         # Before the first warm-up, which puts back what it has written: that may lie beside what these would make.
         for job in jobs:
             found = [source.obj for source in walk(TensorReader(job.target))]
             make_ready(found)
             _keep_grads(found, on_failure)
-        session.enter_context(state_kept())
         for job in jobs:
             group.at_work = job.label
             captures.append(

@@ -120,9 +120,10 @@ def capture(first: FunctionEntry, call: Call, walker: SourceWalker, pool: Any, s
     check_circumstances(device, f"graphed({label})")
     backend = CudaBackend(device, "thread_local", stream) if device.type == "cuda" else RecorderBackend()
     pool = pool or backend.new_pool()
-    attempt = _Attempt(label, call, walker, device)
-    with explained(label, "the capture", Notes()):
-        graph, checks, entry = _capture(attempt, first, backend, pool)
+    with state_kept():
+        attempt = _Attempt(label, call, walker, device)
+        with explained(label, "the capture", Notes()):
+            graph, checks, entry = _capture(attempt, first, backend, pool)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         entry.graph = _C.CapturedGraph(graph)
     entry.checks = [*checks, *([entry.host_steps.run] if len(entry.host_steps) else [])]
@@ -141,7 +142,6 @@ def _capture(
         garbage_collection_off(),
         backend.session(),
         capturing(),
-        state_kept(),
         attempt.undone_unless_right(),
     ):
         if first.multiplies and first.device.type == "cuda":

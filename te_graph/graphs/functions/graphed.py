@@ -149,6 +149,10 @@ class GraphedFunction(Inlined):
         _log.info("%s: captured, %.1f MiB", self._label, entry.nbytes / 2**20)
         # Its guard has not looked yet, and a replay needs what it finds.
         change, found = entry.begin(call)
+        if change and change == entry.host_steps.change():  # of what this call, not the capture, has found otherwise
+            if self._on_mismatch == "raise":
+                raise RuntimeError(f"{self._label}: {change} since capture")
+            return self._run(call, f"{change} since capture")
         if change:
             raise RuntimeError(f"{self._label}: {change} during the capture")
         return self._replay(entry, call, found)
