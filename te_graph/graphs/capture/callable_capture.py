@@ -63,7 +63,7 @@ from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.explanations import WarmUpWatch
 from te_graph.graphs.tracing.externals import TensorWatch, leaves_below
 from te_graph.graphs.tracing.host_access import GradWatch
-from te_graph.graphs.tracing.source_lines import run_region
+from te_graph.graphs.tracing.source_lines import call_region
 
 
 class CallableCapture:
@@ -433,7 +433,7 @@ class CallableCapture:
         hooked = taken_away(self._computable)
         refuse_fp8_before(self.label, self.root)
         with containers_kept(self.label, args, kwargs), own_casts(), values, hooked as self.computed:
-            result = run_region(function, args, kwargs)
+            result = call_region(function, args, kwargs)
         refuse_fp8_after(self.label, self.root)
         return result
 

@@ -27,6 +27,7 @@ from te_graph.graphs.layers.layer_captures import LayerCaptures
 from te_graph.graphs.layers.report import GraphedLayers
 from te_graph.graphs.layers.watched_step import Use, watched
 from te_graph.graphs.step_state import check_step_state
+from te_graph.graphs.tracing.open_checkpoints import without_open_checkpoints
 
 _NAME = "graph_layers"
 _log = logging.getLogger("te_graph")
@@ -100,6 +101,8 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
             for call in captures.captured:
                 call.module.te_graph.reset()
             raise
+        finally:
+            captures.errors.clear()  # their tracebacks lead here: a cycle that would keep what the layers computed
     report = _report(captures, arguments.names, started)
     _log.info("graph_layers: %s", report)
     return report
@@ -138,7 +141,7 @@ class _Arguments:
         modules = [module for module in self.names if not isinstance(module, torch.jit.ScriptModule)]
         calls = LayerCalls(modules, self.selection.is_candidate)
         with watched(self.model, calls) as watch:
-            self._run_step()
+            without_open_checkpoints(self._run_step)
         return calls.top, watch.uses, calls.computed_again
 
     def _run_step(self) -> None:

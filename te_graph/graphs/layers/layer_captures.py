@@ -118,26 +118,21 @@ class LayerCaptures:
         """Capture ``calls``, which feed each other; where one fails, those before and those after it."""
         if len(calls) < 2:
             return
-        number, error = self._try(calls, is_chain=True)
-        if error is None:
+        number = self._try(calls, is_chain=True)
+        if number is None:
             self.chains.append(calls)
             return
-        if self._note_failure(calls[number], error):
-            self._leave_out(calls[number:], calls[number], error)
         self._capture_chain(calls[:number])
         self._capture_chain(calls[number + 1 :])
 
     def _capture_apart(self, calls: list[LayerCall]) -> None:
-        while calls:
-            number, error = self._try(calls, is_chain=False)
-            if error is None:
-                return
-            bad = calls[number]
-            self._leave_out(calls if self._note_failure(bad, error) else [bad], bad, error)
+        while calls and self._try(calls, is_chain=False) is not None:
             calls = [call for call in calls if call.module not in self.left_out]
 
-    def _try(self, calls: list[LayerCall], is_chain: bool) -> tuple[int, Exception | None]:
-        """Capture ``calls`` together; where that fails, which of them is to blame, and its error."""
+    def _try(self, calls: list[LayerCall], is_chain: bool) -> int | None:
+        """Capture ``calls`` together; where that fails, which of them is to blame: accounted for here, since a caller
+        that had the error in a variable would make a cycle of it and its traceback, with all that the layers computed.
+        """
         options = replace(self.options, chain=is_chain, autograd_params=self._for_autograd(calls))
         jobs = [self._jobs[call] for call in calls]
         group = CaptureGroup(self._devices[calls[0]], options)
@@ -146,9 +141,11 @@ class LayerCaptures:
                 capture_and_install(jobs, group, is_chain=is_chain, step_state=self.step_state)
         except Exception as error:
             labels = [job.label for job in jobs]
-            return (labels.index(group.at_work) if group.at_work in labels else 0), error
+            number = labels.index(group.at_work) if group.at_work in labels else 0
+            self._note_failure(calls, number, error, is_chain)
+            return number
         self.captured += calls
-        return 0, None
+        return None
 
     def _for_autograd(self, calls: list[LayerCall]) -> tuple[weakref.ref[Tensor], ...]:
         """The parameters whose gradients go through autograd: also those that are used outside of their layer."""
@@ -182,11 +179,16 @@ class LayerCaptures:
                 return f"its {name} is used outside as well, and autocast casts it once for all uses"
         return None
 
-    def _note_failure(self, call: LayerCall, error: Exception) -> bool:
-        """Count a capture that failed; whether enough alike did for the others of the class not to be tried."""
-        key = (_kind(call.module), self._reason(call, error))
+    def _note_failure(self, calls: list[LayerCall], number: int, error: Exception, is_chain: bool) -> None:
+        """The capture of ``calls`` has failed, of which number ``number`` is to blame. Of a chain that one is tried
+        apart, unless enough alike have failed: then none of the class is tried any more."""
+        bad = calls[number]
+        key = (_kind(bad.module), self._reason(bad, error))
         self._alike[key] += 1
-        return self._alike[key] >= _MAX_ALIKE
+        if self._alike[key] >= _MAX_ALIKE:
+            self._leave_out(calls[number:] if is_chain else calls, bad, error)
+        elif not is_chain:
+            self._leave_out([bad], bad, error)
 
     def _leave_out(self, calls: Sequence[LayerCall], bad: LayerCall, error: Exception) -> None:
         """Of ``calls`` those that are of the class of ``bad``, which could not be captured because of ``error``."""

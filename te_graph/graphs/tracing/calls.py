@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from te_graph.graphs.tracing.source_lines import run_region
+from te_graph.graphs.tracing.source_lines import call_region
 
 Call = tuple[Callable[..., Any], tuple, dict[str, Any]]
 _MODULE_CODES = frozenset(part.__code__ for part in vars(nn.Module).values() if inspect.isgeneratorfunction(part))
@@ -43,7 +43,7 @@ def make_call(call: Call) -> Any:
         args = tuple(_again(arg) for arg in args)
     if kwargs and Drained in map(type, kwargs.values()):
         kwargs = {key: _again(arg) for key, arg in kwargs.items()}
-    return run_region(function, args, kwargs)
+    return call_region(function, args, kwargs)
 
 
 def _again(arg: Any) -> Any:

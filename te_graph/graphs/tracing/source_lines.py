@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from te_graph.common.dispatch import PACKAGE, TORCH, is_user_file
+from te_graph.graphs.tracing.open_checkpoints import without_open_checkpoints
 
 BACKWARD = "backward"  # the site of what the autograd engine does itself
 _ENGINE_ENTRY = "_engine_run_backward"
@@ -21,8 +22,13 @@ _WRAPPERS = tuple(TORCH + path for path in ("_compile.py", "_dynamo" + os.sep, "
 _NO_LINE = "the callable itself"  # it is a function of C++, or of this package
 
 
+def call_region(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call what is captured, or is to be captured; checkpoints inside it do not outlive an exception."""
+    return without_open_checkpoints(run_region, function, args, kwargs)
+
+
 def run_region(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call what is captured, or is to be captured: sites are looked for from the innermost frame to this one."""
+    """Where the captured code begins: sites are looked for from the innermost frame to that of this function."""
     return function(*args, **kwargs)
 
 
@@ -43,7 +49,7 @@ def user_site() -> str:
 def site_of(error: BaseException) -> str | None:
     """As ``user_site``, of where ``error`` was raised; None where that was not inside what is captured.
 
-    To be called by the caller of ``run_region``, or by the engine: the traceback must not hold outer frames yet.
+    To be called by the caller of ``call_region``, or by the engine: the traceback must not hold outer frames yet.
     """
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     is_backward = any(code.co_name == _ENGINE_ENTRY for code, _ in frames)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from twins import backward_of, eager_copy, gradients_of, leaf_copy
 
-from te_graph import make_graphed_callables
+from te_graph import _C, graphed, make_graphed_callables
 from te_graph.testing import assert_bitwise_equal
 
 
@@ -118,3 +120,45 @@ def test_states_that_no_forward_noted_before_its_backward_are_refused(device, ou
     drawn = torch.rand(3, device=device)
     torch.manual_seed(3)
     assert torch.equal(torch.rand(3, device=device), drawn)
+
+
+class Reading(nn.Module):
+    """[3, 4] -> [3, 4]; what no graph can hold is inside a checkpoint."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.inner, self.options = nn.Linear(4, 4), options
+
+    def _read(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        y = self.inner(x)
+        return y * 2 if y.sum().item() > 1e9 else y
+
+    def forward(self, x: Tensor) -> Tensor:  # [3, 4] -> [3, 4]
+        return checkpoint(self._read, x, use_reentrant=False, **self.options)
+
+
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": SELECTIVE}], ids=["plain", "some"])
+@pytest.mark.parametrize("kind", ["callable", "function"])
+def test_a_checkpoint_that_could_not_be_captured_is_over_when_the_error_comes(device, kind, options):
+    """While the error is handled, too: what eager code saves then is not the checkpoint's."""
+    model, x = Reading(options).to(device), batch(device)
+
+    def step() -> None:
+        with torch.enable_grad():
+            model(x).sum().backward()
+
+    for parameter in (x, *model.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    replay = graphed(step)
+    replay()
+    try:
+        replay() if kind == "function" else make_graphed_callables(model, (x,))
+    except RuntimeError as error:
+        assert "_read" in str(error)
+        assert _C.saved_tensor_pack_hooks() == _get_current_dispatch_mode_stack() == []
+        step()
+    else:
+        pytest.fail("was captured")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections
+import gc
+import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from te_graph.testing import assert_bitwise_equal
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
 
 Loss = Callable[[nn.Module, int], Tensor]
+MADE: SimpleQueue[weakref.ref[Tensor]] = SimpleQueue()  # which no guard looks at
 
 
 def graphed_and_twin(model: nn.Module, *batch: Any, **options: Any) -> tuple[nn.Module, nn.Module, Any]:
@@ -137,6 +141,39 @@ def test_what_cannot_be_captured_stays_eager_and_the_report_says_why(device: str
     assert_train_alike(model, twin, lambda one, _: one(batch(device)).square().mean())
     report.reset()
     assert_train_alike(model, twin, lambda one, _: one(batch(device)).square().mean(), steps=1)
+
+
+class Making(Reading):
+    """Cannot be captured, and tells what it has computed."""
+
+    def __init__(self, in_checkpoint: bool) -> None:
+        super().__init__()
+        self.in_checkpoint = in_checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:  # [n, 6]
+        inner = x + 1
+        MADE.put(weakref.ref(inner))
+        if not self.in_checkpoint:
+            return super().forward(inner)
+        return checkpoint(super().forward, inner, use_reentrant=False)
+
+
+@pytest.mark.parametrize("in_checkpoint", [False, True])
+@pytest.mark.parametrize("chain", [False, True])
+def test_what_cannot_be_captured_leaves_nothing_behind(device: str, in_checkpoint: bool, chain: bool) -> None:
+    """Not what its code computed, nor a checkpoint's hooks, which would see what the next step saves."""
+    model = InTurn(Block(), Block(), Making(in_checkpoint), Making(in_checkpoint)).to(device)
+    gc.disable()
+    try:
+        model, twin, report = graphed_and_twin(model, batch(device), layers="layers.*", chain=chain)
+        assert MADE.qsize() > 2 and all(MADE.get()() is None for _ in range(MADE.qsize()))
+    finally:
+        gc.enable()
+    assert [*report.left_out] == ["layers.2", "layers.3"]
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert_train_alike(model, twin, lambda one, _: one(batch(device)).square().mean())
+    while not MADE.empty():
+        MADE.get()
 
 
 def test_a_bad_layer_in_a_chain_loses_itself_alone(device: str) -> None:
