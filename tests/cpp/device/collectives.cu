@@ -299,7 +299,9 @@ void expect_mismatch(int world, const Case& common, const Case& other, std::mt19
         EXPECT_EQ(sequence_of(record.seen), 1u);
         EXPECT_EQ(record.expected, flag_of(1, pack((rank == odd ? odd_memory : memory).fingerprint())));
         EXPECT_EQ(record.seen, flag_of(1, pack((rank == odd ? memory : odd_memory).fingerprint())));
-        if (rank != odd) EXPECT_EQ(record.peer, odd) << common << " and " << other << ", world " << world;
+        if (rank != odd) {
+            EXPECT_EQ(record.peer, odd) << common << " and " << other << ", world " << world;
+        }
     }
     EXPECT_GT(mismatches, 0) << common << " and " << other;
 }
@@ -381,7 +383,9 @@ void expect_two_kernels_end_all(Memory& first, Memory& second, int blocks, std::
         expect_aborted(ranks, rank);
         EXPECT_TRUE(is_aborted(first, rank));
         EXPECT_TRUE(is_aborted(second, rank));
-        if (rank > 0) EXPECT_EQ(ranks[rank].record().failure, Failure::kAbortedByPeer);
+        if (rank > 0) {
+            EXPECT_EQ(ranks[rank].record().failure, Failure::kAbortedByPeer);
+        }
     }
 }
 

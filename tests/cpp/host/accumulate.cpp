@@ -113,7 +113,9 @@ TEST(AccumulateCpu, SkippedSourcesAreZeroedAndOnlyPairsThatOpsAddHaveASumOfSquar
                 const TableEntry entry = entry_of(source, destination, mode);
                 accumulate_cpu({&entry, 1}, {.zero_source = true, .sum_squares = partial});
                 ASSERT_TRUE(same_bytes(source, zeros));
-                if (mode == Mode::kSkip) ASSERT_TRUE(same_bytes(destination, before));
+                if (mode == Mode::kSkip) {
+                    ASSERT_TRUE(same_bytes(destination, before));
+                }
                 const double sum = rounded_sum(partial);
                 if (mode == Mode::kSkip) {
                     EXPECT_EQ(sum, 0);

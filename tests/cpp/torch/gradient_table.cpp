@@ -129,7 +129,9 @@ TEST(LayOut, GivesOneRunInTheOrderOfTheParameterOrOfItsMainGrad) {
             const at::Tensor laid = lay_out(gradient, parameter, main_grad);
             EXPECT_TRUE(is_dense(laid));
             EXPECT_TRUE(laid.equal(gradient));
-            if (main_grad.defined()) EXPECT_EQ(laid.strides(), main_grad.strides());
+            if (main_grad.defined()) {
+                EXPECT_EQ(laid.strides(), main_grad.strides());
+            }
         }
     }
     const at::Tensor dense = at::rand({4, 3});
