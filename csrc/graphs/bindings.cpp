@@ -234,7 +234,9 @@ void bind(py::module_& m) {
 
     py::class_<MainGradReset, std::shared_ptr<MainGradReset>>(m, "MainGradReset")
         .def(py::init<>())
-        .def("request", [](MainGradReset& reset) { reset.is_pending = true; });
+        .def_property(
+            "is_pending", [](const MainGradReset& reset) { return reset.is_pending.load(); },
+            [](MainGradReset& reset, bool is_pending) { reset.is_pending = is_pending; });
 
     py::enum_<StepKind>(m, "StepKind")
         .value("INSTANCE_DICT", StepKind::kInstanceDict)

@@ -5,13 +5,16 @@ The reference are gradients that were made one by one with ``torch.autograd.grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from fp8_gradients import IN, OUT, RECIPE, a_sample, backward, call, gradients_of
 from tensor_lists import same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 graphed_or_not = pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
@@ -65,6 +68,40 @@ def test_graphs_leave_in_main_grad_what_eager_execution_leaves(device: str) -> N
             values += [layer.weight.main_grad.clone(), layer.bias.grad.clone(), x.grad]
         results.append(values)
     assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("ends", ["well", "with an error"])
+def test_a_reset_from_before_graph_layers_is_for_the_first_backward_of_the_training(device: str, ends: str) -> None:
+    """The step that ``graph_layers`` watches has a backward, which overwrites what it accumulates in."""
+    results = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        options = {"device": device, "bias": False, "fuse_wgrad_accumulation": True}
+        model = nn.Sequential(tg.Linear(IN, IN, **options), nn.Sequential(tg.Linear(IN, IN, **options), nn.GELU()))
+        samples = [a_sample(device, torch.float32) for _ in range(3)]
+        for parameter in model.parameters():
+            parameter.main_grad = torch.full_like(parameter, 7.0)
+        tg.reset_main_grads(model.parameters())
+
+        def step(x: Tensor, model: nn.Module = model) -> None:
+            with tg.fp8_autocast(recipe=RECIPE):
+                loss = model(x).square().mean()
+            loss.backward()
+
+        def watched(step: Callable[[Tensor], None] = step, x: Tensor = samples[0]) -> None:
+            step(x)
+            if ends != "well":
+                raise KeyError("the loader")
+
+        if graphed and ends == "well":
+            tg.graph_layers(model, watched, layers=tg.Linear)
+        elif graphed:
+            with pytest.raises(KeyError, match="the loader"):
+                tg.graph_layers(model, watched)
+        for x in samples:
+            step(x)
+            results.append([parameter.main_grad.clone() for parameter in model.parameters()])
+    assert_bitwise_equal(results[:3], results[3:])
 
 
 @graphed_or_not

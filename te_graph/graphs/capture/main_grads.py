@@ -54,7 +54,7 @@ def reset_main_grads(parameters: Tensor | Iterable[Tensor]) -> None:
                 f"{list(parameter.shape)} without one"
             )
     for parameter in chosen:
-        gradient_state(parameter).main_grad_reset.request()
+        gradient_state(parameter).main_grad_reset.is_pending = True
 
 
 def create_main_grad(parameter: Tensor, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_graph.common.dispatch import is_in_backward, is_strided, storage_key
+from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.kept_state import state_kept
 from te_graph.graphs.guards.effects.random_generators import HostRandom
 from te_graph.graphs.guards.sources import Source
@@ -144,12 +145,17 @@ def _generators_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _grads_kept(model: nn.Module) -> Iterator[None]:
-    """Put back which tensors the gradients are; the watch puts back their values."""
+    """Put back which tensors the gradients are, and whether the next one overwrites ``main_grad``; the watch puts back
+    their values."""
     names = ("grad", "main_grad")
     before = [(p, name, vars(p).get(name) if name != "grad" else p.grad) for p in model.parameters() for name in names]
+    resets = [gradient_state(p).main_grad_reset for p in model.parameters() if main_grad_of(p) is not None]
+    pending = [reset.is_pending for reset in resets]
     try:
         yield
     finally:
+        for reset, is_pending in zip(resets, pending, strict=True):
+            reset.is_pending = is_pending
         for parameter, name, tensor in before:
             if name == "grad":
                 parameter.grad = tensor
