@@ -110,7 +110,7 @@ void bind(py::module_& m) {
         .def("is_of_storage", &WeightMark::is_of_storage, py::arg("weight"));
     m.def("set_fp8_region", &set_region, py::arg("number"));
     m.def("fp8_region", &region);
-    m.def("note_fp8_region", &note_region);
+    m.def("note_fp8_call", &note_call, py::arg("began_before"));
     m.def(
         "note_fp8_region_exit",
         [](bool is_inside) { CapturedColumns::note_region_exit(*HostSteps::current(), is_inside); },

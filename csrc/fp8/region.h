@@ -9,7 +9,8 @@ namespace te_graph::fp8 {
 int64_t region();
 void set_region(int64_t number);
 
-// What is captured on this thread, if anything, computes as the present region says, which began before the capture.
-void note_region();
+// A layer is called that may compute in FP8. What is captured on this thread, if anything, runs eagerly in checkpoints;
+// it computes as the present region says if that `began_before` the capture.
+void note_call(bool began_before);
 
 }  // namespace te_graph::fp8

@@ -1,8 +1,14 @@
-"""How many calls of FP8 layers a capture holds, which its report tells, and regions in which there need be none."""
+"""What others ask of calls of FP8 layers: how many a capture holds, in which regions there need be none, and whether a
+checkpoint makes them again."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+
+from te_graph.common.dispatch import is_in_backward
+
+REPEATS = "called where a checkpoint computes FP8 layers again"  # why a call is not captured
 
 
 class _Calls(threading.local):
@@ -30,6 +36,20 @@ def take_excuse() -> bool:
     """Whether this thread has been excused since it was asked last."""
     was_excused, _calls.are_excused = _calls.are_excused, False
     return was_excused
+
+
+_repeats: list[Callable[[], bool]] = []
+
+
+def tell_repeats_by(test: Callable[[], bool]) -> None:
+    """Let ``repeats_fp8_calls`` go by ``test``."""
+    _repeats.append(test)
+
+
+def repeats_fp8_calls() -> bool:
+    """Whether a checkpoint in which FP8 layers were called is computed again: their scales are those of then, and no
+    region is entered, so that a capture made now would be of something else."""
+    return is_in_backward() and any(test() for test in _repeats)
 
 
 class CapturedFp8Calls:

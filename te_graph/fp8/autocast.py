@@ -172,8 +172,7 @@ def current_region() -> fp8_autocast | None:
     return _regions.entered[-1][0] if _regions.entered else None
 
 
-def note_region() -> None:
+def note_call() -> None:
     """Called by modules that compute as the present region says: what is captured does so as well, and is right in
-    such regions alone, unless the region began in what is captured."""
-    if not (_regions.entered and _regions.entered[-1][1]):
-        _C.note_fp8_region()
+    such regions alone, unless the region began in what is captured; and only where no checkpoint calls it."""
+    _C.note_fp8_call(not (_regions.entered and _regions.entered[-1][1]))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
-from te_graph.fp8.autocast import current_region, note_region
+from te_graph.fp8.autocast import current_region, fp8_autocast, note_call
 from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.member import Member
 from te_graph.fp8.membership import member_of
@@ -26,7 +26,7 @@ def product_in_fp8(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor | 
             y = member.products.fast_call(x, weight, bias)
             if y is not None:
                 return y
-        note_region()
+        note_call()
         return _unusual_product(module, x, weight, None if bias is None else bias.contiguous())
     except ValueError:
         _check_features(module, x, weight)  # which a fast call leaves to the op

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from te_graph import _C
 from te_graph.common.dispatch import is_in_backward
+from te_graph.common.fp8_calls import tell_repeats_by
 from te_graph.fp8.member import Member
 
 _NOTES = "_te_graph_fp8_calls"  # attribute of a checkpoint
@@ -77,6 +78,16 @@ class Checkpoints:
             calls = _calls_of(CheckpointFunction.backward)
             self._repeating = next((each["ctx"] for each in calls if _is_computing_again(each)), None)
 
+    @property
+    def are_any(self) -> bool:
+        """Whether there is one that runs, for the first time or again."""
+        return bool(self.noting) or self._repeating is not None
+
+    @property
+    def repeats_calls(self) -> bool:
+        """Whether one is computed again in which layers were called the first time."""
+        return self._repeating is not None and hasattr(self._repeating, _NOTES)
+
     def note(self, layer: Any, call: FirstCall) -> None:
         """Note how ``layer`` is called."""
         for checkpoint in self.noting:
@@ -97,6 +108,15 @@ class Checkpoints:
 def may_be_checkpointed() -> bool:
     """Whether it is worth looking for checkpoints."""
     return _C.has_saved_tensor_hooks() or is_in_backward() or not torch.is_grad_enabled()
+
+
+def is_checkpointed() -> bool:
+    """Whether a call that is made now leaves notes in a checkpoint, or takes them: a replay would do neither. Asked by
+    what replays FP8 layers, where ``may_be_checkpointed``."""
+    return Checkpoints().are_any
+
+
+tell_repeats_by(lambda: Checkpoints().repeats_calls)
 
 
 def _notes_of(checkpoint: Any) -> _Notes:

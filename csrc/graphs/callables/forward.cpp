@@ -197,6 +197,11 @@ std::optional<ReplayMiss> GraphedCallable::check(PyObject* root, const std::vect
         if (auto miss = check_saved_tensor_hooks()) return miss;
     }
     if (const char* const mode = mode_of(inputs)) return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + mode};
+    for (const auto& step : host_steps_.of(Direction::kForward)) {
+        if (const std::string obstacle = step->obstacle(); !obstacle.empty()) {
+            return ReplayMiss{ReplayMiss::Kind::kMode, name_ + ": " + obstacle};
+        }
+    }
     if (const std::string difference = difference_of_inputs(inputs); !difference.empty()) {
         return ReplayMiss{ReplayMiss::Kind::kArguments, name_ + ": " + difference};
     }

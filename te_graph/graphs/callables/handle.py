@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
 from te_graph.common.environment import is_disabled
+from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
 from te_graph.common.gradient_state import main_grad_of
 from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
@@ -226,6 +227,8 @@ class Handle:
     ) -> tuple[list[Tensor], str | None]:
         """Capture what is called; where that fails, a reason to run eagerly."""
         group, options = self._group, self._group.options
+        if repeats_fp8_calls():
+            return [], self._fall_back(f"{self.label}: {REPEATS}")
         if self._captures >= options.max_captures:
             return [], self._fall_back(f"{miss.message}; max_captures={options.max_captures} are made")
         try:

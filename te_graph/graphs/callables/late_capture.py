@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import has_subclass
+from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
 from te_graph.common.gradient_state import main_grad_of
 from te_graph.graphs.arguments.nest import flatten
 from te_graph.graphs.capture.group import CaptureGroup
@@ -36,6 +37,8 @@ class LateCaptures:
             return "called under no_grad, not captured yet"
         if _C.is_observed() or torch.compiler.is_compiling():
             return "called where operations are watched or captured, not captured yet"
+        if repeats_fp8_calls():
+            return f"{REPEATS}, not captured yet"
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if isinstance(target, nn.Module):
             tensors += [*target.parameters(), *target.buffers()]
