@@ -7,7 +7,7 @@ from torch import Tensor
 
 from te_graph import _C
 from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
-from te_graph.fp8.autocast import current_region, fp8_autocast, note_call
+from te_graph.fp8.autocast import current_region, note_call
 from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.member import Member
 from te_graph.fp8.membership import member_of

@@ -317,3 +317,48 @@ def test_a_gradient_at_any_address_is_added_to(device: str) -> None:
             backward(layer, x)
         assert same_bits(memory[offset : offset + size].view(OUT, IN), expected[0] + expected[1])
         assert memory.count_nonzero() == layer.weight.grad.count_nonzero()
+
+
+@pytest.mark.parametrize("shared", ["weight", "layer"])
+def test_gradients_of_a_weight_of_two_graphed_callables_are_summed_before_they_are_added(
+    device: str, shared: str
+) -> None:
+    """As docs/limits.md says: eager execution adds one after the other."""
+    torch.manual_seed(0)
+    options = {"device": device, "bias": False}
+    first = tg.Linear(IN, IN, **options)
+    last = first if shared == "layer" else tg.Linear(IN, IN, **options)
+    last.weight = first.weight
+    apart = [tg.Linear(IN, IN, **options) for _ in range(2)]
+    for layer in apart:
+        layer.load_state_dict(first.state_dict())
+    callables = (nn.Sequential(first, nn.Tanh()), nn.Sequential(last, nn.Tanh()))
+    twins = tuple(nn.Sequential(layer, nn.Tanh()) for layer in apart)
+    samples = [a_sample(device, torch.float32) for _ in range(4)]
+
+    def loss_of(parts: tuple[nn.Module, ...], x: Tensor) -> Tensor:
+        with tg.fp8_autocast(recipe=RECIPE):
+            return parts[1](parts[0](x)).square().sum()
+
+    each = [torch.autograd.grad(loss_of(twins, x), [layer.weight for layer in apart]) for x in samples]
+    in_turn: list[Tensor] = []
+    summed: list[Tensor] = []
+    for of_first, of_last in each:
+        in_turn.append((in_turn[-1] + of_last) + of_first if in_turn else of_last + of_first)
+        summed.append(summed[-1] + (of_last + of_first) if summed else of_last + of_first)
+
+    def trained() -> list[Tensor]:
+        first.weight.grad, found = None, []
+        for x in samples:
+            loss_of(callables, x).backward()
+            found.append(first.weight.grad.clone())
+        return found
+
+    assert all(map(same_bits, trained(), in_turn))
+    with tg.fp8_autocast(recipe=RECIPE):
+        tg.make_graphed_callables(callables, ((samples[0],),) * 2)
+    found = trained()
+    assert same_bits(found[0], in_turn[0])
+    assert all(map(same_bits, found, summed))
+    assert not same_bits(found[-1], in_turn[-1])
+    torch.testing.assert_close(found, in_turn)
