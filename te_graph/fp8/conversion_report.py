@@ -27,6 +27,7 @@ class ConversionReport:
             why they stay in high precision: embeddings, experts, convolutions.
         elements: of all matrices of the model, each counted once.
         fp8_elements: of those that FP8 layers have, as before the call included.
+        already: how many layers computed in FP8 before.
     """
 
     converted: list[str] = field(default_factory=list)
@@ -34,10 +35,14 @@ class ConversionReport:
     others: dict[str, str] = field(default_factory=dict)
     elements: int = 0
     fp8_elements: int = 0
+    already: int = 0
 
     def __str__(self) -> str:
         share = self.fp8_elements / self.elements if self.elements else 0
-        lines = [f"{len(self.converted)} layers converted to FP8; FP8 has {share:.0%} of the elements of matrices"]
+        already = f" ({self.already} already)" if self.already else ""
+        lines = [
+            f"{len(self.converted)} layers converted to FP8{already}; FP8 has {share:.0%} of the elements of matrices"
+        ]
         reasons = said_by_reason({**self.skipped, **self.others})
         lines += [f"  left: {reason}" for reason in reasons[:_MAX_SHOWN]]
         if len(reasons) > _MAX_SHOWN:
@@ -80,7 +85,7 @@ def report_on(
     }
     in_fp8 = {id(module.weight) for module in fp8}
     fp8_elements = sum(size for key, size in sizes.items() if key in in_fp8)
-    return ConversionReport(converted, skipped, others, sum(sizes.values()), fp8_elements)
+    return ConversionReport(converted, skipped, others, sum(sizes.values()), fp8_elements, len(fp8) - len(converted))
 
 
 def _matrices_of(module: nn.Module) -> dict[str, Tensor]:

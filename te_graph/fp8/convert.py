@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class ConvertedLinear(Linear):
 
 
 _CONVERTED = (Linear, FP8Conv1D)
+_MAX_NAMED = 5  # layers, in a message
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by DistributedDataParallel and torch.compile
 
 
@@ -161,13 +163,28 @@ def load_fp8_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """
     modules = {name: module for name, module in model.named_modules() if isinstance(module, _CONVERTED)}
     if modules.keys() != state.keys():
-        odd = sorted(modules.keys() ^ state.keys())
-        hint = _hint_at_wrapper(set(modules), set(state))
-        raise KeyError(
-            f"load_fp8_state_dict: expected the names of the model's FP8 layers, differing are {odd[:5]}{hint}"
-        )
+        raise KeyError(f"load_fp8_state_dict: {_difference_of(modules.keys(), state.keys())}")
     for name, module in modules.items():
         load_state_(module, state[name])
+
+
+def _difference_of(names: Set[str], given: Set[str]) -> str:
+    """Between the ``names`` of the FP8 layers of a model and those ``given``."""
+    if not names:
+        return (
+            f"expected a model with FP8 layers, got one without any: convert it first (convert_to_fp8), as that of the "
+            f"state was, which has {_some(given)}"
+        )
+    sides = [(names - given, "missing in the state"), (given - names, "of no FP8 layer of the model")]
+    differing = "; ".join(f"{what}: {_some(odd)}" for odd, what in sides if odd)
+    hint = _hint_at_wrapper(set(names), set(given))
+    return f"expected the names of the model's FP8 layers, got others: {differing}{hint}"
+
+
+def _some(names: Set[str]) -> str:
+    """The first of ``names``, and how many others there are."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{sorted(names)[:_MAX_NAMED]}{more}"
 
 
 def _hint_at_wrapper(names: set[str], given: set[str]) -> str:

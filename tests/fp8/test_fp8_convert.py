@@ -77,7 +77,9 @@ def test_models_are_converted_in_place_and_back(name: str) -> None:
     assert len(report.converted) + len(report.skipped) == len(layers) >= 9
     assert set(report.converted) == {n for n, m in model.named_modules() if isinstance(m, tg.Linear)}
     assert str(report).startswith(f"{len(report.converted)} layers converted to FP8")
-    assert tg.convert_to_fp8(model, min_features=16).converted == []
+    again = tg.convert_to_fp8(model, min_features=16)
+    assert (again.converted, again.already) == ([], len(report.converted))
+    assert str(again).startswith(f"0 layers converted to FP8 ({again.already} already); FP8 has ")
     with tg.fp8_autocast(recipe=CURRENT):
         layers[0](torch.randn(3, layers[0].in_features))
     assert sorted(tg.unconvert(model)) == sorted(report.converted)

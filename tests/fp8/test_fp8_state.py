@@ -212,24 +212,35 @@ def test_meta_models_get_their_state_when_they_are_loaded(device: str) -> None:
 
 def test_names_have_to_fit(device: str) -> None:
     model = new_model(device)
-    with pytest.raises(KeyError, match="expected the names of the model's FP8 layers, differing are"):
+    with pytest.raises(KeyError, match=r"got others: missing in the state: \['2'\]"):
         tg.load_fp8_state_dict(model, {"0": model[0].get_extra_state()})
+    state = tg.fp8_state_dict(model) | {f"head.{number}": model[0].get_extra_state() for number in range(7)}
+    first = r"\['head.0', 'head.1', 'head.2', 'head.3', 'head.4'\]"
+    with pytest.raises(KeyError, match=f"got others: of no FP8 layer of the model: {first} and 2 more"):
+        tg.load_fp8_state_dict(model, state)
+
+
+def test_a_model_that_is_not_converted_is_told_to_be(device: str) -> None:
+    names = r"load_fp8_state_dict: .* without any: convert it first \(convert_to_fp8\), .* which has \['0', '2'\]"
+    with pytest.raises(KeyError, match=names):
+        tg.load_fp8_state_dict(nn.Sequential(nn.Linear(32, 32)), tg.fp8_state_dict(new_model(device)))
+    tg.load_fp8_state_dict(nn.Sequential(nn.Linear(32, 32)), {})
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 def test_names_that_differ_by_a_wrapper_are_told_apart_from_others(prefix: str) -> None:
-    model, odd = new_model("cpu"), "expected the names of the model's FP8 layers, differing are"
+    model, odd = new_model("cpu"), "expected the names of the model's FP8 layers, got others: "
     state = tg.fp8_state_dict(model)
     wrapped = {prefix + name: value for name, value in state.items()}
-    with pytest.raises(KeyError, match=rf"{odd} .* \(a prefix '{prefix}': save the state of the unwrapped model\)"):
+    with pytest.raises(KeyError, match=rf"{odd}.* \(a prefix '{prefix}': save the state of the unwrapped model\)"):
         tg.load_fp8_state_dict(model, wrapped)
     outer = model
     for name in reversed(prefix.split(".")[:-1]):
         inner, outer = outer, nn.Module()
         setattr(outer, name, inner)
     tg.load_fp8_state_dict(outer, wrapped)
-    with pytest.raises(KeyError, match=rf"{odd} .* \(a prefix '{prefix}': load into the unwrapped model\)"):
+    with pytest.raises(KeyError, match=rf"{odd}.* \(a prefix '{prefix}': load into the unwrapped model\)"):
         tg.load_fp8_state_dict(outer, state)
     for other in ({}, {**wrapped, "head": state["0"]}, {prefix + "0": state["0"]}):
-        with pytest.raises(KeyError, match=rf"{odd} \[.*\]\W*$"):
+        with pytest.raises(KeyError, match=rf"{odd}.*\]( and \d+ more)?\W*$"):
             tg.load_fp8_state_dict(model, other)
