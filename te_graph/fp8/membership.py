@@ -20,6 +20,7 @@ from te_graph.fp8.marked_state import MarkedState
 from te_graph.fp8.member import Member, new_state
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 from te_graph.fp8.weight_mark import mark_of_plain
+from te_graph.graphs.guards.pure_hooks import computed_by_hooks
 
 _log = logging.getLogger("te_graph")
 _DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -76,6 +77,25 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     if _C.HostSteps.is_noting():
         scope.cast_weights(module.fp8, records_amax=False, is_before=True)
     return module.fp8
+
+
+def check_captured_weight(module: FP8Module, records_amax: bool) -> None:
+    """Refuse to capture a call of ``module`` whose weight hooks compute before each call, where a graph cannot cast it
+    as eager execution does."""
+    if not any(attribute.name == "weight" for attribute in computed_by_hooks(module)):
+        return
+    computed = "one that hooks compute before each call (torch.nn.utils.prune, weight_norm, spectral_norm)"
+    if records_amax:
+        raise RuntimeError(
+            f"te_graph.Linear: expected a weight that is a parameter, got {computed}, whose casts in a graph delayed "
+            "scaling cannot follow: make it a parameter (prune.remove), use te_graph.Float8CurrentScaling, or leave "
+            "the layer eager"
+        )
+    if module.fp8 is None:
+        raise RuntimeError(
+            f"te_graph.Linear: expected a weight that is a parameter, got {computed}, in the first call of its layer "
+            "in fp8_autocast: call the model once in it before the capture"
+        )
 
 
 def _can_be_multiplied(module: FP8Module, weight: Tensor) -> bool:

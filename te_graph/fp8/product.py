@@ -10,7 +10,8 @@ from te_graph.common.fp8_calls import excuse_region, note_captured_fp8_call
 from te_graph.fp8.autocast import current_region, note_call
 from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.member import Member
-from te_graph.fp8.membership import member_of
+from te_graph.fp8.membership import check_captured_weight, member_of
+from te_graph.fp8.recipes import DelayedScaling
 from te_graph.fp8.recomputation import Checkpoints, FirstCall, may_be_checkpointed
 from te_graph.fp8.scale_block import Role
 
@@ -61,6 +62,8 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
     if region is None or not (region.enabled or region.calibrating):
         return None
     is_training = torch.is_grad_enabled() or (checkpoints is not None and checkpoints.hides_gradients)
+    if region.enabled and _C.HostSteps.is_noting():
+        check_captured_weight(module, is_training and isinstance(region.recipe, DelayedScaling))
     member = member_of(module, region, is_training or not region.enabled)
     if member is None:
         return None

@@ -21,6 +21,8 @@ def is_marked(mark: _C.WeightMark | None, weight: Tensor | None) -> bool:
 
 
 def plain_weight(module: nn.Module) -> Tensor | None:
-    """The weight [out, in] or [in, out] that ``module`` holds; None: it has none, or computes it when it is read."""
+    """The weight [out, in] or [in, out] that ``module`` holds; None: it has none, or computes it when it is read, or
+    inside a graph, behind which something else stands in its place."""
     weight = module._parameters.get("weight")
-    return vars(module).get("weight") if weight is None else weight
+    weight = vars(module).get("weight") if weight is None else weight
+    return weight if isinstance(weight, Tensor) else None

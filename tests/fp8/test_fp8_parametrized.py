@@ -1,16 +1,21 @@
-"""Weights that are computed when they are read: refused in FP8, and read once in a call outside of it."""
+"""Weights that are computed: when they are read, which FP8 refuses, or by hooks before each call, as prune does, which
+graphs hold under current scaling."""
 
 from __future__ import annotations
 
+import logging
 import re
+from typing import Any
 
 import pytest
 import torch
 from tensor_lists import same_bits
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
+from twins import gradients_of
 
 import te_graph as tg
+from te_graph.testing import assert_bitwise_equal
 
 WIDTH = 32
 RECIPE = tg.DelayedScaling(amax_history_len=3)
@@ -102,4 +107,67 @@ def test_a_weight_that_is_deleted_does_not_disturb_others(device: str) -> None:
     torch.optim.SGD(other.parameters(), lr=0.1).step()
     with tg.fp8_autocast(recipe=RECIPE):
         other(x)
+    assert layer.get_extra_state().shape == (3, 1032)
+
+
+def train_pruned(device: str, recipe: object, graphed: bool, calls_before: bool) -> tuple[nn.Module, list[Any]]:
+    """Losses and gradients of blocks with a pruned layer each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(tg.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3))).to(device)
+    for block in model:
+        prune.l1_unstructured(block[0], "weight", 0.3)
+    samples = [torch.randn(16, WIDTH, device=device) for _ in range(4)]
+
+    def step(x: Tensor = samples[0]) -> Tensor:
+        with tg.fp8_autocast(recipe=recipe):
+            loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    if calls_before:
+        step()
+        model.zero_grad()
+    if graphed:
+        tg.graph_layers(model, step)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for x in samples:
+        seen += [step(x), gradients_of(list(model.parameters()))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, seen
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, tg.Float8CurrentScaling()], ids=["delayed", "current"])
+@pytest.mark.parametrize("calls_before", [False, True])
+def test_pruned_layers_are_captured_or_refused_by_their_weight(
+    device: str, recipe: object, calls_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, eager = train_pruned(device, recipe, False, calls_before)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        model, graphed = train_pruned(device, recipe, True, calls_before)
+    assert_bitwise_equal(graphed, eager)
+    is_captured = calls_before and recipe is not RECIPE
+    assert [block.te_graph.info()["recaptures"] for block in model] == [int(is_captured)] * 3
+    said = [record.message for record in caplog.records]
+    assert len(said) == (0 if is_captured else 3)
+    reason = (
+        r"\d \(Sequential\): capturing again failed: te_graph.Linear: expected a weight that is a parameter, got one"
+    )
+    assert all(re.match(reason, message) for message in said)
+    assert all(("delayed scaling cannot follow" in message) is (recipe is RECIPE) for message in said)
+
+
+def test_a_weight_that_is_computed_inside_a_graph_is_in_nobodys_way(device: str) -> None:
+    """Such as casts of others in its region, which look for all weights that have changed."""
+    layer, other = (tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
+    model, x = nn.Sequential(layer), torch.randn(5, WIDTH, device=device)
+    prune.l1_unstructured(layer, "weight", 0.3)
+    with tg.fp8_autocast(recipe=RECIPE):
+        other(model(x)).sum().backward()
+    tg.make_graphed_callables(model, (x,))
+    with torch.no_grad():
+        other.weight.mul_(2)
+    with tg.fp8_autocast(recipe=RECIPE):
+        other(x).sum().backward()
     assert layer.get_extra_state().shape == (3, 1032)

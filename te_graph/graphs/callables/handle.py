@@ -243,7 +243,8 @@ class Handle:
         try:
             entry = self._capture(group, sample, kwargs)
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
-            return [], self._fall_back(self._refused.add(miss.message, *sample, self._failure(error)))
+            reason = f"{self.label}: {self._failure(error)}; tried because {self._without_label(miss.message)}"
+            return [], self._fall_back(self._refused.add(miss.message, *sample, reason))
         current = self._entry
         if miss.kind not in _OTHER_ARGUMENTS:
             self._retire(current)
@@ -253,7 +254,7 @@ class Handle:
         if miss.kind == _Kind.DISCERNIBLE and not is_result and outputs.kind in _ALWAYS_EAGER:
             self._retire(entry)  # for other calls of this kind the one that is there is as good
             self._make_current(current)
-            return [], self._fall_back(self._refused.add(miss.message, *sample, outputs.message))
+            return [], self._fall_back(self._refused.add(miss.message, *sample, f"{miss.message}; {outputs.message}"))
         self._captures += 1
         self._refused.clear()
         _log.info("%s: captured again: %s", self.label, miss.message)

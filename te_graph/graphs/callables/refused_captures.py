@@ -29,10 +29,11 @@ class RefusedCaptures:
             return None
         return f"{_MAX_REFUSED} captures in a row were refused, so that no call is captured any more"
 
-    def add(self, message: str, signature: Signature, tensors: list[Tensor], why: str) -> str:
-        """Note that calls like one with ``tensors`` [...] are not captured, and ``why``; returns their reason."""
-        self._refused.append(_Refused(message, signature, _facts_of(tensors), f"{message}; {why}"))
-        return self._refused[-1].reason
+    def add(self, message: str, signature: Signature, tensors: list[Tensor], reason: str) -> str:
+        """Note that calls like one with ``tensors`` [...], not replayed for the reason in ``message``, are not captured
+        for this ``reason``; returns it."""
+        self._refused.append(_Refused(message, signature, _facts_of(tensors), reason))
+        return reason
 
     def clear(self) -> None:
         """A capture has succeeded."""
