@@ -73,8 +73,9 @@ def test_the_loop_resumes_with_the_bits_of_one_that_went_on() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_trainer() -> None:
-    options = {"use_cpu": True, "max_steps": 4, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
+def test_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # as the example asks
+    options = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
 
     def train() -> Any:
         trainer = around(TRAINER)["new_trainer"](**options)
