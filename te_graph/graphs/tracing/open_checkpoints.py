@@ -7,6 +7,7 @@ exception would compute under these hooks, and others that are left in the meant
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +18,18 @@ from te_graph import _C
 def without_open_checkpoints(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function``; checkpoints that an exception leaves open are ended before it goes on. What the frames that
     it has ended had in variables is let go of then; their lines are still told."""
-    hooks = len(_C.saved_tensor_pack_hooks())
+    hooks, handled = len(_C.saved_tensor_pack_hooks()), sys.exc_info()[1]
     try:
         return function(*args)
     except BaseException as error:
         if len(_C.saved_tensor_pack_hooks()) > hooks:
-            _clear_frames(error)
+            _clear_frames(error, handled)
         raise
 
 
-def _clear_frames(error: BaseException) -> None:
-    """Of ``error`` and of those that it came of."""
-    seen: set[int] = set()
+def _clear_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Of ``error`` and of those that it came of, but for one that was ``handled`` around the call."""
+    seen = {id(handled)}
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()
