@@ -52,10 +52,11 @@ def _unusual_product(module: FP8Module, x: Tensor, weight: Tensor, bias: Tensor 
         member = first.member
         if member is None:
             return None
-        # Others may have computed with the layer in between, such as a teacher with weights of its own.
-        if not (member.products.is_cast(weight, False) or _C.HostSteps.is_noting()):
-            member.scope.cast_weights(member, records_amax=False)
-        return member.products.forward(x, weight, bias, first.dtype, False, first.scale)
+        with first.noting():
+            # Others may have computed with the layer in between, such as a teacher with weights of its own.
+            if not (member.products.is_cast(weight, False) or _C.HostSteps.is_noting()):
+                member.scope.cast_weights(member, records_amax=False)
+            return member.products.forward(x, weight, bias, first.dtype, False, first.scale)
     region = current_region()
     if checkpoints is not None and (region is None or not region.enabled):
         checkpoints.note(module, FirstCall())

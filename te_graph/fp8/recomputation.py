@@ -7,6 +7,7 @@ it, and found there again. Where torch keeps a checkpoint is known by names of `
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -34,11 +35,17 @@ class FirstCall:
         member: what it had in the scope; None: it computed without FP8.
         scale: of the input's cast, [1]; None under current scaling.
         dtype: of the result.
+        steps: of what was captured; a backward may compute again on another thread, where nothing tells of them.
     """
 
     member: Member | None = None
     scale: Tensor | None = None
     dtype: torch.dtype | None = None
+    steps: _C.HostSteps | None = field(default_factory=_C.HostSteps.current)
+
+    def noting(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the second call, which notes what it does as the first one did."""
+        return contextlib.nullcontext() if self.steps is None or _C.HostSteps.is_noting() else self.steps
 
 
 @dataclass
