@@ -34,7 +34,10 @@ OFTEN = ("evaluate", "evaluate", "evaluate", "forward", "backward")  # what show
 # tell of: on other losses that are held, on hooks, and on accumulate_grads=False.
 SEVERAL_USES = ("twice", "tied", "outside")
 # What a capture of a function refuses under delayed scaling: docs/limits.md.
-REFUSALS = ("called with them first", "does not write before it calls the layer")
+REFUSALS = (  # of docs/limits.md; on a GPU captures meet what earlier calls have left on other streams
+    *("called with them first", "does not write before it calls the layer"),
+    "with the same parameters is still held",
+)
 
 
 @dataclass(frozen=True)

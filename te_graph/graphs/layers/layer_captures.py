@@ -20,6 +20,7 @@ from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.layers.layer_calls import LayerCall
 from te_graph.graphs.layers.watched_step import Use
 from te_graph.graphs.step_state import StepState
+from te_graph.graphs.tracing.open_checkpoints import clear_frames
 from te_graph.graphs.tracing.refusals import CaptureError
 
 _MAX_ALIKE = 3  # modules of one class that could not be captured for one reason: the others are not tried
@@ -143,6 +144,7 @@ class LayerCaptures:
             labels = [job.label for job in jobs]
             number = labels.index(group.at_work) if group.at_work in labels else 0
             self._note_failure(calls, number, error, is_chain)
+            clear_frames(error)  # torch's own make cycles of errors of CUDA
             return number
         self.captured += calls
         return None

@@ -47,6 +47,12 @@ from te_graph.graphs.tracing.source_lines import BACKWARD, site_of, user_site
 _log = logging.getLogger("te_graph")
 _MAX_NAMED = 4
 _EARLIER = "due to a previous error"
+# What CUDA says where a backward goes on in nodes that were made outside of the capture, such as AccumulateGrad's.
+_OF_OTHER_STREAMS = ("uncaptured work in another stream", "depend on a capturing blocking stream")
+_HELD_HISTORY = (
+    ": a loss, or another result, of an earlier call with the same parameters is still held, and with it nodes of "
+    "autograd on another stream: run its backward and drop it before the capture"
+)
 
 
 @dataclass
@@ -197,6 +203,7 @@ def explained(label: str, what: str, notes: Notes | None = None, advice: str = "
         if not _names(error, label):
             if notes is not None and is_about_captures(error):
                 said = first_line(error) if site is None else f"{first_line(error)}; at {site}"
+                said += _HELD_HISTORY if any(words in said for words in _OF_OTHER_STREAMS) else ""
                 raise CaptureError(f"{label}: {notes.refusal(error, site) or said}") from error
             add_note(error, f"raised in {what} of {label}" + (f", at {site}" if site else "") + advice)
         raise

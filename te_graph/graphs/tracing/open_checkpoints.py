@@ -23,12 +23,13 @@ def without_open_checkpoints(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except BaseException as error:
         if len(_C.saved_tensor_pack_hooks()) > hooks:
-            _clear_frames(error, handled)
+            clear_frames(error, handled)
         raise
 
 
-def _clear_frames(error: BaseException, handled: BaseException | None) -> None:
-    """Of ``error`` and of those that it came of, but for one that was ``handled`` around the call."""
+def clear_frames(error: BaseException, handled: BaseException | None = None) -> None:
+    """Let go of what the frames of ``error``, and of those that it came of, have in variables, but for one that was
+    ``handled`` around the call."""
     seen = {id(handled)}
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -155,3 +155,26 @@ def test_a_gradient_that_appears_is_seen(device: str, reader: str, appears: int)
         assert_bitwise_equal([p.grad for p in ours], [p.grad for p in plain])
         assert_bitwise_equal([p.main for p in ours], [p.main for p in plain])
     assert counts(replayed)[1] > 0
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_loss_that_is_still_held_at_the_capture_of_a_backward_is_named(device: str) -> None:
+    """It keeps the parameters' nodes of autograd, whose stream is not the one that captures."""
+    layer, x = nn.Linear(4, 4, device=device), torch.randn(3, 4, device=device)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    @graphed
+    def step() -> Tensor:
+        loss = layer(x).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    step()
+    loss = layer(x).sum()
+    with pytest.raises(CaptureError, match="of an earlier call with the same parameters is still held"):
+        step()
+    loss.backward()
+    del loss
+    called(step, 3)
+    assert step.info()["forward_replays"] == 3
