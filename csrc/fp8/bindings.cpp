@@ -87,6 +87,7 @@ void bind(py::module_& m) {
                  });
              })
         .def("is_cast", &LinearProducts::is_cast, py::arg("weight"), py::arg("records_amax"))
+        .def("is_noted", &LinearProducts::is_noted)
         .def_property("trains", &LinearProducts::trains, &LinearProducts::set_trains)
         .def("has_recorded_amax", &LinearProducts::has_recorded_amax, py::arg("weight"))
         .def(

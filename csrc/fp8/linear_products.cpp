@@ -59,6 +59,14 @@ bool LinearProducts::has_recorded_amax(const at::Tensor& weight) const {
     return has_recorded_amax_ && cast_mark_.is_of(weight);
 }
 
+bool LinearProducts::is_noted() const {
+    const std::shared_ptr<HostSteps> steps = HostSteps::current();
+    const auto has = [&](bool records_amax) {
+        return steps->find(Direction::kForward, weight_step_identity(records_amax)) != nullptr;
+    };
+    return steps != nullptr && (has(true) || has(false));
+}
+
 void LinearProducts::note_cast(WeightMark mark, bool records_amax, std::shared_ptr<const CastDone> done) {
     const std::lock_guard lock(mutex_);
     cast_mark_ = std::move(mark);

@@ -71,6 +71,8 @@ public:
     void note_scales_read_elsewhere() const;
     // The current stream waits for that cast.
     void wait_for_cast() const;
+    // Whether what this thread captures, or warms up, has called the layer.
+    bool is_noted() const;
     // Whether a call, or a replay of one, has had gradients recorded since that was set to false.
     bool trains() const { return trains_; }
     void set_trains(bool trains) { trains_ = trains; }

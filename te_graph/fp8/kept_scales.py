@@ -35,9 +35,10 @@ class _KeptBlock:
         for (tensor, columns), before in zip(self._block.columns_of(own), self._before, strict=True):
             index = torch.tensor(columns, dtype=torch.long, device=tensor.device)
             tensor.index_copy_(-1, index, before.index_select(-1, index))
-        for member, table, column, is_due in self._due:
-            if is_of_this_thread(member):
-                table.set_due(column, is_due)
+        for member, table, column, was_due in self._due:
+            # An update clears this of all columns; what other threads have recorded since is due as well.
+            is_due = was_due or (not is_of_this_thread(member) and table.is_due(column))
+            table.set_due(column, is_due)
 
 
 def is_of_this_thread(member: Member) -> bool:

@@ -213,7 +213,8 @@ class Member(OwnObject):
             history[:1] = rows[:1]
             history[len(history) - kept :] = rows[saved - kept :]
             scale.copy_(state[role, 2:3])
-            self._set_due(role, True)  # no update before: it would roll what other modules have loaded
+            if bool(rows[0].any()):  # of casts behind the last update
+                self._set_due(role, True)  # no update before: it would roll what other modules have loaded
         self._set_has_weight_scale(bool(state[Role.WEIGHT, _HAS_SCALE]))
         is_cast, cast_scale = bool(state[Role.WEIGHT, _IS_CAST]), state[Role.WEIGHT, _CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.

@@ -105,7 +105,7 @@ class ScalingScope(OwnObject):
         """
         records_amax, is_captured = records_amax and self.is_delayed, _C.HostSteps.is_noting() and not is_before
         member.thread = threading.get_ident()  # what others train may be in the middle of a step
-        stale = self._stale_weights(member, records_amax)
+        stale = self._stale_weights(member, records_amax, is_captured)
         # Before the casts: what another thread writes meanwhile is to be cast again.
         marks = [_C.WeightMark(weight) for _, weight in stale]
         resumed = [(other, weight) for other, weight in stale if other.is_resumed(weight)]
@@ -129,13 +129,14 @@ class ScalingScope(OwnObject):
             other.loaded_mark = None
             other.has_weight_scale |= records_amax
 
-    def _stale_weights(self, member: Member, records_amax: bool) -> list[tuple[Member, Tensor]]:
+    def _stale_weights(self, member: Member, records_amax: bool, is_captured: bool) -> list[tuple[Member, Tensor]]:
         """``member`` and others of its thread, with their weights [out, in] or [in, out], as far as these have to be
-        cast."""
+        cast; those of what is captured alone, where the cast is."""
         return [
             (other, weight)
             for other in self.members
             if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
+            and (other is member or not is_captured or other.products.is_noted())
             and (weight := other.weight) is not None
             and not other.products.is_cast(weight, records_amax)
             and other.fits(weight)
