@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
-from te_graph.graphs.tracing.names import user_classes
+from te_graph.graphs.tracing.names import file_of_module, user_classes
 
 _MAX_OBJECTS = 1000
 _KNOWN = frozenset({"numpy", "torch", "te_graph", *sys.stdlib_module_names})
@@ -25,10 +25,10 @@ def is_of_extension(function: Any) -> bool:
     if not isinstance(module, types.ModuleType):
         module = own_attribute(function, "__module__")
     if isinstance(module, types.ModuleType):
-        return _is_extension(module.__name__, getattr(module, "__file__", None))
+        return _is_extension(module.__name__, file_of_module(module))
     if not isinstance(module, str) or module.partition(".")[0] in _KNOWN:
         return False
-    return _is_extension(module, getattr(sys.modules.get(module), "__file__", None))
+    return _is_extension(module, file_of_module(sys.modules.get(module)))
 
 
 def is_method_of_extension(function: Any) -> bool:
@@ -37,7 +37,7 @@ def is_method_of_extension(function: Any) -> bool:
     if isinstance(function, types.BuiltinFunctionType):
         owner = type(function.__self__)
     module = owner.__module__ if isinstance(owner, type) else None
-    return isinstance(module, str) and _is_extension(module, getattr(sys.modules.get(module), "__file__", None))
+    return isinstance(module, str) and _is_extension(module, file_of_module(sys.modules.get(module)))
 
 
 def classes_given(given: Any) -> set[type]:

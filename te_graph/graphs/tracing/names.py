@@ -309,8 +309,14 @@ def is_users_module(name: str) -> bool:
     package = name.partition(".")[0]
     if package in ("torch", "te_graph", "builtins"):
         return False
-    file = getattr(sys.modules.get(name), "__file__", None)
+    file = file_of_module(sys.modules.get(name))
     return is_user_file(file) if file else package not in sys.stdlib_module_names
+
+
+def file_of_module(module: Any) -> str | None:
+    """Where ``module`` says that it is from; no function ``__getattr__`` of it, which is the user's, is asked. What is
+    no module, and may stand among these, has no file."""
+    return vars(module).get("__file__") if isinstance(module, types.ModuleType) else None
 
 
 def is_for_making(name: str) -> bool:

@@ -212,7 +212,8 @@ class FunctionReader:
         if tensor.requires_grad and not _HISTORY.isdisjoint(self.names.said):  # without a gradient it is a leaf
             yield source.child(tensor.is_leaf, name_of("is_leaf", source.name), _Kind.ATTRIBUTE, "is_leaf")
         hooks = {key: getattr(tensor, key) for key in _HOOKS_OF_TENSORS}
-        if any(hooks.values()):  # else the guard sees that there are none
+        # Else the guard sees that there are none. Behind one that was removed an empty dictionary is left.
+        if any(value is not None for value in hooks.values()):
             for key, value in hooks.items():
                 yield source.child(value, f"hooks on the gradient of {source.name}", _Kind.ATTRIBUTE, key)
         members = source.attributes()

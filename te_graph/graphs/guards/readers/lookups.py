@@ -16,7 +16,14 @@ from te_graph.graphs.arguments.attributes import instance_dict
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.code_names import globals_of, imports_of, strings_in
-from te_graph.graphs.tracing.names import ASKS_FOR_MODULES, Names, is_implicit, is_users_module, user_classes
+from te_graph.graphs.tracing.names import (
+    ASKS_FOR_MODULES,
+    Names,
+    file_of_module,
+    is_implicit,
+    is_users_module,
+    user_classes,
+)
 
 _Kind = _C.StepKind
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__module__", "__doc__", "__annotations__"})
@@ -27,7 +34,7 @@ def is_project_module(module: Any) -> bool:
     for the operators of a library."""
     if not isinstance(module, types.ModuleType):  # something else may stand in ``sys.modules``
         return False
-    file = vars(module).get("__file__")  # a function __getattr__ of the module is the user's
+    file = file_of_module(module)
     return is_project_file(file) if file else is_users_module(module.__name__)
 
 
