@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -230,3 +231,89 @@ def test_a_layer_that_has_only_evaluated_elsewhere_is_captured_where_it_trains(d
         results.append(train(model, DELAYED, xs))
         assert not is_graphed or model.te_graph.info()["forward_replays"] == 6
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("captures_here", [False, True])
+def test_updates_stay_due_for_layers_of_other_threads(device: str, captures_here: bool) -> None:
+    """The step of graph_layers updates the scales of a scope that another thread's model is in, too."""
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        mine, its, xs = (*(nn.Sequential(a_layer(device), a_layer(device)) for _ in range(2)), inputs(device, 8))
+        gradients: list[Tensor] = []
+
+        def accumulate(model: nn.Module, recipe: Any, x: Tensor, found: list[Tensor] = gradients) -> None:
+            """Of x [16, WIDTH]."""
+            with tg.fp8_autocast(recipe=recipe):
+                model(x).square().mean().backward()
+            found += [parameter.grad.clone() for parameter in model.parameters()]
+
+        def on_thread(call: Callable[..., Any], *arguments: Any) -> None:
+            thread = threading.Thread(target=call, args=arguments)
+            thread.start()
+            thread.join()
+
+        here, there = (lambda call, *arguments: call(*arguments)), on_thread
+        trains, captures = (there, here) if captures_here else (here, there)
+        captures(accumulate, its, OTHERS["shorter"], xs[0])
+        for x in xs[1:4]:
+            trains(accumulate, mine, DELAYED, x)
+        if is_graphed:
+            captures(tg.graph_layers, its, functools.partial(accumulate, its, DELAYED, xs[4], []))
+        for x in xs[5:]:
+            trains(accumulate, mine, DELAYED, x)
+        results.append(gradients)
+    assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, OTHERS["current"]], ids=["delayed", "current"])
+@pytest.mark.parametrize("other_trains", [False, True])
+def test_a_function_writes_a_weight_that_another_layer_has_as_well(
+    device: str, recipe: Any, other_trains: bool
+) -> None:
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        layer, other, x = a_layer(device), a_layer(device), torch.zeros(16, WIDTH, device=device)
+        other.weight = layer.weight
+        layer.weight.grad, layer.bias.grad = map(torch.zeros_like, layer.parameters())
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.05)
+
+        def step(x: Tensor, layer: nn.Module = layer, optimizer: Any = optimizer) -> Tensor:
+            with tg.fp8_autocast(recipe=recipe):
+                layer(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            with torch.no_grad(), tg.fp8_autocast(recipe=recipe):
+                return layer(x).sum()
+
+        def evaluate(x: Tensor, other: nn.Module = other) -> Tensor:
+            with tg.fp8_autocast(recipe=recipe), torch.set_grad_enabled(other_trains):
+                return other(x).sum().detach()
+
+        called, found = tg.graphed(step) if is_graphed else step, [evaluate(x)]
+        for given in inputs(device, 5):
+            x.copy_(given)
+            found.append(called(x).clone())
+        results.append([*found, evaluate(x), layer.weight.detach()])
+        assert not is_graphed or called.info()["forward_replays"] >= 3
+    assert all(map(same_bits, *results))
+
+
+@others
+def test_a_layer_that_was_captured_and_never_called_is_as_new(device: str, other: Any) -> None:
+    """An evaluation in the region of its first training sees no other scales."""
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(0)
+        model, xs, found = nn.Sequential(a_layer(device), a_layer(device)), inputs(device, 4), []
+        if is_graphed:
+            with tg.fp8_autocast(recipe=other):
+                tg.make_graphed_callables(model, (xs[0],), on_mismatch="eager")
+        for x in xs:
+            with tg.fp8_autocast(recipe=DELAYED):
+                model(100 * x).square().mean().backward()
+                with torch.no_grad():
+                    found.append(model(x).sum())
+        results.append(found)
+    assert all(map(same_bits, *results))

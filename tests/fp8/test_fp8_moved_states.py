@@ -420,3 +420,20 @@ def test_a_teacher_that_is_copied_in_the_middle_of_an_accumulation(device: str, 
         return found
 
     in_both(program)
+
+
+def test_a_resumed_model_evaluates_alike_in_the_region_of_a_training(device: str) -> None:
+    def program(is_graphed: bool) -> list[Any]:
+        trained, model, xs, found = a_model(device), a_model(device), inputs(device, 5), []
+        train(trained, DELAYED, xs[:2])
+        model.load_state_dict(trained.state_dict())
+        if is_graphed:
+            capture(model, DELAYED, xs[0])
+        for x in xs[2:]:
+            with tg.fp8_autocast(recipe=DELAYED):
+                model(30 * x).square().mean().backward()
+                with torch.no_grad():
+                    found.append(model(x).sum().item())
+        return found
+
+    in_both(program)
