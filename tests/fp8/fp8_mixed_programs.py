@@ -175,7 +175,7 @@ def _draw_event(rng: random.Random, kind: str, model: int, specs: Sequence[Spec]
 
 def _may(kind: str, spec: Spec) -> bool:
     """Whether docs/limits.md promise the bits of eager execution."""
-    if kind in ("forward", "retain"):
+    if kind in ("forward", "retain", "fail"):  # on a GPU an error may hold a loss for a while
         return not spec.has(*SEVERAL_USES)
     if kind == "grad":  # of a captured module it finds the parameters alone whose gradients autograd gets
         is_found = spec.mode == "function" or not dict(spec.options)["accumulate_grads"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -233,36 +232,34 @@ def test_a_layer_that_has_only_evaluated_elsewhere_is_captured_where_it_trains(d
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("captures_here", [False, True])
-def test_updates_stay_due_for_layers_of_other_threads(device: str, captures_here: bool) -> None:
-    """The step of graph_layers updates the scales of a scope that another thread's model is in, too."""
+@pytest.mark.parametrize("text", ["AAb", "Abab", "aBAB", "AAbbAA", "AABB"])
+def test_updates_stay_due_for_layers_that_another_thread_has_called(device: str, text: str) -> None:
+    """Blocks are captured one after the other, by another recipe on another thread (lower case), where the first one's
+    capture updates the scales of a scope that the second one is in still."""
+    recipes = {"a": DELAYED, "b": tg.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent", margin=1)}
     results = []
     for is_graphed in (False, True):
         torch.manual_seed(0)
-        mine, its, xs = (*(nn.Sequential(a_layer(device), a_layer(device)) for _ in range(2)), inputs(device, 8))
-        gradients: list[Tensor] = []
+        model, xs, found = nn.Sequential(a_layer(device), a_layer(device)), inputs(device, len(text)), []
+        if is_graphed:
+            with tg.fp8_autocast(recipe=DELAYED):
+                samples = ((xs[0],), (xs[0].clone().requires_grad_(),))
+                tg.make_graphed_callables(tuple(model), samples, on_mismatch="capture")
 
-        def accumulate(model: nn.Module, recipe: Any, x: Tensor, found: list[Tensor] = gradients) -> None:
+        def accumulate(x: Tensor, recipe: Any, model: nn.Module = model, found: list[Tensor] = found) -> None:
             """Of x [16, WIDTH]."""
             with tg.fp8_autocast(recipe=recipe):
                 model(x).square().mean().backward()
             found += [parameter.grad.clone() for parameter in model.parameters()]
 
-        def on_thread(call: Callable[..., Any], *arguments: Any) -> None:
-            thread = threading.Thread(target=call, args=arguments)
-            thread.start()
-            thread.join()
-
-        here, there = (lambda call, *arguments: call(*arguments)), on_thread
-        trains, captures = (there, here) if captures_here else (here, there)
-        captures(accumulate, its, OTHERS["shorter"], xs[0])
-        for x in xs[1:4]:
-            trains(accumulate, mine, DELAYED, x)
-        if is_graphed:
-            captures(tg.graph_layers, its, functools.partial(accumulate, its, DELAYED, xs[4], []))
-        for x in xs[5:]:
-            trains(accumulate, mine, DELAYED, x)
-        results.append(gradients)
+        for letter, x in zip(text, xs, strict=True):
+            thread = threading.Thread(target=accumulate, args=(x, recipes[letter.lower()]))
+            if letter.isupper():
+                thread.run()
+            else:
+                thread.start()
+                thread.join()
+        results.append(found)
     assert all(map(same_bits, *results))
 
 
