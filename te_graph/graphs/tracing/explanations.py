@@ -28,6 +28,7 @@ from te_graph.common.dispatch import (
 from te_graph.graphs.tracing.advice import advice
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.host_access import MethodWatch
+from te_graph.graphs.tracing.open_checkpoints import clear_frames
 from te_graph.graphs.tracing.refusals import (
     BUILDS_ON_HOST,
     COPIES,
@@ -204,6 +205,7 @@ def explained(label: str, what: str, notes: Notes | None = None, advice: str = "
             if notes is not None and is_about_captures(error):
                 said = first_line(error) if site is None else f"{first_line(error)}; at {site}"
                 said += _HELD_HISTORY if any(words in said for words in _OF_OTHER_STREAMS) else ""
+                clear_frames(error)  # what was computed would be held by cycles that torch's errors are in
                 raise CaptureError(f"{label}: {notes.refusal(error, site) or said}") from error
             add_note(error, f"raised in {what} of {label}" + (f", at {site}" if site else "") + advice)
         raise
