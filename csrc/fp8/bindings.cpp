@@ -61,7 +61,8 @@ void bind(py::module_& m) {
              [](ScaleTable& table, py::function function) { table.set_reduce(with_gil<const at::Tensor&>(function)); })
         .def("begin_cast", &ScaleTable::begin_cast, py::arg("column"), unlocked)
         .def("end_cast", &ScaleTable::end_cast, py::arg("column"), unlocked)
-        .def("update_if_due", &ScaleTable::update_if_due, unlocked)
+        .def(
+            "update_if_due", [](ScaleTable& table) { table.update_if_due(); }, unlocked)
         .def("is_due", &ScaleTable::is_due, py::arg("column"), unlocked)
         .def("set_due", &ScaleTable::set_due, py::arg("column"), py::arg("is_due"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));

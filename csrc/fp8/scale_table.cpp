@@ -17,50 +17,57 @@ ScaleTable::ScaleTable(at::Tensor history, at::Tensor scale, at::Tensor scale_in
       fp8_max_(fp8_max),
       margin_(margin),
       algorithm_(std::move(amax_compute_algo)),
-      due_(static_cast<size_t>(scale_.size(0))) {}
+      casts_(static_cast<size_t>(scale_.size(0))),
+      updated_casts_(casts_.size()) {}
 
-bool ScaleTable::take_due(std::optional<int64_t> column) {
-    const std::lock_guard lock(mutex_);
-    order();
-    const bool is_due = column ? due_[static_cast<size_t>(*column)] : any_due_;
-    if (is_due) {
-        due_.assign(due_.size(), false);
-        any_due_ = false;
+bool ScaleTable::has_due(std::optional<int64_t> column) const {
+    if (!column) return casts_ != updated_casts_;
+    const auto place = static_cast<size_t>(*column);
+    return casts_[place] != updated_casts_[place];
+}
+
+void ScaleTable::update_if_due(std::optional<int64_t> column) {
+    std::vector<int64_t> casts;
+    {
+        const std::lock_guard lock(mutex_);
+        order();
+        if (!has_due(column)) return;
+        casts = casts_;
     }
-    return is_due;
+    launch_update();
+    const std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < casts.size(); ++i) updated_casts_[i] = std::max(updated_casts_[i], casts[i]);
 }
 
-void ScaleTable::begin_cast(int64_t column) {
-    if (take_due(column)) launch_update();
-}
+void ScaleTable::begin_cast(int64_t column) { update_if_due(column); }
+
+void ScaleTable::update_if_due() { update_if_due(std::nullopt); }
 
 void ScaleTable::end_cast(int64_t column) {
     const std::lock_guard lock(mutex_);
-    due_[static_cast<size_t>(column)] = any_due_ = true;
-}
-
-void ScaleTable::update_if_due() {
-    if (take_due(std::nullopt)) launch_update();
+    ++casts_[static_cast<size_t>(column)];
 }
 
 void ScaleTable::note_captured(bool has_updates, const std::set<int64_t>& columns) {
     const std::lock_guard lock(mutex_);
-    if (has_updates) {
-        due_.assign(due_.size(), false);
-        any_due_ = false;
-    }
-    for (const int64_t column : columns) due_[static_cast<size_t>(column)] = any_due_ = true;
+    if (has_updates) updated_casts_ = casts_;
+    for (const int64_t column : columns) ++casts_[static_cast<size_t>(column)];
 }
 
 bool ScaleTable::is_due(int64_t column) {
     const std::lock_guard lock(mutex_);
-    return due_[static_cast<size_t>(column)];
+    return has_due(column);
 }
 
 void ScaleTable::set_due(int64_t column, bool is_due) {
     const std::lock_guard lock(mutex_);
-    due_[static_cast<size_t>(column)] = is_due;
-    any_due_ = std::find(due_.begin(), due_.end(), true) != due_.end();
+    if (has_due(column) == is_due) return;
+    const auto place = static_cast<size_t>(column);
+    if (is_due) {
+        ++casts_[place];
+    } else {
+        updated_casts_[place] = casts_[place];
+    }
 }
 
 void ScaleTable::order() {

@@ -52,8 +52,11 @@ public:
 private:
     // What comes on the current stream does so after what other streams did with the table. With the mutex.
     void order();
-    // Whether a tensor was cast since the last time, of `column` or, without one, of any; then all count as updated.
-    bool take_due(std::optional<int64_t> column);
+    // Updates, if the tensor of `column`, or of any without one, was cast since the last time. What was is due until the
+    // launch: another thread, whose tensor is due as well, is not to cast it before. An update too many rolls nothing.
+    void update_if_due(std::optional<int64_t> column);
+    // With the mutex.
+    bool has_due(std::optional<int64_t> column) const;
 
     const at::Tensor history_, scale_, scale_inv_;  // [H, n], [n], [n]
     const double fp8_max_, margin_;
@@ -62,8 +65,7 @@ private:
     std::mutex updates_;  // held over the launch: two updates must not interleave
     // Of what follows: forwards and backwards run on threads of their own. Not held where Python may be called.
     std::mutex mutex_;
-    std::vector<bool> due_;
-    bool any_due_ = false;
+    std::vector<int64_t> casts_, updated_casts_;  // of each column, all so far and those before the last update
 #ifdef TE_GRAPH_CUDA
     StreamOrder order_;
 #endif

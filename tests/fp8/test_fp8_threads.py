@@ -6,9 +6,10 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import te_graph as tg
+from te_graph import _C
 
 pytestmark = pytest.mark.usefixtures("repeatable", "one_thread")
 STEPS, THREADS = 30, 3
@@ -82,3 +83,36 @@ def test_threads_that_make_members_at_once_keep_them_apart(device: str) -> None:
     assert {id(member) for _, member in found} <= {id(member) for member in scope.members}
     assert len({(id(member.block), member.number) for _, member in found}) == 72
     assert [block.order for block in scope.blocks] == list(range(len(scope.blocks)))
+
+
+def test_what_another_thread_updates_is_due_until_the_launch(device: str) -> None:
+    """An update begins with ``reduce``, in which another thread is about to cast a tensor that is due as well."""
+    history = torch.zeros(4, 2, device=device)
+    scale, scale_inv = torch.ones(2, device=device), torch.ones(2, device=device)
+    table = _C.ScaleTable(history, scale, scale_inv, 448.0, 0.0, "max")
+    history[0] = torch.tensor([2.0, 4.0], device=device)
+    for column in (0, 1):
+        table.end_cast(column)
+    seen: list[list[float]] = []
+
+    updates: list[list[float]] = []
+
+    def begin_other() -> None:
+        table.begin_cast(1)
+        seen.append(scale.tolist())
+
+    def reduce(row: Tensor) -> None:  # [2]
+        updates.append(row.tolist())
+        if len(updates) == 1:
+            thread = threading.Thread(target=begin_other)
+            thread.start()
+            thread.join()
+
+    table.set_reduce(reduce)
+    table.begin_cast(0)
+    assert updates == [[2.0, 4.0], [2.0, 4.0]]
+    assert seen == [[448 / 2, 448 / 4]]
+    assert scale.tolist() == seen[0]
+    assert history[0].tolist() == [0.0, 0.0]
+    assert not table.is_due(0)
+    assert not table.is_due(1)
