@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_recipes import RECIPES, recipes
 from tensor_lists import same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,14 +28,6 @@ WIDTH = 16
 def modules_of_earlier_tests_are_gone() -> None:
     """Those of one recipe share launches."""
     gc.collect()
-
-
-RECIPES = {
-    "max": tg.DelayedScaling(amax_history_len=3),
-    "most recent": tg.DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent", margin=2),
-    "one": tg.DelayedScaling(amax_history_len=1, fp8_format=tg.Format.E4M3),
-}
-recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
 class Tracked:
