@@ -147,17 +147,29 @@ void choose(GemmPlan& plan, const GemmShape& shape) {
     no_kernel_for(shape);
 }
 
+// A handle allocates and heuristics may load kernels, which no capture would record, and some refuse.
+class RelaxedCapture {
+public:
+    RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    RelaxedCapture(const RelaxedCapture&) = delete;
+    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The plans of this process, those used last first; the ones used longest ago are dropped.
 class Plans {
 public:
-    std::shared_ptr<const GemmPlan> find(int device, const GemmShape& shape, bool may_make) {
+    std::shared_ptr<const GemmPlan> find(int device, const GemmShape& shape) {
         const std::lock_guard lock(mutex_);
         const Key key{device, shape};
         if (const auto found = places_.find(key); found != places_.end()) {
             plans_.splice(plans_.begin(), plans_, found->second);
             return plans_.front();
         }
-        if (!may_make) return nullptr;
+        const RelaxedCapture relaxed;
         auto plan = std::make_shared<GemmPlan>();
         plan->handle = handle_of(device);
         plan->info.device = device;
@@ -240,8 +252,8 @@ bool has_fp8_gemm(int device) {
     return major * 10 + minor >= 89;
 }
 
-std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape, bool may_make) {
-    return plans().find(current_device(), shape, may_make);
+std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape) {
+    return plans().find(current_device(), shape);
 }
 
 size_t workspace_of(const GemmPlan& plan) { return plan.info.workspace; }

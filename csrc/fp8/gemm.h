@@ -60,10 +60,9 @@ class GemmPlan;
 // Whether `device` multiplies FP8 matrices.
 bool has_fp8_gemm(int device);
 
-// The plan for `shape` on the current device; nullptr where there is none yet and `may_make` is not set. Making one
-// asks the heuristics, which may load kernels: not inside a capture. Throws std::runtime_error where cuBLASLt has no
-// kernel.
-std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape, bool may_make);
+// The plan for `shape` on the current device. Where there is none yet, the heuristics are asked, inside a capture, too.
+// Throws std::runtime_error where cuBLASLt has no kernel.
+std::shared_ptr<const GemmPlan> gemm_plan(const GemmShape& shape);
 
 size_t workspace_of(const GemmPlan& plan);
 

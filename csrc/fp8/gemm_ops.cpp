@@ -13,10 +13,6 @@
 #include "fp8/arguments.h"
 #include "fp8/gemm.h"
 
-#ifdef TE_GRAPH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#endif
-
 namespace te_graph::fp8 {
 namespace {
 
@@ -188,12 +184,8 @@ void multiply([[maybe_unused]] const char* op, const Product& product) {
     const bool is_wide = out.scalar_type() == at::kFloat;
     const MaybeTensor inside = is_wide ? std::nullopt : rounded;
     const c10::cuda::CUDAGuard guard(out.device());
-    const bool is_captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
     const Gemm work = gemm_of(op, {out, a, b, a_scale_inv, b_scale_inv, inside, fast_accum, accumulate});
-    const auto plan = gemm_plan(work.shape, !is_captured);
-    TORCH_CHECK(plan != nullptr, op, ": expected a product of ", a.sizes(), " by ", b.sizes(),
-                " that was computed before, since a kernel for it cannot be chosen inside a capture; call it once "
-                "outside");
+    const auto plan = gemm_plan(work.shape);
     // From torch's allocator, which lets no two streams and no two graphs that may run at once have the same.
     const auto bytes = static_cast<int64_t>(workspace_of(*plan));
     const at::Tensor workspace = bytes ? empty_on(out.device(), {bytes}, at::kByte) : at::Tensor();
