@@ -90,6 +90,9 @@ TORCH_LIBRARY(te_graph, m) {
     // All weights of a model. scale, scale_inv, amax: [n] of any stride; counts: [n, 3]. out_t: n tensors or none.
     def("fp8_cast_weights_(Tensor(a!)[] out, Tensor(b!)[] out_t, Tensor[] weights, Tensor scale, Tensor(c!) scale_inv, "
         "Tensor(d!) amax, *, Tensor(e!)? counts=None, Tensor? noop=None) -> ()");
+    // The same with vectors that have n elements together; without amax none is recorded.
+    def("fp8_cast_weights_.List(Tensor(a!)[] out, Tensor(b!)[] out_t, Tensor[] weights, Tensor[] scale, "
+        "Tensor(c!)[] scale_inv, Tensor(d!)[] amax) -> ()");
     // The same over a table in device memory. table: [n, 10] int64 (csrc/fp8/cast.h: Cast), tiles: [tiles, 2] int32
     // (Tile), state: [2] int32, zeros before and after; written: [...] each, all that the table says is written; kind:
     // as there.

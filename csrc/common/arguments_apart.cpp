@@ -1,6 +1,7 @@
 #include "common/arguments_apart.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <utility>
@@ -95,15 +96,19 @@ bool share_memory(const at::Tensor& a, const at::Tensor& b) {
     });
 }
 
-void check_apart(const char* op, std::initializer_list<Argument> arguments) {
-    for (const Argument* one = arguments.begin(); one != arguments.end(); ++one) {
-        if (one->tensor == nullptr) continue;
-        check_strided(op, one->name, *one->tensor);
-        if (one->is_written) check_writable(op, one->name, *one->tensor);
-        for (const Argument* other = arguments.begin(); other != one; ++other) {
-            if (other->tensor == nullptr || !(one->is_written || other->is_written)) continue;
-            TORCH_CHECK_VALUE(!share_memory(*other->tensor, *one->tensor), op, ": expected ", other->name, " and ",
-                              one->name, " that do not overlap, got two that share memory");
+void check_apart(const char* op, c10::ArrayRef<Argument> arguments) {
+    c10::SmallVector<Span, 16> spans;  // there may be hundreds of arguments, and all pairs are looked at
+    for (const Argument& one : arguments) {
+        spans.push_back(Span{nullptr, nullptr});
+        if (one.tensor == nullptr) continue;
+        check_strided(op, one.name, *one.tensor);
+        if (one.is_written) check_writable(op, one.name, *one.tensor);
+        spans.back() = span_of(*one.tensor);
+        for (size_t i = 0; i + 1 < spans.size(); ++i) {
+            const Argument& other = arguments[i];
+            if (!spans[i].overlaps(spans.back()) || !(one.is_written || other.is_written)) continue;
+            TORCH_CHECK_VALUE(!share_memory(*other.tensor, *one.tensor), op, ": expected ", other.name, " and ",
+                              one.name, " that do not overlap, got two that share memory");
         }
     }
 }

@@ -5,8 +5,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
-#include <initializer_list>
 #include <optional>
 
 namespace te_graph {
@@ -48,6 +48,6 @@ void check_elements_apart(const char* op, const char* argument, const at::Tensor
 bool share_memory(const at::Tensor& a, const at::Tensor& b);
 
 // Raises if one is not strided, and if one that is written shares memory with another or is not to be written here.
-void check_apart(const char* op, std::initializer_list<Argument> arguments);
+void check_apart(const char* op, c10::ArrayRef<Argument> arguments);
 
 }  // namespace te_graph

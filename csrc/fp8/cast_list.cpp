@@ -8,7 +8,7 @@ namespace {
 // Raises if a launch would write what it reads, or write a place twice. out, weights: [M_i, N_i]; out_t:
 // [N_i, M_i] each. vectors: of all weights, and a flag.
 void check_lists_apart(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
-                       std::initializer_list<Argument> vectors) {
+                       c10::ArrayRef<Argument> vectors) {
     for (const at::Tensor& tensor : out) check_writable(op, "out", tensor);
     for (const at::Tensor& tensor : out_t) check_writable(op, "out_t", tensor);
     check_apart(op, vectors);
@@ -18,6 +18,21 @@ void check_lists_apart(const char* op, at::TensorList out, at::TensorList out_t,
     TORCH_CHECK_VALUE(!buffers.shared_with(read), op,
                       ": expected out and weights that do not overlap, got two that share memory");
     check_beside(op, buffers, read, vectors);
+}
+
+// Where the elements lie of vectors [n_j], which have n of them together.
+template <typename T>
+std::vector<T*> elements_of(const char* op, const char* argument, at::TensorList vectors, int64_t n,
+                            at::Device device) {
+    std::vector<T*> elements;
+    for (const at::Tensor& vector : vectors) {
+        const int64_t length = vectors.size() == 1 ? n : vector.numel();
+        const auto strided = strided_of<T>(op, argument, vector, length, at::kFloat, device);
+        for (int64_t i = 0; i < length; ++i) elements.push_back(&strided[i]);
+    }
+    TORCH_CHECK_VALUE(static_cast<int64_t>(elements.size()) == n, op, ": expected ", argument, " of ", n,
+                      " elements in all, got ", elements.size());
+    return elements;
 }
 
 }  // namespace
@@ -49,7 +64,7 @@ MemoryRanges ranges_of(std::initializer_list<at::TensorList> lists) {
 }
 
 void check_beside(const char* op, const MemoryRanges& buffers, const MemoryRanges& weights,
-                  std::initializer_list<Argument> arguments) {
+                  c10::ArrayRef<Argument> arguments) {
     for (const Argument& argument : arguments) {
         if (argument.tensor == nullptr) continue;
         const Span span = span_of(*argument.tensor);
@@ -65,26 +80,28 @@ void check_not_empty(const char* op, at::TensorList weights) {
 }
 
 std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
-                           const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
+                           at::TensorList scale, at::TensorList scale_inv, at::TensorList amax,
                            const at::Tensor& counts, const at::Tensor& noop) {
     check_not_empty(op, weights);
     check_count(op, "out", weights.size(), out.size());
     if (!out_t.empty()) check_count(op, "out_t", weights.size(), out_t.size());
     const auto n = static_cast<int64_t>(weights.size());
     const at::Device device = weights[0].device();
-    const std::initializer_list<Argument> vectors = {{"scale", scale, false},
-                                                     {"scale_inv", scale_inv, true},
-                                                     {"amax", amax, true},
-                                                     {"counts", counts, true},
-                                                     {"noop", noop, false}};
+    std::vector<Argument> vectors;
+    for (const at::Tensor& vector : scale) vectors.emplace_back("scale", vector, false);
+    for (const at::Tensor& vector : scale_inv) vectors.emplace_back("scale_inv", vector, true);
+    for (const at::Tensor& vector : amax) vectors.emplace_back("amax", vector, true);
+    vectors.emplace_back("counts", counts, true);
+    vectors.emplace_back("noop", noop, false);
     for (const Argument& vector : vectors) {
         if (vector.tensor == nullptr) continue;
         check_device(op, vector.name, *vector.tensor, device);
         check_has_memory(op, vector.name, *vector.tensor);
     }
-    const auto scales = strided_of<const float>(op, "scale", scale, n, at::kFloat, device);
-    const auto scale_invs = strided_of<float>(op, "scale_inv", scale_inv, n, at::kFloat, device);
-    const auto amaxes = strided_of<float>(op, "amax", amax, n, at::kFloat, device);
+    const auto scales = elements_of<const float>(op, "scale", scale, n, device);
+    const auto scale_invs = elements_of<float>(op, "scale_inv", scale_inv, n, device);
+    const auto amaxes =
+        amax.empty() ? std::vector<float*>(weights.size()) : elements_of<float>(op, "amax", amax, n, device);
     if (counts.defined()) check_form(op, "counts", counts, {n, kCounts}, at::kLong, device);
     std::vector<Cast> casts;
     for (size_t i = 0; i < weights.size(); ++i) {
@@ -101,21 +118,19 @@ std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList ou
             check_form(op, at_index("out_t", i), out_t[i], {weight.size(1), weight.size(0)}, out[i].scalar_type(),
                        device);
         }
-        const auto row = static_cast<int64_t>(i);
-        casts.push_back(
-            {.input = weight.const_data_ptr(),
-             .out = static_cast<uint8_t*>(out[i].data_ptr()),
-             .out_t = out_t.empty() ? nullptr : static_cast<uint8_t*>(out_t[i].data_ptr()),
-             .scale = &scales[row],
-             .scale_inv = &scale_invs[row],
-             .amax = &amaxes[row],
-             .counts = counts.defined() ? static_cast<int64_t*>(counts.data_ptr()) + row * kCounts : nullptr,
-             .rows = weight.size(0),
-             .columns = weight.size(1),
-             .dtype = dtype,
-             .format = format,
-             .pads_out_t = false,
-             .reserved = {}});
+        casts.push_back({.input = weight.const_data_ptr(),
+                         .out = static_cast<uint8_t*>(out[i].data_ptr()),
+                         .out_t = out_t.empty() ? nullptr : static_cast<uint8_t*>(out_t[i].data_ptr()),
+                         .scale = scales[i],
+                         .scale_inv = scale_invs[i],
+                         .amax = amaxes[i],
+                         .counts = counts.defined() ? static_cast<int64_t*>(counts.data_ptr()) + i * kCounts : nullptr,
+                         .rows = weight.size(0),
+                         .columns = weight.size(1),
+                         .dtype = dtype,
+                         .format = format,
+                         .pads_out_t = false,
+                         .reserved = {}});
     }
     check_lists_apart(op, out, out_t, weights, vectors);
     return casts;

@@ -19,10 +19,10 @@ using multi_tensor::MemoryRanges;
 void check_not_empty(const char* op, at::TensorList weights);
 
 // One row for each weight; checks everything. weights, out: [M_i, N_i]; out_t: [N_i, M_i] each, or none at all; scale,
-// scale_inv, amax: [n] of any stride; counts: [n, kCounts] or undefined. All contiguous but the vectors. noop: [] or
-// [1] or undefined, for its memory alone.
+// scale_inv, amax: vectors of any strides that have n elements together, amax none at all where none is recorded;
+// counts: [n, kCounts] or undefined. All contiguous but the vectors. noop: [] or [1] or undefined, for its memory alone.
 std::vector<Cast> casts_of(const char* op, at::TensorList out, at::TensorList out_t, at::TensorList weights,
-                           const at::Tensor& scale, const at::Tensor& scale_inv, const at::Tensor& amax,
+                           at::TensorList scale, at::TensorList scale_inv, at::TensorList amax,
                            const at::Tensor& counts, const at::Tensor& noop);
 
 // What messages call an element of a list.
@@ -36,6 +36,6 @@ void check_form(const char* op, const std::string& name, const at::Tensor& tenso
 MemoryRanges ranges_of(std::initializer_list<at::TensorList> lists);
 // Raises if one of these shares memory with a buffer of a list of casts, or is written where weights are read.
 void check_beside(const char* op, const MemoryRanges& buffers, const MemoryRanges& weights,
-                  std::initializer_list<Argument> arguments);
+                  c10::ArrayRef<Argument> arguments);
 
 }  // namespace te_graph::fp8

@@ -11,7 +11,15 @@ namespace te_graph::fp8 {
 namespace {
 
 constexpr const char* kList = "fp8_cast_weights_";
+constexpr const char* kVectors = "fp8_cast_weights_.List";
 constexpr const char* kTable = "fp8_cast_weights_table_";
+
+// lists: [...] each.
+void note_list_writes(std::initializer_list<at::TensorList> lists) {
+    for (const at::TensorList list : lists) {
+        for (const at::Tensor& tensor : list) note_write(tensor);
+    }
+}
 
 void cast_weights(at::TensorList out,                       // [M_i, N_i] each
                   at::TensorList out_t,                     // [N_i, M_i] each, or none
@@ -27,10 +35,20 @@ void cast_weights(at::TensorList out,                       // [M_i, N_i] each
     const at::Device device = weights[0].device();
     const Flag flag = flag_of(kList, "noop", noop, device);
     TE_GRAPH_RUN(device, cast_weights, casts, flag);
-    for (const at::TensorList list : {out, out_t}) {
-        for (const at::Tensor& tensor : list) note_write(tensor);
-    }
+    note_list_writes({out, out_t});
     note_writes({scale_inv, amax, counts});
+}
+
+void cast_weights_by_vectors(at::TensorList out,        // [M_i, N_i] each
+                             at::TensorList out_t,      // [N_i, M_i] each, or none
+                             at::TensorList weights,    // [M_i, N_i] each
+                             at::TensorList scale,      // [n_j] each, n together
+                             at::TensorList scale_inv,  // [n_j] each, n together
+                             at::TensorList amax)       // [n_j] each, n together, or none
+{
+    const std::vector<Cast> casts = casts_of(kList, out, out_t, weights, scale, scale_inv, amax, {}, {});
+    TE_GRAPH_RUN(weights[0].device(), cast_weights, casts, {});
+    note_list_writes({out, out_t, scale_inv, amax});
 }
 
 void cast_weights_table(const at::Tensor& table,  // [n, 10] int64
@@ -63,18 +81,27 @@ void cast_weights_table(const at::Tensor& table,  // [n, 10] int64
     for (const at::Tensor& tensor : written) note_write(tensor);
 }
 
+// out, weights [M_i, N_i] each; out_t [N_i, M_i] each, or none; scale, scale_inv, amax [n_j] each.
+void cast_weights_by_vectors_meta(at::TensorList out, at::TensorList out_t, at::TensorList weights,
+                                  at::TensorList scale, at::TensorList scale_inv, at::TensorList amax) {
+    check_not_empty(kList, weights);
+    const auto check_list = [&](const char* name, at::TensorList list) {
+        for (const at::Tensor& tensor : list) check_device(kList, name, tensor, weights[0].device());
+    };
+    check_list("out", out);
+    check_list("out_t", out_t);
+    check_list("weights", weights);
+    check_list("scale", scale);
+    check_list("scale_inv", scale_inv);
+    check_list("amax", amax);
+}
 // out, weights [M_i, N_i] each; out_t [N_i, M_i] each, or none; scale, scale_inv, amax [n]; counts [n, kCounts]; noop
 // [] or [1].
 void cast_weights_meta(at::TensorList out, at::TensorList out_t, at::TensorList weights, const at::Tensor& scale,
                        const at::Tensor& scale_inv, const at::Tensor& amax, const std::optional<at::Tensor>& counts,
                        const std::optional<at::Tensor>& noop) {
-    check_not_empty(kList, weights);
-    const at::Device device = weights[0].device();
-    for (const at::Tensor& tensor : out) check_device(kList, "out", tensor, device);
-    for (const at::Tensor& tensor : out_t) check_device(kList, "out_t", tensor, device);
-    for (const at::Tensor& tensor : weights) check_device(kList, "weights", tensor, device);
-    check_devices(kList, device,
-                  {{"scale", scale}, {"scale_inv", scale_inv}, {"amax", amax}, {"counts", counts}, {"noop", noop}});
+    cast_weights_by_vectors_meta(out, out_t, weights, scale, scale_inv, amax);
+    check_devices(kList, weights[0].device(), {{"counts", counts}, {"noop", noop}});
 }
 // table [n, 10]; tiles [tiles, 2]; state [2]; written [...] each; noop [] or [1].
 void cast_weights_table_meta(const at::Tensor& table, const at::Tensor& tiles, const at::Tensor& state,
@@ -87,16 +114,18 @@ void cast_weights_table_meta(const at::Tensor& table, const at::Tensor& tiles, c
 
 TORCH_LIBRARY_IMPL(te_graph, CompositeExplicitAutograd, m) {
     m.impl(kList, cast_weights);
+    m.impl(kVectors, cast_weights_by_vectors);
     m.impl(kTable, cast_weights_table);
 }
 
 TORCH_LIBRARY_IMPL(te_graph, Meta, m) {
     m.impl(kList, cast_weights_meta);
+    m.impl(kVectors, cast_weights_by_vectors_meta);
     m.impl(kTable, cast_weights_table_meta);
 }
 
 TORCH_LIBRARY_IMPL(te_graph, Autograd, m) {
-    for (const char* name : {kList, kTable}) m.impl(name, no_derivative());
+    for (const char* name : {kList, kVectors, kTable}) m.impl(name, no_derivative());
 }
 
 }  // namespace te_graph::fp8

@@ -26,10 +26,9 @@ class Linear(nn.Linear, FP8Layer):
     made of FP8 operands.
 
     Inputs, weights and gradients are cast by the region's recipe; products are added up in float32 and rounded once.
-    Weights are cast when they have changed, those of a scope in few launches (one for each run of neighbours in a
-    block). Any number of tokens will do. Where 16 does not divide both numbers of features, the layer computes in high
-    precision, and says so once. On the CPU, and on GPUs without FP8, products are made in float32 of the same FP8
-    operands.
+    Weights are cast when they have changed, all of a scope in one launch. Any number of tokens will do. Where 16 does
+    not divide both numbers of features, the layer computes in high precision, and says so once. On the CPU, and on
+    GPUs without FP8, products are made in float32 of the same FP8 operands.
 
     What computes the gradients of weight and bias adds them to ``.grad`` by itself, with the bits of an addition by
     autograd: of several uses in one backward one after the other, where autograd would add their sum. Gradients go

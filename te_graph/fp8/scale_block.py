@@ -49,7 +49,7 @@ class Block(OwnObject):
     def __init__(
         self, order: int, capacity: int, recipe: Recipe, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
-        self.order, self._group = order, group
+        self.order, self._capacity, self._group = order, capacity, group
         self.is_shared = is_shared(recipe, group)
         options = {"dtype": torch.float32, "device": device}
         self.weight_scale = torch.ones(capacity, **options)
@@ -94,16 +94,21 @@ class Block(OwnObject):
     def columns_of(self, numbers: Sequence[int]) -> list[tuple[Tensor, list[int]]]:
         """``tensors()``, with the columns of each that the modules with these numbers have."""
         of_directions: tuple[list[int], list[int]] = ([], [])
-        for direction, column in (_column_of(number, role) for number in numbers for role in Role):
+        for direction, column in (self.column_of(number, role) for number in numbers for role in Role):
             of_directions[direction].append(column)
         lists = (self.history, self.scale, self.scale_inv)
         pairs = [pair for tensors in lists for pair in zip(tensors, of_directions, strict=False)]
         return [*pairs, (self.weight_scale, list(numbers)), (self.has_weight_scale, list(numbers))]
 
+    def column_of(self, number: int, role: Role) -> tuple[int, int]:
+        """Direction and column of the tensor with ``role`` of the module with ``number``. Those of weights lie side by
+        side, behind those of inputs."""
+        direction = BACKWARD if role == Role.GRAD else FORWARD
+        return direction, number + self._capacity * (role == Role.WEIGHT)
 
-def _column_of(number: int, role: Role) -> tuple[int, int]:
-    """Direction and column of a tensor of the module with ``number`` in its block."""
-    return (BACKWARD, number) if role == Role.GRAD else (FORWARD, 2 * number + role)
+    def weight_columns(self, numbers: slice) -> slice:
+        """Forward columns of the weights of modules that follow each other."""
+        return slice(self._capacity + numbers.start, self._capacity + numbers.stop)
 
 
 class Columns:
@@ -121,4 +126,4 @@ class Columns:
 
     def of(self, role: Role) -> tuple[int, int]:
         """Direction and column of the tensor with ``role``."""
-        return _column_of(self.number, role)
+        return self.block.column_of(self.number, role)

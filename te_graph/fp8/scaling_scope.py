@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from te_graph.fp8.member import Member
 from te_graph.fp8.optimizer_step_watch import optimizer_step_watch
 from te_graph.fp8.recipes import DelayedScaling, Recipe
 from te_graph.fp8.scale_block import FORWARD, Block, Columns, Role, is_shared
+from te_graph.fp8.weight_casts import cast_weights_
 
-_ops = torch.ops.te_graph
 _FIRST_CAPACITY = 32
 
 
@@ -112,8 +111,7 @@ class ScalingScope(OwnObject):
         changed = [(other, weight) for other, weight in stale if not other.is_resumed(weight)]
         with torch.inference_mode(False), torch.no_grad():
             self._begin_casts(changed, records_amax, is_captured)
-            for block, run in _runs(changed):
-                self._cast(block, run, records_amax, is_resumed=False)
+        cast_weights_(changed, self.recipe, self.group, records_amax, is_resumed=False)
         self.repeat_casts(resumed)
         if is_captured:
             for other, weight in stale:
@@ -156,61 +154,7 @@ class ScalingScope(OwnObject):
     def repeat_casts(self, pairs: Sequence[tuple[Member, Tensor]]) -> None:
         """Cast the weights, [out, in] or [in, out], of members, which are as they were, with the scales of their last
         casts. Nothing is recorded, or noted."""
-        with torch.inference_mode(False), torch.no_grad():
-            for block, run in _runs(pairs):
-                self._cast(block, run, False, is_resumed=True)
-
-    def _cast(self, block: Block, run: Sequence[tuple[Member, Tensor]], records_amax: bool, is_resumed: bool) -> None:
-        """Cast the weights of members whose numbers follow each other in ``block``."""
-        weights = [weight.detach().contiguous() for _, weight in run]
-        first, end = run[0][0].number, run[-1][0].number + 1
-        cast_scale = block.weight_scale[first:end]
-        amax = torch.zeros(len(run), dtype=torch.float32, device=self.device)
-        if not self.is_delayed:
-            largest = _ops.multi_tensor_norms(weights, float("inf"))
-            cast_scale.copy_(_ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype))
-        elif not is_resumed:
-            columns = slice(2 * first + Role.WEIGHT, 2 * end, 2)
-            scale = block.scale[FORWARD][columns]
-            if not run[0][0].has_weight_scale:
-                scale = self._first_scale(weights, scale, block.has_weight_scale[first:end], records_amax)
-            cast_scale.copy_(scale)
-            amax = block.history[FORWARD][0, columns] if records_amax else amax
-        _ops.fp8_cast_weights_(
-            [member.data for member, _ in run],
-            [member.transposed for member, _ in run],
-            weights,
-            cast_scale,
-            block.weight_scale_inv[first:end, 0],
-            amax,
-        )
-
-    def _first_scale(self, weights: list[Tensor], scale: Tensor, has_scale: Tensor, records_amax: bool) -> Tensor:
-        """The scales of ``weights``, [out, in] or [in, out] each, [n] fp32: their ``scale`` [n] where they have one, as
-        after casts in a graph; by their own amaxes where not. Casts that record amaxes set both, and ``has_scale`` [n]
-        bool."""
-        largest = _ops.multi_tensor_norms(weights, float("inf"))
-        if records_amax and is_shared(self.recipe, self.group):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
-        own = _ops.fp8_scale(largest, self.recipe.fp8_format.forward_dtype, margin=self.recipe.margin)
-        found = torch.where(has_scale, scale, own)
-        if records_amax:
-            scale.copy_(found)
-            has_scale.fill_(True)
-        return found
-
-
-def _runs(pairs: Sequence[tuple[Member, Tensor]]) -> Iterator[tuple[Block, list[tuple[Member, Tensor]]]]:
-    """Members with their weights, by blocks and by whether they have a scale, in runs of numbers that follow
-    each other."""
-    ordered = sorted(pairs, key=lambda pair: (*_run_key(pair[0]), pair[0].number))
-    for _, run in groupby(enumerate(ordered), key=lambda item: (*_run_key(item[1][0]), item[1][0].number - item[0])):
-        together = [pair for _, pair in run]
-        yield together[0][0].block, together
-
-
-def _run_key(member: Member) -> tuple[int, bool]:
-    return member.block.order, member.has_weight_scale
+        cast_weights_(pairs, self.recipe, self.group, records_amax=False, is_resumed=True)
 
 
 class ScalingScopes(OwnObject):

@@ -33,6 +33,8 @@ SCHEMAS = (
     "fp8_dequantize_out(Tensor(a!) out, Tensor x, Tensor scale_inv) -> ()",
     "fp8_cast_weights_(Tensor(a!)[] out, Tensor(b!)[] out_t, Tensor[] weights, Tensor scale, Tensor(c!) scale_inv, "
     "Tensor(d!) amax, *, Tensor(e!)? counts=None, Tensor? noop=None) -> ()",
+    "fp8_cast_weights_.List(Tensor(a!)[] out, Tensor(b!)[] out_t, Tensor[] weights, Tensor[] scale, "
+    "Tensor(c!)[] scale_inv, Tensor(d!)[] amax) -> ()",
     "fp8_cast_weights_table_(Tensor table, Tensor tiles, Tensor(a!) state, Tensor(b!)[] written, *, int kind=0, "
     "Tensor? noop=None) -> ()",
     "amax_and_scale_update_inplace(Tensor(a!) amax_history, Tensor(b!) scale, Tensor(c!) scale_inv, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,48 @@ def check(model: Model) -> None:
         assert_same_bits(model.counts[i], counts[i] + expected.counts, what)
     model.poisoned.assert_guards_intact()
     assert all_same_bits(model.weights, before)
+
+
+@pytest.mark.parametrize("records_amax", [True, False])
+def test_vectors_may_be_pieces_of_any_strides(records_amax, device, rng):
+    model = a_model(some_shapes(20, rng), device, rng)
+    twin = dataclasses.replace(
+        model, out=[o.clone() for o in model.out], out_t=[o.clone() for o in model.out_t], amax=model.amax.clone()
+    )
+    twin.cast_()
+    lengths = [1, 7, 0, 12]
+    table = torch.stack([model.scale, model.scale_inv, model.amax], dim=1)  # columns of stride 3
+    scale, scale_inv, amax = ([*table[:, column].split(lengths)] for column in range(3))
+    torch.ops.te_graph.fp8_cast_weights_.List(
+        model.out, model.out_t, model.weights, scale, scale_inv, amax if records_amax else []
+    )
+    expected = [twin.scale, twin.scale_inv, twin.amax if records_amax else model.amax]
+    assert all(map(same_bits, table.unbind(1), expected))
+    assert all_same_bits([*model.out, *model.out_t], [*twin.out, *twin.out_t])
+    model.poisoned.assert_guards_intact()
+
+
+@pytest.mark.parametrize("argument", ["scale", "scale_inv", "amax"])
+def test_vectors_of_another_number_of_elements_or_in_one_place_are_refused(argument, device, rng):
+    model = a_model([(3, 5), (4, 2), (1, 1)], device, rng)
+    given = {name: [getattr(model, name)[:1], getattr(model, name)[1:]] for name in ("scale", "scale_inv", "amax")}
+    before = copies([model.scale_inv, model.amax, *model.out])
+
+    def call(vectors):
+        lists = {**given, argument: vectors}
+        torch.ops.te_graph.fp8_cast_weights_.List(model.out, model.out_t, model.weights, *lists.values())
+
+    first, rest = given[argument]
+    with pytest.raises(ValueError, match=f"expected {argument} of 3 elements in all, got 4"):
+        call([first, rest, first.clone()])
+    with pytest.raises(ValueError, match=rf"expected {argument} of shape \[2\], got \[1, 2\]"):
+        call([first, rest[None]])
+    with pytest.raises(TypeError, match=f"expected {argument} of dtype torch.float32, got torch.float64"):
+        call([first, rest.double()])
+    if argument != "scale":
+        with pytest.raises(ValueError, match=f"expected {argument} and {argument} that do not overlap"):
+            call([rest[:1], rest])
+    assert all_same_bits([model.scale_inv, model.amax, *model.out], before)
 
 
 def some_shapes(number: int, rng: random.Random) -> list[tuple[int, int]]:

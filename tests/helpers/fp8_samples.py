@@ -130,6 +130,16 @@ def samples(device: str, prepared: tg.Fp8Weights) -> dict[str, Arguments]:
         "dequantize into": (ops.fp8_dequantize_out.default, (torch.zeros_like(wide), x8, scale), {}),
         "weights": (ops.fp8_cast_weights_.default, (*listed, [x, wide], *vectors), {"counts": counts, "noop": flag}),
         "weights, rows": (ops.fp8_cast_weights_.default, (listed[0], [], [x, wide], *copies(vectors)), {}),
+        "weights by vectors": (
+            ops.fp8_cast_weights_.List,
+            (*listed, [x, wide], *([t[:1], t[1:]] for t in copies(vectors))),
+            {},
+        ),
+        "weights by vectors, without amaxes": (
+            ops.fp8_cast_weights_.List,
+            (*listed, [x, wide], [vectors[0].clone()], [vectors[1].clone()], []),
+            {},
+        ),
         "weights of a table": table_call(prepared),
         "update": (update, (*update_arguments(device), flag, 448.0), {}),
         "update with all": (
