@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from te_graph import _C
+from te_graph.common.dispatch import is_in_backward
 from te_graph.common.kept_state import keep_by
 from te_graph.common.opaque import opaque
 from te_graph.fp8.flops import let_flops_be_counted
@@ -106,9 +107,10 @@ class fp8_autocast(ContextDecorator):
         outer = current_region()
         _C.set_fp8_region(0 if outer is None else outer.number)
         # What an exception left unfinished is updated where a module is called again; so is what is captured, before
-        # its replays, or where an evaluation follows. An evaluation updates nothing.
+        # its replays, or where an evaluation follows. An evaluation updates nothing, nor does what a backward computes
+        # again, on a GPU on a thread of autograd's that does not know of the regions around.
         is_evaluation = not (torch.is_grad_enabled() or self.calibrating)
-        if kind is not None or is_evaluation:
+        if kind is not None or is_evaluation or is_in_backward():
             return
         if _C.HostSteps.is_noting():
             if not any(is_captured for _, is_captured in _regions.entered):

@@ -365,3 +365,35 @@ def test_a_call_is_repeated_with_its_weight_where_the_layer_had_another_one_sinc
         y.square().sum().backward()
         results.append([x.grad, *(parameter.grad for parameter in model.parameters())])
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_region_that_is_left_in_a_backward_updates_nothing(device: str, is_enabled: bool) -> None:
+    """A GPU's backward runs on a thread that is in no region: one inside of what it computes again is no outermost."""
+    recipe = RECIPES["delayed"]
+    inner, other = (tg.Linear(WIDTH, WIDTH, device=device) for _ in range(2))
+    x = torch.randn(5, WIDTH, device=device, requires_grad=True)
+
+    def compute(x: Tensor) -> Tensor:
+        with tg.fp8_autocast(enabled=is_enabled, recipe=recipe):
+            return inner(x)
+
+    def scales() -> list[Tensor]:
+        return [each.get_extra_state()[:2, 2].clone() for each in (inner, other)]  # of what forwards cast
+
+    for _ in range(2):
+        with tg.fp8_autocast(recipe=recipe):
+            y = other(checkpoint(compute, x, use_reentrant=True))
+            before = scales()
+            y.square().sum().backward()
+            assert all(map(same_bits, scales(), before))
+    y = checkpoint(compute, x, use_reentrant=True)
+    with contextlib.suppress(KeyError), tg.fp8_autocast(recipe=recipe):
+        other(x)
+        raise KeyError  # so its amaxes are still to be taken up
+    before = scales()
+    y.square().sum().backward()
+    assert all(map(same_bits, scales(), before))
+    with tg.fp8_autocast(recipe=recipe):
+        other(x)
+    assert not same_bits(scales()[1], before[1])
