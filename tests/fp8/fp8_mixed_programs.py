@@ -6,22 +6,14 @@ many, and makes small what differs.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import random
 import sys
-import time
-import traceback
-import warnings
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fp8_comparisons import ComparedProgram, Seen
 from fp8_mixed_models import RECIPES, Spec
 from fp8_mixed_world import EVENTS, Event, World
-from shrinking import fewest
-
-from te_graph.testing import deterministic, same_bits
 
 TRAITS = (
     *("", "", "conv", "tied", "frozen", "lora", "twice", "unrecorded", "no_bias", "outside"),
@@ -33,15 +25,10 @@ OFTEN = ("evaluate", "evaluate", "evaluate", "forward", "backward")  # what show
 # Of a parameter that a block uses several times it depends in which order gradients are added, which docs/limits.md
 # tell of: on other losses that are held, on hooks, and on accumulate_grads=False.
 SEVERAL_USES = ("twice", "tied", "outside")
-# What a capture of a function refuses under delayed scaling: docs/limits.md.
-REFUSALS = (  # of docs/limits.md; on a GPU captures meet what earlier calls have left on other streams
-    *("called with them first", "does not write before it calls the layer"),
-    "with the same parameters is still held",
-)
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(ComparedProgram):
     """What is drawn from ``seed``.
 
     Attributes:
@@ -52,6 +39,11 @@ class Program:
     is_whole: bool
     specs: tuple[Spec, ...]
     events: tuple[Event, ...]
+
+    REFUSALS = (  # of functions under delayed scaling; on a GPU captures meet what earlier calls left on other streams
+        *("called with them first", "does not write before it calls the layer"),
+        "with the same parameters is still held",
+    )
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}, is_whole={self.is_whole}", *map(str, self.specs), *map(str, self.events)]
@@ -101,39 +93,9 @@ class Program:
         events = tuple(event for number, event in enumerate(self.events) if str(number) in pieces)
         return replace(self, specs=tuple(map(rest, range(len(self.specs)), self.specs)), events=events)
 
-    def compare(self, device: str = "cpu") -> tuple[str, str, int]:
-        """A verdict ("same", "differs", "raised", "refused" as documented, "invalid"), its reason, and the replays."""
-        try:
-            expected = self._new_world(False, device).run(self.events)
-        except Exception:
-            return "invalid", traceback.format_exc(), 0
-        world = self._new_world(True, device)
-        try:
-            found = world.run(self.events)
-        except Exception as error:
-            is_limit = any(words in str(error) for words in REFUSALS)
-            return "refused" if is_limit else "raised", traceback.format_exc(), 0
-        replays = sum(one.replays() for one in world.models)
-        for (name, one), (other, two) in zip(expected, found, strict=False):
-            if name != other:
-                return "differs", f"{other}, where eager execution has {name}", replays
-            if not same_bits(one, two):
-                return "differs", name, replays
-        return "same", "", replays
-
-    def _new_world(self, is_graphed: bool, device: str) -> World:
-        return World(self.specs, self.seed, self.is_whole, is_graphed, device)
-
-    def shrunk(self, device: str = "cpu") -> tuple[Program, str]:
-        """The program without what its verdict does not need, and the reason for that."""
-        verdict = self.compare(device)[0]
-
-        def failure(pieces: list[str]) -> str:
-            found, reason, _ = self.only(pieces).compare(device)
-            return reason if found == verdict else ""
-
-        pieces, reason = fewest(self.pieces(), failure)
-        return self.only(pieces), reason
+    def run(self, is_graphed: bool, device: str) -> tuple[Seen, int]:
+        world = World(self.specs, self.seed, self.is_whole, is_graphed, device)
+        return world.run(self.events), sum(one.replays() for one in world.models)
 
 
 def _draw_spec(rng: random.Random, recipe: int) -> Spec:
@@ -183,32 +145,5 @@ def _may(kind: str, spec: Spec) -> bool:
     return not (kind == "hook" and spec.has("outside"))
 
 
-def main() -> int:
-    """Run many, make small what differs, and tell what came of them."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0:100", help="first:end")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no program begins")
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    first, end = map(int, arguments.seeds.split(":"))
-    logging.getLogger("te_graph").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    tally, started = Counter[str](), time.monotonic()
-    with deterministic():
-        for seed in range(first, end):
-            if time.monotonic() - started > arguments.seconds:
-                break
-            program = Program.draw(seed)
-            verdict, reason, replays = program.compare(arguments.device)
-            tally[verdict] += 1
-            tally["replayed"] += replays > 0
-            if verdict in ("differs", "raised"):
-                program, reason = program.shrunk(arguments.device)
-            if verdict not in ("same", "refused"):
-                print(f"{seed}: {verdict}: {reason}\n{program}", flush=True)
-    print(dict(tally))
-    return int(tally["differs"] + tally["raised"] > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Program.main())

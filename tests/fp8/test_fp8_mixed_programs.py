@@ -5,16 +5,14 @@ The first seed is printed and changes with the code (seeds.py); ``fp8_mixed_prog
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import fp8_mixed_programs
 import pytest
+from fp8_comparisons import check_programs
 from fp8_mixed_programs import Program
 from fp8_mixed_world import Event
-from seeds import first_seed
 from torch import Tensor, nn
 
 import te_graph as tg
@@ -25,29 +23,13 @@ pytestmark = [
 ]
 
 
-def run(device: str, count: int, most_seconds: float) -> None:
-    first, started, verdicts, replayed = first_seed("mixed FP8 programs"), time.monotonic(), Counter[str](), 0
-    for seed in range(first, first + count):
-        program = Program.draw(seed)
-        verdict, reason, replays = program.compare(device)
-        if verdict in ("differs", "raised"):
-            small, small_reason = program.shrunk(device)
-            pytest.fail(f"TE_GRAPH_PROGRAM_SEED={seed}: {verdict}: {reason}\n{small}\n{small_reason}")
-        verdicts[verdict] += 1
-        replayed += replays > 0
-        if time.monotonic() - started > most_seconds and replayed:
-            break
-    # On a slow machine few run, of which a chance majority may change something in each step.
-    assert replayed and (verdicts.total() < 10 or min(replayed, verdicts["same"]) > 0.4 * verdicts.total()), verdicts
-
-
 def test_random_programs_leave_what_eager_execution_leaves(device: str) -> None:
-    run(device, count=20, most_seconds=6)
+    check_programs(Program, "mixed FP8 programs", device, count=20, most_seconds=6)
 
 
 @pytest.mark.full
 def test_many_random_programs_leave_what_eager_execution_leaves(device: str) -> None:
-    run(device, count=500, most_seconds=400)
+    check_programs(Program, "mixed FP8 programs", device, count=500, most_seconds=400)
 
 
 def a_program(*kinds: str, mode: str = "callable") -> Program:
