@@ -261,7 +261,11 @@ class World:
         return []
 
     def capture(self, event: Event) -> list[Tensor]:
-        """A network as it is, its blocks, or in a function, which may enter a region of its own."""
+        """A network as it is, its blocks, or in a function, which may enter a region of its own. It has trained by the
+        recipe before: docs/limits.md."""
+        with region_of(event.recipe):
+            loss = self.nets[self._net(event)](self._input(event)).square().mean()
+        loss.backward()
         number, x = self._net(event), torch.ones(event.rows, WIDTH, device=self.device)
         net, options = self.nets[number], {"on_mismatch": "eager", "on_exhausted": "eager"}
 
