@@ -34,14 +34,15 @@ class FP8Layer(ReadyForCapture):
     has_told_misfit = False
 
     def make_ready_for_capture(self) -> None:
-        """Become a member of the present scope, with a cast weight, whose amax replays record. Where it
-        has trained in another one, which what is captured may not lead to, it stays there: it can evaluate here, and
-        train after a call."""
+        """Become a member of the present scope, with a cast weight, whose amax replays record. Where it has trained in
+        another one, which what is captured may not lead to, it stays there: it can evaluate here, unless it does so in
+        another one yet, and train after a call."""
         region, weight = current_region(), plain_weight(self)
         if region is not None and region.enabled and weight is not None:
             member = self.fp8
             is_free = member is None or not member.trains or member.scope is region.scope_on(weight.device)
-            member_of(self, region, is_free and torch.is_grad_enabled())
+            if is_free or self.fp8_evaluated is None:
+                member_of(self, region, is_free and torch.is_grad_enabled())
         for member in (self.fp8, self.fp8_evaluated):
             if member is not None and weight is not None and member.fits(weight):
                 member.scope.cast_weights(member, records_amax=False)

@@ -103,9 +103,16 @@ def scales_kept() -> Iterator[None]:
     """Scales and histories are afterwards as before, and the same weights count as cast, by the same scales."""
     with torch.inference_mode(False), torch.no_grad():
         kept = [_KeptScope(scope) for scope in scaling_scopes.all()]
+    modules = {module for scope in kept for member in scope.members if (module := member.module) is not None}
+    evaluated = {module: module.fp8_evaluated for module in modules}
     try:
         with scaling_scopes.remembering_first_states():
             yield
+    except BaseException:
+        # What else evaluates goes on with its casts, not with those of a capture that came to nothing.
+        for module, member in evaluated.items():
+            module.fp8_evaluated = member
+        raise
     finally:
         with torch.inference_mode(False), torch.no_grad():
             for scope in kept:

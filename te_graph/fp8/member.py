@@ -117,9 +117,14 @@ class Member(OwnObject):
         return None if self.trains else self._untrained_state
 
     @property
+    def module(self) -> FP8Module | None:
+        """That whose member it is, if it is still there."""
+        return self._module()
+
+    @property
     def weight(self) -> Tensor | None:
         """[out, in] or [in, out]: that of the module, if both are still there; none that a property computes."""
-        module = self._module()
+        module = self.module
         return None if module is None else plain_weight(module)
 
     def follow(self, leader: Member) -> None:

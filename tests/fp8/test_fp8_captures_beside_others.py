@@ -314,3 +314,40 @@ def test_a_layer_that_was_captured_and_never_called_is_as_new(device: str, other
                     found.append(model(x).sum())
         results.append(found)
     assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("around", [tg.Float8CurrentScaling(), DELAYED, None], ids=["current", "the same", "none"])
+def test_a_refused_capture_leaves_evaluations_by_other_recipes_their_casts(device: str, around: Any) -> None:
+    """They go on with the cast of their first one for as long as the weight stays as it is."""
+    by, xs = tg.DelayedScaling(amax_history_len=3, amax_compute_algo="most_recent", margin=1), inputs(device, 6)
+    results = []
+    for is_graphed in (False, True):
+        torch.manual_seed(3)
+        layer = a_layer(device)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+
+        def evaluate_and_train(x: Tensor, layer: nn.Module = layer) -> tuple[Tensor, Tensor]:
+            with torch.no_grad(), region(by):
+                evaluated = layer(x).sum()
+            with region(DELAYED):
+                loss = layer(x).square().mean()
+            loss.backward()
+            return evaluated, loss.detach()
+
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        place, seen, refusals = torch.empty_like(xs[0]), [], 0
+        call = tg.graphed(evaluate_and_train) if is_graphed else evaluate_and_train
+        for number, x in enumerate(xs):
+            place.copy_(x)
+            with region(around):
+                try:
+                    seen += map(torch.clone, call(place))
+                except tg.CaptureError:
+                    refusals += 1
+                    seen += evaluate_and_train(place)
+            if number == 0:
+                optimizer.step()
+        assert (refusals > 0) == is_graphed
+        results.append([*seen, layer.weight.grad])
+    assert all(map(same_bits, *results))
