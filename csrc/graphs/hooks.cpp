@@ -39,6 +39,11 @@ LeafIsolation::LeafIsolation(std::vector<at::Tensor> leaves, bool with_accumulat
 
 void LeafIsolation::restore() {
     exchange();
+    for (size_t i = 0; i < leaves_.size(); ++i) {
+        // Those that came meanwhile, from another thread: what is captured puts none there.
+        auto* const meta = impl::get_autograd_meta(leaves_[i]);
+        for (auto& hook : kept_[i].hooks) meta->hooks_.push_back(std::move(hook));
+    }
     leaves_.clear();
 }
 

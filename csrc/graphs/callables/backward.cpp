@@ -174,6 +174,7 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
     check_for_nan(pending);
     if (!pending.input_edges.empty()) {
         const auto lent = slot.grad_inputs.lend(replay_order_->input_gradients());
+        const bool is_of_several_threads = replay_order_->is_of_several_threads();
         for (const InputEdge& edge : pending.input_edges) {
             const size_t end = results.gradients.size() + edge.uses;
             if (any_common(inputs_[edge.input].depends_on, got)) {
@@ -181,7 +182,8 @@ void GraphedCallable::finish(const PendingBackward& pending, const Bits& got, st
                     for (const at::Tensor& grad : slot.use_grads[edge.input]) results.gradients.push_back(grad.clone());
                 } else {
                     // A leaf keeps what it gets as .grad, which must not move under its holder.
-                    results.gradients.push_back(edge.is_leaf ? lent[edge.input].clone() : lent[edge.input]);
+                    const bool is_lent = !edge.is_leaf && !is_of_several_threads;
+                    results.gradients.push_back(is_lent ? lent[edge.input] : lent[edge.input].clone());
                 }
             }
             results.gradients.resize(end);

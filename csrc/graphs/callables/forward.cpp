@@ -239,7 +239,7 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
     if (has_lost_gradients_.exchange(false, std::memory_order_relaxed)) warn_of_lost_gradients();
     Slot& slot = *slots_[number];
     SlotLease lease = leases_->lease(number);
-    replay_order_->enter();
+    replay_order_->enter_forward();
     slot.lent_outputs->protect(position_);
     {
         const at::NoGradGuard no_grad;

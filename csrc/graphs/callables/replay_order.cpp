@@ -56,6 +56,14 @@ void sync_backward_caller(at::Device) {}
 
 ReplayOrder::~ReplayOrder() = default;
 
+void ReplayOrder::enter_forward() {
+    static thread_local const char mark = 0;
+    const void* first = nullptr;
+    const bool is_first = first_thread_.compare_exchange_strong(first, &mark, std::memory_order_relaxed);
+    if (!is_first && first != &mark) is_of_several_threads_.store(true, std::memory_order_release);
+    enter();
+}
+
 std::unique_lock<std::mutex> ReplayOrder::enter_backward() {
     std::unique_lock lock(backward_);
     enter();

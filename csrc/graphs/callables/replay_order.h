@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 
@@ -24,11 +25,16 @@ public:
 
     // Makes the current stream wait for the last replay if that ran on another stream. No host sync.
     void enter();
+    // The same for a forward.
+    void enter_forward();
     // The same for a backward, which has the memory that backwards share for as long as it holds the lock.
     std::unique_lock<std::mutex> enter_backward();
 
     // Input gradients live in the shared pool: any backward of the group may overwrite them.
     LentStorages& input_gradients() { return input_gradients_; }
+    // Whether forwards have come from several threads. What the backward of one of them gives, another one's must not
+    // overwrite: an operation may just read it, at an address that it has taken.
+    bool is_of_several_threads() const { return is_of_several_threads_.load(std::memory_order_acquire); }
 
 private:
     struct LastReplay;
@@ -36,6 +42,8 @@ private:
     std::unique_ptr<LastReplay> last_replay_;
     LentStorages input_gradients_;
     std::mutex backward_;
+    std::atomic<const void*> first_thread_{nullptr};
+    std::atomic<bool> is_of_several_threads_{false};
 };
 
 // Lets the stream on which the running backward call was made wait for what is now queued on the current stream. The
