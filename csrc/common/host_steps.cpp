@@ -43,8 +43,8 @@ void HostSteps::run(Direction direction) const {
     for (const auto& step : of(direction)) step->run();
 }
 
-void HostSteps::finish() const {
-    for (const auto& step : of(Direction::kForward)) step->finish();
+void HostSteps::finish(Direction direction) const {
+    for (const auto& step : of(direction)) step->finish();
 }
 
 }  // namespace te_graph

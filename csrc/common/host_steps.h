@@ -27,7 +27,7 @@ public:
     virtual void run() {}
     // Of a forward: what was to be captured has been, on this thread.
     virtual void end_capture() {}
-    // Of a forward: after each replay has been launched, and the versions of what it writes moved on.
+    // After each replay has been launched, and the versions of what a forward writes moved on.
     virtual void finish() {}
     // Steps of which this is equal do the same.
     virtual const void* identity() const = 0;
@@ -62,8 +62,8 @@ public:
     // Before a replay of what has these steps; of several at once, all are prepared first.
     void prepare(Direction direction) const;
     void run(Direction direction) const;
-    // After a replay of a forward.
-    void finish() const;
+    // After it.
+    void finish(Direction direction) const;
 
 private:
     std::array<List, 2> lists_;  // of each direction

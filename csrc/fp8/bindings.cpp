@@ -63,6 +63,8 @@ void bind(py::module_& m) {
         .def("end_cast", &ScaleTable::end_cast, py::arg("column"), unlocked)
         .def(
             "update_if_due", [](ScaleTable& table) { table.update_if_due(); }, unlocked)
+        .def("hold_updates", &ScaleTable::hold_updates)
+        .def("release_updates", &ScaleTable::release_updates)
         .def("is_due", &ScaleTable::is_due, py::arg("column"), unlocked)
         .def("set_due", &ScaleTable::set_due, py::arg("column"), py::arg("is_due"), unlocked);
     py::class_<CastDone, std::shared_ptr<CastDone>>(m, "CastDone").def(py::init<c10::Device>(), py::arg("device"));
@@ -90,6 +92,7 @@ void bind(py::module_& m) {
         .def("is_cast", &LinearProducts::is_cast, py::arg("weight"), py::arg("records_amax"))
         .def("is_noted", &LinearProducts::is_noted)
         .def_property("trains", &LinearProducts::trains, &LinearProducts::set_trains)
+        .def_property("thread", &LinearProducts::thread, &LinearProducts::set_thread)
         .def("has_recorded_amax", &LinearProducts::has_recorded_amax, py::arg("weight"))
         .def(
             "note_cast",

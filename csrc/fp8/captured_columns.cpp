@@ -79,7 +79,9 @@ void CapturedColumns::prepare() {
     }
 }
 
-void CapturedColumns::run() { table_->note_captured(has_updates_, due_); }
+void CapturedColumns::run() {
+    if (has_updates_) before_ = table_->casts();
+}
 
 bool CapturedColumns::repeats(const HostStep& other) const {
     if (identity() != other.identity()) return false;
@@ -91,6 +93,8 @@ bool CapturedColumns::repeats(const HostStep& other) const {
 }
 
 void CapturedColumns::finish() {
+    // Not before the launch: another thread's update in between would take what the graph will record for done.
+    table_->note_captured(before_, due_);
     if (left_ != Left::kNone && region() == 0) table_->update_if_due();  // where no outer one was entered since
 }
 

@@ -59,6 +59,7 @@ private:
     Left decided_ = Left::kNone;          // what an update in the graph, or its absence, went by
     bool has_updates_ = false;
     bool has_early_reads_ = false;  // before a cast in `uses_`
+    ScaleTable::Casts before_;      // of a replay under way, those that it updates
 };
 
 }  // namespace te_graph::fp8

@@ -127,6 +127,10 @@ void LinearProducts::add_weight_step(HostSteps& steps, const at::Tensor& weight,
     }
 }
 
+void LinearProducts::note_thread() {
+    if (torch::autograd::get_current_graph_task_id() == kNotInBackward) thread_ = PyThread_get_thread_ident();
+}
+
 void LinearProducts::wait_for_cast() const {
     std::shared_ptr<const CastDone> done;
     {
@@ -143,6 +147,7 @@ at::Tensor LinearProducts::forward(const at::Tensor& x, const at::Tensor& weight
         check_no_tangent(kLinear, "weight", weight);
         if (bias) check_no_tangent(kLinear, "bias", *bias);
     }
+    note_thread();
     const std::shared_ptr<HostSteps> steps = HostSteps::current();
     if (steps != nullptr) add_weight_step(*steps, weight, records_amax);
     if (records_amax && steps != nullptr) {

@@ -76,6 +76,11 @@ public:
     // Whether a call, or a replay of one, has had gradients recorded since that was set to false.
     bool trains() const { return trains_; }
     void set_trains(bool trains) { trains_ = trains; }
+    // The thread that called the layer last, or replayed such a call, by Python's number; 0: none. Not of autograd, on
+    // which a checkpoint computes again.
+    unsigned long thread() const { return thread_; }
+    void set_thread(unsigned long thread) { thread_ = thread; }
+    void note_thread();
     // How many casts there were.
     int64_t casts() const {
         const std::lock_guard lock(mutex_);
@@ -106,6 +111,7 @@ private:
     ParameterGrad::MainGradOf main_grad_of_;
     int64_t fast_region_ = 0;
     std::atomic<bool> trains_ = false;
+    std::atomic<unsigned long> thread_ = 0;
     // Of what follows, of the last cast of the weight: replays look at it without the GIL.
     mutable std::mutex mutex_;
     WeightMark cast_mark_;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 
@@ -27,7 +28,7 @@ bool ScaleTable::has_due(std::optional<int64_t> column) const {
 }
 
 void ScaleTable::update_if_due(std::optional<int64_t> column) {
-    std::vector<int64_t> casts;
+    Casts casts;
     {
         const std::lock_guard lock(mutex_);
         order();
@@ -36,6 +37,10 @@ void ScaleTable::update_if_due(std::optional<int64_t> column) {
     }
     launch_update();
     const std::lock_guard lock(mutex_);
+    note_updated(casts);
+}
+
+void ScaleTable::note_updated(const Casts& casts) {
     for (size_t i = 0; i < casts.size(); ++i) updated_casts_[i] = std::max(updated_casts_[i], casts[i]);
 }
 
@@ -48,9 +53,14 @@ void ScaleTable::end_cast(int64_t column) {
     ++casts_[static_cast<size_t>(column)];
 }
 
-void ScaleTable::note_captured(bool has_updates, const std::set<int64_t>& columns) {
+ScaleTable::Casts ScaleTable::casts() {
     const std::lock_guard lock(mutex_);
-    if (has_updates) updated_casts_ = casts_;
+    return casts_;
+}
+
+void ScaleTable::note_captured(const Casts& updated, const std::set<int64_t>& columns) {
+    const std::lock_guard lock(mutex_);
+    note_updated(updated);
     for (const int64_t column : columns) ++casts_[static_cast<size_t>(column)];
 }
 
@@ -76,6 +86,13 @@ void ScaleTable::order() {
 #endif
 }
 
+void ScaleTable::hold_updates() {
+    // Who holds them may run Python.
+    std::optional<pybind11::gil_scoped_release> no_gil;
+    if (PyGILState_Check()) no_gil.emplace();
+    updates_.lock();
+}
+
 void ScaleTable::launch_update() {
     static const auto op =
         own_op<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, bool, double, double,
@@ -83,7 +100,8 @@ void ScaleTable::launch_update() {
     const at::NoGradGuard no_grad;
     if (reduce_) reduce_(history_[0]);
     const at::Tensor no_mask = at::empty({0}, scale_.options().dtype(at::kBool));
-    const std::lock_guard lock(updates_);
+    hold_updates();
+    const std::lock_guard lock(updates_, std::adopt_lock);
     op.call(history_, scale_, scale_inv_, no_mask, true, fp8_max_, margin_, algorithm_, false);
 }
 

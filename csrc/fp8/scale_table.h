@@ -34,11 +34,17 @@ public:
     void end_cast(int64_t column);
     // Updates, if a tensor was cast since the last time.
     void update_if_due();
-    // A graph is about to be launched that casts the tensors of `columns`, after the last of its updates, if it has any.
-    void note_captured(bool has_updates, const std::set<int64_t>& columns);
+    // Of each column, how many casts there were so far.
+    using Casts = std::vector<int64_t>;
+    Casts casts();
+    // A graph has been launched that casts the tensors of `columns`, after its updates, of those `updated`, if any.
+    void note_captured(const Casts& updated, const std::set<int64_t>& columns);
     // The launch of an update of all columns, by itself: which of them are due is left as it is. Captures call it;
     // eager code goes through begin_cast() and update_if_due().
     void launch_update();
+    // Between these no other thread launches an update: around what writes histories and scales otherwise.
+    void hold_updates();
+    void release_updates() { updates_.unlock(); }
     // Whether the tensor of `column` was cast since the last update.
     bool is_due(int64_t column);
     // Let that be so, or not, where a cast is undone.
@@ -57,15 +63,17 @@ private:
     void update_if_due(std::optional<int64_t> column);
     // With the mutex.
     bool has_due(std::optional<int64_t> column) const;
+    // These casts have been followed by an update. With the mutex.
+    void note_updated(const Casts& casts);
 
     const at::Tensor history_, scale_, scale_inv_;  // [H, n], [n], [n]
     const double fp8_max_, margin_;
     const std::string algorithm_;
     Reduce reduce_;
-    std::mutex updates_;  // held over the launch: two updates must not interleave
+    std::recursive_mutex updates_;  // held over the launch: two updates must not interleave
     // Of what follows: forwards and backwards run on threads of their own. Not held where Python may be called.
     std::mutex mutex_;
-    std::vector<int64_t> casts_, updated_casts_;  // of each column, all so far and those before the last update
+    Casts casts_, updated_casts_;  // all so far and those before the last update
 #ifdef TE_GRAPH_CUDA
     StreamOrder order_;
 #endif

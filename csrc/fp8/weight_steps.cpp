@@ -9,6 +9,7 @@ WeightStep::WeightStep(std::shared_ptr<LinearProducts> products, const at::Tenso
       records_amax_(records_amax) {}
 
 void WeightStep::prepare() {
+    products_->note_thread();
     const auto weight = at::Tensor(weight_.lock());
     if (!weight.defined()) return;
     if (!products_->is_cast(weight, records_amax_)) products_->cast_weights(records_amax_);

@@ -168,7 +168,9 @@ void bind(py::module_& m) {
              })
         .def("change", &change_of_steps)
         .def("run", &run_steps)
-        .def("finish", &HostSteps::finish);
+        .def("finish", [](const HostSteps& steps) {
+            for (const Direction direction : kDirections) steps.finish(direction);
+        });
     m.def("saved_tensor_pack_hooks", &saved_tensor_pack_hooks);
     m.def("has_saved_tensor_hooks", &has_saved_tensor_hooks);
     m.def("enter_session", &enter_session);

@@ -31,6 +31,10 @@ class _KeptBlock:
 
     def restore(self) -> None:
         """Put back all but what other threads have called since, and go on with."""
+        with self._block.without_updates():
+            self._restore()
+
+    def _restore(self) -> None:
         own = [member.number for member in self._members if is_of_this_thread(member)]
         for (tensor, columns), before in zip(self._block.columns_of(own), self._before, strict=True):
             index = torch.tensor(columns, dtype=torch.long, device=tensor.device)

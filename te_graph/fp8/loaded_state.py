@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ class LoadedModules(OwnObject):
 
     def __init__(self) -> None:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._lock = threading.RLock()  # of that set
         optimizer_step_watch().watch(self)
 
     @property
@@ -34,15 +36,19 @@ class LoadedModules(OwnObject):
 
     def add(self, module: nn.Module) -> None:
         """``module`` has been given a state."""
-        self._modules.add(module)
+        with self._lock:
+            self._modules.add(module)
 
     def discard(self, module: nn.Module) -> None:
         """``module`` has no state any more."""
-        self._modules.discard(module)
+        with self._lock:
+            self._modules.discard(module)
 
     def _present(self) -> list[Any]:
         """Those that compute in FP8 still: others may have given a module back its former class."""
-        return [module for module in list(self._modules) if hasattr(type(module), "loaded_state")]
+        with self._lock:
+            modules = list(self._modules)
+        return [module for module in modules if hasattr(type(module), "loaded_state")]
 
     @contextlib.contextmanager
     def marks_kept_over_copy(self, weight: Tensor | None, source: Any) -> Iterator[None]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_graph import _C
 from te_graph.common.gradient_state import gradient_state, main_grad_of
@@ -22,8 +21,9 @@ from te_graph.fp8.weight_mark import is_marked, plain_weight
 if TYPE_CHECKING:
     from te_graph.fp8.scaling_scope import ScalingScope
 
+WEIGHT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _VERSION, _HEADER, _USUAL_LENGTH = 1, 8, 1024  # of saved state
-_CAST_SCALE, _IS_CAST, _HAS_SCALE = 3, 4, 5  # positions in its header
+_CAST_SCALE, _IS_CAST, _HAS_SCALE, _LARGEST = 3, 4, 5, 6  # positions in its header
 
 
 def check_state(state: Tensor) -> None:
@@ -65,7 +65,6 @@ class Member(OwnObject):
         loaded_mark: of the weight, when a state was loaded that says how it was cast; None: that is not known.
         fuses_wgrad_accumulation: as ``module`` had it.
         first_state: where it is to be put back.
-        thread: the one that called the module when its weight had to be cast.
         has_weight_scale: that of the block, where the host knows it; False where only casts in graphs have set it.
         data, transposed: FP8 copies of the weight, as it lies and the other way round: [out, in] and [in, out], or
             [in, out] and [out, in] of a module with ``inputs_first``.
@@ -78,7 +77,6 @@ class Member(OwnObject):
         self._module = weakref.ref(module)
         self.loaded_mark: _C.WeightMark | None = None
         self.has_weight_scale = False
-        self.thread = threading.get_ident()
         self._untrained_state: MarkedState | None = None
         self.first_state: MarkedState | None = None
         self._leader: weakref.ref[Member] | None = None
@@ -103,6 +101,7 @@ class Member(OwnObject):
         self.fuses_wgrad_accumulation = module.fuse_wgrad_accumulation
         if module.fuse_wgrad_accumulation:
             self.products.set_main_grad_of(_main_grad_of)
+        self.thread = threading.get_ident()
         # By a weak reference, since what C++ holds is not seen by the garbage collector.
         self.products.set_cast_weights(functools.partial(_cast_weights_of, weakref.ref(self)))
 
@@ -115,6 +114,15 @@ class Member(OwnObject):
     def untrained_state(self) -> MarkedState | None:
         """That which it was made with, or took last, of which other scopes may keep more; None once it trains."""
         return None if self.trains else self._untrained_state
+
+    @property
+    def thread(self) -> int:
+        """The one that called the module last."""
+        return self.products.thread
+
+    @thread.setter
+    def thread(self, thread: int) -> None:
+        self.products.thread = thread
 
     @property
     def module(self) -> FP8Module | None:
@@ -137,7 +145,7 @@ class Member(OwnObject):
         if leader is None or not (leader.scope.is_delayed and self.scope.is_delayed):
             return
         leader.products.note_scales_read_elsewhere()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self.block.without_updates():
             for role in (Role.INPUT, Role.WEIGHT):
                 self.history(role)[1].copy_(leader.history(role)[1])
             self.block.has_weight_scale[self.number] = leader.block.has_weight_scale[leader.number]
@@ -155,9 +163,18 @@ class Member(OwnObject):
         self.products.note_cast(_C.WeightMark(), False, None)
 
     def fits(self, weight: Tensor) -> bool:
-        """Whether the copies are of the shape and device of ``weight`` [...], which is not sharded since."""
-        is_like = self.data.shape == weight.shape and self.data.device == weight.device
-        return is_like and not is_traceable_wrapper_subclass(weight) and not weight.is_inference()
+        """Whether ``weight`` [...] can still be cast into the copies: it may have become anything since."""
+        is_dispatched_by_python = torch._C._dispatch_keys(weight).has(torch._C.DispatchKey.Python)
+        return (
+            not is_dispatched_by_python
+            and weight.layout is torch.strided
+            and not weight.is_nested
+            and weight.dtype in WEIGHT_DTYPES
+            and self.data.shape == weight.shape
+            and self.data.device == weight.device
+            and weight.untyped_storage().nbytes() >= weight.numel() * weight.element_size()
+            and not weight.is_inference()
+        )
 
     def history(self, role: Role) -> tuple[Tensor, Tensor]:
         """Views of the history [H] and the scale [1] of the tensor with ``role``; of delayed scaling only."""
@@ -170,13 +187,15 @@ class Member(OwnObject):
     def state(self) -> Tensor:
         """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, for each ``Role``
         the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
-        cast, whether it is as it was then, and whether it has a scale, two zeros, and the history.
+        cast, whether it is as it was then, and whether it has a scale, the largest number of the casts' format (0:
+        unknown), a zero, and the history.
         """
         length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
         state = new_state(self.data.device, length)
         for role in Role if length else ():
             history, scale = self.history(role)
             state[role, 2:3] = scale
+            state[role, _LARGEST] = self._largest(role)
             state[role, _HEADER : _HEADER + length] = history
         if length:
             state[Role.WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
@@ -210,16 +229,20 @@ class Member(OwnObject):
             self.clear_scales_()
             self.forget_cast()
             return
-        for role in Role:
-            history, scale = self.history(role)
-            rows = state[role, _HEADER : _HEADER + saved].to(history)
-            kept = min(len(history), saved) - 1  # beside row 0, what was recorded since the last update
-            history.zero_()
-            history[:1] = rows[:1]
-            history[len(history) - kept :] = rows[saved - kept :]
-            scale.copy_(state[role, 2:3])
-            if bool(rows[0].any()):  # of casts behind the last update
-                self._set_due(role, True)  # no update before: it would roll what other modules have loaded
+        with self.block.without_updates():
+            for role in Role:
+                history, scale = self.history(role)
+                rows = state[role, _HEADER : _HEADER + saved].to(history)
+                kept = min(len(history), saved) - 1  # beside row 0, what was recorded since the last update
+                history.zero_()
+                history[:1] = rows[:1]
+                history[len(history) - kept :] = rows[saved - kept :]
+                scale.copy_(state[role, 2:3])
+                largest = float(state[role, _LARGEST])
+                if largest not in (0, self._largest(role)):  # of another format
+                    scale.mul_(self._largest(role) / largest)
+                if bool(rows[0].any()):  # of casts behind the last update
+                    self._set_due(role, True)  # no update before: it would roll what other modules have loaded
         self._set_has_weight_scale(bool(state[Role.WEIGHT, _HAS_SCALE]))
         is_cast, cast_scale = bool(state[Role.WEIGHT, _IS_CAST]), state[Role.WEIGHT, _CAST_SCALE]
         # What is cast here is of no use where the state goes on with a cast by another scale, or will record one.
@@ -231,11 +254,12 @@ class Member(OwnObject):
 
     def clear_scales_(self) -> None:
         """Histories become empty and scales 1."""
-        for role in Role if self.scope.is_delayed else ():
-            history, scale = self.history(role)
-            history.zero_()
-            scale.fill_(1)
-            self._set_due(role, False)
+        with self.block.without_updates():
+            for role in Role if self.scope.is_delayed else ():
+                history, scale = self.history(role)
+                history.zero_()
+                scale.fill_(1)
+                self._set_due(role, False)
         self._set_has_weight_scale(False)
 
     def mark_again(self, mark: _C.WeightMark | None) -> None:
@@ -244,6 +268,11 @@ class Member(OwnObject):
             self.loaded_mark = mark
         if self._untrained_state is not None:
             self._untrained_state = MarkedState(self._untrained_state.state, mark)
+
+    def _largest(self, role: Role) -> float:
+        """Number of the format of casts with ``role``."""
+        formats = self.scope.recipe.fp8_format
+        return torch.finfo(formats.backward_dtype if role == Role.GRAD else formats.forward_dtype).max
 
     def _set_has_weight_scale(self, value: bool) -> None:
         self.block.has_weight_scale[self.number] = self.has_weight_scale = value

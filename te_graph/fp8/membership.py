@@ -17,13 +17,12 @@ from te_graph.fp8.fp8_module import FP8Module
 from te_graph.fp8.layer_state import has_state
 from te_graph.fp8.loaded_state import untrained_state_of
 from te_graph.fp8.marked_state import MarkedState
-from te_graph.fp8.member import Member, new_state
+from te_graph.fp8.member import WEIGHT_DTYPES, Member, new_state
 from te_graph.fp8.scaling_scope import ScalingScope, scaling_scopes
 from te_graph.fp8.weight_mark import mark_of_plain
 from te_graph.graphs.guards.pure_hooks import computed_by_hooks
 
 _log = logging.getLogger("te_graph")
-_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 FEATURES_MULTIPLE = 16  # which FP8 tensor cores want
 _FSDP, _ZERO = "_is_fsdp_managed_module", "ds_id"  # marks of modules (FSDP 1 and 2) and weights (DeepSpeed)
 
@@ -46,7 +45,7 @@ def member_of(module: FP8Module, region: fp8_autocast, records_amax: bool) -> Me
     # Such weights are whole only while the module is called, and their versions do not tell that they have changed.
     if _FSDP in vars(module):
         raise TypeError(_sharded_message(f"a module of FSDP ({type(module).__name__})"))
-    if weight.dtype not in _DTYPES:
+    if weight.dtype not in WEIGHT_DTYPES:
         raise TypeError(
             f"te_graph.Linear: expected a weight of float32, float16 or bfloat16, got {weight.dtype}: compute this "
             "layer outside of fp8_autocast, or convert it"
@@ -126,7 +125,6 @@ def _state_to_move(module: FP8Module, weight: Tensor) -> MarkedState | None:
     untrained = untrained_state_of(module)
     if untrained is not None or module.fp8 is None:
         return untrained
-    module.fp8.update_if_due()  # by the rules of the scope that it leaves
     return MarkedState(module.fp8.state(), mark_of_plain(weight))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ class OptimizerStepWatch(OwnObject):
 
     def __init__(self) -> None:
         self._watched: weakref.WeakSet[WatchedWeights] = weakref.WeakSet()
+        self._lock = threading.RLock()  # of that set
         # Identities alone: a parameter may refer to its optimizer, which would then never be freed.
         self._noted: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
         register_optimizer_step_pre_hook(self._before)
@@ -39,7 +41,8 @@ class OptimizerStepWatch(OwnObject):
 
     def watch(self, owner: WatchedWeights) -> None:
         """Move on the counters of ``owner.weights`` for as long as it has another owner."""
-        self._watched.add(owner)
+        with self._lock:
+            self._watched.add(owner)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._watched:
@@ -54,7 +57,9 @@ class OptimizerStepWatch(OwnObject):
         stepped = {
             key for p in _parameters_of(optimizer) if id(p) in noted or _has_gradient(p) for key in _storages_of(p)
         }
-        for owner in list(self._watched):
+        with self._lock:
+            watched = list(self._watched)
+        for owner in watched:
             changed = [weight for weight in owner.weights if storage_key(weight) in stepped]
             torch.autograd.graph.increment_version(changed)
 

@@ -68,6 +68,7 @@ class Checkpoints:
         self.noting: list[Any] = []
         self.hides_gradients = False
         self._repeating: Any = None
+        self._pass = torch._C._current_graph_task_id()  # of several in which one is computed again
         for pack in _C.saved_tensor_pack_hooks():
             if not isinstance(pack, FunctionType) or pack.__module__ != CheckpointFunction.__module__:
                 continue
@@ -75,6 +76,7 @@ class Checkpoints:
                 self.noting.append(_variable_of(pack, "frame"))
             elif "target_frame_ref" in pack.__code__.co_freevars:
                 self._repeating = _variable_of(pack, "target_frame_ref")()
+                self._pass = _variable_of(pack, "gid")  # outside of a backward a number of its own
         if not torch.is_grad_enabled():
             # Whether gradients were recorded around them is not to be known: inputs that require some stand for it.
             calls = _calls_of(CheckpointFunction.forward)
@@ -104,7 +106,7 @@ class Checkpoints:
         """How ``layer`` was called the first time, if that is what it is called for now, again."""
         if self._repeating is None:
             return None
-        notes, key = _notes_of(self._repeating), (torch._C._current_graph_task_id(), id(layer))
+        notes, key = _notes_of(self._repeating), (self._pass, id(layer))
         calls, position = notes.calls.get(id(layer), []), notes.positions[key]
         if position >= len(calls):
             return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,17 @@ class Block(OwnObject):
         """Let updates begin with a reduction of the newest amaxes, if ranks share them."""
         for table in self.tables if self.is_shared else ():
             table.set_reduce(lambda row: dist.all_reduce(row, dist.ReduceOp.MAX, self._group))
+
+    @contextlib.contextmanager
+    def without_updates(self) -> Iterator[None]:
+        """Around writes of histories and scales: no other thread launches an update in between, which would go on with
+        what was there before."""
+        with contextlib.ExitStack() as held:
+            for table in self.tables:
+                if table is not None:
+                    table.hold_updates()
+                    held.callback(table.release_updates)
+            yield
 
     def tensors(self) -> list[Tensor]:
         """Histories, scales and inverses, [H, n] or [n] each; of weights the scales of their casts, and which of them

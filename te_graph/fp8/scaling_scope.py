@@ -58,7 +58,8 @@ class ScalingScope(OwnObject):
     @property
     def members(self) -> list[Member]:
         """What the modules have here, in the order of their first calls."""
-        return list(self._members.values())
+        with self._lock:
+            return list(self._members.values())
 
     @property
     def weights(self) -> list[Tensor]:
@@ -136,8 +137,8 @@ class ScalingScope(OwnObject):
             if (other is member or (other.thread == member.thread and (other.trains or not records_amax)))
             and (other is member or not is_captured or other.products.is_noted())
             and (weight := other.weight) is not None
-            and not other.products.is_cast(weight, records_amax)
             and other.fits(weight)
+            and not other.products.is_cast(weight, records_amax)
         ]
 
     def _begin_casts(self, pairs: Sequence[tuple[Member, Tensor]], records_amax: bool, is_captured: bool) -> None:
@@ -180,7 +181,8 @@ class ScalingScopes(OwnObject):
 
     def all(self) -> list[ScalingScope]:
         """Those that there are, in the order of their creation."""
-        return list(self._scopes.values())
+        with self._lock:
+            return list(self._scopes.values())
 
     @contextlib.contextmanager
     def remembering_first_states(self) -> Iterator[None]:

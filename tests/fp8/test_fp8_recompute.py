@@ -397,3 +397,15 @@ def test_a_region_that_is_left_in_a_backward_updates_nothing(device: str, is_ena
     with tg.fp8_autocast(recipe=recipe):
         other(x)
     assert not same_bits(scales()[1], before[1])
+
+
+def test_saved_tensors_of_a_checkpoint_are_read_several_times_outside_of_a_backward(device: str) -> None:
+    """Each time it is computed again, by the scales of the first call."""
+    layer, recipe = tg.Linear(WIDTH, WIDTH, device=device), RECIPES["delayed"]
+    for _ in range(2):
+        x = torch.randn(5, WIDTH, device=device, requires_grad=True)
+        with tg.fp8_autocast(recipe=recipe):
+            y = checkpoint(lambda x: torch.tanh(layer(x)).exp(), x, use_reentrant=False)
+    for _ in range(3):
+        assert same_bits(y.grad_fn._saved_result, y)
+    y.sum().backward()

@@ -100,6 +100,34 @@ def test_weights_in_several_blocks_of_columns_share_a_launch(device: str, recipe
             gc.collect()
 
 
+ENDS = {
+    "double": lambda layer: layer.double(),
+    "sparse": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach().to_sparse())),
+    "csr": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach().to_sparse_csr())),
+    "without memory": lambda layer: layer.weight.untyped_storage().resize_(0),
+    "meta": lambda layer: layer.to("meta"),
+    "integers": lambda layer: setattr(layer, "weight", nn.Parameter(layer.weight.detach().to(torch.int8), False)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("recipe", [tg.DelayedScaling(amax_history_len=3), tg.Float8CurrentScaling()])
+def test_what_has_become_of_another_layer_is_no_matter(device: str, recipe: object, end: Any) -> None:
+    """Weights of a scope are cast together; one that is called no more may have been moved, packed or freed."""
+    layers = [tg.Linear(WIDTH, WIDTH, device=device) for _ in range(3)]
+    x = torch.randn(5, WIDTH, device=device)
+    for turn in range(3):
+        with tg.fp8_autocast(recipe=recipe):
+            results = [layer(x) for number, layer in enumerate(layers) if turn == 0 or number != 1]
+        sum(result.sum() for result in results).backward()
+        if turn == 0:
+            end(layers[1])
+        with torch.no_grad():
+            layers[0].weight.mul_(0.5)
+            layers[2].weight.mul_(0.5)
+    assert (results[1] - F.linear(x, 2 * layers[2].weight, layers[2].bias)).norm() < 0.2 * results[1].norm()
+
+
 @recipes
 @pytest.mark.parametrize("size", [0.004, 1.0, 5e4])
 @pytest.mark.parametrize("evaluates", [False, True])

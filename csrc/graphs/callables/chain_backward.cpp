@@ -131,6 +131,7 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
         for (const PendingBackward& pending : chain) pending.callable->host_steps_.prepare(Direction::kBackward);
         for (const PendingBackward& pending : chain) pending.callable->host_steps_.run(Direction::kBackward);
         graph->replay();
+        for (const PendingBackward& pending : chain) pending.callable->host_steps_.finish(Direction::kBackward);
         for (const PendingBackward& pending : chain) pending.callable->note_stored(pending, used_up);
         for (size_t i = 0; i < chain.size(); ++i) chain[i].callable->finish(chain[i], got[i], used_up, results);
     } else {
@@ -146,6 +147,7 @@ BackwardResults GraphedCallable::backward(std::vector<PendingBackward>& chain, v
             callable.host_steps_.prepare(Direction::kBackward);
             callable.host_steps_.run(Direction::kBackward);
             slot.backward->replay();
+            callable.host_steps_.finish(Direction::kBackward);
             callable.note_stored(chain[i], used_up);
             callable.finish(chain[i], got[i], used_up, results);
         }

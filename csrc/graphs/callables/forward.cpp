@@ -260,7 +260,7 @@ std::variant<std::vector<at::Tensor>, ReplayMiss> GraphedCallable::forward(PyObj
 
     std::vector<at::Tensor> outputs = slot.outputs.lend(*slot.lent_outputs, position_);
     for (const size_t i : written_) impl::bump_version((*externals)[i]);
-    host_steps_.finish();
+    host_steps_.finish(Direction::kForward);
     if (results_.empty()) {
         if (slot.backward) attach_node(std::move(lease), std::move(externals), inputs, outputs);
         return outputs;
