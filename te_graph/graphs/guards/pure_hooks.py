@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_graph.common.dispatch import version_of
 from te_graph.graphs.guards.readers.library_names import names_in_library
 
 # The packages' functions of the same names hide the modules.
@@ -166,12 +167,14 @@ def sample_values(module: Any) -> tuple[Tensor, ...]:
     """As ``current_values``, computed now; buffers and attributes are afterwards as before."""
     if not isinstance(module, nn.Module) or not _pure_hooks(module):
         return ()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module._buffers.values() if buffer is not None]
+    held = [buffer for buffer in module._buffers.values() if buffer is not None]
+    buffers = [(buffer, buffer.detach().clone(), version_of(buffer)) for buffer in held]
     with values_of(module, current_values(module)):
         for hook in _pure_hooks(module):
             hook(module, ())
         values = current_values(module)
     with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
+        for buffer, value, version in buffers:
+            if version_of(buffer) != version:  # what was only read may be saved for the backward of the values
+                buffer.copy_(value)
     return values

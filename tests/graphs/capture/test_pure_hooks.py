@@ -73,6 +73,16 @@ def test_hooks_of_the_callable_itself_run_around_each_replay(device, norm, was_c
     assert_bitwise_equal(model.weight.detach(), twin.weight.detach())
 
 
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_a_capture_after_the_hooks_have_run_leaves_their_graph_as_it_is(device, norm):
+    model, twin = pair(lambda: norm(nn.Linear(4, 4)), device)
+    make_graphed_callables(model, on_mismatch="capture")  # at the first call, and at one with a smaller batch
+    other = torch.randn(2, 4, device=device, requires_grad=True)
+    batches = [[(batch(device),), (other,)], [(batch(device),), (other,)]]
+    assert_bitwise_equal(train(model, batches), train(twin, batches))
+    assert model.te_graph.info()["recaptures"] == 1
+
+
 def test_hooks_of_a_module_that_a_function_uses(device):
     layer, twin = pair(lambda: weight_norm(nn.Linear(4, 4)), device)
     other = weight_norm(nn.Linear(4, 4)).to(device)
