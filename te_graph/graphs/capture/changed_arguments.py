@@ -129,7 +129,10 @@ class ChangedArguments:
         Raises:
             RuntimeError: one is a leaf that requires a gradient, or a view of one, as eager execution does.
         """
-        addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        try:
+            addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+        except NotImplementedError:  # sparse, or of a transform of torch.func: the replay refuses it and says why
+            return None
         for number, _ in self.places:
             tensor, name = tensors[number], self.names[number]
             leaf = tensor._base if tensor._is_view() else tensor

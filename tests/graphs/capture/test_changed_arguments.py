@@ -254,6 +254,13 @@ def test_an_argument_that_is_part_of_another_runs_eagerly(device, caplog, on_mis
     assert graphed.te_graph.info()["recaptures"] == 0
 
 
+def test_an_argument_without_memory_is_refused(device):
+    net = nn.ReLU(inplace=True)
+    make_graphed_callables(net, (torch.randn(3, 4, device=device),))
+    with pytest.raises(ValueError, match="layout Strided, got Sparse"):
+        net(torch.eye(3, 4, device=device).to_sparse())
+
+
 def test_an_argument_that_is_a_buffer_of_the_callable_runs_eagerly(device):
     table = torch.randn(3, 4, device=device)
 

@@ -54,6 +54,17 @@ def test_transforms_run_eagerly(device: str, name: str, on_mismatch: str, kind: 
     assert call.te_graph.info()["forward_replays"] == 1
 
 
+@pytest.mark.parametrize("name", ["grad", "vmap", "jvp", "vjp", "jacrev", "jacfwd"])
+@pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
+def test_transforms_of_what_changes_its_argument_run_eagerly(device: str, name: str, on_mismatch: str) -> None:
+    module, twin = nn.ReLU(inplace=True), nn.ReLU(inplace=True)
+    tg.make_graphed_callables(module, (batch(device, requires_grad=False),), on_mismatch=on_mismatch)
+    x = batch(device, requires_grad=False)
+    results = [TRANSFORMS[name](lambda x, net=net: net(x * 2), x) for net in (module, twin)]
+    assert_bitwise_equal(*results)
+    assert module.te_graph.info()["eager_calls"] == {"called under a transform of torch.func": 1}
+
+
 def test_other_parameters_are_noticed(device: str) -> None:
     module = network(device)
     twin = eager_copy(module)
