@@ -76,6 +76,12 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided
 
 
+def is_shape_of_zero(tensor: Tensor) -> bool:
+    """True for a tensor [...] on meta in a backward: torch makes some where it adds a gradient that is zero by rule, as
+    that of ``torch.sgn`` is, to another one. They have no values."""
+    return tensor.is_meta and is_in_backward()
+
+
 def is_operator(func: Any) -> bool:
     """True for an ATen or custom operator with a schema, False for a higher-order operator (``torch.cond``, ...)."""
     return isinstance(func, torch._ops.OpOverload)

@@ -64,6 +64,7 @@ def gradients_of(
         ) from error
     finally:
         isolation.restore()
+    grads = [grad.clone() if grad is not None and grad._is_zerotensor() else grad for grad in grads]
     for target, grad in zip(targets, grads, strict=True):
         if grad is not None and grad.layout != torch.strided:
             raise TypeError(

@@ -14,6 +14,7 @@ from te_graph.common.dispatch import (
     has_subclass,
     is_in_backward,
     is_operator,
+    is_shape_of_zero,
     is_strided,
     storage_key,
     tensors_in,
@@ -90,7 +91,8 @@ class RegionWatch(TensorWatch):
             if self._device is None or not is_about_captures(error):
                 raise
             raise self.refusals.error(str(func), first_line(error)) from error
-        self.devices.update(tensor.device for tensor in tensors_in((args, kwargs, result)))
+        used = tensors_in((args, kwargs, result))
+        self.devices.update(tensor.device for tensor in used if not is_shape_of_zero(tensor))
         self.runs_backward |= is_in_backward()
         self.multiplies |= is_operator(func) and any(part in base_name(func) for part in ("mm", "mv", "dot", "linear"))
         return result
@@ -101,13 +103,15 @@ class RegionWatch(TensorWatch):
         if base_name(func) == "lift_fresh":
             return None  # built from Python data this very moment; DeviceAccessMode tells where that copies
         tensors = list(tensors_in((args, kwargs)))
+        target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+        if any(map(is_shape_of_zero, tensors)) or (target == "meta" and is_in_backward()):
+            return None
         on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
         if not all(self._is_constant(tensor) for tensor in on_host):
             return READS_HOST_TENSOR
         for tensor in tensors:
             if tensor.device.type != "cpu" and tensor.device != self._device:
                 return f"it uses a tensor on {tensor.device} in a capture on {self._device}"
-        target = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
         is_on_device = len(on_host) < len(tensors) if tensors else target not in (None, "cpu")
         if not is_on_device:
             if target not in (None, "cpu"):

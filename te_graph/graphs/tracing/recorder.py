@@ -259,6 +259,8 @@ class Recorder:
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
         if not inputs and not outputs:
             return
+        if any(tensor._is_zerotensor() or tensor.is_meta for tensor in outputs):
+            return  # without memory that a replay could fill
         if has_subclass([type(tensor) for tensor in outputs]):
             # A wrapper was put around a tensor (the AsyncCollectiveTensor of a functional collective): no data moves.
             return

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from te_graph.common.dispatch import base_name, bypass_modes, is_operator, is_strided, leaves, tensors_in
+from te_graph.common.dispatch import (
+    base_name,
+    bypass_modes,
+    is_operator,
+    is_shape_of_zero,
+    is_strided,
+    leaves,
+    tensors_in,
+)
 from te_graph.graphs.tracing.advice import advice
 from te_graph.graphs.tracing.source_lines import user_site
 
@@ -229,7 +237,7 @@ def reason_for_no_graph(func: Any, args: tuple, kwargs: dict, device: torch.devi
 def reason_to_refuse_tensors(tree: Any) -> str | None:
     """Why the recorder cannot hold the tensors of ``tree``; None when all are dense and on the CPU."""
     for tensor in tensors_in(tree):
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu" and not is_shape_of_zero(tensor):
             return f"{LEAVES_DEVICE} (expected tensors on cpu, got one on {tensor.device})"
         if not is_strided(tensor):
             return f"expected dense (strided) tensors, got one of layout {tensor.layout}"
