@@ -135,6 +135,12 @@ def written_tensors(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> l
     return written
 
 
+def tells_of_writes(func: torch._ops.OpOverload) -> bool:
+    """True for calls whose writes version counters tell of: not for those of batch norms to running statistics, which
+    another one may save for its backward meanwhile. ``c10d`` collectives count, since what they write is read."""
+    return func._schema.is_mutable or func.namespace == "c10d"
+
+
 def _updates_running_stats(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> bool:
     name = base_name(func)
     if "batch_norm" not in name and "instance_norm" not in name:

@@ -247,13 +247,12 @@ class _Attempt:
         if without_source(self.watch.externals, sources) is not None:
             sources = everything  # code that does not name what it reads
             self._check_sources(sources)
-        written = {key for key, external in self.watch.externals.items() if external.written}
         used, is_backward = set(self.watch.externals), self.watch.runs_backward
         names = self._walker.names
         function_guard = FunctionGuard(
             sources,
             None if names.reads_addresses or names.calls_extensions else used,
-            written,
+            self.watch.told_writes,
             self._grads.used,
             is_backward,
             tells_tensors_apart(names, sources),

@@ -17,6 +17,7 @@ from te_graph.common.dispatch import (
     is_shape_of_zero,
     is_strided,
     storage_key,
+    tells_of_writes,
     tensors_in,
     written_tensors,
 )
@@ -59,6 +60,7 @@ class RegionWatch(TensorWatch):
         devices: where the tensors are that the region has used or made.
         multiplies: it has multiplied matrices.
         runs_backward: autograd has computed gradients.
+        told_writes: identities of the storages whose version counters it has moved on, or ought to have.
     """
 
     def __init__(self, device: torch.device | None = None, restorable: bool = False, is_capture: bool = False) -> None:
@@ -66,6 +68,7 @@ class RegionWatch(TensorWatch):
         self.devices: set[torch.device] = set()
         self.multiplies = False
         self.runs_backward = False
+        self.told_writes: set[int] = set()
         self._device = device
         self._is_capture = is_capture
         self.refusals = Refusals()
@@ -94,6 +97,9 @@ class RegionWatch(TensorWatch):
         used = tensors_in((args, kwargs, result))
         self.devices.update(tensor.device for tensor in used if not is_shape_of_zero(tensor))
         self.runs_backward |= is_in_backward()
+        if is_operator(func) and tells_of_writes(func):
+            written = (tensor for tensor, _ in written_tensors(func, args, kwargs) if is_strided(tensor))
+            self.told_writes.update(map(storage_key, written))
         self.multiplies |= is_operator(func) and any(part in base_name(func) for part in ("mm", "mv", "dot", "linear"))
         return result
 

@@ -23,7 +23,7 @@ class FunctionGuard:
     Args:
         sources: as a ``SourceWalker`` found them.
         used: identities of the storages whose memory matters; None: all.
-        written: of those that a replay writes.
+        written: of those whose version counters a replay moves on.
         asked: identities of the tensors that the function asks for their gradients, so that one that appears or goes is
             a change; as it is for all parameters if there are any. None: all tensors.
         runs_backward: it computes gradients, so that hooks on them matter.

@@ -197,6 +197,18 @@ def test_writes_are_told_to_version_counters(device: str) -> None:
     assert (weight._version, other._version) == (versions[0] + 1, versions[1])
 
 
+def test_running_statistics_are_not_told_as_in_eager_execution(device: str) -> None:
+    """A forward that waits for its backward may have saved them."""
+    norm, x = nn.BatchNorm1d(4).to(device), torch.randn(3, 4, device=device)
+    refresh = graphed(torch.no_grad()(lambda x: norm(x)))
+    refresh(x)
+    before = norm(x), norm.running_mean._version
+    called(refresh, 3, x)
+    after = norm(x), norm.running_mean._version
+    assert before[1] == after[1] and counts(refresh)[1] == 3
+    (before[0].sum() + after[0].sum()).backward()
+
+
 def test_inside_other_captures_the_function_runs_plainly(device: str) -> None:
     total = torch.zeros(2)
     bump = graphed(lambda: total.add_(1))
