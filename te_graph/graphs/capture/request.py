@@ -97,7 +97,8 @@ class Request:
 def sample_of(
     label: str, args: tuple, kwargs: dict[str, Any], device: torch.device | None = None
 ) -> tuple[Signature, list[Tensor]]:
-    """Signature and tensors of sample arguments, which must be dense, and on ``device`` where one is given."""
+    """Signature and tensors of sample arguments, which must be dense; of a call on ``device``, where one is given, also
+    there and such that a replay can take them."""
     signature, tensors = Signature.of(label, args, kwargs)
     for name, tensor in zip(signature.distinct_names, tensors, strict=True):
         if tensor.layout != torch.strided:
@@ -112,6 +113,8 @@ def sample_of(
             raise TypeError(f"{label}: expected sample {name} to be a torch.Tensor, got a {kind}")
         if device is not None and tensor.device != device:
             raise ValueError(f"{label}: expected sample {name} on {device}, got {tensor.device}")
+        if device is not None and tensor.is_inference() and torch.is_grad_enabled():
+            raise ValueError(f"{label}: expected sample {name} to be no inference tensor, since gradients are recorded")
     return signature, tensors
 
 

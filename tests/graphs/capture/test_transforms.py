@@ -143,6 +143,28 @@ def test_an_argument_made_in_inference_mode_is_refused_where_eager_execution_ref
     module(x.clone()).sum().backward()
 
 
+@pytest.mark.parametrize("on_mismatch", ["eager", "capture"])
+@pytest.mark.parametrize("samples", [None, (torch.ones(3, 4), torch.ones(4))], ids=["late", "samples"])
+def test_an_argument_made_in_inference_mode_that_is_not_saved_runs_eagerly(
+    device: str, on_mismatch: str, samples: tuple[Tensor, Tensor] | None
+) -> None:
+    def shifted(x: Tensor, shift: Tensor) -> Tensor:  # [3, 4], [4]
+        return module(x) + shift
+
+    module, x = network(device), batch(device, False)
+    given = None if samples is None else tuple(sample.to(device) for sample in samples)
+    call = tg.make_graphed_callables(shifted, given, on_mismatch=on_mismatch)
+    with torch.inference_mode():
+        shift = torch.randn(4, device=device)
+    for _ in range(2):
+        result = call(x, shift)
+        result.sum().backward()
+        assert torch.equal(result, shifted(x, shift))
+    assert call(x, shift.clone()).requires_grad
+    info = call.te_graph.info()
+    assert sum(info["eager_calls"].values()) == 2 and info["forward_replays"] == 1
+
+
 def test_a_replay_in_inference_mode_gives_tensors_that_autograd_takes(device: str) -> None:
     """As docs/limits.md says: those of eager execution are inference tensors."""
     module = network(device)
