@@ -324,6 +324,8 @@ class Handle:
         for reference, state in zip(entry.leaves, entry.states, strict=True):
             parameter = reference()
             if main_grad_of(parameter) is None and any(user is not self for user in state.users):
+                if len(state.users) == 1 and parameter.grad is not None:
+                    next(iter(state.users))._warn_of_forwards_before(self.label, parameter)
                 for user in [*state.users, self]:
                     user.route_through_autograd(parameter)
             state.users.add(self)
@@ -340,6 +342,19 @@ class Handle:
             for number, reference in enumerate(entry.leaves):
                 if reference() is parameter:
                     entry.graphed.route_through_autograd(number)
+
+    def _warn_of_forwards_before(self, other: str, parameter: Tensor) -> None:
+        """Of those whose backward has no way to autograd for ``parameter`` [...], which ``other`` uses from now on."""
+        is_due = any(entry.graphed.in_flight for entry in self._entries)
+        if is_due and not self._group.options.is_for_autograd(parameter):
+            _log.warning(
+                "%s: a parameter of shape %s is used by %s as well, captured since its forward; the backward of that "
+                "forward adds both gradients one after the other, later ones add their sum as eager execution does. "
+                "Capture before the forward, or pass the parameter in autograd_params= to have that from the start",
+                self.label,
+                list(parameter.shape),
+                other,
+            )
 
     @property
     def _entries(self) -> list[CallableEntry]:

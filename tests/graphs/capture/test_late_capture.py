@@ -170,3 +170,28 @@ def test_reset_ends_the_waiting_and_copies_are_eager(device: str) -> None:
     run(model, sample(device))
     assert handle.info()["signatures"] == 0
     assert type(model) is nn.Sequential
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_a_weight_that_a_callable_uses_while_a_backward_of_another_one_is_due(
+    device: str, caplog: pytest.LogCaptureFixture, has_grad: bool
+) -> None:
+    """As docs/limits.md says: where there is a gradient to add to, that backward adds one after the other."""
+    layers = nn.ModuleList(nn.Linear(7, 7, device=device) for _ in range(2))
+    layers[1].weight = layers[0].weight
+    twins = eager_copy(layers)
+    if has_grad:
+        grad = torch.randn(7, 7, device=device)
+        layers[0].weight.grad, twins[0].weight.grad = grad.clone(), grad
+    make_graphed_callables(tuple(layers))
+    with caplog.at_level(logging.WARNING, "te_graph"):
+        for step in range(3):
+            x = sample(device)
+            for first, second in (layers, twins):
+                second(first(x).tanh()).square().sum().backward()
+            if step == 0 and has_grad:
+                torch.testing.assert_close(layers[0].weight.grad, twins[0].weight.grad)
+                twins[0].weight.grad = layers[0].weight.grad.clone()
+            assert_bitwise_equal(layers[0].weight.grad, twins[0].weight.grad)
+    assert caplog.text.count("is used by callable 1 (Linear) as well, captured since its forward") == has_grad
+    assert info(layers[1])["backward_replays"] == 3
