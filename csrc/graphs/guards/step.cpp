@@ -37,6 +37,13 @@ bool has_keys(PyObject* dict, PyObject* keys) {
     });
 }
 
+// How Python's own class reads a container, without code of the class that is derived from it; nullptr for others.
+const PySequenceMethods* raw_sequence(PyObject* container) {
+    PyTypeObject* type = Py_TYPE(container);
+    while (type->tp_base && !PyType_HasFeature(type, Py_TPFLAGS_IMMUTABLETYPE)) type = type->tp_base;
+    return type->tp_as_sequence;
+}
+
 // Of a class: how many attributes it has of its own. `uncounted`: None, or of a dict a tuple of keys.
 Py_ssize_t length_of(PyObject* container, PyObject* uncounted) {
     if (PyType_Check(container)) return PyDict_GET_SIZE(reinterpret_cast<PyTypeObject*>(container)->tp_dict);
@@ -50,7 +57,14 @@ Py_ssize_t length_of(PyObject* container, PyObject* uncounted) {
     }
     if (PyDict_Check(container)) return PyDict_GET_SIZE(container);
     if (PyList_Check(container)) return PyList_GET_SIZE(container);
-    return PyTuple_Check(container) ? PyTuple_GET_SIZE(container) : PyObject_Size(container);
+    if (PyTuple_Check(container)) return PyTuple_GET_SIZE(container);
+    const PySequenceMethods* const raw = raw_sequence(container);
+    return raw && raw->sq_length ? raw->sq_length(container) : PyObject_Size(container);
+}
+
+PyObject* element_of(PyObject* sequence, Py_ssize_t index) {
+    const PySequenceMethods* const raw = raw_sequence(sequence);
+    return raw && raw->sq_item ? raw->sq_item(sequence, index) : PySequence_GetItem(sequence, index);
 }
 
 // A new reference given back: the parent holds the object. nullptr where it does not, but made it for the caller.
@@ -219,7 +233,7 @@ PyObject* take_step(StepKind kind, PyObject* parent, PyObject* key, Py_ssize_t i
             found = parent;
             break;
         case StepKind::kElement:
-            found = held_elsewhere(PySequence_GetItem(parent, index));
+            found = held_elsewhere(element_of(parent, index));
             break;
         case StepKind::kReferent:
             found = referent_of(parent);

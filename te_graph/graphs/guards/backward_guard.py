@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from te_graph import _C
 from te_graph.common.dispatch import storage_key
+from te_graph.common.raw_contents import items_of
 from te_graph.graphs.guards.backward_watch import WITHIN, BackwardWatch
 from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.guards.guarded_modules import guard_module
@@ -25,7 +26,7 @@ from te_graph.graphs.guards.guarded_objects import guard_keys, guard_source
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.library_objects import is_array
-from te_graph.graphs.guards.sources import MODULE_TABLES, Source, items_of, name_of, tells_tensors_apart
+from te_graph.graphs.guards.sources import MODULE_TABLES, Source, name_of, tells_tensors_apart
 from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL, PATTERN, strings_in
 from te_graph.graphs.tracing.names import GETTERS, Names, names_in_patterns, names_of_getter
 from te_graph.graphs.tracing.subscripts import reads_unsaid_keys

@@ -9,6 +9,7 @@ from torch import nn
 
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf, storage_key
+from te_graph.common.raw_contents import count_of
 from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_transparent
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import keys_of, value_of
@@ -104,7 +105,7 @@ class FunctionGuard:
             self._expect_keys(source, step)
         elif isinstance(obj, list | tuple | deque):
             guard.expect_type(step, type(obj))
-            guard.add_step(_Kind.LENGTH, step, None, len(obj), None, _size(name, "length"))
+            guard.add_step(_Kind.LENGTH, step, None, count_of(obj), None, _size(name, "length"))
         elif is_transparent(obj):
             guard.expect_type(step, type(obj))
             if self._tells_apart and isinstance(obj, types.FunctionType) and not source.is_ephemeral:

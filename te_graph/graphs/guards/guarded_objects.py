@@ -8,11 +8,12 @@ from collections import deque
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.raw_contents import count_of, items_of
 from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_compared_whole, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, computed_by_hooks
 from te_graph.graphs.guards.readers.library_objects import is_array, is_iterator
-from te_graph.graphs.guards.sources import Source, items_of
+from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import keys_of, value_of
 
 _Kind = _C.StepKind
@@ -43,7 +44,7 @@ def guard_source(source: Source, callable_guard: CallableGuard, puts_items: bool
     elif is_array(obj):
         _guard_array(source, callable_guard)
     elif isinstance(obj, deque):
-        callable_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=len(obj)))
+        callable_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=count_of(obj)))
     elif is_iterator(obj):
         raise RuntimeError(
             f"{source.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
@@ -73,14 +74,14 @@ def _guard_container(source: Source, callable_guard: CallableGuard, puts_items: 
     """Its members stand at sources of their own; here it is about how many there are, and about values in bulk."""
     obj, name = source.obj, source.name
     if isinstance(obj, set):
-        if len(obj) <= MAX_MEMBERS and (contents := value_of(obj)) is not None:
+        if count_of(obj) <= MAX_MEMBERS and (contents := value_of(obj)) is not None:
             callable_guard.expect_contents(source, contents)
         else:
-            callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
-    elif is_compared_whole(obj) and len(obj) <= MAX_MEMBERS:
+            callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=count_of(obj)))
+    elif is_compared_whole(obj) and count_of(obj) <= MAX_MEMBERS:
         callable_guard.expect_value(source.child(obj, name, _Kind.CONTENTS))
     elif isinstance(obj, list | tuple):
-        callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=len(obj)))
+        callable_guard.enter(source.child(obj, f"length of {name}", _Kind.LENGTH, index=count_of(obj)))
     elif isinstance(obj, dict) and (
         # What code puts tensors into may be a cache, which grows whenever other code runs.
         source.kind == _Kind.INSTANCE_DICT or not (puts_items and _holds_tensors(obj))
@@ -91,14 +92,14 @@ def _guard_container(source: Source, callable_guard: CallableGuard, puts_items: 
 def guard_keys(source: Source, callable_guard: CallableGuard) -> None:
     """Guard which keys the dictionary at ``source`` has, or how many where they are too many."""
     obj, name = source.obj, source.name
-    is_few = len(obj) <= MAX_MEMBERS and all(map(is_value, dict.keys(obj)))
+    is_few = count_of(obj) <= MAX_MEMBERS and all(map(is_value, dict.keys(obj)))
     if is_few:
         keys = tuple(key for key, _ in items_of(obj))
-        callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.KEYS, keys, index=len(obj)))
-    elif len(obj) <= MAX_MEMBERS:
+        callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.KEYS, keys, index=count_of(obj)))
+    elif count_of(obj) <= MAX_MEMBERS:
         callable_guard.expect_contents(source.child(obj, name, _Kind.CONTENTS), keys_of(obj))
     else:
-        callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.LENGTH, index=len(obj)))
+        callable_guard.enter(source.child(obj, f"keys of {name}", _Kind.LENGTH, index=count_of(obj)))
 
 
 def _holds_tensors(dictionary: dict) -> bool:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from te_graph.common.raw_contents import members_of
 from te_graph.graphs.arguments.attributes import may_have_attributes
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.guards.values import value_of
@@ -37,9 +38,9 @@ def is_value(obj: Any) -> bool:
     """True for what cannot change and is compared by value: constants, scalars of NumPy, tuples of them. Not so tuples
     that may have attributes besides, or whose members may: code can read those of the member that is there later."""
     if isinstance(obj, tuple):
-        return holds_values(obj, _is_value_alone) and not type(obj).__dictoffset__
+        return holds_values(members_of(obj), _is_value_alone) and not type(obj).__dictoffset__
     if isinstance(obj, frozenset):
-        return holds_values(obj)
+        return holds_values(members_of(obj))
     if is_constant(obj) or isinstance(obj, _IMMUTABLE):
         return True
     numpy = sys.modules.get("numpy")
@@ -65,7 +66,7 @@ def has_snapshot(value: Any, depth: int = 0) -> bool:
     fields or attributes of its own, or a tuple is nested too deep."""
     if isinstance(value, tuple | frozenset):
         is_plain = depth < _MAX_NESTED and not may_have_attributes(value)
-        return is_plain and holds_values(value, functools.partial(has_snapshot, depth=depth + 1))
+        return is_plain and holds_values(members_of(value), functools.partial(has_snapshot, depth=depth + 1))
     is_plain = isinstance(value, enum.Enum) or not type(value).__dictoffset__
     return is_plain and value_of((value,)) is not None
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from te_graph import _C
 from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_project_file
+from te_graph.common.raw_contents import items_of, members_of
 from te_graph.graphs.arguments.attributes import instance_dict, may_have_attributes
 from te_graph.graphs.arguments.constants import is_constant
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
@@ -226,7 +227,7 @@ def tells_tensors_apart(names: Names, sources: Iterable[Source]) -> bool:
 def _is_tensor_key(source: Source, names: Names) -> bool:
     """Whether there is an item of a dictionary, its key, or a set, and a key or member is a tensor."""
     if isinstance(source.obj, set | frozenset):
-        return any(map(_is_tensor, source.obj))
+        return any(map(_is_tensor, members_of(source.obj)))
     key = source.key_source or (source if source.kind == _Kind.KNOWN else None)
     if key is None or not _is_tensor(key.obj):
         return False
@@ -253,7 +254,7 @@ def contents(source: Source) -> Iterator[Source]:
             if is_constant(key):
                 yield source.child(value, f"{name}[{key!r}]", _Kind.ITEM, key)
     elif isinstance(obj, list | tuple):
-        for index, value in enumerate(obj):
+        for index, value in enumerate(members_of(obj)):
             yield source.child(value, f"{name}[{index}]", _Kind.POSITION, index=index)
     elif isinstance(obj, types.FunctionType):
         yield from _function_contents(source)
@@ -273,12 +274,6 @@ def contents(source: Source) -> Iterator[Source]:
                 yield kind.child(method, name, _Kind.ATTRIBUTE, "__call__")
 
 
-def items_of(dictionary: dict) -> Iterable[tuple[Any, Any]]:
-    """Its items, in its order, without code of a derived class, which may load what is not there yet."""
-    kind = OrderedDict if isinstance(dictionary, OrderedDict) else dict
-    return kind.items(dictionary)
-
-
 def items_in(source: Source) -> Iterator[Source]:
     """What a dictionary holds, under keys that are compared by value or found by themselves."""
     for number, (key, value) in enumerate(list(items_of(source.obj))):
@@ -295,7 +290,7 @@ def items_in(source: Source) -> Iterator[Source]:
 
 def members_in(source: Source) -> Iterator[Source]:
     """Of a set: objects, which are members of it by their identity."""
-    for member in source.obj:
+    for member in members_of(source.obj):
         obj = member() if isinstance(member, weakref.ref) else member
         if not is_value(obj):
             yield source.child(obj, f"a member of {source.name}", _Kind.KNOWN)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from te_graph import _C
+from te_graph.common.raw_contents import members_of
 from te_graph.graphs.arguments.value_keys import IMMUTABLE
 
 try:
@@ -30,7 +31,7 @@ def _times_key(values: Any) -> Any:
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
 _MUTABLE = {
-    collections.deque: lambda d: (d.maxlen, tuple(d)),
+    collections.deque: lambda d: (d.maxlen, tuple(members_of(d))),
     random.Random: lambda r: r.getstate(),
     decimal.Context: repr,
 }

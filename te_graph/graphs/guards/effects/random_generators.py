@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from te_graph.common.raw_contents import members_of
 from te_graph.graphs.guards.sources import Source
 
 
@@ -86,11 +87,11 @@ def _members(container: Any) -> Iterator[Any]:
     while stack:
         obj = stack.pop()
         if isinstance(obj, dict):
-            members = obj.values()
+            members = dict.values(obj)
         elif isinstance(obj, functools.partial):
             members = (obj.func, *obj.args, *obj.keywords.values())
         else:
-            members = obj if isinstance(obj, list | tuple | set | frozenset | deque) else ()
+            members = members_of(obj) if isinstance(obj, list | tuple | set | frozenset | deque) else ()
         for member in members:
             yield member
             if isinstance(member, dict | functools.partial | list | tuple | set | frozenset | deque):

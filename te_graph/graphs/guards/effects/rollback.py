@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.dispatch import is_leaf
 from te_graph.common.own_objects import OwnObject
+from te_graph.common.raw_contents import items_of, kind_of, members_of, put_back
 from te_graph.graphs.arguments.attributes import in_slot, instance_dict, slot_of
 from te_graph.graphs.graphed_class import set_class
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of
-from te_graph.graphs.guards.sources import Source, items_of
+from te_graph.graphs.guards.sources import Source
 
 CONTAINERS = (dict, list, set, deque)
 _SLOTS_APART = (types.CellType, Inlined, OwnObject)  # cells are bindings, and te_graph's state is no effect of code
@@ -32,7 +33,7 @@ class ContainerState:
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
-        self._kept: list[tuple[Any, Any]] = []
+        self._kept: list[tuple[Any, list[Any], list[Any]]] = []
         self._slots: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[nn.Module, type]] = []
         self._flags: list[tuple[Tensor, bool]] = []
@@ -57,9 +58,7 @@ class ContainerState:
                     self._keep(table)
 
     def _keep(self, container: dict | list | set | deque) -> None:
-        # Of the plain kinds: copy() of a derived class may be the user's, or miss.
-        kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
-        self._kept.append((container, kind(items_of(container) if kind is dict else container)))
+        self._kept.append((container, *_contents_of(container)))
 
     def restore(self) -> None:
         """Put all back, object by object."""
@@ -73,23 +72,21 @@ class ContainerState:
             if in_slot(obj, slot) is not value:  # put back without code of its class
                 member = slot_of(type(obj), slot)
                 member.__delete__(obj) if value is NotImplemented else member.__set__(obj, value)
-        for container, contents in self._kept:
-            if isinstance(container, list):
-                if not _are_the_same(container, contents):
-                    container[:] = contents
-            elif isinstance(container, set | deque):
-                if not _are_the_same(container, contents):
-                    container.clear()
-                    container.update(contents) if isinstance(container, set) else container.extend(contents)
-            else:
-                now = dict(items_of(container))
-                if not (_are_the_same(now, contents) and _are_the_same(now.values(), contents.values())):
-                    container.clear()
-                    container.update(contents)
+        for container, *contents in self._kept:
+            if not all(map(_are_the_same, _contents_of(container), contents)):
+                put_back(container, *contents)
 
 
-def _are_the_same(now: Iterable[object], before: Iterable[object]) -> bool:
-    """Whether two containers hold the very same objects in the same order."""
+def _contents_of(container: dict | list | set | deque) -> tuple[list[Any], list[Any]]:
+    """Its members or keys, and its values."""
+    if isinstance(container, dict):
+        items = list(items_of(container))
+        return [key for key, _ in items], [value for _, value in items]
+    return list(members_of(container)), []
+
+
+def _are_the_same(now: list[Any], before: list[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
@@ -109,7 +106,7 @@ class Bindings:
         for source in self._sources:
             owner, kind = source.parent.obj, source.kind
             if kind == _C.StepKind.ITEM:
-                table = OrderedDict if isinstance(owner, OrderedDict) else dict  # without code of a derived class
+                table = kind_of(owner)
                 if table.get(owner, source.key, source) is not source.obj:
                     table.__setitem__(owner, source.key, source.obj)
             elif kind == _C.StepKind.CELL:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_graph.common.dispatch import is_leaf
+from te_graph.common.raw_contents import count_of
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, are_equal, is_bulk, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph
@@ -79,7 +80,7 @@ def _remembered(obj: Any) -> Any:
     if is_array(obj):
         return remembered(obj)
     if isinstance(obj, list | tuple | dict | set):
-        return len(obj)
+        return count_of(obj)
     return _Same(obj)
 
 

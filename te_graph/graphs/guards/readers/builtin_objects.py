@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from te_graph import _C
+from te_graph.common.raw_contents import items_of, members_of
 from te_graph.graphs.guards.readers.aliases import is_alias
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, WRAPPERS, GuardedSource, is_opaque
 from te_graph.graphs.guards.readers.library_objects import inside
 from te_graph.graphs.guards.readers.metaclasses import has_member
-from te_graph.graphs.guards.sources import contents, items_of
+from te_graph.graphs.guards.sources import contents
 from te_graph.graphs.guards.values import value_of
 from te_graph.graphs.tracing.names import GETTERS
 
@@ -44,7 +45,7 @@ def builtin_contents(source: GuardedSource) -> Iterator[GuardedSource]:
     elif isinstance(obj, list | tuple | functools.partial):
         yield from contents(source)
     elif isinstance(obj, collections.deque):
-        for index, value in enumerate(obj):
+        for index, value in enumerate(members_of(obj)):
             yield source.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
     elif isinstance(obj, tuple(WRAPPERS)):
         for key in next(keys for kind, keys in WRAPPERS.items() if isinstance(obj, kind)):

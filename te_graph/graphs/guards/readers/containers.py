@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 from te_graph import _C
+from te_graph.common.raw_contents import members_of
 from te_graph.graphs.guards.plain_values import holds_values, is_compared_whole
 from te_graph.graphs.guards.sources import MAX_OBJECTS, Source, contents, items_in, members_in
 
@@ -24,5 +25,5 @@ def inside_container(source: Source) -> Iterator[Source]:
     elif isinstance(obj, list | tuple):
         if not is_compared_whole(obj):
             yield from contents(source)
-    elif isinstance(obj, set | frozenset) and not holds_values(obj):
+    elif isinstance(obj, set | frozenset) and not holds_values(members_of(obj)):
         yield from members_in(source)

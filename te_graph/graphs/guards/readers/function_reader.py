@@ -19,6 +19,7 @@ from te_graph import _C
 from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import has_subclass, is_leaf, is_project_file, is_user_file
 from te_graph.common.own_objects import OwnObject
+from te_graph.common.raw_contents import items_of, members_of
 from te_graph.graphs.arguments.attributes import hides_slot
 from te_graph.graphs.guards.plain_values import has_snapshot
 from te_graph.graphs.guards.readers.asked_state import asked_state
@@ -53,7 +54,7 @@ from te_graph.graphs.guards.readers.lookups import (
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
-from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, items_of, name_of, pretends
+from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, name_of, pretends
 from te_graph.graphs.guards.values import keys_of, value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.code_names import globals_of
@@ -190,7 +191,7 @@ class FunctionReader:
     def _contents_of_value(self, source: GuardedSource) -> Iterator[GuardedSource]:
         """The sources one step further from what is compared by value: objects in sets, and what a class adds."""
         if isinstance(source.obj, set | frozenset):
-            members = (member for member in source.obj if value_of(member) is None)
+            members = (member for member in members_of(source.obj) if value_of(member) is None)
             yield from (source.child(member, f"a member of {source.name}", _Kind.KNOWN) for member in members)
         yield from members_of_users(source)
         if user_classes(type(source.obj)) and source.depth < _MAX_DEPTH:

@@ -16,6 +16,7 @@ from torch.utils._config_module import ConfigModule
 from te_graph import _C
 from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_project_file
+from te_graph.common.raw_contents import count_of, members_of
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_value
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
 from te_graph.graphs.guards.readers.library_objects import is_iterator
@@ -111,9 +112,9 @@ def _is_put_there(found: Any, depth: int = 0) -> bool:
         return True
     if is_iterator(found) or value_of(found) is not None:
         return True
-    if not isinstance(found, _CONTAINERS) or len(found) > MAX_MEMBERS or depth == _MAX_DEPTH:
+    if not isinstance(found, _CONTAINERS) or count_of(found) > MAX_MEMBERS or depth == _MAX_DEPTH:
         return False
-    members = dict.values(found) if isinstance(found, dict) else found
+    members = dict.values(found) if isinstance(found, dict) else members_of(found)
     return all(_is_put_there(member, depth + 1) for member in members)
 
 

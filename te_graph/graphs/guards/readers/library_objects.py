@@ -17,6 +17,7 @@ from typing import Any
 from torch._library.custom_ops import CustomOpDef
 
 from te_graph import _C
+from te_graph.common.raw_contents import members_of
 from te_graph.graphs.guards.plain_values import has_snapshot, holds_values
 from te_graph.graphs.guards.readers.aliases import behind_alias, is_alias
 from te_graph.graphs.guards.readers.guarded_sources import VIEWS, is_filled
@@ -64,7 +65,7 @@ def inside(source: Source) -> Iterator[Source]:
     obj, name = source.obj, source.name
     if isinstance(obj, collections.deque):
         if not is_array(obj):
-            for index, value in enumerate(obj):
+            for index, value in enumerate(members_of(obj)):
                 yield source.child(value, f"{name}[{index}]", _Kind.ELEMENT, index=index)
     elif isinstance(obj, VIEWS):
         yield source.child(gc.get_referents(obj)[0], name, _Kind.REFERENT)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from te_graph import _C
+from te_graph.common.raw_contents import count_of, members_of
 from te_graph.graphs.arguments.attributes import may_have_attributes
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS
 from te_graph.graphs.guards.sources import Source
@@ -27,7 +28,7 @@ def members_of_users(source: Source, is_whole: bool = True) -> Iterator[Source]:
         is_whole: the container is compared at once. Otherwise sources of their own lead to what lists and dictionaries
             hold, to other members later, but not to keys.
     """
-    if not isinstance(source.obj, _CONTAINERS) or len(source.obj) > MAX_MEMBERS:  # of more, the length is compared
+    if not isinstance(source.obj, _CONTAINERS) or count_of(source.obj) > MAX_MEMBERS:  # of more, the length is compared
         return
     found: dict[int, Any] = {}
     parts: list[Collection[Any]] = list(_parts_of([source.obj], {type(source.obj)}))
@@ -57,7 +58,7 @@ def _parts_of(containers: Collection[Any], kinds: set[type]) -> Iterator[Collect
     a derived class."""
     mappings = {kind for kind in kinds if issubclass(kind, dict)}
     if kinds > mappings:
-        yield list(itertools.chain.from_iterable(_of_kinds(containers, kinds - mappings)))
+        yield list(itertools.chain.from_iterable(map(members_of, _of_kinds(containers, kinds - mappings))))
     for read in (dict.keys, dict.values) if mappings else ():
         yield list(itertools.chain.from_iterable(map(read, _of_kinds(containers, mappings))))
 

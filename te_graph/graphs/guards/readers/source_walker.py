@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from te_graph.common.raw_contents import count_of, members_of
 from te_graph.graphs.guards.sources import MAX_OBJECTS, Source, walk
 from te_graph.graphs.tracing.code_watch import CodeWatch, functions_of, too_many
 from te_graph.graphs.tracing.names import GETTERS, TELLERS, Names, looks_at_all
@@ -112,7 +113,7 @@ class SourceWalker:
 def _strings_of(obj: Any) -> Iterator[str]:
     if type(obj) is str:
         yield obj
-    elif isinstance(obj, list | tuple) and len(obj) <= _MAX_STRINGS:
-        yield from (item for item in obj if type(item) is str)
+    elif isinstance(obj, list | tuple) and count_of(obj) <= _MAX_STRINGS:
+        yield from (item for item in members_of(obj) if type(item) is str)
     elif type(obj) is dict and len(obj) <= _MAX_STRINGS:
         yield from (item for item in obj.values() if type(item) is str)

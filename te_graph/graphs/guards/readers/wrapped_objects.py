@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_graph import _C
 from te_graph.common.class_origins import is_of_python
 from te_graph.common.dispatch import PACKAGE, is_user_file
+from te_graph.common.raw_contents import count_of, members_of
 from te_graph.graphs.arguments.attributes import in_slot, instance_dict
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS
 from te_graph.graphs.guards.readers.guarded_sources import WRAPPERS, is_filled, name_of_slot, slots_of
@@ -87,8 +88,8 @@ def holds_users(obj: Any, depth: int = 0) -> bool:
         if isinstance(obj, kind):
             return _any_of((getattr(obj, part) for part in parts), depth)
     if isinstance(obj, list | tuple | dict):
-        members = dict.values(obj) if isinstance(obj, dict) else obj
-        return len(obj) <= MAX_MEMBERS and _any_of(members, depth)
+        members = dict.values(obj) if isinstance(obj, dict) else members_of(obj)
+        return count_of(obj) <= MAX_MEMBERS and _any_of(members, depth)
     kind = type(obj)
     if not is_of_python(kind):
         return bool(bases_of(kind))
