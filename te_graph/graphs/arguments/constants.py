@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_graph.common.raw_contents import count_of, members_of
 from te_graph.graphs.arguments.attributes import attributes_of, may_have_attributes
 from te_graph.graphs.arguments.value_keys import values_are_equal
 
@@ -59,7 +60,7 @@ def is_comparable(value: Any, depth: int = 0) -> bool:
     if is_constant(value) or isinstance(value, (*_VALUES, *_BY_IDENTITY)) or _is_of_numpy(value, "generic", "dtype"):
         return not isinstance(value, slice) or all(map(is_constant, _ends(value)))
     if isinstance(value, torch.Size | frozenset):
-        return all(is_comparable(item, depth) for item in value)
+        return all(is_comparable(item, depth) for item in members_of(value))
     if isinstance(value, types.BuiltinFunctionType):  # a function, no method of an object that may change
         return value.__self__ is None or isinstance(value.__self__, type | types.ModuleType)
     if isinstance(value, types.FunctionType):
@@ -116,7 +117,7 @@ def _are_same_values(expected: Any, got: Any, depth: int) -> bool:
     if isinstance(expected, slice):
         return all(map(are_same, _ends(expected), _ends(got)))
     if isinstance(expected, torch.Size | frozenset):  # in their order, by which code may go
-        return len(expected) == len(got) and all(map(are_same, expected, got))
+        return count_of(expected) == count_of(got) and all(map(are_same, members_of(expected), members_of(got)))
     if _is_of_numpy(expected, "generic"):
         return expected.dtype == got.dtype and expected.tobytes() == got.tobytes()
     return values_are_equal(expected, got)

@@ -2,7 +2,8 @@
 
 Seen into are lists, tuples, dictionaries and their subclasses, deques, sets, dataclasses, ``SimpleNamespace``,
 ``UserDict`` and ``UserList``, ``functools.partial``, and what is registered with ``torch.utils._pytree``. What is put
-together again is of the same type with the same attributes; neither ``__init__`` nor ``__post_init__`` runs.
+together again is of the same type with the same attributes; neither ``__init__`` nor ``__post_init__`` runs, nor what
+derived classes make of ``__iter__`` and the like.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from te_graph.common.raw_contents import items_of, members_of
 from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
 from te_graph.graphs.arguments.constants import are_same, is_comparable, may_hold_more
 
@@ -170,7 +172,8 @@ def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]]
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
         return tuple(range(len(children))), len(children), context, list(children)
     if kind is functools.partial:
-        return ("func", "args", "keywords"), 0, None, [node.func, node.args, node.keywords]
+        state = {"func": node.func, "args": node.args, "keywords": node.keywords, **_state(node)}
+        return tuple(state), 0, None, [*state.values()]
     if kind is slice:
         return ("start", "stop", "step"), 0, None, [node.start, node.stop, node.step]
     if isinstance(node, set):
@@ -180,10 +183,10 @@ def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]]
     keys: tuple[Any, ...] = ()
     children: list[Any] = []
     if isinstance(node, _MAPPINGS):
-        keys = tuple(dict.keys(node))
-        children = [dict.__getitem__(node, key) for key in keys]
+        items = list(items_of(node))
+        keys, children = tuple(key for key, _ in items), [value for _, value in items]
     elif isinstance(node, _SEQUENCES):
-        children = list(node)
+        children = list(members_of(node))
         keys = tuple(range(len(children)))
     state = _state(node)
     default_factory = node.default_factory if isinstance(node, collections.defaultdict) else None
@@ -214,7 +217,8 @@ def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:
     if kind in pytree.SUPPORTED_NODES and kind not in _BASES:
         return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, shape.context)
     if kind is functools.partial:
-        return functools.partial(children[0], *children[1], **children[2])
+        function, args, keywords, *attributes = children
+        return _with_attributes(functools.partial(function, *args, **keywords), shape.keys[3:], attributes)
     if kind is slice:
         return slice(*children)
     if kind is set:
@@ -234,7 +238,11 @@ def _put_together(kind: type, shape: Shape, children: list[Any]) -> Any:
             base.__setitem__(made, key, value)
         if base is collections.defaultdict:
             made.default_factory = default_factory
-    for name, value in zip(keys[count:], children[count:], strict=True):
+    return _with_attributes(made, keys[count:], children[count:])
+
+
+def _with_attributes(made: Any, names: tuple[str, ...], values: list[Any]) -> Any:
+    for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)  # also where the class is frozen
     return made
 

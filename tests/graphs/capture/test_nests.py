@@ -48,12 +48,33 @@ class Stack(list):
     pass
 
 
+class TopDown(list):
+    """Shows the last one first."""
+
+    def __iter__(self) -> Any:
+        return reversed([self[number] for number in range(list.__len__(self))])
+
+    def __len__(self) -> int:
+        return 2
+
+
 class Ordered(OrderedDict):
     pass
 
 
 class Defaulting(defaultdict):
     pass
+
+
+def moved(x: Any, more: Any) -> OrderedDict:
+    made = OrderedDict(more=more, x=x)
+    made.move_to_end("more")
+    return made
+
+
+def with_gain(partial: functools.partial) -> functools.partial:
+    partial.gain = 2.0
+    return partial
 
 
 Pair = namedtuple("Pair", ["x", "more"])
@@ -109,12 +130,14 @@ MAKERS = {
     "frozen dataclass with slots": Frozen,
     "dict with attributes": base,
     "ordered": filled(OrderedDict),
+    "ordered anew": moved,
     "subclass of OrderedDict": filled(Ordered),
     "defaultdict": filled(defaultdict, list),
     "subclass of defaultdict": filled(Defaulting, list),
     "items as attributes": filled(ItemsAsAttributes),
     "makes anything up": filled(MakesAnythingUp),
     "UserDict": filled(UserDict),
+    "list that shows another order": lambda x, more: TopDown([x, more]),
     "list subclass": lambda x, more: Stack([x, more]),
     "UserList": lambda x, more: UserList([x, more]),
     "deque": lambda x, more: deque([x, more], maxlen=4),
@@ -122,6 +145,7 @@ MAKERS = {
     "subclass of namedtuple": Triple,
     "namespace": lambda x, more: types.SimpleNamespace(x=x, more=more),
     "registered": Registered,
+    "partial with an attribute": lambda x, more: with_gain(functools.partial(torch.add, x, more=more)),
     "partial": lambda x, more: functools.partial(torch.add, x, more=more),
     "model output": lambda x, more: BaseModelOutputWithPast(last_hidden_state=x, hidden_states=(more,)),
 }
@@ -131,7 +155,7 @@ def parts(nest: Any) -> tuple[type, Any, Any, Any]:
     """The type and contents of what a maker made; the attributes of an object of its own, but for its fields."""
     kind = type(nest)
     if isinstance(nest, functools.partial):
-        return kind, nest.args[0], nest.keywords["more"], nest.func
+        return kind, nest.args[0], nest.keywords["more"], (nest.func, vars(nest))
     if isinstance(nest, BaseModelOutputWithPast):
         assert nest.last_hidden_state is nest["last_hidden_state"]
         return kind, nest.last_hidden_state, nest.hidden_states[0], list(nest)
@@ -186,6 +210,19 @@ def test_containers_as_arguments_and_results(device, make):
     for result, product in kept:
         assert_bitwise_equal(parts(result)[1].detach(), product)
     assert graphed.te_graph.info()["forward_replays"] == 3
+
+
+def test_an_order_that_was_changed(device):
+    def first(given: OrderedDict) -> Tensor:  # [3, 4] in each
+        one, other = given.values()
+        return one * 2 + other
+
+    given = moved(batch(device), batch(device))
+    graphed = make_graphed_callables(first, (moved(batch(device), batch(device)),))
+    assert_bitwise_equal(graphed(given).detach(), first(given).detach())
+    given.move_to_end("x")
+    assert_bitwise_equal(graphed(given).detach(), first(given).detach())
+    assert graphed.te_graph.info()["forward_replays"] == 1
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
