@@ -46,7 +46,8 @@ _BY_IDENTITY = (
     *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_MAX_DEPTH = 4  # of functions that functions refer to
+MAX_DEPTH = 4  # of functions that functions refer to
+MAX_NESTED = 64  # containers in each other: what is deeper inside, or holds itself, is not looked into
 
 
 def is_constant(value: Any) -> bool:
@@ -64,7 +65,7 @@ def is_comparable(value: Any, depth: int = 0) -> bool:
     if isinstance(value, types.BuiltinFunctionType):  # a function, no method of an object that may change
         return value.__self__ is None or isinstance(value.__self__, type | types.ModuleType)
     if isinstance(value, types.FunctionType):
-        return depth < _MAX_DEPTH and all(_is_comparable_nest(item, depth + 1) for item in _referred(value))
+        return depth < MAX_DEPTH and all(_is_comparable_nest(item, depth + 1) for item in referred(value))
     return False
 
 
@@ -81,7 +82,7 @@ def are_same(expected: Any, got: Any, depth: int = 0) -> bool:
     made twice by one line of code count as one."""
     if expected is got:
         return True
-    if depth > 2 * _MAX_DEPTH or type(expected) is not type(got) or not _are_same_values(expected, got, depth):
+    if depth > 2 * MAX_DEPTH or type(expected) is not type(got) or not _are_same_values(expected, got, depth):
         return False
     has_none = isinstance(expected, (types.BuiltinFunctionType, *_BY_IDENTITY)) or not may_have_attributes(expected)
     return has_none or _have_same_attributes(expected, got, depth + 1)
@@ -111,7 +112,7 @@ def difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
 def _are_same_values(expected: Any, got: Any, depth: int) -> bool:
     """Of one type. By what guards compare, where they do: ``==`` says less (``range(0, 3, 2) == range(0, 4, 2)``)."""
     if isinstance(expected, types.FunctionType):
-        return _are_of_one_line(expected, got) and _are_same_nests(_referred(expected), _referred(got), depth + 1)
+        return _are_of_one_line(expected, got) and _are_same_nests(referred(expected), referred(got), depth + 1)
     if isinstance(expected, (enum.Enum, types.BuiltinFunctionType, *_BY_IDENTITY)):
         return False
     if isinstance(expected, slice):
@@ -132,7 +133,7 @@ def _are_of_one_line(expected: types.FunctionType, got: types.FunctionType) -> b
 def frozen(value: Any) -> Any:
     """``value``, comparable, as it is now: variables of a function may be given other values later."""
     if isinstance(value, types.FunctionType) and value.__closure__:
-        cells = tuple(types.CellType(frozen(item)) for item in _referred(value)[: len(value.__closure__)])
+        cells = tuple(types.CellType(frozen(item)) for item in referred(value)[: len(value.__closure__)])
         copy = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         copy.__kwdefaults__ = value.__kwdefaults__
         functools.update_wrapper(copy, value, updated=())
@@ -149,6 +150,8 @@ def reason_against(value: Any) -> str:
         return "only the default generator goes on from replay to replay"
     if isinstance(value, torch.nn.Module):
         return "let the callable hold the module, as an attribute or variable"
+    if isinstance(value, list | tuple | dict):
+        return f"it holds itself, or is nested deeper than {MAX_NESTED} containers: flatten it"
     if callable(value):
         return "let the callable hold it: a function given as argument may refer to constants only"
     if any("Cache" in kind.__name__ for kind in type(value).__mro__):
@@ -172,8 +175,10 @@ def _ends(one: slice) -> tuple[Any, Any, Any]:
     return one.start, one.stop, one.step
 
 
-def _referred(function: types.FunctionType) -> tuple[Any, ...]:
-    """What a function refers to besides globals: its variables from outside, and its defaults."""
+def referred(function: Any) -> tuple[Any, ...]:
+    """What a function refers to besides globals: its variables from outside, and its defaults; of others nothing."""
+    if not isinstance(function, types.FunctionType):
+        return ()
     cells = []
     for cell in function.__closure__ or ():
         try:

@@ -13,8 +13,9 @@ import copyreg
 import dataclasses
 import enum
 import functools
+import itertools
 import types
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from te_graph.common.raw_contents import items_of, members_of
 from te_graph.graphs.arguments.attributes import instance_dict, own_attribute
-from te_graph.graphs.arguments.constants import are_same, is_comparable, may_hold_more
+from te_graph.graphs.arguments.constants import MAX_DEPTH, MAX_NESTED, are_same, is_comparable, may_hold_more, referred
 
 # What makes an empty object, whatever the class asks for.
 _BASES = (
@@ -59,6 +60,16 @@ class Shape:
     def is_leaf(self) -> bool:
         return self.kind is None
 
+    @property
+    def is_registered(self) -> bool:
+        """True where functions take the container apart, and put it together, that are registered for its class."""
+        return self.kind in pytree.SUPPORTED_NODES and self.kind not in _BASES
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Of the leaves."""
+        return 1 if self.is_leaf else sum(child.count for child in self.children)
+
     def matches(self, other: Shape, in_any_order: bool = False) -> bool:
         """True when nests of the two have the same leaves in the same places; ``in_any_order`` of the keys of
         dictionaries."""
@@ -89,8 +100,20 @@ class Shape:
         """The names of the leaves, in order."""
         if self.kind is None:
             yield prefix
+        for name, child in self.named_children(prefix):
+            yield from child.names(name)
+
+    def container_names(self, prefix: str) -> Iterator[str]:
+        """The names of the containers, each behind those that it holds."""
+        for name, child in self.named_children(prefix):
+            yield from child.container_names(name)
+        if self.kind is not None:
+            yield prefix
+
+    def named_children(self, prefix: str) -> Iterator[tuple[str, Shape]]:
+        """The children of what messages call ``prefix``, with their names."""
         for number, (key, child) in enumerate(zip(self.keys, self.children, strict=True)):
-            yield from child.names(f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}")
+            yield f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}", child
 
     def held(self, prefix: str) -> Iterator[tuple[str, Any]]:
         """What may hold more than is compared here, with a name: classes of containers, but for Python's plain ones,
@@ -99,10 +122,9 @@ class Shape:
             yield f"class of {prefix}", self.kind
             if self.context not in (None, (None, None)):
                 yield f"contents of {prefix}", self.context
-        for number, (key, child) in enumerate(zip(self.keys, self.children, strict=True)):
-            if number < self.items and may_hold_more(key):
-                yield f"key of {prefix}", key
-            yield from child.held(f"{prefix}[{key!r}]" if number < self.items else f"{prefix}.{key}")
+        yield from ((f"key of {prefix}", key) for key in self.keys[: self.items] if may_hold_more(key))
+        for name, child in self.named_children(prefix):
+            yield from child.held(name)
 
     def reordered_keys(self, other: Shape, prefix: str) -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
         """Of each dictionary that has another order in ``other``: its name, its keys, and those in ``other``."""
@@ -115,23 +137,40 @@ class Shape:
 
 
 _LEAF = Shape(None)
+_SHALLOW = 8  # what holds itself is looked for below: few nests are that deep
+_NONE: Mapping[Shape, Any] = types.MappingProxyType({})
 
 
-def flatten(nest: Any, kept: Container[int] = ()) -> tuple[list[Any], Shape]:
-    """The leaves of ``nest`` in order, and its shape; objects whose identities are ``kept`` are leaves."""
+def flatten(
+    nest: Any, kept: Container[int] = (), containers: list[tuple[Any, Shape]] | None = None
+) -> tuple[list[Any], Shape]:
+    """The leaves of ``nest`` in order, and its shape; objects whose identities are ``kept`` are leaves. The list
+    ``containers``, if given, gets each container with its shape, behind those that it holds."""
     leaves: list[Any] = []
-    return leaves, _flatten(nest, leaves, kept)
+    return leaves, _flatten(nest, leaves, kept, containers, [])
 
 
-def unflatten(leaves: list[Any], shape: Shape) -> Any:
-    """The nest of ``shape`` with ``leaves``; all containers are new."""
+def unflatten(
+    leaves: list[Any], shape: Shape, made: Mapping[Shape, Any] = _NONE, same: Mapping[Shape, Shape] = _NONE
+) -> Any:
+    """The nest of ``shape`` with ``leaves``. Its containers are new, but for those ``made`` already, by their shapes.
+    Those that are the ``same`` object become one again: of each but the first, the shape that the first one has."""
     if shape.is_leaf and len(leaves) == 1:
         return leaves[0]
     following = iter(leaves)
-    nest = _unflatten(following, shape)
+    nest = _unflatten(following, shape, {**made}, same)
     if next(following, following) is not following:
         raise ValueError("unflatten: more leaves than the shape has places")
     return nest
+
+
+def holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether there is a tensor in ``value``: in containers, frozen sets, and what functions refer to."""
+    for leaf in flatten(value)[0]:
+        inner = members_of(leaf) if isinstance(leaf, frozenset) else referred(leaf)
+        if isinstance(leaf, Tensor) or (depth < MAX_DEPTH and any(holds_tensors(one, depth + 1) for one in inner)):
+            return True
+    return False
 
 
 def reordered(leaves: list[Any], shape: Shape, wanted: Shape) -> list[Any]:
@@ -147,21 +186,39 @@ def _reordered(leaves: Iterator[Any], shape: Shape, wanted: Shape) -> list[Any]:
     return [leaf for place in places for leaf in found[place]]
 
 
-def _flatten(node: Any, leaves: list[Any], kept: Container[int]) -> Shape:
+def _flatten(
+    node: Any, leaves: list[Any], kept: Container[int], containers: list[tuple[Any, Shape]] | None, above: list[Any]
+) -> Shape:
     kind = type(node)
     if id(node) in kept:
-        leaves.append(node)
-        return _LEAF
+        return _leaf(node, leaves)
     if kind in _PLAIN:
         is_dict = kind is dict
         keys = tuple(node) if is_dict else tuple(range(len(node)))
         items, children, context = len(keys), node.values() if is_dict else node, None
     elif kind is torch.Size or not (parts := _parts(node, kind)):
-        leaves.append(node)
-        return _LEAF
+        return _leaf(node, leaves)
     else:
         keys, items, context, children = parts
-    return Shape(kind, keys, items, context, tuple(_flatten(child, leaves, kept) for child in children))
+    if len(above) > _SHALLOW and _is_endless(node, above):
+        return _leaf(node, leaves)
+    above.append(node)
+    inside = tuple(_flatten(child, leaves, kept, containers, above) for child in children)
+    above.pop()
+    shape = Shape(kind, keys, items, context, inside)
+    if containers is not None:
+        containers.append((node, shape))
+    return shape
+
+
+def _leaf(node: Any, leaves: list[Any]) -> Shape:
+    leaves.append(node)
+    return _LEAF
+
+
+def _is_endless(node: Any, above: list[Any]) -> bool:
+    """Whether ``node`` holds itself, as far as the containers ``above`` tell, or is too deep inside of them."""
+    return len(above) > MAX_NESTED or any(node is one for one in above)
 
 
 def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]] | None:
@@ -205,16 +262,25 @@ def _state(node: Any) -> dict[str, Any]:
     return {name: state[name] for name in sorted(state)}
 
 
-def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:
-    kind = shape.kind
-    if kind is None:
+def _unflatten(leaves: Iterator[Any], shape: Shape, made: dict[Shape, Any], same: Mapping[Shape, Shape]) -> Any:
+    if shape.kind is None:
         return next(leaves)
-    children = [_unflatten(leaves, child) for child in shape.children]
+    if (made or same) and (first := same.get(shape, shape)) in made:
+        collections.deque(itertools.islice(leaves, shape.count), maxlen=0)
+        return made[first]
+    nest = _container(shape, [_unflatten(leaves, child, made, same) for child in shape.children])
+    if same:
+        made[shape] = nest
+    return nest
+
+
+def _container(shape: Shape, children: list[Any]) -> Any:
+    kind = shape.kind
     if kind is dict:
         return dict(zip(shape.keys, children, strict=True))
     if kind in _PLAIN:
         return kind(children)
-    if kind in pytree.SUPPORTED_NODES and kind not in _BASES:
+    if shape.is_registered:
         return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, shape.context)
     if kind is functools.partial:
         function, args, keywords, *attributes = children

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,19 +20,20 @@ from te_graph.graphs.arguments.constants import (
     may_hold_more,
     reason_against,
 )
-from te_graph.graphs.arguments.nest import Shape, flatten, reordered, unflatten
+from te_graph.graphs.arguments.identities import (
+    Containers,
+    GivenContainers,
+    first_of_each,
+    shapes_of_same,
+    without_tensors,
+)
+from te_graph.graphs.arguments.nest import Shape, flatten, holds_tensors, reordered, unflatten
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class DiscernibleError(ValueError):
     """The arguments are those of the capture, but the callable may be able to tell that they are not given alike."""
-
-
-def _first_of_each(tensors: list[Tensor]) -> tuple[int, ...]:
-    """For each of ``tensors`` [...], the number of the first one that is the same object."""
-    seen: dict[int, int] = {}
-    return tuple(seen.setdefault(id(tensor), number) for number, tensor in enumerate(tensors))
 
 
 def subclass_of(tensor: Tensor) -> str | None:
@@ -52,6 +52,22 @@ def _check_leaf(where: str, leaf: Any) -> None:
         )
 
 
+def _check_container(where: str, shape: Shape) -> None:
+    """Refuse a container of ``shape`` that replays cannot make anew: with tensors beside its children, or a set in an
+    order that is left from earlier members."""
+    keys = shape.keys[: shape.items]
+    if holds_tensors((keys, shape.context)):
+        what = "a key" if holds_tensors(keys) else "what its class needs besides (default_factory)"
+        raise TypeError(
+            f"{where}: a {shape.kind.__name__} has a tensor in {what}, which a replay would not make anew: return it "
+            "among the values"
+        )
+    if shape.kind is set and any(
+        one is not other for one, other in zip(shape.context, set(shape.context), strict=True)
+    ):
+        raise TypeError(f"{where}: a set has an order that a new one with its members has not: return a sorted list")
+
+
 def _with_parameter(name: str, parameters: Sequence[str]) -> str:
     """``args[1]['a']``, and which of ``parameters`` that belongs to."""
     number = name[len("args[") :].partition("]")[0] if name.startswith("args[") else ""
@@ -67,12 +83,14 @@ class _Nest:
         leaves: constants in order; tensors are replaced by None.
         tensors: positions of the tensors among the leaves; of results, also of objects that are found at each call.
         first: for each of those, which of them is the first with the same object: code may tell by ``is``.
+        same: of containers that are one object, as ``shapes_of_same`` tells.
     """
 
     shape: Shape
     leaves: tuple[Any, ...]
     tensors: tuple[int, ...]
     first: tuple[int, ...]
+    same: dict[Shape, Shape]
 
     @staticmethod
     def _parts(
@@ -81,7 +99,7 @@ class _Nest:
         varies = [isinstance(leaf, Tensor) or id(leaf) in kept for leaf in leaves]
         positions = tuple(position for position, leaf in enumerate(leaves) if varies[position])
         constants = tuple(None if varies[position] else leaf for position, leaf in enumerate(leaves))
-        return constants, positions, _first_of_each([leaves[position] for position in positions])
+        return constants, positions, first_of_each([leaves[position] for position in positions])
 
     def distinct(self, leaves: list[Any]) -> list[Tensor]:
         """The tensors [...] among ``leaves`` in order, without those that are the same object as an earlier one."""
@@ -93,10 +111,13 @@ class _Nest:
 
     def unflatten(self, distinct: list[Tensor]) -> Any:
         """The nest with ``distinct`` tensors [...] in their places."""
+        return unflatten(self._with_tensors(distinct), self.shape, same=self.same)
+
+    def _with_tensors(self, distinct: list[Tensor]) -> list[Any]:
         leaves = list(self.leaves)
         for position, number in self._numbers:
             leaves[position] = distinct[number]
-        return unflatten(leaves, self.shape)
+        return leaves
 
     @functools.cached_property
     def _numbers(self) -> list[tuple[int, int]]:
@@ -112,10 +133,12 @@ class Signature(_Nest):
     Attributes:
         names: name of each leaf, such as ``args[0]`` or ``kwargs['mask']``.
         expected: what each constant is compared with.
+        given: which objects the containers are.
     """
 
     names: tuple[str, ...]
     expected: tuple[Any, ...]
+    given: GivenContainers
 
     @classmethod
     def of(cls, label: str, args: tuple, kwargs: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
@@ -124,13 +147,20 @@ class Signature(_Nest):
         Raises:
             TypeError: a leaf is neither a tensor nor a constant.
         """
-        leaves, shape = flatten((args, kwargs))
+        containers: Containers = []
+        leaves, shape = flatten((args, kwargs), containers=containers)
         names = (*shape.children[0].names("args"), *shape.children[1].names("kwargs"))
         for name, leaf in zip(names, leaves, strict=True):
-            _check_leaf(f"{label}: sample {name}", leaf)
+            _check_leaf(f"{label}: sample {name if len(name) <= 80 else name[:40] + '...'}", leaf)
         constants, positions, first = cls._parts(leaves)
-        signature = cls(shape, constants, positions, first, names, tuple(map(frozen, constants)))
+        given = GivenContainers.of(leaves, shape, containers)
+        expected = tuple(map(frozen, constants))
+        signature = cls(shape, constants, positions, first, given.same, names, expected, given)
         return signature, signature.distinct(leaves)
+
+    def unflatten(self, distinct: list[Tensor]) -> Any:
+        """``(args, kwargs)`` with ``distinct`` tensors [...] in their places; what holds none is what was given."""
+        return self.given.unflatten(self._with_tensors(distinct), self.shape)
 
     @property
     def distinct_names(self) -> list[str]:
@@ -173,7 +203,8 @@ class Signature(_Nest):
             ValueError: the call has other arguments than the capture; names the first.
             DiscernibleError: it has the same, in another order or one tensor in several places.
         """
-        leaves, shape = flatten((args, kwargs))
+        containers = [] if len(self.given.numbers) > 1 else None
+        leaves, shape = flatten((args, kwargs), containers=containers)
         is_reordered = not shape.matches(self.shape)
         if is_reordered:
             if not shape.matches(self.shape, in_any_order=True):
@@ -189,11 +220,13 @@ class Signature(_Nest):
             elif isinstance(got, Tensor) or not are_same(expected, got):
                 shown = _with_parameter(name, parameters)
                 raise ValueError(f"{label}: {_difference_of(shown, expected, got)}")
-        first = _first_of_each([leaves[position] for position in self.tensors])
+        first = first_of_each([leaves[position] for position in self.tensors])
         if first != self.first:
             self._refuse_identities(label, first)
         if is_reordered:
             raise DiscernibleError(f"{label}: {self._difference_of_order(shape)}")
+        if containers is not None and (pair := self.given.difference(containers)) is not None:
+            raise DiscernibleError(f"{label}: {self._difference_of_containers(*pair, containers)}")
         return self.distinct(leaves)
 
     def _refuse_identities(self, label: str, first: tuple[int, ...]) -> None:
@@ -211,6 +244,13 @@ class Signature(_Nest):
         name, *keys = next(found for half, *pair in halves for found in Shape.reordered_keys(*pair, half))
         got, expected = (", ".join(map(str, some)) for some in keys)
         return f"expected {name} in the order ({expected}) as at capture, got ({got}): code may go by it, keep to one"
+
+    def _difference_of_containers(self, number: int, other: int, containers: Containers) -> str:
+        halves = zip(("args", "kwargs"), self.shape.children, strict=True)
+        names = [name for half, shape in halves for name in shape.container_names(half)]
+        counts = ("one", "two") if containers[number][0] is containers[other][0] else ("two", "one")
+        what = f"{counts[0]} {type(containers[number][0]).__name__}{'s' if counts[0] == 'two' else ''}"
+        return f"{names[number]} and {names[other]} are {what}; at capture they were {counts[1]}"
 
     def _difference(self, args: tuple, kwargs: dict[str, Any], parameters: Sequence[str]) -> str:
         sample_args, sample_kwargs = self.shape.children
@@ -241,41 +281,33 @@ def _difference_of(constant: str, expected: Any, got: Any) -> str:
     return f"expected {where} to be {values[0]} as at capture, got {values[1]}"
 
 
-@contextlib.contextmanager
-def containers_kept(label: str, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
-    """Refuse, at the end, a callable that has put something else into a container among its arguments.
-
-    Raises:
-        RuntimeError: a replay would not do that to the caller's.
-    """
-    before, shape = flatten((args, kwargs))
-    yield
-    after, shape_after = flatten((args, kwargs))
-    if not shape.matches(shape_after) or any(old is not new for old, new in zip(before, after, strict=True)):
-        raise RuntimeError(
-            f"{label}: changes a container among its arguments, which a replay would not: change a copy, and return "
-            "what is new"
-        )
-
-
 @dataclass(frozen=True)
 class ResultNest(_Nest):
     """The nest of a callable's results: tensors, each once, and constants."""
 
     @classmethod
-    def of(cls, label: str, result: Any, kept: Container[int] = ()) -> tuple[ResultNest, list[Any]]:
+    def of(
+        cls, label: str, result: Any, kept: Collection[int] = (), reached: Container[int] = ()
+    ) -> tuple[ResultNest, list[Any]]:
         """The nest of ``result`` and its tensors in order, each once; ``label`` is what messages call its callable.
 
-        Objects whose identities are ``kept`` are not looked into and count as tensors.
+        Objects whose identities are ``kept`` are not looked into and count as tensors. A container without tensors
+        whose identity is among those ``reached``, since it was there before the call, is a constant.
 
         Raises:
-            TypeError: a leaf is neither a tensor nor a constant.
+            TypeError: a leaf is neither a tensor nor a constant, or a container cannot be made anew.
         """
-        leaves, shape = flatten(result, kept)
+        containers: Containers = []
+        leaves, shape = flatten(result, kept, containers)
+        if constants := {id(obj) for obj, _ in without_tensors(leaves, shape, containers) if id(obj) in reached}:
+            containers.clear()
+            leaves, shape = flatten(result, constants.union(kept), containers)
         for leaf in leaves:
-            if id(leaf) not in kept:
+            if id(leaf) not in kept and id(leaf) not in constants:
                 _check_leaf(f"{label}: result", leaf)
-        nest = cls(shape, *cls._parts(leaves, kept))
+        for _, inner in containers:
+            _check_container(f"{label}: result", inner)
+        nest = cls(shape, *cls._parts(leaves, kept), shapes_of_same(containers))
         return nest, nest.distinct(leaves)
 
     @property

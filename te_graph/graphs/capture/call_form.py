@@ -82,7 +82,7 @@ class CallForm:
     def _with_order(self, name: str, value: Any) -> Any:
         """``value``, for the parameter ``name``, with keys in the order of the capture where that does not count."""
         keys = self._orders.get(name)
-        if keys is None or type(value) is not dict or value.keys() != set(keys):
+        if keys is None or type(value) is not dict or value.keys() != set(keys) or tuple(value) == keys:
             return value
         own = {key: key for key in value}  # True is not 1
         return {own[key]: value[key] for key in keys}

@@ -16,7 +16,7 @@ from te_graph.common.before_capture import make_ready
 from te_graph.common.dispatch import storage_key, version_of
 from te_graph.common.fp8_calls import CapturedFp8Calls
 from te_graph.common.gradient_state import main_grad_of
-from te_graph.graphs.arguments.signature import ResultNest, Signature, containers_kept
+from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.capture.autocast import cast_at_each_use, casts_of, own_casts
 from te_graph.graphs.capture.capture_checks import (
     check_attributes,
@@ -24,8 +24,8 @@ from te_graph.graphs.capture.capture_checks import (
     check_escapes,
     check_forms,
     check_made,
-    check_results,
     check_use,
+    checked_results,
     forms_of,
     refuse_use_of_grad,
 )
@@ -39,6 +39,7 @@ from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.host_work import HostWork
 from te_graph.graphs.capture.ignored_arguments import IgnoredKeywords, ignored_keywords
 from te_graph.graphs.capture.input_uses import Uses
+from te_graph.graphs.capture.kept_containers import containers_kept
 from te_graph.graphs.capture.layout import static_copy
 from te_graph.graphs.capture.links import check_links, in_place_of, stand_in
 from te_graph.graphs.capture.main_grads import refuse_fused_main_grads
@@ -422,8 +423,7 @@ class CallableCapture:
         check_forms(self.label, self.signature.distinct_names, before, given)
         changed = self.changed.results(inputs, given)
         self._copies = [given[number] for number in self.changed.numbers]
-        self.result, tensors = ResultNest.of(self.label, (result, changed) if changed else result)
-        check_results(self.label, tensors)
+        self.result, tensors = checked_results(self.label, (result, changed) if changed else result, self._sources)
         return tensors
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from te_graph.common.dispatch import is_strided, storage_key
-from te_graph.graphs.arguments.signature import subclass_of
+from te_graph.graphs.arguments.signature import ResultNest, subclass_of
 from te_graph.graphs.capture.results import ResultLayout
 from te_graph.graphs.guards.sources import Source, TensorReader, walk
 from te_graph.graphs.tracing.explanations import WarmUpWatch
@@ -53,8 +53,18 @@ def check_forms(label: str, names: list[str], before: list[dict[str, Any]], tens
             )
 
 
-def check_results(label: str, results: list[Tensor]) -> None:
-    """Raise TypeError or RuntimeError if one of the ``results`` [...] cannot be handed out as it is."""
+def checked_results(label: str, result: Any, sources: Iterable[Source]) -> tuple[ResultNest, list[Tensor]]:
+    """The nest of a ``result``, and its tensors [...]; containers that stand at ``sources`` are what they are.
+
+    Raises:
+        TypeError, RuntimeError: a part of it cannot be handed out as it is.
+    """
+    nest, tensors = ResultNest.of(label, result, reached={id(source.obj) for source in sources})
+    _check_results(label, tensors)
+    return nest, tensors
+
+
+def _check_results(label: str, results: list[Tensor]) -> None:
     for number, tensor in enumerate(results):
         if tensor.layout != torch.strided:
             raise TypeError(f"{label}: expected dense results, got result {number} of layout {tensor.layout}")

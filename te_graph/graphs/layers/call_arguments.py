@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from te_graph.common.dispatch import bypass_modes, is_strided, version_of
 from te_graph.graphs.arguments.constants import is_comparable, reason_against
-from te_graph.graphs.arguments.nest import Shape, flatten, unflatten
+from te_graph.graphs.arguments.identities import Containers, GivenContainers
+from te_graph.graphs.arguments.nest import Shape, flatten
 from te_graph.graphs.arguments.signature import subclass_of
 
 
@@ -23,17 +24,19 @@ class CallArguments:
     Attributes:
         shape: of the nest of ``(args, kwargs)``.
         leaves: constants, and a ``_Tensor`` in the place of each tensor.
+        given: which objects the containers are.
     """
 
     shape: Shape
     leaves: tuple[Any, ...]
+    given: GivenContainers
 
     def samples(self) -> tuple[tuple, dict[str, Any]]:
         """Positional and keyword arguments like those of the call. A tensor that was given twice is one sample, given
         twice; samples of several calls may share memory."""
         made: dict[int, Tensor] = {}
         leaves = [leaf.sample(made) if isinstance(leaf, _Tensor) else leaf for leaf in self.leaves]
-        return unflatten(leaves, self.shape)
+        return self.given.unflatten(leaves, self.shape)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class SampleValues:
         Raises:
             UnfitArgumentError: names the argument, and says what to write instead.
         """
-        leaves, shape = flatten((args, kwargs))
+        containers: Containers = []
+        leaves, shape = flatten((args, kwargs), containers=containers)
         names = itertools.chain(shape.children[0].names("args"), shape.children[1].names("kwargs"))
         numbers: dict[int, int] = {}
         found = []
@@ -90,7 +94,7 @@ class SampleValues:
             elif not is_comparable(leaf):
                 raise UnfitArgumentError(f"it is called with a {type(leaf).__name__} as {name}: {reason_against(leaf)}")
             found.append(leaf)
-        return CallArguments(shape, tuple(found))
+        return CallArguments(shape, tuple(found), GivenContainers.of(leaves, shape, containers))
 
     def _value_of(self, owner: type, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
