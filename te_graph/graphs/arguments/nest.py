@@ -138,7 +138,6 @@ class Shape:
 
 _LEAF = Shape(None)
 _SHALLOW = 8  # what holds itself is looked for below: few nests are that deep
-_NONE: Mapping[Shape, Any] = types.MappingProxyType({})
 
 
 def flatten(
@@ -147,18 +146,22 @@ def flatten(
     """The leaves of ``nest`` in order, and its shape; objects whose identities are ``kept`` are leaves. The list
     ``containers``, if given, gets each container with its shape, behind those that it holds."""
     leaves: list[Any] = []
-    return leaves, _flatten(nest, leaves, kept, containers, [])
+    return leaves, _flatten(nest, leaves, kept, containers, 0, ())
 
 
 def unflatten(
-    leaves: list[Any], shape: Shape, made: Mapping[Shape, Any] = _NONE, same: Mapping[Shape, Shape] = _NONE
+    leaves: list[Any], shape: Shape, made: Mapping[Shape, Any] | None = None, same: Mapping[Shape, Shape] | None = None
 ) -> Any:
     """The nest of ``shape`` with ``leaves``. Its containers are new, but for those ``made`` already, by their shapes.
     Those that are the ``same`` object become one again: of each but the first, the shape that the first one has."""
-    if shape.is_leaf and len(leaves) == 1:
-        return leaves[0]
+    if shape.kind is None:
+        (leaf,) = leaves
+        return leaf
     following = iter(leaves)
-    nest = _unflatten(following, shape, {**made}, same)
+    if made or same:
+        nest = _unflatten_known(following, shape, dict(made or {}), same or {})
+    else:
+        nest = _unflatten(following, shape)
     if next(following, following) is not following:
         raise ValueError("unflatten: more leaves than the shape has places")
     return nest
@@ -187,7 +190,12 @@ def _reordered(leaves: Iterator[Any], shape: Shape, wanted: Shape) -> list[Any]:
 
 
 def _flatten(
-    node: Any, leaves: list[Any], kept: Container[int], containers: list[tuple[Any, Shape]] | None, above: list[Any]
+    node: Any,
+    leaves: list[Any],
+    kept: Container[int],
+    containers: list[tuple[Any, Shape]] | None,
+    depth: int,
+    above: tuple[Any, ...],
 ) -> Shape:
     kind = type(node)
     if id(node) in kept:
@@ -200,11 +208,11 @@ def _flatten(
         return _leaf(node, leaves)
     else:
         keys, items, context, children = parts
-    if len(above) > _SHALLOW and _is_endless(node, above):
-        return _leaf(node, leaves)
-    above.append(node)
-    inside = tuple(_flatten(child, leaves, kept, containers, above) for child in children)
-    above.pop()
+    if depth > _SHALLOW:
+        if depth > MAX_NESTED or any(node is one for one in above):
+            return _leaf(node, leaves)
+        above = (*above, node)
+    inside = tuple([_flatten(child, leaves, kept, containers, depth + 1, above) for child in children])
     shape = Shape(kind, keys, items, context, inside)
     if containers is not None:
         containers.append((node, shape))
@@ -214,11 +222,6 @@ def _flatten(
 def _leaf(node: Any, leaves: list[Any]) -> Shape:
     leaves.append(node)
     return _LEAF
-
-
-def _is_endless(node: Any, above: list[Any]) -> bool:
-    """Whether ``node`` holds itself, as far as the containers ``above`` tell, or is too deep inside of them."""
-    return len(above) > MAX_NESTED or any(node is one for one in above)
 
 
 def _parts(node: Any, kind: type) -> tuple[tuple[Any, ...], int, Any, list[Any]] | None:
@@ -262,15 +265,18 @@ def _state(node: Any) -> dict[str, Any]:
     return {name: state[name] for name in sorted(state)}
 
 
-def _unflatten(leaves: Iterator[Any], shape: Shape, made: dict[Shape, Any], same: Mapping[Shape, Shape]) -> Any:
+def _unflatten(leaves: Iterator[Any], shape: Shape) -> Any:
+    children = [next(leaves) if child.kind is None else _unflatten(leaves, child) for child in shape.children]
+    return _container(shape, children)
+
+
+def _unflatten_known(leaves: Iterator[Any], shape: Shape, made: dict[Shape, Any], same: Mapping[Shape, Shape]) -> Any:
     if shape.kind is None:
         return next(leaves)
-    if (made or same) and (first := same.get(shape, shape)) in made:
+    if (first := same.get(shape, shape)) in made:
         collections.deque(itertools.islice(leaves, shape.count), maxlen=0)
         return made[first]
-    nest = _container(shape, [_unflatten(leaves, child, made, same) for child in shape.children])
-    if same:
-        made[shape] = nest
+    nest = made[shape] = _container(shape, [_unflatten_known(leaves, child, made, same) for child in shape.children])
     return nest
 
 
