@@ -69,7 +69,7 @@ def backward_guard(
     guard_found = functools.partial(
         guard_source,
         callable_guard=callable_guard,
-        puts_items=Names(frozenset(names)).puts_items,
+        names=Names(frozenset(names)),
         tells_apart=tells_tensors_apart(Names(frozenset(names)), sources),
     )
     reads.follow(others)

@@ -74,7 +74,7 @@ def build_callable_guard(
     tells_apart = reader.tells_tensors_apart(sources)
     for source in sources:
         if id(source) not in used and source.parent is not None:
-            guard_source(source, callable_guard, reader.puts_items, tells_apart)
+            guard_source(source, callable_guard, reader.names, tells_apart)
         if source.again is None:
             _guard_absence(source, callable_guard, reader)
     _guard_code(sources, modules, callable_guard, reader)

@@ -12,19 +12,20 @@ from te_graph.common.raw_contents import count_of, items_of
 from te_graph.graphs.guards.callable_guard import CallableGuard
 from te_graph.graphs.guards.plain_values import MAX_MEMBERS, is_compared_whole, is_value
 from te_graph.graphs.guards.pure_hooks import ComputedInGraph, computed_by_hooks
-from te_graph.graphs.guards.readers.library_objects import is_array, is_iterator
+from te_graph.graphs.guards.readers.library_objects import is_array, is_generator, is_iterator
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import keys_of, value_of
+from te_graph.graphs.tracing.names import Names
 
 _Kind = _C.StepKind
 _GUARDED_ELSEWHERE = (nn.Module, weakref.ref, ComputedInGraph)
 
 
-def guard_source(source: Source, callable_guard: CallableGuard, puts_items: bool, tells_apart: bool) -> None:
+def guard_source(source: Source, callable_guard: CallableGuard, names: Names, tells_apart: bool) -> None:
     """Guard what stands at a source that leads to no tensor that is used.
 
     Args:
-        puts_items: the code may put something into dictionaries.
+        names: that the code says.
         tells_apart: the code can tell which tensor is there.
     """
     obj = source.obj
@@ -40,11 +41,13 @@ def guard_source(source: Source, callable_guard: CallableGuard, puts_items: bool
     elif source.again is not None:
         callable_guard.expect_again(source)
     elif isinstance(obj, list | tuple | dict | set):
-        _guard_container(source, callable_guard, puts_items)
+        _guard_container(source, callable_guard, names.puts_items)
     elif is_array(obj):
         _guard_array(source, callable_guard)
     elif isinstance(obj, deque):
         callable_guard.enter(source.child(obj, f"length of {source.name}", _Kind.LENGTH, index=count_of(obj)))
+    elif is_generator(obj) and names.handles_generators:
+        _guard_generator(source, callable_guard)
     elif is_iterator(obj):
         raise RuntimeError(
             f"{source.name} is a {type(obj).__name__}, which the callable may advance, and a replay would not: use a "
@@ -66,6 +69,16 @@ def _guard_array(source: Source, callable_guard: CallableGuard) -> None:
         raise RuntimeError(
             f"{source.name} is a {type(source.obj).__name__} that is too large to be compared at each call, or holds "
             "objects: make it a tensor, or list the attribute in ignore_attributes= to freeze it"
+        )
+    callable_guard.expect_contents(source, value)
+
+
+def _guard_generator(source: Source, callable_guard: CallableGuard) -> None:
+    value = value_of(source.obj)
+    if value is None:
+        raise RuntimeError(
+            f"{source.name} is a {type(source.obj).__name__}, a generator of a derived class, whose state cannot be "
+            "compared at each call, and the callable may see or set it: use random.Random itself, or draw with torch"
         )
     callable_guard.expect_contents(source, value)
 

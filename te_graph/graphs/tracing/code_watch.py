@@ -30,7 +30,7 @@ from te_graph.graphs.tracing.names import (
 )
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region, user_site
-from te_graph.graphs.tracing.system_draws import CODE_OF_SEED, FROM_SEED, is_draw_beside, system_draw
+from te_graph.graphs.tracing.system_draws import CODE_OF_SEED, FROM_SEED, is_draw_beside, unseen_draw
 
 _CALL = run_region.__code__  # below it runs what is watched
 _CALLERS = os.path.join(PACKAGE, "graphs", "callables", "")
@@ -168,7 +168,7 @@ class CodeWatch:
 
     def _note_call(self, function: Any, frame: types.FrameType, first: Any = None) -> None:
         """Of a call of what Python code did not write, by the function of ``frame``, with ``first`` as an argument."""
-        if (name := system_draw(function)) is not None:
+        if (name := unseen_draw(function, first)) is not None:
             self._note_draw(name, frame)
         if type(function) is types.FunctionType or id(function) in self._known_calls:
             return

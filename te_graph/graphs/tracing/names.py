@@ -58,6 +58,13 @@ ASKS_FOR_MODULES = (
 )
 _ADDRESSES = frozenset({"data_ptr", "storage_offset", "storage", "untyped_storage", "__cuda_array_interface__"})
 _CALLS_EXTENSIONS = "(extension)"  # stands for a call of a function that may take the memory of tensors
+# By these code may see the state of a generator, or put it back after a draw.
+_STATES_OF_GENERATORS = frozenset(
+    (
+        *("getstate", "setstate", "get_state", "set_state", "state", "seed", "jumped"),
+        *("__setstate__", "__reduce__", "__getstate__"),
+    )
+)
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
@@ -127,6 +134,11 @@ class Names:
     def puts_items(self) -> bool:
         """The code may put something into a dictionary."""
         return not self.said.isdisjoint((PUTS_ITEM, "setdefault", "__setitem__"))
+
+    @property
+    def handles_generators(self) -> bool:
+        """The code may see or set the state of a generator: after any other use of one the state is another."""
+        return not (self.is_enough and self.said.isdisjoint(_STATES_OF_GENERATORS))
 
     @property
     def reads_addresses(self) -> bool:

@@ -1,6 +1,6 @@
-"""Draws of random numbers from the system: other ones come at each call, and no state of a generator tells of them.
-
-Generators that are made without a seed take theirs from there.
+"""Draws of random numbers of which no state of a generator tells: from the system, where other ones come at each call
+and generators that are made without a seed take theirs, and from generators of the process, whose state code may have
+put back since.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dis
 import os
 import random
+import sys
 import traceback
 import types
 from typing import Any
@@ -17,23 +18,30 @@ import torch
 from te_graph.common.dispatch import is_user_file
 
 CODE_OF_SEED = random.Random.seed.__code__  # without an argument it draws in C
+OF_PYTHON, OF_NUMPY = "Python's random module", "numpy.random"
 FROM_SEED = "random.Random without a seed"
 _FROM_SYSTEM = "the system (os.urandom, as SystemRandom, secrets, uuid4 and generators without a seed do)"
 _CODE_OF_BITS = random.SystemRandom.getrandbits.__code__  # which NumPy calls, from C
 _OF_SYSTEM = frozenset(id(vars(os)[name]) for name in ("urandom", "getrandom") if hasattr(os, name))
 _SEED_OF_TORCH = torch.Generator.seed
+_WITH_OWNER = (types.BuiltinFunctionType, types.MethodType)
 # What these draw are names of files and modules, and names of what they keep in memory.
 _BESIDE = frozenset({"torch", "te_graph", "triton", "tempfile"})
 
 
-def system_draw(function: Any) -> str | None:
-    """From where ``function``, which is about to be called and is none of Python code, draws; None: from nowhere."""
+def unseen_draw(function: Any, first: Any) -> str | None:
+    """From where ``function``, which is about to be called with ``first`` as an argument, draws; None: from nowhere, or
+    the state of a generator will tell. Of the generators of the process whatever is called counts."""
     if id(function) in _OF_SYSTEM:
         return _FROM_SYSTEM
     is_bound = type(function) is types.BuiltinFunctionType and function.__name__ == "seed"
     if function is _SEED_OF_TORCH or (is_bound and isinstance(function.__self__, torch.Generator)):
         return "torch.Generator.seed"
-    return None
+    generator = function.__self__ if type(function) in _WITH_OWNER else first
+    if type(generator) is random.Random:
+        return OF_PYTHON if generator is random._inst else None
+    numpy = sys.modules.get("numpy.random")
+    return OF_NUMPY if numpy is not None and generator is numpy.mtrand._rand else None
 
 
 def is_draw_beside(frame: types.FrameType) -> bool:

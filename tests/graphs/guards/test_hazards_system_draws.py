@@ -1,6 +1,8 @@
-"""Random numbers that come from the system are refused by name: of these no state of a generator tells.
+"""Random numbers of which no state of a generator tells are refused by name: those from the system, and those of a
+generator whose state is put back after the draw.
 
-Generators that are made without a seed take theirs from there; those with one draw the same numbers in each call.
+Generators that are made without a seed take theirs from the system; those with one draw the same numbers in each call.
+A generator at a source has the state that it had at the capture, or the draw is another one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +46,7 @@ class Seeds(torch.autograd.Function):
         return grad * random.SystemRandom().random()
 
 
+_put_back, _of_numpy, _derived = random.Random(1), np.random.default_rng(1), Drawing(1)
 _system, _seeds, _spawning = random.SystemRandom(), np.random.SeedSequence(1), np.random.default_rng(1)
 
 SYSTEM, WITHOUT_SEED = r"the system \(os.urandom", "random.Random without a seed"
@@ -63,6 +67,15 @@ DRAWS: dict[str, tuple[Draw, str]] = {
     "uuid4": (lambda: float(uuid.uuid4().int % 7), SYSTEM),
     "seed of torch": (lambda: float(torch.Generator().seed() % 7), "torch.Generator.seed"),
     "spawned seeds": (lambda: _of_seeds(_seeds.spawn(1)[0]), "global variable _seeds"),
+    "random, put back": (lambda: _peeked(random), "Python's random module"),
+}
+# Whose functions, written in Cython, no profile function is told of.
+DRAWS_OF_NUMPY: dict[str, tuple[Draw, str]] = {
+    "numpy.random, put back": (lambda: _peeked_of_numpy(np.random), "numpy.random"),
+}
+PEEKS: dict[str, Draw] = {
+    "Random": lambda: _peeked(_put_back),
+    "Generator": lambda: _peeked_of_bits(_of_numpy),
 }
 if hasattr(_spawning, "spawn"):  # NumPy 1.25 and newer
     DRAWS["spawned generator"] = lambda: float(_spawning.spawn(1)[0].random()), "global variable _spawning"
@@ -81,6 +94,28 @@ FIXED: dict[str, Draw] = {
 def _seeded_anew(generator: random.Random) -> float:
     generator.seed()
     return generator.random()
+
+
+def _peeked(generator: Any) -> float:
+    """Draws, and leaves the state as it was."""
+    state = generator.getstate()
+    drawn = generator.random()
+    generator.setstate(state)
+    return drawn
+
+
+def _peeked_of_numpy(generator: Any) -> float:
+    state = generator.get_state()
+    drawn = float(generator.rand())
+    generator.set_state(state)
+    return drawn
+
+
+def _peeked_of_bits(generator: np.random.Generator) -> float:
+    state = generator.bit_generator.state
+    drawn = float(generator.random())
+    generator.bit_generator.state = state
+    return drawn
 
 
 def _of_seeds(seeds: np.random.SeedSequence) -> float:
@@ -102,9 +137,47 @@ def test_a_draw_is_refused_by_name(case: str, device: str) -> None:
         make_graphed_callables(lambda x: x * draw(), (batch(device),))
 
 
-@pytest.mark.parametrize("case", DRAWS)
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="Python before 3.12")
+@pytest.mark.parametrize("case", DRAWS_OF_NUMPY)
+def test_a_draw_of_numpy_is_refused_by_name(case: str, device: str) -> None:
+    draw, name = DRAWS_OF_NUMPY[case]
+    with pytest.raises(RuntimeError, match=f"it draws from {name}.*torch.rand"):
+        make_graphed_callables(lambda x: x * draw(), (batch(device),))
+
+
+@pytest.mark.parametrize("draw", PEEKS.values(), ids=PEEKS)
+def test_a_state_that_is_put_back_is_compared(draw: Draw, device: str) -> None:
+    call = make_graphed_callables(lambda x: x * draw(), (batch(device),), on_mismatch="eager")
+    function, x = graphed(lambda x: x * draw()), batch(device)
+    for step in range(6):
+        if step == 3:
+            _put_back.random()
+            _of_numpy.random()
+        assert torch.equal(function(x.detach()), x * draw())
+        assert torch.equal(call(x), x * draw())
+    assert function.info()["forward_replays"] > 0
+    assert replays(call) == 3
+
+
+def test_a_state_that_the_code_neither_sees_nor_sets_is_not_compared(device: str) -> None:
+    call = make_graphed_callables(lambda x: x * (_put_back.random() if x.dim() > 2 else 2.0), (batch(device),))
+    _put_back.random()
+    x = batch(device)
+    assert torch.equal(call(x), x * 2.0)
+
+
+def test_a_generator_of_a_derived_class_whose_state_is_put_back_is_refused(device: str) -> None:
+    with pytest.raises(RuntimeError, match="_derived is a Drawing, a generator of a derived class"):
+        make_graphed_callables(lambda x: x * _peeked(_derived), (batch(device),))
+    function, x = graphed(lambda x: x * _peeked(_derived)), torch.ones(3, device=device)
+    for _ in range(4):
+        _derived.random()
+        assert torch.equal(function(x), x * _peeked(_derived))
+
+
+@pytest.mark.parametrize("case", DRAWS | DRAWS_OF_NUMPY)
 def test_a_graphed_function_says_so(case: str, device: str) -> None:
-    draw, name = DRAWS[case]
+    draw, name = (DRAWS | DRAWS_OF_NUMPY)[case]
     function, x = graphed(lambda x: x * draw()), torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match=f"draws random numbers from {name}"):
         for _ in range(4):

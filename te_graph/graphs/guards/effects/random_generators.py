@@ -14,6 +14,7 @@ import torch
 
 from te_graph.common.raw_contents import members_of
 from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.tracing.system_draws import OF_NUMPY, OF_PYTHON
 
 
 class HostRandom:
@@ -27,11 +28,11 @@ class HostRandom:
     def __init__(self, sources: Iterable[Source], with_torch: bool = False) -> None:
         self._of_torch: list[tuple[torch.Generator, torch.Tensor]] = []  # with states [n]
         self._generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
-            ("Python's random module", random.getstate, random.setstate)
+            (OF_PYTHON, random.getstate, random.setstate)
         ]
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
-            self._generators.append(("numpy.random", numpy.get_state, numpy.set_state))
+            self._generators.append((OF_NUMPY, numpy.get_state, numpy.set_state))
         for name, obj in _objects_at(sources):
             if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
                 self._generators.append((name, obj.getstate, obj.setstate))

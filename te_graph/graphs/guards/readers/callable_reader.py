@@ -107,9 +107,9 @@ class CallableReader(CallableContents):
         return outside_of_memos(sources, self._names.ran)
 
     @property
-    def puts_items(self) -> bool:
-        """Whether the code may put something into a dictionary."""
-        return self._names.puts_items
+    def names(self) -> Names:
+        """Those that the code says."""
+        return self._names
 
     def goes_through_tables(self, module: nn.Module) -> bool:
         """Whether the order of submodules, parameters or buffers of ``module`` may matter to the code."""

@@ -41,6 +41,7 @@ from te_graph.graphs.guards.readers.library_namespaces import (
     held_by_class,
     held_by_module,
 )
+from te_graph.graphs.guards.readers.library_objects import is_generator
 from te_graph.graphs.guards.readers.loggers import LOGGERS, inside_logger, loggers_by_name
 from te_graph.graphs.guards.readers.lookups import (
     absent_names,
@@ -184,6 +185,8 @@ class FunctionReader:
                 yield from self._slots(source)
                 yield from self._class_of(source, source.attributes())
         else:
+            if self.names.handles_generators and is_generator(obj):
+                yield source.never(f"{name} is a generator of a derived class, whose state cannot be compared")
             yield from builtin_contents(source)
             if source.depth < _MAX_DEPTH:
                 yield from self._opaque_contents(source) if is_opaque(obj) else self._object_contents(source)

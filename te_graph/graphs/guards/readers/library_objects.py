@@ -8,6 +8,8 @@ import contextvars
 import ctypes
 import gc
 import io
+import random
+import sys
 import threading
 import types
 import weakref
@@ -50,6 +52,16 @@ def is_array(obj: Any) -> bool:
 def remembered(obj: Any) -> Any:
     """What tells whether the array ``obj`` changes; of one that is too large to be compared, nothing."""
     return _C.value_of(obj) and (tuple(obj) if isinstance(obj, collections.deque) else bytes_of(obj))
+
+
+def is_generator(obj: Any) -> bool:
+    """True for generators of random numbers of Python and NumPy with a state of their own; those of the process are no
+    one's."""
+    if isinstance(obj, random.Random):
+        return not isinstance(obj, random.SystemRandom) and obj is not random._inst
+    numpy = sys.modules.get("numpy.random")
+    kinds = () if numpy is None else (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    return isinstance(obj, kinds) and obj is not numpy.mtrand._rand
 
 
 def is_iterator(obj: Any) -> bool:
