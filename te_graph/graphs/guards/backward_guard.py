@@ -21,14 +21,14 @@ from te_graph.common.dispatch import storage_key
 from te_graph.common.raw_contents import items_of
 from te_graph.graphs.guards.backward_watch import WITHIN, BackwardWatch
 from te_graph.graphs.guards.callable_guard import CallableGuard
-from te_graph.graphs.guards.guarded_modules import guard_module
+from te_graph.graphs.guards.guarded_modules import guard_module, guard_number_of_hooks, guard_tables, guard_training
 from te_graph.graphs.guards.guarded_objects import guard_keys, guard_source
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.callable_reader import CallableReader
 from te_graph.graphs.guards.readers.library_objects import is_array
-from te_graph.graphs.guards.sources import MODULE_TABLES, Source, name_of, tells_tensors_apart
+from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, Source, name_of, tells_tensors_apart
 from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL, PATTERN, strings_in
-from te_graph.graphs.tracing.names import GETTERS, Names, names_in_patterns, names_of_getter
+from te_graph.graphs.tracing.names import GETTERS, Names, fields_of, names_in_patterns, names_of_getter
 from te_graph.graphs.tracing.subscripts import reads_unsaid_keys
 
 _Kind = _C.StepKind
@@ -57,15 +57,15 @@ def backward_guard(
     names.update(*(names_of_getter(source.obj) for source in sources if isinstance(source.obj, GETTERS)))
     if PATTERN in names:
         names.update(names_in_patterns(type(source.obj) for source in sources))
-    reads_all = _CALL_OF_MODULES in watch.codes or not LOOKS_AT_ALL.isdisjoint(names)
+    if "asdict" in watch.field_readers:
+        names.update(fields_of(type(source.obj) for source in sources))
+    reads_all = _CALL_OF_MODULES in watch.codes or watch.looks_at_all or not LOOKS_AT_ALL.isdisjoint(names)
     reads_any_key = reads_all or any(map(reads_unsaid_keys, ran))
     reads = _Reads(frozenset(ran), None if reads_all else frozenset(names), watch.held, reads_any_key)
     root, *others = sources
     callable_guard = CallableGuard()
     root.step = callable_guard.guard.add_step(_Kind.KNOWN, -1, None, 0, None, "the callable")
     callable_guard.guard.expect_identity(root.step, root.obj)
-    if reads_all and isinstance(root.obj, nn.Module):
-        guard_module(root, callable_guard, is_callable=True)
     guard_found = functools.partial(
         guard_source,
         callable_guard=callable_guard,
@@ -73,6 +73,7 @@ def backward_guard(
         tells_apart=tells_tensors_apart(Names(frozenset(names)), sources),
     )
     reads.follow(others)
+    _guard_module(root, callable_guard, reads, reader)
     looked_at: set[int] = set()
     for source in others:
         if source.again is None and isinstance(source.obj, types.FunctionType) and source.obj.__code__ in reads.ran:
@@ -83,8 +84,6 @@ def backward_guard(
                 isinstance(source.obj, Tensor) and storage_key(source.obj) in used
             ):
                 callable_guard.enter(source)
-                if reads_all and isinstance(source.obj, nn.Module) and source.again is None:
-                    guard_module(source, callable_guard, is_callable=False)
             else:
                 guard_found(source)
         elif reads.holds(source):
@@ -93,8 +92,28 @@ def backward_guard(
             continue
         if id(source.obj) not in looked_at:
             looked_at.add(id(source.obj))
+            if source.obj is not root.obj:
+                _guard_module(source, callable_guard, reads, reader)
             _guard_lookups(source, callable_guard, reads, reader)
     return callable_guard.guard if callable_guard.guard.steps > 1 else None
+
+
+def _guard_module(source: Source, callable_guard: CallableGuard, reads: _Reads, reader: CallableReader) -> None:
+    """Guard what the module at ``source``, if it is one that the code may get hold of, has apart from attributes."""
+    module = source.obj
+    if not isinstance(module, nn.Module):
+        return
+    if reads.names is None:
+        guard_module(source, callable_guard, is_callable=source.parent is None)
+        for key in HOOK_DICTS:
+            guard_number_of_hooks(source, callable_guard, key)
+    elif id(module) in reads.reached or id(module) in reads.held:
+        if "training" in reads.names:
+            guard_training(source, callable_guard)
+        for key in HOOK_DICTS.keys() & reads.names:
+            guard_number_of_hooks(source, callable_guard, key)
+        if reader.goes_through_tables(module):
+            guard_tables(source, callable_guard, in_order=True)
 
 
 def _guard_lookups(source: Source, callable_guard: CallableGuard, reads: _Reads, reader: CallableReader) -> None:

@@ -17,8 +17,7 @@ def guard_module(source: Source, callable_guard: CallableGuard, is_callable: boo
     """Guard the training flag of a module, which submodules it has, and, but for the callable itself, its forward."""
     members = source.attributes()
     name = source.name or type(source.obj).__name__
-    if "training" in members.obj:  # what torch.compile made has that of its original
-        callable_guard.enter(members.item("training", f"training flag of {name}"))
+    guard_training(source, callable_guard)
     table = members.item("_modules", f"number of submodules of {name}")
     callable_guard.enter(table.child(table.obj, table.name, _Kind.LENGTH, index=len(table.obj)))
     for child in submodules(source):
@@ -49,13 +48,25 @@ def check_hooks(module: nn.Module, name: str, may_capture: bool) -> None:
             )
 
 
+def guard_training(source: Source, callable_guard: CallableGuard) -> None:
+    """Guard the training flag of a module; what torch.compile made has that of its original."""
+    if "training" in source.attributes().obj:
+        name = source.name or type(source.obj).__name__
+        callable_guard.enter(source.attributes().item("training", f"training flag of {name}"))
+
+
+def guard_number_of_hooks(source: Source, callable_guard: CallableGuard, key: str) -> Source:
+    """Guard how many hooks of one of the kinds of ``HOOK_DICTS`` a module has; returns where they are."""
+    hooks = source.attributes().item(key, f"{HOOK_DICTS[key]} of {source.name or type(source.obj).__name__}")
+    callable_guard.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+    return hooks
+
+
 def guard_hooks(source: Source, callable_guard: CallableGuard, may_capture_hooks: bool) -> None:
-    members = source.attributes()
     name = source.name or type(source.obj).__name__
     check_hooks(source.obj, name, may_capture_hooks)
-    for key, what in HOOK_DICTS.items():
-        hooks = members.item(key, f"{what} of {name}")
-        callable_guard.enter(hooks.child(hooks.obj, hooks.name, _Kind.LENGTH, index=len(hooks.obj)))
+    for kind in HOOK_DICTS:
+        hooks = guard_number_of_hooks(source, callable_guard, kind)
         for key in hooks.obj:
             hook = hooks.item(key, hooks.name)
             callable_guard.enter(hook)

@@ -184,7 +184,7 @@ class Names:
         if PATTERN in said:
             said.update(names_in_patterns(kinds))
         if said & (_READ_FIELDS if self.is_all_seen else _READ_FIELDS | _TELL_FIELDS):
-            said.update(name for kind in kinds for name in getattr(kind, TABLE_OF_FIELDS, ()))
+            said.update(fields_of(kinds))
         return replace(self, said=frozenset(said), asked=frozenset(asked))
 
     def with_strings(self, strings: Iterable[str]) -> Names:
@@ -275,6 +275,11 @@ def looks_at_all(obj: Any) -> bool:
 def names_in_patterns(kinds: Iterable[type]) -> Iterator[str]:
     """The names that a pattern goes by which says no names, for objects of ``kinds``."""
     return (name for kind in kinds for name in getattr(kind, PATTERN, ()))
+
+
+def fields_of(kinds: Iterable[type]) -> Iterator[str]:
+    """The names of the fields of those of ``kinds`` that are dataclasses."""
+    return (name for kind in kinds for name in getattr(kind, TABLE_OF_FIELDS, ()))
 
 
 def names_of_getter(getter: Any) -> set[str]:
