@@ -9,9 +9,14 @@ import re
 import types
 from collections.abc import Iterator
 
-# Code that says one of these may look at attributes without naming them; ``dir`` tells names alone.
-LOOKS_AT_ALL = frozenset({"__dict__", "vars", "eval", "exec", "attrgetter", "dumps"})
-UNNAMED = LOOKS_AT_ALL | {"dir"}
+# Code that says one of these may look at attributes without naming them; ``dir`` and ``__dir__`` tell names alone.
+LOOKS_AT_ALL = frozenset(
+    (
+        *("__dict__", "vars", "eval", "exec", "attrgetter"),
+        *("dump", "dumps", "__getstate__", "__reduce__", "__reduce_ex__"),  # of pickle, and of all objects for it
+    )
+)
+UNNAMED = LOOKS_AT_ALL | {"dir", "__dir__"}
 BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr"})
 _ASKING = BY_NAME | {"getattr_static"}
 _SWALLOWS = frozenset({"AttributeError", "Exception", "BaseException", "suppress"})

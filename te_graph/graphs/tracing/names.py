@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import dataclasses
 import functools
 import gc
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from te_graph.common.class_origins import HEAP_TYPE, module_of
@@ -72,9 +74,11 @@ MARK_OF_COMPILER = "_dynamo_"  # with it begin attributes that torch.compile put
 TABLE_OF_FIELDS = "__dataclass_fields__"
 
 # Under whatever name, and called by whatever: these may read any attribute of what they are given.
-_LOOKERS = (vars, dir, eval, exec, getattr, hasattr, operator.attrgetter, operator.methodcaller, pickle.dumps)
+_LOOKERS = (getattr, hasattr, operator.attrgetter, operator.methodcaller, pickle.Pickler)
+_MADE_IN_C = (types.BuiltinFunctionType, types.MethodDescriptorType)  # of these their names tell
 _LOOKERS_OF_PYTHON = (
-    *(copy.copy, copy.deepcopy),
+    *(torch.save, pickle._dump, pickle._dumps, pickle._Pickler.dump, copyreg._reduce_ex),
+    *(vars(copy)[name] for name in ("copy", "deepcopy", "replace") if hasattr(copy, name)),
     *(vars(inspect)[name] for name in ("getmembers", "getmembers_static") if hasattr(inspect, name)),
 )
 TELLERS = frozenset(map(id, (id, hash, operator.is_, operator.is_not)))
@@ -269,7 +273,7 @@ def _names_in_path(path: str) -> list[str]:
 
 def looks_at_all(obj: Any) -> bool:
     """True for functions of Python's that read whatever attributes there are, or those that they are given."""
-    return any(obj is looker for looker in _LOOKERS)
+    return any(obj is looker for looker in _LOOKERS) or (type(obj) in _MADE_IN_C and obj.__name__ in UNNAMED)
 
 
 def names_in_patterns(kinds: Iterable[type]) -> Iterator[str]:

@@ -120,6 +120,27 @@ BY_LIBRARIES = {
     ),
     "a getter": ("c = Plain(); c.key = 2.0\nag = operator.attrgetter", "ag('k' + 'EY'.lower())(c)", "c.key = 3.0"),
 }
+_C = "c = Plain(); c.a = 2.0\n"
+_SAVED = "import io\n" + _C + "def length():\n b = io.BytesIO(); {}; return float(len(b.getvalue()))"
+FOR_PICKLE = {
+    "__getstate__": (_C, "sum(c.__getstate__().values())", "c.a = 3.0"),
+    "__getstate__ in a variable": (_C + "get = c.__getstate__", "sum(get().values())", "c.a = 3.0"),
+    "__getstate__ of object": (_C + "get = object.__getstate__", "sum(get(c).values())", "c.a = 3.0"),
+    "__reduce__": (_C, "sum(c.__reduce__()[2].values())", "c.a = 3.0"),
+    "__reduce_ex__": (_C, "sum(c.__reduce_ex__(4)[2].values())", "c.a = 3.0"),
+    "pickle.dump": (_SAVED.format("pickle.dump(c, b)"), "length()", "c.a = 'no'"),
+    "pickle.dump by another name": (_SAVED.format("put(c, b)") + "\nput = pickle.dump", "length()", "c.a = 'no'"),
+    "a Pickler": (_SAVED.format("pickle.Pickler(b).dump(c)"), "length()", "c.a = 'no'"),
+    "torch.save": (_SAVED.format("torch.save(c, b)"), "length()", "c.a = 1000 * 'no'"),
+    "__dir__": (_C, "sum(getattr(c, n) for n in c.__dir__() if not n.startswith('_'))", "c.b = 3.0"),
+    "__dir__ of object": (
+        _C + "names = object.__dir__",
+        "sum(getattr(c, n) for n in names(c) if not n.startswith('_'))",
+        "c.b = 3.0",
+    ),
+}
+if not hasattr(object, "__getstate__"):  # before Python 3.11
+    FOR_PICKLE = {name: case for name, case in FOR_PICKLE.items() if "__getstate__" not in name}
 OF_PYTHON = {
     "slots of a class of Python's": ("c = statistics.NormalDist(2.0)", "c.mean", "c = statistics.NormalDist(3.0)"),
     "a parameter": (
@@ -172,7 +193,8 @@ NOT_SEEN = {
         "class C(A): pass",
     ),
 }
-CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES, **OF_PYTHON, **ABOUT_CODE, **THROUGH_ALL}
+CASES = {**IN_CONTAINERS, **MADE_INSIDE, **SWALLOWED, **BY_LIBRARIES, **FOR_PICKLE, **OF_PYTHON}
+CASES |= {**ABOUT_CODE, **THROUGH_ALL}
 
 
 _TWO = "c = Plain(); c.m, c.l = torch.ones(3), torch.zeros(3)\n"
