@@ -106,6 +106,9 @@ class FunctionGuard:
         elif isinstance(obj, list | tuple | deque):
             guard.expect_type(step, type(obj))
             guard.add_step(_Kind.LENGTH, step, None, count_of(obj), None, _size(name, "length"))
+            if isinstance(obj, deque):
+                at = guard.add_step(_Kind.ATTRIBUTE, step, "maxlen", 0, None, f"maxlen of {name}")
+                guard.expect_value(at, value_of(obj.maxlen))
         elif is_transparent(obj):
             guard.expect_type(step, type(obj))
             if self._tells_apart and isinstance(obj, types.FunctionType) and not source.is_ephemeral:

@@ -41,6 +41,11 @@ IN_CONTAINERS = {
     ),
     "a named tuple in a list": (_POINT + "\nm = [p]", "m[0].k", "P.k = 3.0"),
     "a named tuple in a dictionary": (_POINT + "\nm = {1: p}", "m[1].k", "P.k = 3.0"),
+    "how long a queue of tensors may be": (
+        "q = collections.deque([torch.ones(3)], maxlen=3)",
+        "float(q.maxlen)",
+        "q = collections.deque(q, maxlen=5)",
+    ),
     "a text with attributes": ("class S(str): pass\ns = S('a'); s.k = 2.0\nm = [s]", "m[0].k", "s.k = 3.0"),
 }
 MADE_INSIDE = {
