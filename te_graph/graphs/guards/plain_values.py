@@ -41,7 +41,7 @@ def is_value(obj: Any) -> bool:
         return holds_values(members_of(obj), _is_value_alone) and not type(obj).__dictoffset__
     if isinstance(obj, frozenset):
         return holds_values(members_of(obj))
-    if is_constant(obj) or isinstance(obj, _IMMUTABLE):
+    if is_constant(obj) or issubclass(type(obj), _IMMUTABLE):  # isinstance may ask the object
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(obj, numpy.generic)

@@ -165,8 +165,10 @@ class TensorReader:
         enumerations among them, may have attributes.
 
         Raises:
-            RuntimeError: it is a proxy of a module or tensor.
+            RuntimeError: it is a proxy of a module or tensor, or does not tell its class.
         """
+        if hides_class(source.obj):
+            raise RuntimeError(f"{source.name} {HIDES_CLASS}")
         if pretends(source.obj):
             advice = "use weakref.ref" if type(source.obj) in weakref.ProxyTypes else "hold what is behind it"
             kind = "weak proxy" if type(source.obj) in weakref.ProxyTypes else "proxy"
@@ -202,6 +204,20 @@ def _module_contents(source: Source) -> Iterator[Source]:
 def pretends(obj: Any) -> bool:
     """Whether ``obj`` says that it is a module or tensor, as proxies do, and is none."""
     return isinstance(obj, nn.Module | Tensor) and not issubclass(type(obj), nn.Module | Tensor)
+
+
+HIDES_CLASS = (
+    "cannot be compared: its class raises an error where it is asked for __class__; let it raise AttributeError"
+)
+
+
+def hides_class(obj: Any) -> bool:
+    """Whether ``obj`` raises an error, other than that it has none, where ``isinstance`` asks for its class."""
+    try:
+        isinstance(obj, nn.Module)
+    except Exception:
+        return True
+    return False
 
 
 def is_handle(obj: Any, name: str) -> bool:

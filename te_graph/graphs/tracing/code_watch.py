@@ -24,8 +24,8 @@ from te_graph.graphs.tracing.extensions import classes_given, is_method_of_exten
 from te_graph.graphs.tracing.names import (
     CODES_OF_FIELDS,
     CODES_OF_LOOKERS,
-    MARK_OF_COMPILER,
     is_implicit,
+    is_of_compiler,
     is_users_module,
 )
 from te_graph.graphs.tracing.patches import NameWatch
@@ -147,7 +147,7 @@ class CodeWatch:
         look = (type(obj), name)
         if look in self.looked_up or issubclass(type(obj), _NO_INSTANCES) or _is_own(frame.f_code):
             return
-        is_special = name.startswith(MARK_OF_COMPILER) or is_implicit(name)
+        is_special = is_of_compiler(name) or is_implicit(name)
         if not is_special and self._is_ours() and not self._is_aside(frame):
             self.looked_up.add(look)
 

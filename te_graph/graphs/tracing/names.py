@@ -70,7 +70,7 @@ _STATES_OF_GENERATORS = frozenset(
 _IDENTITIES = frozenset({"id", "hash", "__hash__", "is_", "is_not", TELLS_APART})
 _OF_TORCH = frozenset({"forward", "backward", "setup_context"})  # which torch calls
 GETTERS = (operator.attrgetter, operator.methodcaller)
-MARK_OF_COMPILER = "_dynamo_"  # with it begin attributes that torch.compile puts on what it meets, for itself
+_MARK_OF_COMPILER = "_dynamo_"
 TABLE_OF_FIELDS = "__dataclass_fields__"
 
 # Under whatever name, and called by whatever: these may read any attribute of what they are given.
@@ -343,6 +343,12 @@ def file_of_module(module: Any) -> str | None:
 def is_for_making(name: str) -> bool:
     """True for methods that run when an object is made, shown or gone: what they name counts once they have run."""
     return name in _NOT_RUN
+
+
+def is_of_compiler(name: Any) -> bool:
+    """True for attributes that torch.compile puts on what it meets, for itself. A dictionary of attributes may have
+    keys that are no names."""
+    return isinstance(name, str) and name.startswith(_MARK_OF_COMPILER)
 
 
 def is_implicit(name: str) -> bool:

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from text_cases import Cases, refuses_changes, run_text, sees_changes
+from text_cases import HEADER, Cases, refuses_changes, run_text, sees_changes
 from torch import nn
 
 from te_graph import graphed, make_graphed_callables
@@ -38,6 +38,14 @@ CASES: Cases = {
     "__getattribute__": (_BY_LOOK, "p.gain", "t.gain = 3.0"),
     "__getattribute__, another object": (_BY_LOOK, "p.gain", _OTHER),
 }
+_REFUSING = (
+    "class R:\n def __getattribute__(self, name):\n  if name == 'gain': return G\n  raise {}(name)\nG = 2.0\np = R()"
+)
+CASES |= {
+    "no __class__": (_REFUSING.format("AttributeError"), "p.gain", "G = 3.0"),
+    "a key of attributes that is no name": ("c = Plain(); vars(c)[3] = 1.0; c.gain = 2.0", "c.gain", "c.gain = 3.0"),
+    "what stands under it": ("c = Plain(); vars(c)[3] = 1.0", "vars(c)[3]", "vars(c)[3] = 3.0"),
+}
 SLOTS: Cases = {
     "__getattribute__ with a slot": (_SLOTTED, "p.gain", "t.gain = 3.0"),
     "__getattribute__, another object in a slot": (_SLOTTED, "p.gain", _OTHER),
@@ -63,7 +71,7 @@ def test_graphed_functions_run_eagerly_with_hidden_slots(
 
 @pytest.mark.parametrize(("setup", "read", "change"), (CASES | SLOTS).values(), ids=CASES | SLOTS)
 def test_callables_replay_while_nothing_changes(module: types.ModuleType, setup: str, read: str, change: str) -> None:
-    run_text(module, f"{setup}\ndef fn(x): return x * {read}")
+    run_text(module, f"{HEADER}\n{setup}\ndef fn(x): return x * {read}")
     x = torch.ones(2)
     callable_ = make_graphed_callables(module.fn, (x,))
     assert torch.equal(callable_(x), module.fn(x))
@@ -88,6 +96,15 @@ def test_what_says_that_it_is_a_module_is_refused_by_name() -> None:
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(function(torch.ones(2, 2)), fn(torch.ones(2, 2)))
+
+
+def test_what_refuses_to_tell_its_class_is_refused_by_name(module: types.ModuleType) -> None:
+    run_text(module, f"{_REFUSING.format('ValueError')}\ndef fn(x): return x * p.gain")
+    with pytest.raises(RuntimeError, match=r"global variable p cannot be compared.*__class__"):
+        make_graphed_callables(module.fn, (torch.ones(2),))
+    function = graphed(module.fn)
+    for _ in range(3):
+        assert torch.equal(function(torch.ones(2)), module.fn(torch.ones(2)))
 
 
 def test_what_is_another_object_at_each_look_is_refused_at_the_capture(module: types.ModuleType) -> None:

@@ -63,7 +63,7 @@ from te_graph.graphs.guards.sources import (
     submodules,
 )
 from te_graph.graphs.tracing.code_names import LOOKS_AT_ALL
-from te_graph.graphs.tracing.names import MARK_OF_COMPILER, Names, is_implicit
+from te_graph.graphs.tracing.names import Names, is_implicit, is_of_compiler
 from te_graph.graphs.tracing.python_names import is_supplied
 
 _Kind = _C.StepKind
@@ -129,8 +129,9 @@ class CallableContents(TensorReader):
     def is_end(self, source: Source) -> bool:
         """Whether the object there leads nowhere: a value, but for tuples and frozen sets with members of the user's
         classes."""
-        is_tuple = isinstance(source.obj, tuple | frozenset)
-        return super().is_end(source) and not (is_tuple and any(True for _ in members_of_users(source)))
+        if not super().is_end(source):
+            return False
+        return not (isinstance(source.obj, tuple | frozenset) and any(True for _ in members_of_users(source)))
 
     def contents(self, source: Source) -> Iterable[Source]:
         """What the object there leads to, as far as the code can name it."""
@@ -154,7 +155,7 @@ class CallableContents(TensorReader):
 
     def _is_ignored(self, owner: str, name: str) -> bool:
         is_named = name in self._ignored or f"{owner}.{name}".lstrip(".") in self._ignored
-        return is_named or name.startswith(MARK_OF_COMPILER)
+        return is_named or is_of_compiler(name)
 
     def _inside(self, source: Source) -> Iterator[Source]:
         obj = source.obj

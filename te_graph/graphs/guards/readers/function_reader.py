@@ -55,16 +55,25 @@ from te_graph.graphs.guards.readers.lookups import (
 )
 from te_graph.graphs.guards.readers.members_by_value import members_of_users
 from te_graph.graphs.guards.readers.metaclasses import given_by_metaclass, has_member
-from te_graph.graphs.guards.sources import HOOK_DICTS, MODULE_TABLES, contents, is_handle, name_of, pretends
+from te_graph.graphs.guards.sources import (
+    HIDES_CLASS,
+    HOOK_DICTS,
+    MODULE_TABLES,
+    contents,
+    hides_class,
+    is_handle,
+    name_of,
+    pretends,
+)
 from te_graph.graphs.guards.values import keys_of, value_of
 from te_graph.graphs.tracing.calls import Call
 from te_graph.graphs.tracing.code_names import globals_of
 from te_graph.graphs.tracing.names import (
     LOOKS_ABOVE,
-    MARK_OF_COMPILER,
     Names,
     codes_of,
     is_implicit,
+    is_of_compiler,
     strings_of,
     user_classes,
 )
@@ -128,6 +137,8 @@ class FunctionReader:
         for child in itertools.chain(children, filter(None, [count])):
             if type(child.obj) in weakref.ProxyTypes:  # which says that it is of the class behind it
                 yield child.parent.never(f"{child.name} is a weak proxy, which cannot be compared: use weakref.ref")
+            elif hides_class(child.obj):
+                yield child.parent.never(f"{child.name} {HIDES_CLASS}")
             elif pretends(child.obj):
                 yield child.parent.never(f"{child.name} is a proxy, which cannot be compared: hold what is behind it")
             elif isinstance(child.obj, UninitializedTensorMixin):  # torch refuses to tell anything about it
@@ -221,7 +232,7 @@ class FunctionReader:
             for key, value in hooks.items():
                 yield source.child(value, f"hooks on the gradient of {source.name}", _Kind.ATTRIBUTE, key)
         members = source.attributes()
-        keys = [key for key in members.obj if not key.startswith(MARK_OF_COMPILER)]
+        keys = [key for key in members.obj if not is_of_compiler(key)]
         yield from (members.item(key, name_of(key, source.name)) for key in keys)
         yield from self._slots(source)
         expected = frozenset() if source.is_ephemeral else self._members.expected(type(tensor))

@@ -102,8 +102,9 @@ def inside(source: Source) -> Iterator[Source]:
     elif isinstance(obj, CustomOpDef):
         members = source.attributes()
         yield from (members.item(key, f"{key.strip('_')} of {name}") for key in _OF_CUSTOM_OPS)
-    elif isinstance(obj, tuple(_INNER)):
-        yield source.attributes().item(next(key for kind, key in _INNER.items() if isinstance(obj, kind)), name)
+    elif issubclass(type(obj), tuple(_INNER)):  # some of these would ask the object for its class
+        key = next(key for kind, key in _INNER.items() if issubclass(type(obj), kind))
+        yield source.attributes().item(key, name)
     elif type(obj) is threading.local:
         members = source.attributes()
         yield from (members.item(key, f"{name}.{key}") for key in list(members.obj))
