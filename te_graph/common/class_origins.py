@@ -19,11 +19,11 @@ _known: dict[int, tuple[weakref.ref[type], Any, bool]] = {}
 
 
 def module_of(kind: type) -> str:
-    """The name of the module that ``kind`` is of; empty where it only says that it is of Python. Metaclasses of Cython
-    tell none."""
+    """The name of the module that ``kind`` is of; empty where it only says that it is of Python, or was told to say
+    nothing. Metaclasses of Cython tell none."""
     name = kind.__module__
     if not isinstance(name, str):
-        return "builtins"
+        return "" if name is None else "builtins"
     return "" if name.partition(".")[0] in _PYTHON and not is_of_python(kind) else name
 
 
@@ -33,7 +33,7 @@ def is_of_python(kind: type) -> bool:
     has the name of a module of Python's."""
     name = kind.__module__
     if not isinstance(name, str):
-        return True
+        return name is not None
     if name.partition(".")[0] not in _PYTHON:
         return False
     if not kind.__flags__ & HEAP_TYPE:

@@ -15,6 +15,7 @@ from torch import Tensor
 TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_OF_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))  # as Python's site says
 _OVERWRITING = frozenset({"aten::copy_", "aten::fill_", "aten::zero_"})
 _RUNNING_STATS = ("running_mean", "running_var")
 
@@ -164,12 +165,16 @@ def is_user_file(filename: str) -> bool:
     """False for the files of torch, this package and the standard library."""
     if filename.startswith((TORCH, PACKAGE, "<frozen")):
         return False
-    return not filename.startswith(_STDLIB) or "-packages" + os.sep in filename
+    return not filename.startswith(_STDLIB) or _is_installed(filename)
 
 
 def is_project_file(filename: str) -> bool:
     """True for files that are neither of Python and torch nor installed as a package."""
-    return is_user_file(filename) and "-packages" + os.sep not in filename
+    return is_user_file(filename) and not _is_installed(filename)
+
+
+def _is_installed(filename: str) -> bool:
+    return any(folder in filename for folder in _OF_PACKAGES)
 
 
 def version_of(tensor: Tensor) -> int | None:

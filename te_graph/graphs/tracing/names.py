@@ -327,11 +327,11 @@ def _is_user_written(kind: type) -> bool:
 
 def is_users_module(name: str) -> bool:
     """True unless the module of this name is of torch, Python or this package. One made by hand has no file."""
-    package = name.partition(".")[0]
-    if package in ("torch", "te_graph", "builtins"):
-        return False
     file = file_of_module(sys.modules.get(name))
-    return is_user_file(file) if file else package not in sys.stdlib_module_names
+    if file:
+        return is_user_file(file)
+    package = name.partition(".")[0]
+    return package not in ("torch", "te_graph", "builtins") and package not in sys.stdlib_module_names
 
 
 def file_of_module(module: Any) -> str | None:

@@ -11,6 +11,7 @@ import decimal
 import enum
 import functools
 import gc
+import importlib.util
 import pathlib
 import queue
 import sys
@@ -25,6 +26,7 @@ from text_cases import Cases, refuses_changes, run_text, sees_changes
 
 from te_graph import graphed, make_graphed_callables
 from te_graph.common.class_origins import is_of_python, module_of
+from te_graph.common.dispatch import is_project_file
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -75,6 +77,7 @@ CASES: Cases = {
     "class attribute of new_class": (_NEW, "c.k", "C.k = 3.0"),
     "attribute of an object of new_class": (_NEW + "\nc.k = 2.5", "c.k", "c.k = 3.0"),
     "method of an enumeration of exec": (_ENUM, "C.A.gain()", "C.gain = lambda self: 3.0"),
+    "class without a module": ("class C: k = 2.0\nC.__module__ = None\nc = C()", "c.k", "C.k = 3.0"),
     "module of type with ABC": (_NET, "c(x)", "C.gain = 3.0"),
 }
 
@@ -89,29 +92,36 @@ def test_a_counter_in_a_class_of_exec_is_refused(module: types.ModuleType) -> No
         make_graphed_callables(module.fn, (torch.ones(2),))
 
 
-def test_classes_of_a_file_with_a_name_of_python(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sched", "torch.mine"])
+def test_classes_of_a_file_with_a_name_of_a_library(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = (
-        "class S:\n base = 1.0\n def __init__(self): self.k = 2.0\n def gain(self): return self.k * self.base\ns = S()"
+        "class K: scale = 1.0\nclass S:\n base = 1.0\n def __init__(self): self.k = 2.0\n"
+        " def gain(self): return self.k * self.base * K.scale\ns = S()"
     )
-    (tmp_path / "sched.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "sched", raising=False)
-    import sched
-
-    monkeypatch.setitem(sys.modules, "sched", sched)
+    (tmp_path / "theirs.py").write_text(text)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, tmp_path / "theirs.py"))
+    monkeypatch.setitem(sys.modules, name, module)
+    module.__spec__.loader.exec_module(module)
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * sched.s.gain()
+        return x * module.s.gain()
 
     x = torch.ones(2)
     net, function = make_graphed_callables(fn, (x,)), graphed(fn)
-    for _ in range(3):
-        function(x)
-    net(x)
-    sched.S.base = 5.0
-    assert torch.equal(function(x), fn(x))
-    with pytest.raises(RuntimeError, match="base"):
+    for owner, key in ((module.S, "base"), (module.K, "scale")):
+        for _ in range(3):
+            function(x)
         net(x)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, key, 5.0)
+            assert torch.equal(function(x), fn(x))
+            with pytest.raises(RuntimeError, match=key):
+                net(x)
+
+
+def test_a_folder_whose_name_ends_like_that_of_packages_is_no_place_of_packages() -> None:
+    assert is_project_file("/home/me/ml-packages/net.py")
+    assert not is_project_file("/usr/lib/python3/dist-packages/net.py")
 
 
 _OF_PYTHON = (

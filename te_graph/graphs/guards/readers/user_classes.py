@@ -14,7 +14,7 @@ from te_graph.common.class_origins import module_of
 from te_graph.common.dispatch import is_user_file
 from te_graph.graphs.guards.readers.guarded_sources import NAMESPACES
 from te_graph.graphs.guards.readers.metaclasses import member_of
-from te_graph.graphs.tracing.names import LOOKS_ABOVE, Names, codes_of
+from te_graph.graphs.tracing.names import LOOKS_ABOVE, Names, codes_of, is_users_module
 
 # Of functions.
 _HOLDERS = (
@@ -45,7 +45,7 @@ def bases_of(kind: type) -> list[type]:
     """``kind`` and the classes below it that the user wrote."""
 
     def is_theirs(base: type) -> bool:
-        if is_library_class(base) or _package_of(base) != "torch":
+        if is_library_class(base) or _package_of(base) != "torch" or is_users_module(module_of(base)):
             return not is_library_class(base)
         # A class that is made by text which ran in a module of torch names that module: its functions tell whose it is.
         functions = [member for member in vars(base).values() if isinstance(member, types.FunctionType)]
