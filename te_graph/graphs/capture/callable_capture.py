@@ -186,7 +186,7 @@ class CallableCapture:
                     self.rounds.append(WarmUpRound(WarmUpWatch(self.group.device, self.samples)))
                     tensors, work = self._iterate(self.group.options.num_warmup_iters)
                     works.append(work)
-                self.ignored = ignored_keywords(self.root, self._run_with, self.group.options.hooks == "refuse")
+                self.ignored = ignored_keywords(self.root, self.walker.names, self._run_with, self.group.options.hooks)
         finally:
             isolation.restore()
             generators.restore()

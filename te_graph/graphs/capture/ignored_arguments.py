@@ -18,6 +18,7 @@ from te_graph.common.dispatch import PACKAGE
 from te_graph.graphs.graphed_class import plain_class
 from te_graph.graphs.tracing.code_names import strings_in
 from te_graph.graphs.tracing.keyword_uses import KeywordUses, collecting_variable, uses_of
+from te_graph.graphs.tracing.names import Names
 from te_graph.graphs.tracing.source_lines import run_region
 
 _PROBE = "te_graph_keyword_that_nothing_names"
@@ -44,15 +45,18 @@ class IgnoredKeywords:
 
 
 def ignored_keywords(
-    target: Any, run: Callable[[dict[str, Any]], Any], may_follow: bool = True
+    target: Any, names: Names, run: Callable[[dict[str, Any]], Any], hooks: str
 ) -> IgnoredKeywords | None:
     """What ``target``, a module or function, ignores; None where that cannot be proved.
 
     Args:
+        names: that the code says which it runs.
         run: calls ``target`` as a capture will, with these keyword arguments besides; may raise.
-        may_follow: what ``target`` passes on may be followed: it reaches functions alone, no hooks of modules.
+        hooks: the option. What ``target`` passes on can be followed where it reaches functions alone, no hooks.
     """
-    return ignored_at_once(target) or (_ignored_by_receivers(target, run) if may_follow else None)
+    if names.reads_variables_above:
+        return None
+    return ignored_at_once(target) or (_ignored_by_receivers(target, run) if hooks == "refuse" else None)
 
 
 def ignored_at_once(target: Any) -> IgnoredKeywords | None:

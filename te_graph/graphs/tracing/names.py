@@ -140,6 +140,11 @@ class Names:
         return not self.said.isdisjoint((PUTS_ITEM, "setdefault", "__setitem__"))
 
     @property
+    def reads_variables_above(self) -> bool:
+        """The code may read the variables of the functions that have called it."""
+        return not self.said.isdisjoint(("f_locals", "getargvalues"))
+
+    @property
     def handles_generators(self) -> bool:
         """The code may see or set the state of a generator: after any other use of one the state is another."""
         return not (self.is_enough and self.said.isdisjoint(_STATES_OF_GENERATORS))

@@ -248,6 +248,36 @@ def test_a_keyword_that_a_failed_call_was_given_is_not_ignored(device: str) -> N
         assert_bitwise_equal(run(module, x, **given), run(twin, x, **given))
 
 
+def count_above() -> int:
+    return len(sys._getframe(1).f_locals["kwargs"])
+
+
+class Looked(Plain):
+    """What it calls looks at its variables."""
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return super().forward(x) * (1 + count_above())
+
+
+class PassingLooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Looked()
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        return self.inner(x, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Looked, PassingLooked])
+def test_keywords_that_a_function_finds_in_the_frame_of_its_caller_count(device: str, kind: type[nn.Module]) -> None:
+    module = kind().to(device)
+    twin = eager_copy(module)
+    tg.make_graphed_callables(module, (batch(device),), on_mismatch="eager")
+    x = batch(device)
+    for given in ({}, {"scale": 2.0}, {}):
+        assert_bitwise_equal(run(module, x, **given), run(twin, x, **given))
+
+
 @pytest.mark.parametrize("on_mismatch", ["raise", "eager", "capture"])
 def test_a_capture_at_the_first_call_and_later_ones_ignore_the_same(device: str, on_mismatch: str) -> None:
     module = Plain().to(device)
