@@ -192,6 +192,12 @@ IDENTITY = {
 NOT_SEEN = {
     **ALL_NAMES,
     **IDENTITY,
+    "which of two equal numbers": ("a = float('1.5'); b = a", "2.0 if a is b else 3.0", "b = float('1.5')"),
+    "a slot, by its descriptor": (
+        "class A: __slots__ = ('k',)\na = A(); a.k = 2.0\nget = A.k.__get__",
+        "get(a)",
+        "setattr(a, 'k', 3.0)",
+    ),
     "classes that derive from one": (
         "class A: pass\nclass B(A): pass",
         "float(len(A.__subclasses__()))",

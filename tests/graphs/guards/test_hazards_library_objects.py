@@ -10,6 +10,7 @@ import collections
 import contextvars
 import ctypes
 import itertools
+import mmap
 import threading
 import types
 import weakref
@@ -124,6 +125,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
         lambda held: held.__setitem__(0, 3.0),
         "held changed",
     ),
+    "mmap": (lambda: mmap.mmap(-1, 8), lambda held: 2 + held[0], lambda held: held.__setitem__(0, 3), "held changed"),
     "bytearray": (lambda: bytearray([2]), lambda held: held[0], lambda held: held.__setitem__(0, 3), "held changed"),
     "memoryview": (
         lambda: memoryview(bytearray([2])),

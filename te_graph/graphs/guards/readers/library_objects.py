@@ -8,6 +8,7 @@ import contextvars
 import ctypes
 import gc
 import io
+import mmap
 import random
 import sys
 import threading
@@ -28,7 +29,7 @@ from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.guards.values import bytes_of, np
 
 _Kind = _C.StepKind
-_ARRAYS = (bytearray, memoryview, array.array, *(() if np is None else (np.ndarray,)))
+_ARRAYS = (bytearray, memoryview, array.array, mmap.mmap, *(() if np is None else (np.ndarray,)))
 _CTYPES = ctypes._SimpleCData.__base__
 _OF_CUSTOM_OPS = ("_backward_fn", "_setup_context_fn")  # which torch calls; calls of the op itself are seen
 _INNER = {
