@@ -72,6 +72,11 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def place_of(tensor: Tensor) -> tuple:
+    """Which memory ``tensor`` [...], which must be strided, stands for; valid as long as ``storage_key``."""
+    return storage_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+
+
 def is_strided(tensor: Tensor) -> bool:
     """True when ``tensor`` [...] is strided, hence has one storage."""
     return tensor.layout == torch.strided

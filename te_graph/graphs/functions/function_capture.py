@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,8 +28,9 @@ from te_graph.graphs.functions.histories import OuterHistories
 from te_graph.graphs.functions.region_watch import DeviceAccessMode, GradUses, RegionWatch
 from te_graph.graphs.functions.result_tensors import Alias, FoundResult, result_tensors, root_of
 from te_graph.graphs.functions.result_views import ResultView
+from te_graph.graphs.guards.effects.kept_memory import is_small_array
 from te_graph.graphs.guards.effects.random_generators import HostRandom
-from te_graph.graphs.guards.effects.rollback import Bindings, ContainerState
+from te_graph.graphs.guards.effects.rollback import CONTAINERS, Bindings, ContainerState
 from te_graph.graphs.guards.function_guard import FunctionGuard, without_source
 from te_graph.graphs.guards.readers.function_reader import FunctionReader
 from te_graph.graphs.guards.readers.guarded_sources import GuardedSource, is_opaque
@@ -190,7 +190,7 @@ class _Attempt:
         self._containers = ContainerState(
             source
             for source in self._before
-            if isinstance(source.obj, dict | list | set | deque) or not is_opaque(source.obj)
+            if isinstance(source.obj, CONTAINERS) or is_small_array(source.obj) or not is_opaque(source.obj)
         )
         self._bindings = Bindings(self._before)
         self._result: Any = None

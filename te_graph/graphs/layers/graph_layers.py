@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,11 @@ from te_graph.common.reasons import said_by_reason
 from te_graph.graphs.capture.options import Options, chosen_parameters
 from te_graph.graphs.capture.request import check_circumstances
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module, without_wrappers
-from te_graph.graphs.guards.effects.rollback import ContainerState
-from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.layers.choice import Selection
-from te_graph.graphs.layers.held import holders_in
 from te_graph.graphs.layers.layer_calls import LayerCall, LayerCalls
 from te_graph.graphs.layers.layer_captures import LayerCaptures
 from te_graph.graphs.layers.report import GraphedLayers
-from te_graph.graphs.layers.watched_step import Use, watched
+from te_graph.graphs.layers.watched_step import Use, attributes_kept, watched
 from te_graph.graphs.step_state import check_step_state
 from te_graph.graphs.tracing.open_checkpoints import without_open_checkpoints
 
@@ -66,12 +63,12 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
         ``seconds``; ``str()`` of it is a summary, ``reset()`` frees the graphs. What cannot be captured stays eager.
         So does each call in eval mode or under ``torch.no_grad()``, where the step had none of that.
 
-        The step leaves the model as it was: weights, buffers, ``.grad`` and ``main_grad``, attributes and flags of its
-        modules, the scales and histories of FP8 layers, and the random generators of torch, Python and NumPy are put
-        back, so training begins as if it had not been. What else the code of the user does stays: a batch that it takes
-        from an iterator is gone, a loss is logged, a configuration object has what a first call sets. Gradients that
-        are there before are copied for the step, which costs their size: call it after ``zero_grad()``. Results and
-        activations of the step are freed before the first capture.
+        The step leaves the model as it was: weights, buffers, ``.grad`` and ``main_grad``, attributes, hooks and flags
+        of its modules, small arrays there, the scales and histories of FP8 layers, and the random generators of torch,
+        Python and NumPy are put back, so training begins as if it had not been. What else the code of the user does
+        stays: a batch that it takes from an iterator is gone, a loss is logged, a configuration object has what a first
+        call sets. Gradients that are there before are copied for the step, which costs their size: call it after
+        ``zero_grad()``. Results and activations of the step are freed before the first capture.
 
     Raises:
         TypeError, ValueError: an argument is wrong; names it, what was expected and what came.
@@ -84,9 +81,8 @@ def graph_layers(model: nn.Module, batch: Any, *, layers: Any = None, **options:
     """
     started = time.perf_counter()
     arguments = _Arguments(model, batch, layers, options)
-    with _attributes_kept(arguments.model):
-        top, uses, computed_again = arguments.watch_step()
-    with _attributes_kept(arguments.model, only_on_failure=True):
+    top, uses, computed_again = arguments.watch_step()
+    with attributes_kept(arguments.model, only_on_failure=True):
         choice = arguments.selection.choose(top, computed_again)
         captures = LayerCaptures(arguments.names, uses, arguments.options, arguments.step_state)
         captures.left_out.update(choice.left_out)
@@ -179,23 +175,6 @@ def _check_model(model: nn.Module) -> None:
         if is_lazy(tensor):
             raise ValueError(f"{_NAME}: {name} is not initialised: call the model once before")
     check_circumstances(next((p.device for p in model.parameters()), torch.device("cpu")), _NAME)
-
-
-@contextlib.contextmanager
-def _attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterator[None]:
-    """Put back the attributes of the modules, what containers among these hold, and flags of modules and tensors.
-
-    Other objects, such as a configuration, keep what a first call sets in them: if that were put back, the next call
-    would set it again, after the capture, and guards would find it changed.
-    """
-    state = ContainerState(Source(one, "") for one in holders_in(model))
-    try:
-        yield
-    except BaseException:
-        state.restore()
-        raise
-    if not only_on_failure:
-        state.restore()
 
 
 def _nothing_captured(captures: LayerCaptures, names: dict[nn.Module, str]) -> RuntimeError:

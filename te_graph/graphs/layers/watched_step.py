@@ -17,9 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from te_graph.common.dispatch import is_in_backward, is_strided, storage_key
 from te_graph.common.gradient_state import gradient_state, main_grad_of
 from te_graph.common.kept_state import state_kept
+from te_graph.graphs.guards.effects.kept_memory import is_small_array
 from te_graph.graphs.guards.effects.random_generators import HostRandom
+from te_graph.graphs.guards.effects.rollback import ContainerState
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.layers.held import values_held_by
+from te_graph.graphs.layers.held import holders_in, values_held_by
 from te_graph.graphs.layers.layer_calls import LayerCalls
 from te_graph.graphs.tracing.externals import TensorWatch
 from te_graph.graphs.tracing.source_lines import user_site
@@ -69,14 +71,24 @@ class StepWatch(TensorWatch):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def keep(self, tensor: Tensor) -> None:
-        key = storage_key(tensor)
+        self._check_change(tensor, self._op)
+        self.keep_value(tensor)
+
+    def note_exchange(self, tensor: Tensor) -> None:
+        self._check_change(tensor, "tensor.data = ...")
+
+    def _check_change(self, tensor: Tensor, how: str) -> None:
+        """Refuse that ``how`` changes ``tensor`` [...] if that is a weight, outside of forwards."""
+        key = storage_key(tensor) if is_strided(tensor) else None
         if key in self._weights and not self._calls.under_way:
             raise RuntimeError(
-                f"{_NAME}: the step changes {self._weights[key]} ({self._op}), and one step before the training begins "
+                f"{_NAME}: the step changes {self._weights[key]} ({how}), and one step before the training begins "
                 f"must leave the weights alone: {_ADVICE}; at {user_site()}"
             )
-        if key in self._kept or is_in_backward():  # which adds to gradients
-            super().keep(tensor)
+
+    def keep_value(self, tensor: Tensor) -> None:
+        if storage_key(tensor) in self._kept or is_in_backward():  # which adds to gradients
+            super().keep_value(tensor)
 
     def _see(self, tensor: Tensor, op: str, keeps: bool | None) -> None:
         is_parameter = id(tensor) in self._parameters and tensor.requires_grad and not is_in_backward()
@@ -99,8 +111,8 @@ def _is_given_to_function(tensor: Tensor) -> bool:
 
 @contextlib.contextmanager
 def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
-    """Around a step of ``model`` that is watched: generators, weights, buffers, gradients and scales of FP8 layers are
-    afterwards as before, whether it raises or not.
+    """Around a step of ``model`` that is watched: generators, weights, buffers, gradients, attributes and scales of FP8
+    layers are afterwards as before, whether it raises or not.
 
     Raises:
         RuntimeError: the step calls an optimizer, or changes weights; it has not changed them.
@@ -112,12 +124,32 @@ def watched(model: nn.Module, calls: LayerCalls) -> Iterator[StepWatch]:
         stack.callback(watch.restore)
         stack.enter_context(_grads_kept(model))
         stack.callback(watch.restore_grads)
+        stack.enter_context(attributes_kept(model))  # of other shapes, weights do not take their gradients back
         stack.callback(torch.clear_autocast_cache)  # whose casts lead to what the step computed
         refuse = functools.partial(_refuse_step, threading.get_ident())
         stack.callback(register_optimizer_step_pre_hook(refuse).remove)
         stack.enter_context(calls)
         stack.enter_context(watch)
         yield watch
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module, only_on_failure: bool = False) -> Iterator[None]:
+    """Put back the attributes of the modules and tensors, what containers and small arrays among these hold, flags and
+    hooks of modules and tensors, and where tensors lie.
+
+    Other objects, such as a configuration, keep what a first call sets in them: if that were put back, the next call
+    would set it again, after the capture, and guards would find it changed.
+    """
+    values = (one for one in values_held_by(model) if isinstance(one, Tensor) or is_small_array(one))
+    state = ContainerState(Source(one, "") for one in (*holders_in(model), *values))
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise
+    if not only_on_failure:
+        state.restore()
 
 
 def _refuse_step(thread: int, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -21,10 +21,12 @@ from te_graph.common.dispatch import (
     is_leaf,
     is_operator,
     is_strided,
+    place_of,
     storage_key,
     tensors_in,
     written_tensors,
 )
+from te_graph.graphs.tracing.host_access import MemoryWatch
 from te_graph.graphs.tracing.source_lines import user_site
 
 _NO_HOOKS = "support saved tensor hooks"  # says torch of some transforms
@@ -91,6 +93,19 @@ class TensorWatch(AsWrittenMode):
         self._saved: dict[int, StorageWeakRef] = {}
         self._snapshots: dict[tuple, tuple[Tensor, Tensor]] = {}
         self._grads: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._memory: MemoryWatch | None = None  # while it is entered, for it refers to this object
+
+    def __enter__(self) -> TensorWatch:
+        if self._restorable:
+            self._memory = MemoryWatch(self._note_export, self.note_exchange)
+            self._memory.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.__exit__(*failure)
 
     @property
     def produced_storages(self) -> KeysView[int]:
@@ -203,13 +218,27 @@ class TensorWatch(AsWrittenMode):
         if is_written:
             self.keep(tensor)
 
+    def _note_export(self, tensor: Tensor) -> None:
+        """That NumPy or another library, which may write it, gets the memory of ``tensor`` [...]."""
+        if has_subclass([type(tensor)]) or not is_strided(tensor):
+            return
+        if (key := storage_key(tensor)) not in self._produced and key not in self._owned:
+            self.keep_value(tensor)
+
+    def note_exchange(self, tensor: Tensor) -> None:
+        """That ``tensor`` [...] gets other memory."""
+
     def keep(self, tensor: Tensor) -> None:
+        """What is done before a write to ``tensor`` [...]."""
+        self.keep_value(tensor)
+
+    def keep_value(self, tensor: Tensor) -> None:
         """Clone the value of ``tensor`` [...], unless that was done before, for ``restore()``."""
-        view = (storage_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
-        if self._restorable and view not in self._snapshots:
+        place = place_of(tensor)
+        if self._restorable and place not in self._snapshots:
             with bypass_modes(), torch.no_grad():
                 alias = tensor.detach()
-                self._snapshots[view] = (alias, alias.clone())
+                self._snapshots[place] = (alias, alias.clone())
 
     def _add_produced(self, tree: Any) -> None:
         for tensor in tensors_in(tree):

@@ -20,12 +20,14 @@ from te_graph.common.as_written import import_compiler
 from te_graph.graphs.tracing.patches import Patch
 from te_graph.graphs.tracing.refusals import NUMBER_METHODS, READERS, Refusals, refuse_host_access
 
-_METHODS = ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "cpu", "cuda", "to", *NUMBER_METHODS)
+_EXPORTS = ("numpy", "__array__", "__dlpack__")
+_METHODS = ("tolist", *_EXPORTS, "__repr__", "cpu", "cuda", "to", *NUMBER_METHODS)
 _HOOKING = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _PROPERTIES = ("data", "grad")
 _of_thread = threading.local()  # watches: those under way, outermost first
 
 USES_OF_GRAD = (torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)
+_SETS_DATA = torch.Tensor.data.__set__
 
 
 def _seen(func: Callable) -> Callable:
@@ -99,6 +101,24 @@ class GradWatch(MethodWatch):
             self._on_use(args[0], None)
         elif func.__name__ in _HOOKING:
             self._on_use(args[0], func.__name__)
+
+
+class MemoryWatch(MethodWatch):
+    """Sees what tensors get or give their memory without an operator.
+
+    Args:
+        on_export: called with each, [...], that NumPy or a reader of DLPack is about to get.
+        on_exchange: called with each, [...], that is about to get other memory by ``tensor.data = ...``.
+    """
+
+    def __init__(self, on_export: Callable[[Tensor], None], on_exchange: Callable[[Tensor], None]) -> None:
+        self._on_export, self._on_exchange = on_export, on_exchange
+
+    def see(self, func: Callable, args: tuple, kwargs: dict) -> None:
+        if func == _SETS_DATA:
+            self._on_exchange(args[0])
+        elif func.__name__ in _EXPORTS:
+            self._on_export(args[0])
 
 
 class HostAccessWatch(MethodWatch):

@@ -6,13 +6,12 @@ import functools
 import pickle
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from te_graph.common.raw_contents import members_of
+from te_graph.graphs.guards.effects.reach import objects_at
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.tracing.system_draws import OF_NUMPY, OF_PYTHON
 
@@ -33,7 +32,7 @@ class HostRandom:
         numpy = sys.modules.get("numpy.random")
         if numpy is not None:
             self._generators.append((OF_NUMPY, numpy.get_state, numpy.set_state))
-        for name, obj in _objects_at(sources):
+        for name, obj in objects_at(sources):
             if isinstance(obj, random.Random) and not isinstance(obj, random.SystemRandom):
                 self._generators.append((name, obj.getstate, obj.setstate))
             elif numpy is not None and isinstance(obj, numpy.RandomState):
@@ -72,28 +71,3 @@ def _spawned_by(bits: Any) -> int:
 
 def _leave(state: Any) -> None:
     """Nothing can put this back."""
-
-
-def _objects_at(sources: Iterable[Source]) -> Iterator[tuple[str, Any]]:
-    """What is at ``sources``, with its name. Containers that are compared as a whole are no parents of sources."""
-    for source in sources:
-        yield source.name, source.obj
-        if getattr(source, "value", None) is not None:
-            yield from ((source.name, member) for member in _members(source.obj))
-
-
-def _members(container: Any) -> Iterator[Any]:
-    """Those of ``container``, if it is one, and of those below it."""
-    stack = [container]
-    while stack:
-        obj = stack.pop()
-        if isinstance(obj, dict):
-            members = dict.values(obj)
-        elif isinstance(obj, functools.partial):
-            members = (obj.func, *obj.args, *obj.keywords.values())
-        else:
-            members = members_of(obj) if isinstance(obj, list | tuple | set | frozenset | deque) else ()
-        for member in members:
-            yield member
-            if isinstance(member, dict | functools.partial | list | tuple | set | frozenset | deque):
-                stack.append(member)

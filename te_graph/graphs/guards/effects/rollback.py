@@ -16,17 +16,20 @@ from te_graph.common.own_objects import OwnObject
 from te_graph.common.raw_contents import items_of, kind_of, members_of, put_back
 from te_graph.graphs.arguments.attributes import in_slot, instance_dict, slot_of
 from te_graph.graphs.graphed_class import set_class
+from te_graph.graphs.guards.effects.kept_memory import ArrayContents, TensorState, is_small_array
+from te_graph.graphs.guards.effects.reach import objects_at
 from te_graph.graphs.guards.plain_values import is_bulk, is_value
 from te_graph.graphs.guards.readers.guarded_sources import Inlined, slots_of
-from te_graph.graphs.guards.sources import Source
+from te_graph.graphs.guards.sources import MODULE_TABLES, Source
 
 CONTAINERS = (dict, list, set, deque)
+_HOOKS = "_hooks"  # in the names of the tables where modules have them
 _SLOTS_APART = (types.CellType, Inlined, OwnObject)  # cells are bindings, and te_graph's state is no effect of code
 
 
 class ContainerState:
-    """The contents of the attributes, slots, dictionaries, lists, sets and deques that a callable refers to, the
-    classes of modules and which leaves require gradients.
+    """The contents of the attributes, slots, dictionaries, lists, sets, deques and small arrays that a callable refers
+    to, the hooks and classes of modules, where tensors lie, and the flags and hooks of leaves.
 
     Args:
         sources: the callable and what it refers to. References to what they hold are kept until this object goes.
@@ -36,16 +39,18 @@ class ContainerState:
         self._kept: list[tuple[Any, list[Any], list[Any]]] = []
         self._slots: list[tuple[Any, str, Any]] = []
         self._classes: list[tuple[nn.Module, type]] = []
-        self._flags: list[tuple[Tensor, bool]] = []
-        for source in sources:
-            if source.again is None:
-                self._keep_contents(source.obj)
+        self._memory: list[TensorState | ArrayContents] = []
+        for _, obj in objects_at(source for source in sources if source.again is None):
+            self._keep_contents(obj)
 
     def _keep_contents(self, obj: object) -> None:
         if isinstance(obj, nn.Module):
             self._classes.append((obj, type(obj)))
-        elif isinstance(obj, Tensor) and is_leaf(obj):
-            self._flags.append((obj, obj.requires_grad))
+        elif isinstance(obj, Tensor):
+            grads = () if not is_leaf(obj) or obj.grad is None else (obj.grad,)
+            self._memory += map(TensorState, (obj, *grads))
+        elif is_small_array(obj):
+            self._memory.append(ArrayContents(obj))
         if not isinstance(obj, _SLOTS_APART):
             self._slots += [(obj, slot, in_slot(obj, slot)) for slot in slots_of(type(obj))]
         if isinstance(obj, CONTAINERS):
@@ -53,7 +58,7 @@ class ContainerState:
         if (members := instance_dict(obj)) is not None:
             self._keep(members)
             if isinstance(obj, nn.Module):
-                tables = (obj._parameters, obj._buffers, obj._modules)
+                tables = (value for key, value in members.items() if key in MODULE_TABLES or _HOOKS in key)
                 for table in filter(lambda table: isinstance(table, dict), tables):  # not so of ScriptModules
                     self._keep(table)
 
@@ -65,9 +70,8 @@ class ContainerState:
         for module, kind in self._classes:
             if type(module) is not kind:
                 set_class(module, kind)
-        for tensor, requires_grad in self._flags:
-            if tensor.is_leaf and tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
+        for memory in self._memory:
+            memory.restore()
         for obj, slot, value in self._slots:
             if in_slot(obj, slot) is not value:  # put back without code of its class
                 member = slot_of(type(obj), slot)

@@ -1,0 +1,84 @@
+"""Memory of tensors and arrays that an undone call may have exchanged or written where no operator tells."""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_graph.common.dispatch import bypass_modes, has_subclass, is_leaf, is_strided, place_of
+from te_graph.graphs.guards.values import np
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_MAX_BYTES = 1 << 20  # as guards compare
+_set_data = Tensor.data.__set__  # whatever stands there while a capture watches
+
+
+class TensorState:
+    """Where a tensor lies, and of a leaf whether it requires a gradient and which hooks it has. Values are none of it.
+
+    Args:
+        tensor: [...]. Its memory is kept until this object goes.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._lies_somewhere = is_strided(tensor) and not has_subclass([type(tensor)])
+        self._requires_grad: bool | None = None
+        self._hooks: dict[str, tuple[dict | None, dict]] = {}
+        with bypass_modes(), torch.no_grad():
+            if self._lies_somewhere:
+                self._alias, self._place = tensor.detach(), place_of(tensor)
+            if is_leaf(tensor):
+                self._requires_grad = tensor.requires_grad
+                tables = {name: getattr(tensor, name) for name in _HOOKS}
+                self._hooks = {name: (table, dict(table or {})) for name, table in tables.items()}
+
+    def restore(self) -> None:
+        """Put it back, without a new version."""
+        tensor = self._tensor
+        with bypass_modes():
+            if self._lies_somewhere and place_of(tensor) != self._place:
+                _set_data(tensor, self._alias)
+            if self._requires_grad is None or not tensor.is_leaf:
+                return
+            if tensor.requires_grad != self._requires_grad:
+                tensor.requires_grad_(self._requires_grad)
+            for name, (table, hooks) in self._hooks.items():
+                if table is not None and table != hooks:
+                    table.clear()
+                    table.update(hooks)
+                if getattr(tensor, name) is not table:
+                    setattr(tensor, name, table)
+
+
+class ArrayContents:
+    """What a small array of numbers holds.
+
+    Args:
+        values: a ``bytearray``, ``array.array`` or array of NumPy.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+        self._kept = np.array(values) if _is_of_numpy(values) else values[:]
+
+    def restore(self) -> None:
+        """Put it back."""
+        if not _is_of_numpy(self._values):
+            self._values[:] = self._kept
+        elif self._values.flags.writeable and self._values.shape == self._kept.shape:
+            np.asarray(self._values)[...] = self._kept
+
+
+def is_small_array(obj: Any) -> bool:
+    """Whether ``obj`` is an array that guards compare, hence is put back."""
+    if _is_of_numpy(obj):
+        return obj.nbytes <= _MAX_BYTES
+    return isinstance(obj, bytearray | array.array) and len(obj) * getattr(obj, "itemsize", 1) <= _MAX_BYTES
+
+
+def _is_of_numpy(obj: Any) -> bool:
+    return np is not None and isinstance(obj, np.ndarray)
