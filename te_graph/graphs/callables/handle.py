@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_graph import _C
+from te_graph.common.capture_lock import capture_lock
 from te_graph.common.capture_state import is_captured, is_capturing, is_capturing_callables
 from te_graph.common.environment import is_disabled
 from te_graph.common.fp8_calls import REPEATS, repeats_fp8_calls
@@ -22,13 +24,13 @@ from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.callables.late_capture import LateCaptures
+from te_graph.graphs.callables.mismatch_advice import with_advice, wrapped_since
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
 from te_graph.graphs.capture.entry import CallableEntry
 from te_graph.graphs.capture.fp8_regions import explain_fp8
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
 from te_graph.graphs.capture.session import capture_all
-from te_graph.graphs.capture.wrappers import reason_to_refuse_module
 from te_graph.graphs.graphed_class import plain_class, set_class
 from te_graph.graphs.guards.sources import plain_call_guard
 from te_graph.graphs.step_state import StepState
@@ -40,7 +42,6 @@ _ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, _Kind.ENTANGLED)
 _CAPTURING = "inside another capture"
 _CHECKPOINT_FLAG = "gradient_checkpointing"  # an attribute of Hugging Face's layers
 _CHECKPOINT_ADVICE = ". To checkpoint inside the callable, capture after gradient_checkpointing_enable()"
-_MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
 
 
 class Handle:
@@ -143,24 +144,33 @@ class Handle:
         Raises:
             TypeError, ValueError, RuntimeError: it failed, and the user chose an error: at this call alone.
         """
-        target = self._target()
-        reason = self._late.reason_to_wait(target, args, kwargs)
+        target, late = self._target(), self._late
+        if late is None:  # another thread has just captured
+            return None
+        reason = late.reason_to_wait(target, args, kwargs)
         if reason is not None:
             return reason
         try:
             sample = sample_of(self.label, args, kwargs)
-            group = self._late.group_for(self.label, target, sample[1])
-            check_circumstances(group.device)
-            entry = self._capture(group, sample, kwargs)
+            with capture_lock():
+                if self._is_due:  # else another thread has captured meanwhile
+                    self._capture_first(late, target, sample, kwargs)
         except Exception as error:
             self._is_due = False
             self._not_graphed = f"the capture failed: {self._without_label(str(error))}"
-            if self._late.options.on_mismatch != "eager":
+            if late.options.on_mismatch != "eager":
                 raise
             return self._fall_back(f"{self.label}: {self._not_graphed}")
-        self._late, self._is_due = None, False
-        self.arm(entry, group)
         return None
+
+    def _capture_first(
+        self, late: LateCaptures, target: Any, sample: tuple[Signature, list[Tensor]], kwargs: dict[str, Any]
+    ) -> None:
+        group = late.group_for(self.label, target, sample[1])
+        check_circumstances(group.device)
+        entry = self._capture(group, sample, kwargs)
+        self.arm(entry, group)
+        self._late, self._is_due = None, False
 
     def _replay_otherwise(
         self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
@@ -170,25 +180,16 @@ class Handle:
         Raises:
             ValueError, RuntimeError: the user chose an error, or the eager result would not be right.
         """
-        for entry in list(self._others):
-            if miss.kind not in _OTHER_ARGUMENTS:
-                break
-            outputs = entry.replay(root, args, kwargs)
-            if type(outputs) is list or outputs.kind not in _OTHER_ARGUMENTS:
-                self._make_current(entry)
-                if type(outputs) is list:
-                    return outputs, None
-                miss = outputs
-            elif outputs.kind == _Kind.DISCERNIBLE:
-                miss = outputs
+        miss = self._replay_others(miss, root, args, kwargs)
+        if type(miss) is list:
+            return miss, None
         kind, options = miss.kind, self._group.options
         if kind == _Kind.CAPTURING:
             self._refuse_for_main_grads(f"{self.label}: {_CAPTURING}")
             return [], _CAPTURING
         if kind == _Kind.MODE:
             return [], self._fall_back(miss.message)
-        lost = kind == _Kind.UNLINKED and self._entry.lost_predecessor
-        if options.on_mismatch == "capture" and (lost or kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)):
+        if options.on_mismatch == "capture" and self._is_mended_by_capture(miss):
             outputs, reason = self._capture_again(miss, root, args, kwargs)
             if reason is not None:
                 self._entry.pass_over()
@@ -196,52 +197,79 @@ class Handle:
         may_be_eager = options.on_exhausted if kind == _Kind.EXHAUSTED else options.on_mismatch
         if may_be_eager == "raise" and kind not in _ALWAYS_EAGER:
             if kind == _Kind.ARGUMENTS:
-                raise ValueError(self._with_advice(miss.message, args, kwargs))
+                raise ValueError(with_advice(self.label, miss.message, self._entry.form, args, kwargs))
             if kind == _Kind.EXHAUSTED:
                 raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
             if kind == _Kind.CHECKPOINT:
                 raise RuntimeError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run, eagerly')
             advice = _CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in miss.message else ""
-            raise RuntimeError(explain_fp8(self.label, miss.message) + (advice or self._wrapped_since(root)))
+            raise RuntimeError(explain_fp8(self.label, miss.message) + (advice or wrapped_since(root)))
         return [], self._fall_back(miss.message)
 
-    def _wrapped_since(self, root: Any) -> str:
-        """What ``root`` has become that no graph can hold, as a further sentence of a message; or nothing."""
-        reasons = map(reason_to_refuse_module, root.modules() if self._is_module else ())
-        reason = next(filter(None, reasons), None)
-        return "" if reason is None else f". Since then it has been wrapped: {reason}"
+    def _replay_others(
+        self, found: list[Tensor] | _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> list[Tensor] | _C.ReplayMiss:
+        """Replay one of the entries beside the current one, if that has ``found`` that it does not fit."""
+        for entry in list(self._others):
+            if type(found) is list or found.kind not in _OTHER_ARGUMENTS:
+                break
+            outputs = entry.replay(root, args, kwargs)
+            if type(outputs) is list or outputs.kind not in _OTHER_ARGUMENTS:
+                self._make_current(entry)
+                found = outputs
+            elif outputs.kind == _Kind.DISCERNIBLE:
+                found = outputs
+        return found
 
-    def _with_advice(self, message: str, args: tuple, kwargs: dict[str, Any]) -> str:
-        """``message`` about the arguments, with what lets such calls run, where they can run at all."""
-        advice = 'on_mismatch="eager" or "capture" lets such calls run'
-        if not self._entry.form.is_possible(args, kwargs):
-            return message
-        if len(args) != self._entry.form.count:
-            advice = f"give sample_args as the model calls it; {advice}"
-        if len(message) <= _MAX_BEFORE_ADVICE:
-            return f"{message}; {advice}"
-        return f"{self.label}: {advice}: {self._without_label(message)}"
+    def _is_mended_by_capture(self, miss: _C.ReplayMiss) -> bool:
+        lost = miss.kind == _Kind.UNLINKED and self._entry.lost_predecessor
+        return lost or miss.kind in (*_OTHER_ARGUMENTS, _Kind.CIRCUMSTANCES)
 
     def _capture_again(
         self, miss: _C.ReplayMiss, root: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[list[Tensor], str | None]:
         """Capture what is called; where that fails, a reason to run eagerly."""
-        group, options = self._group, self._group.options
         if repeats_fp8_calls():
             return [], self._fall_back(f"{self.label}: {REPEATS}")
-        if self._captures >= options.max_captures:
-            return [], self._fall_back(f"{miss.message}; max_captures={options.max_captures} are made")
-        try:
-            check_circumstances(group.device)
-            sample = sample_of(self.label, args, kwargs, group.device)
-        except Exception as error:  # of the arguments, which costs little
-            return [], self._fall_back(f"{miss.message}; {self._failure(error)}")
+        if self._captures >= self._group.options.max_captures:
+            return [], self._fall_back(self._all_are_made(miss))
+        with contextlib.ExitStack() as alone:
+            try:
+                check_circumstances(self._group.device)
+                sample = sample_of(self.label, args, kwargs, self._group.device)
+                if reason := self._refusal(miss, sample, args, kwargs):
+                    return [], self._fall_back(reason)
+                alone.enter_context(capture_lock())
+            except Exception as error:  # of the arguments, which costs little
+                return [], self._fall_back(f"{miss.message}; {self._failure(error)}")
+            # Meanwhile another thread may have captured it, or tried to.
+            found = self._replay_others(self._entry.replay(root, args, kwargs), root, args, kwargs)
+            if type(found) is list:
+                return found, None
+            if not self._is_mended_by_capture(found):
+                return self._replay_otherwise(found, root, args, kwargs)
+            if self._captures >= self._group.options.max_captures:
+                return [], self._fall_back(self._all_are_made(found))
+            if reason := self._refusal(found, sample, args, kwargs):
+                return [], self._fall_back(reason)
+            return self._capture_alone(found, root, sample, args, kwargs)
+
+    def _all_are_made(self, miss: _C.ReplayMiss) -> str:
+        return f"{miss.message}; max_captures={self._group.options.max_captures} are made"
+
+    def _refusal(self, miss: _C.ReplayMiss, sample: tuple, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        """Why a call like earlier ones is not captured, if so."""
         if reason := self._refused.reason_for(miss.message, sample[1], args, kwargs):
-            return [], self._fall_back(reason)
-        if reason := self._refused.reason_against_all():
-            return [], self._fall_back(f"{self.label}: {reason}")
+            return reason
+        reason = self._refused.reason_against_all()
+        return reason and f"{self.label}: {reason}"
+
+    def _capture_alone(
+        self, miss: _C.ReplayMiss, root: Any, sample: tuple, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[Tensor], str | None]:
+        """Capture while no other thread does."""
         try:
-            entry = self._capture(group, sample, kwargs)
+            entry = self._capture(self._group, sample, kwargs)
         except Exception as error:  # of the callable's own, perhaps: the eager call raises it, with what it does before
             reason = f"{self.label}: {self._failure(error)}; tried because {self._without_label(miss.message)}"
             return [], self._fall_back(self._refused.add(miss.message, *sample, reason))

@@ -1,0 +1,32 @@
+"""What a message says about a call that no graph fits, besides the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from te_graph.graphs.capture.call_form import CallForm
+from te_graph.graphs.capture.wrappers import reason_to_refuse_module
+
+_MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
+
+
+def with_advice(label: str, message: str, form: CallForm, args: tuple, kwargs: dict[str, Any]) -> str:
+    """``message`` about the arguments, which begins with ``label``, with what lets such calls run, where they can run
+    at all."""
+    advice = 'on_mismatch="eager" or "capture" lets such calls run'
+    if not form.is_possible(args, kwargs):
+        return message
+    if len(args) != form.count:
+        advice = f"give sample_args as the model calls it; {advice}"
+    if len(message) <= _MAX_BEFORE_ADVICE:
+        return f"{message}; {advice}"
+    return f"{label}: {advice}: {message.removeprefix(f'{label}: ')}"
+
+
+def wrapped_since(root: Any) -> str:
+    """What ``root`` has become that no graph can hold, as a further sentence of a message; or nothing."""
+    reasons = map(reason_to_refuse_module, root.modules() if isinstance(root, nn.Module) else ())
+    reason = next(filter(None, reasons), None)
+    return "" if reason is None else f". Since then it has been wrapped: {reason}"
