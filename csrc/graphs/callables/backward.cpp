@@ -118,7 +118,8 @@ void GraphedCallable::warn_of_lost_gradients() {
     has_warned_of_lost_gradients_ = true;
     TORCH_WARN(name_,
                ": an earlier backward was for inputs alone, with retain_graph=True, and none followed for its "
-               "parameters, whose gradients are missing. A schedule that splits the backward (zero bubble) needs "
+               "parameters. Where none was to follow (autograd.grad for inputs, jacobian) all is as in eager "
+               "execution. A schedule that splits the backward (zero bubble) misses their gradients, and needs "
                "te_graph.pipeline.prepare_stage(stage), which gives the PipelineStage a dw_builder");
 }
 
