@@ -13,6 +13,7 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from te_graph import _C
+from te_graph.common.own_objects import OwnObject
 
 
 def move_exported_results() -> None:
@@ -28,19 +29,18 @@ def move_exported_results() -> None:
 
     Stream and capture: moving a result copies it on the current stream.
     """
-    if getattr(Tensor.__dlpack__, "_te_graph_moves", False):
+    if isinstance(Tensor.__dlpack__, _Moving):
         return
-    exports = (Tensor.numpy, Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)
-    moving = {export: _moving(export) for export in exports}
+    moving = {one: _Moving(one) for one in (Tensor.numpy, Tensor.__dlpack__, torch.utils.dlpack.to_dlpack)}
+    by_id = {id(export): one for export, one in moving.items()}
     Tensor.numpy, Tensor.__dlpack__ = moving[Tensor.numpy], moving[Tensor.__dlpack__]
     interface = Tensor.__cuda_array_interface__
-    Tensor.__cuda_array_interface__ = property(_moving(interface.fget), doc=interface.__doc__)
-    _replace_in_modules(moving)
+    Tensor.__cuda_array_interface__ = property(_Moving(interface.fget), doc=interface.__doc__)
+    _replace_in_modules(by_id)
 
 
-def _replace_in_modules(replacements: dict[Callable[..., Any], Callable[..., Any]]) -> None:
-    """Bind the names that loaded modules have for a key of ``replacements`` to its value."""
-    by_id = {id(old): new for old, new in replacements.items()}
+def _replace_in_modules(by_id: dict[int, Callable[..., Any]]) -> None:
+    """Bind the names that loaded modules have for objects of these identities to others."""
     for module in list(sys.modules.values()):
         if isinstance(module, types.ModuleType):
             names = vars(module)
@@ -48,12 +48,25 @@ def _replace_in_modules(replacements: dict[Callable[..., Any], Callable[..., Any
                 names[name] = by_id[id(names[name])]
 
 
-def _moving(export: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(export)
-    def moving(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+class _Moving(OwnObject):
+    """What hands out the address of a tensor, which is moved before.
+
+    Equal to ``export``, for which it stands: tables of functions, such as a tensor subclass has, know it as that.
+    """
+
+    def __init__(self, export: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, export)
+
+    def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, Tensor) and _C.has_memory(tensor):
             _C.move_if_lent(tensor)
-        return export(tensor, *args, **kwargs)
+        return self.__wrapped__(tensor, *args, **kwargs)
 
-    moving._te_graph_moves = True
-    return moving
+    def __get__(self, tensor: Any, owner: type | None = None) -> Any:
+        return self if tensor is None else types.MethodType(self, tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return self.__wrapped__ == (other.__wrapped__ if isinstance(other, _Moving) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
