@@ -24,10 +24,10 @@ from te_graph.common.reasons import ReasonCounts, Reported
 from te_graph.common.reporters import CaptureFacts, register, unregister
 from te_graph.graphs.arguments.signature import Signature
 from te_graph.graphs.callables.late_capture import LateCaptures
-from te_graph.graphs.callables.mismatch_advice import with_advice, wrapped_since
+from te_graph.graphs.callables.mismatch_advice import with_advice, with_circumstances
+from te_graph.graphs.callables.pending_forwards import warn_of_forwards_before
 from te_graph.graphs.callables.refused_captures import RefusedCaptures
 from te_graph.graphs.capture.entry import CallableEntry
-from te_graph.graphs.capture.fp8_regions import explain_fp8
 from te_graph.graphs.capture.group import CaptureGroup
 from te_graph.graphs.capture.request import Job, check_circumstances, sample_of
 from te_graph.graphs.capture.session import capture_all
@@ -40,8 +40,6 @@ _Kind = _C.ReplayMiss.Kind
 _OTHER_ARGUMENTS = (_Kind.ARGUMENTS, _Kind.DISCERNIBLE)
 _ALWAYS_EAGER = (_Kind.MODE, _Kind.UNLINKED, _Kind.DISCERNIBLE, _Kind.ENTANGLED)  # whatever on_mismatch= says
 _CAPTURING = "inside another capture"
-_CHECKPOINT_FLAG = "gradient_checkpointing"  # an attribute of Hugging Face's layers
-_CHECKPOINT_ADVICE = ". To checkpoint inside the callable, capture after gradient_checkpointing_enable()"
 
 
 class Handle:
@@ -202,8 +200,7 @@ class Handle:
                 raise RuntimeError(f'{miss.message}; on_exhausted="eager" lets such calls run')
             if kind == _Kind.CHECKPOINT:
                 raise RuntimeError(f'{miss.message}; on_mismatch="eager" or "capture" lets such calls run, eagerly')
-            advice = _CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in miss.message else ""
-            raise RuntimeError(explain_fp8(self.label, miss.message) + (advice or wrapped_since(root)))
+            raise RuntimeError(with_circumstances(self.label, miss.message, root))
         return [], self._fall_back(miss.message)
 
     def _replay_others(
@@ -352,8 +349,9 @@ class Handle:
         for reference, state in zip(entry.leaves, entry.states, strict=True):
             parameter = reference()
             if main_grad_of(parameter) is None and any(user is not self for user in state.users):
-                if len(state.users) == 1 and parameter.grad is not None:
-                    next(iter(state.users))._warn_of_forwards_before(self.label, parameter)
+                user = next(iter(state.users))
+                if len(state.users) == 1 and parameter.grad is not None and user._has_forwards_before(parameter):
+                    warn_of_forwards_before(user.label, self.label, parameter)
                 for user in [*state.users, self]:
                     user.route_through_autograd(parameter)
             state.users.add(self)
@@ -371,18 +369,10 @@ class Handle:
                 if reference() is parameter:
                     entry.graphed.route_through_autograd(number)
 
-    def _warn_of_forwards_before(self, other: str, parameter: Tensor) -> None:
-        """Of those whose backward has no way to autograd for ``parameter`` [...], which ``other`` uses from now on."""
+    def _has_forwards_before(self, parameter: Tensor) -> bool:
+        """Whether some wait whose backward has no way to autograd for ``parameter`` [...]."""
         is_due = any(entry.graphed.in_flight for entry in self._entries)
-        if is_due and not self._group.options.is_for_autograd(parameter):
-            _log.warning(
-                "%s: a parameter of shape %s is used by %s as well, captured since its forward; the backward of that "
-                "forward adds both gradients one after the other, later ones add their sum as eager execution does. "
-                "Capture before the forward, or pass the parameter in autograd_params= to have that from the start",
-                self.label,
-                list(parameter.shape),
-                other,
-            )
+        return is_due and not self._group.options.is_for_autograd(parameter)
 
     @property
     def _entries(self) -> list[CallableEntry]:

@@ -7,8 +7,11 @@ from typing import Any
 from torch import nn
 
 from te_graph.graphs.capture.call_form import CallForm
+from te_graph.graphs.capture.fp8_regions import explain_fp8
 from te_graph.graphs.capture.wrappers import reason_to_refuse_module
 
+_CHECKPOINT_FLAG = "gradient_checkpointing"  # an attribute of Hugging Face's layers
+_CHECKPOINT_ADVICE = ". To checkpoint inside the callable, capture after gradient_checkpointing_enable()"
 _MAX_BEFORE_ADVICE = 200  # characters: what objects show of themselves may be long
 
 
@@ -25,7 +28,13 @@ def with_advice(label: str, message: str, form: CallForm, args: tuple, kwargs: d
     return f"{label}: {advice}: {message.removeprefix(f'{label}: ')}"
 
 
-def wrapped_since(root: Any) -> str:
+def with_circumstances(label: str, message: str, root: Any) -> str:
+    """``message`` about what ``root`` is, or where it is called, which begins with ``label``, explained."""
+    advice = _CHECKPOINT_ADVICE if _CHECKPOINT_FLAG in message else _wrapped_since(root)
+    return explain_fp8(label, message) + advice
+
+
+def _wrapped_since(root: Any) -> str:
     """What ``root`` has become that no graph can hold, as a further sentence of a message; or nothing."""
     reasons = map(reason_to_refuse_module, root.modules() if isinstance(root, nn.Module) else ())
     reason = next(filter(None, reasons), None)
