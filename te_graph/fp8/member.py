@@ -238,8 +238,8 @@ class Member(OwnObject):
                 history[:1] = rows[:1]
                 history[len(history) - kept :] = rows[saved - kept :]
                 scale.copy_(state[role, 2:3])
-                largest = float(state[role, _LARGEST])
-                if largest not in (0, self._largest(role)):  # of another format
+                largest, has_found = float(state[role, _LARGEST]), bool(rows[1:].any()) or state[role, 2] != 1
+                if has_found and largest not in (0, self._largest(role)):  # of another format
                     scale.mul_(self._largest(role) / largest)
                 if bool(rows[0].any()):  # of casts behind the last update
                     self._set_due(role, True)  # no update before: it would roll what other modules have loaded

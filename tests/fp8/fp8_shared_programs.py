@@ -32,9 +32,10 @@ class Program(ComparedProgram):
     functions: tuple[tuple[Step, ...], ...]
     events: tuple[Event, ...]
 
-    REFUSALS = (  # of functions under delayed scaling
+    REFUSALS = (  # of functions under delayed scaling; on a GPU captures meet what earlier calls left on other streams
         *("called with them first", "does not write before it calls the layer"),
         *("to be evaluated there by the same recipe", "got the first call by that recipe"),
+        "with the same parameters is still held",
     )
 
     def __str__(self) -> str:

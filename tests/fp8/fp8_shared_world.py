@@ -241,7 +241,7 @@ class World:
         with region_of(event.recipe):
             loss = call(x).square().mean()
         loss.backward()
-        return [loss]
+        return [loss.detach()]
 
     def evaluate(self, event: Event) -> list[Tensor]:
         net, x = self._net(event), self._input(event)
@@ -327,7 +327,7 @@ class World:
             loss.backward()
             torch.optim.SGD(one.parameters(), lr=0.3).step()
         self.copies += [one] * ("kept" in event.how)
-        return [loss, *one.parameters()]
+        return [loss.detach(), *(parameter.detach() for parameter in one.parameters())]
 
     def resume(self, event: Event) -> list[Tensor]:
         """A new network goes on with weights and scales of the old one, and functions with the new one."""
