@@ -188,14 +188,14 @@ class Member(OwnObject):
         """A copy of the histories and scales, which ``load_`` takes: [3, n] fp32, n at least 1032, for each ``Role``
         the version of the format, the length of the history, the scale, of the WEIGHT the scale of its
         cast, whether it is as it was then, and whether it has a scale, the largest number of the casts' format (0:
-        unknown), a zero, and the history.
+        no amax has given the scale), a zero, and the history.
         """
         length = self.scope.recipe.amax_history_len if self.scope.is_delayed else 0
         state = new_state(self.data.device, length)
         for role in Role if length else ():
             history, scale = self.history(role)
             state[role, 2:3] = scale
-            state[role, _LARGEST] = self._largest(role)
+            state[role, _LARGEST] = self._largest(role) * (history[1:].any() | (scale[0] != 1))
             state[role, _HEADER : _HEADER + length] = history
         if length:
             state[Role.WEIGHT, _HAS_SCALE] = self.block.has_weight_scale[self.number]
@@ -238,8 +238,8 @@ class Member(OwnObject):
                 history[:1] = rows[:1]
                 history[len(history) - kept :] = rows[saved - kept :]
                 scale.copy_(state[role, 2:3])
-                largest, has_found = float(state[role, _LARGEST]), bool(rows[1:].any()) or state[role, 2] != 1
-                if has_found and largest not in (0, self._largest(role)):  # of another format
+                largest = float(state[role, _LARGEST])
+                if largest not in (0, self._largest(role)):  # of another format
                     scale.mul_(self._largest(role) / largest)
                 if bool(rows[0].any()):  # of casts behind the last update
                     self._set_due(role, True)  # no update before: it would roll what other modules have loaded

@@ -100,17 +100,19 @@ def backward_guard(
 
 def _guard_module(source: Source, callable_guard: CallableGuard, reads: _Reads, reader: CallableReader) -> None:
     """Guard what the module at ``source``, if it is one that the code may get hold of, has apart from attributes."""
-    module = source.obj
+    module, is_callable = source.obj, source.parent is None
     if not isinstance(module, nn.Module):
         return
+    # The callable may get hooks after the capture, which run around a replay.
+    hooks = HOOK_DICTS.keys() if not is_callable else set()
     if reads.names is None:
-        guard_module(source, callable_guard, is_callable=source.parent is None)
-        for key in HOOK_DICTS:
+        guard_module(source, callable_guard, is_callable)
+        for key in hooks:
             guard_number_of_hooks(source, callable_guard, key)
     elif id(module) in reads.reached or id(module) in reads.held:
         if "training" in reads.names:
             guard_training(source, callable_guard)
-        for key in HOOK_DICTS.keys() & reads.names:
+        for key in hooks & reads.names:
             guard_number_of_hooks(source, callable_guard, key)
         if reader.goes_through_tables(module):
             guard_tables(source, callable_guard, in_order=True)

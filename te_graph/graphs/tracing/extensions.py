@@ -25,7 +25,8 @@ def is_of_extension(function: Any) -> bool:
     if not isinstance(module, types.ModuleType):
         module = own_attribute(function, "__module__")
     if isinstance(module, types.ModuleType):
-        return _is_extension(module.__name__, file_of_module(module))
+        # Those of torch that stand for modules answer any other look by one of their own.
+        return _is_extension(vars(module).get("__name__", ""), file_of_module(module))
     if not isinstance(module, str) or module.partition(".")[0] in _KNOWN:
         return False
     return _is_extension(module, file_of_module(sys.modules.get(module)))
