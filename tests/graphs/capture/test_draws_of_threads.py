@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -87,8 +88,13 @@ def test_a_thread_that_draws_goes_on(device: str, capture: Callable, kind: str) 
     x = torch.randn(3, 6, device=device)
     capture(other, x)  # torch loads what it does at first
     seed(7)
-    with drawing(draw) as numbers:
+    # Before Python 3.12 it is not seen which thread draws: docs/limits.md.
+    is_seen = sys.version_info >= (3, 12) or kind == "torch"
+    refusal = contextlib.nullcontext() if is_seen else pytest.raises(RuntimeError, match=r"random module|numpy\.random")
+    with drawing(draw) as numbers, refusal:
         capture(model, x)
+    if not is_seen:
+        return
     seed(7)
     assert_bitwise_equal(numbers, [draw() for _ in numbers])
 
