@@ -23,9 +23,7 @@ from te_graph.graphs.guards.effects.rollback import ContainerState
 from te_graph.graphs.guards.sources import Source
 from te_graph.graphs.layers.held import holders_in, values_held_by
 from te_graph.graphs.layers.layer_calls import LayerCalls
-from te_graph.graphs.tracing.code_watch import CodeWatch
 from te_graph.graphs.tracing.externals import TensorWatch
-from te_graph.graphs.tracing.own_draws import OwnDraws
 from te_graph.graphs.tracing.source_lines import user_site
 
 _NAME = "graph_layers"
@@ -166,15 +164,12 @@ def _refuse_step(thread: int, optimizer: torch.optim.Optimizer, args: tuple, kwa
 @contextlib.contextmanager
 def _generators_kept(model: nn.Module) -> Iterator[None]:
     others = HostRandom((Source(value, "") for value in values_held_by(model)), with_torch=True)
-    draws = OwnDraws()
     host, has_cuda = torch.get_rng_state(), torch.cuda.is_available() and torch.cuda.is_initialized()
     states = torch.cuda.get_rng_state_all() if has_cuda else []
     try:
-        with CodeWatch():
-            yield
+        yield
     finally:
-        if draws.are_possible:
-            torch.set_rng_state(host)
+        torch.set_rng_state(host)
         if has_cuda:
             torch.cuda.set_rng_state_all(states)
         others.restore()

@@ -14,7 +14,6 @@ from torch import Tensor
 from te_graph import _C
 from te_graph._build import check_is_built_for
 from te_graph.common.environment import switch
-from te_graph.graphs.tracing.own_draws import OwnDraws
 from te_graph.graphs.tracing.random_states import CudaStates
 from te_graph.graphs.tracing.recorded_states import RecordedStates
 from te_graph.graphs.tracing.recorder import Recorder
@@ -92,12 +91,11 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
-        """Around all warm-ups and captures: side stream, and generators that are afterwards where they were, but for
-        that of the CPU where only other threads can have drawn from it.
+        """Around all warm-ups and captures: side stream, and generators that are afterwards where they were.
 
         All captures of a process use one stream, because cuBLAS keeps a workspace for each.
         """
-        host_state, states, draws = torch.get_rng_state(), torch.cuda.get_rng_state_all(), OwnDraws()
+        host_state, states = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         with torch.cuda.device(self._device):
             if torch.cuda.graph.default_capture_stream is None:
                 torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
@@ -114,8 +112,7 @@ class CudaBackend:
             finally:
                 torch.cuda.synchronize()
                 torch.cuda.set_rng_state_all(states)
-                if draws.are_possible:
-                    torch.set_rng_state(host_state)
+                torch.set_rng_state(host_state)
 
     @contextlib.contextmanager
     def watch_generator(self, label: str) -> Iterator[None]:

@@ -28,7 +28,6 @@ from te_graph.graphs.tracing.names import (
     is_of_compiler,
     is_users_module,
 )
-from te_graph.graphs.tracing.own_draws import note_use, uses_generator
 from te_graph.graphs.tracing.patches import NameWatch
 from te_graph.graphs.tracing.source_lines import run_region, user_site
 from te_graph.graphs.tracing.system_draws import CODE_OF_SEED, FROM_SEED, is_draw_beside, unseen_draw
@@ -169,8 +168,6 @@ class CodeWatch:
 
     def _note_call(self, function: Any, frame: types.FrameType, first: Any = None) -> None:
         """Of a call of what Python code did not write, by the function of ``frame``, with ``first`` as an argument."""
-        if uses_generator(function, first):
-            note_use()
         if (name := unseen_draw(function, first)) is not None:
             self._note_draw(name, frame)
         if type(function) is types.FunctionType or id(function) in self._known_calls:
@@ -178,7 +175,6 @@ class CodeWatch:
         is_function = is_of_extension(function)
         self.calls_extensions |= is_function
         if is_function or is_method_of_extension(function):
-            note_use()
             is_passed_on = frame.f_code.co_argcount > 0 and not is_project_file(frame.f_code.co_filename)
             self.read_whole |= classes_given(self._first_argument(frame) if is_passed_on else first)
         elif isinstance(function, _LASTING):

@@ -27,7 +27,6 @@ from te_graph.common.dispatch import (
     written_tensors,
 )
 from te_graph.graphs.tracing.host_access import MemoryWatch
-from te_graph.graphs.tracing.own_draws import note_operator
 from te_graph.graphs.tracing.source_lines import user_site
 
 _NO_HOOKS = "support saved tensor hooks"  # says torch of some transforms
@@ -182,8 +181,6 @@ class TensorWatch(AsWrittenMode):
             if is_strided(tensor) and id(tensor) not in not_ours:
                 self._see(tensor, str(func), written.get(id(tensor)))
         result = func(*args, **kwargs)
-        if is_operator(func):
-            note_operator(func, result)
         if is_operator(func) and base_name(func) == "set_":
             # The tensor got a storage that was there before; cuDNN's LSTM takes hold of its flat weights in this way.
             self._see(result, str(func), None)

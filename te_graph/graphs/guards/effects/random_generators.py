@@ -13,7 +13,6 @@ import torch
 
 from te_graph.graphs.guards.effects.reach import objects_at
 from te_graph.graphs.guards.sources import Source
-from te_graph.graphs.tracing.own_draws import OwnDraws
 from te_graph.graphs.tracing.system_draws import OF_NUMPY, OF_PYTHON
 
 
@@ -26,7 +25,6 @@ class HostRandom:
     """
 
     def __init__(self, sources: Iterable[Source], with_torch: bool = False) -> None:
-        self._draws = OwnDraws()
         self._of_torch: list[tuple[torch.Generator, torch.Tensor]] = []  # with states [n]
         self._generators: list[tuple[str, Callable[[], Any], Callable[[Any], Any]]] = [
             (OF_PYTHON, random.getstate, random.setstate)
@@ -51,19 +49,14 @@ class HostRandom:
         self._states = [get() for _, get, _ in self._generators]
 
     def drawn_from(self) -> str | None:
-        """The first generator whose state is another one than at the beginning, or None, also where only other threads
-        can have drawn."""
-        if not self._draws.are_possible:
-            return None
+        """The first generator whose state is another one than at the beginning, or None."""
         for (name, get, _), state in zip(self._generators, self._states, strict=True):
             if pickle.dumps(get()) != pickle.dumps(state):
                 return name
         return None
 
     def restore(self) -> None:
-        """Put the states back, unless only other threads can have drawn, which go on."""
-        if not self._draws.are_possible:
-            return
+        """Put the states back."""
         for (_, _, put), state in zip(self._generators, self._states, strict=True):
             put(state)
         for generator, state in self._of_torch:
